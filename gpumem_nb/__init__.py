@@ -1,0 +1,62 @@
+"""See, predict and tune the GPU memory of data-parallel PyTorch training, live in JupyterLab.
+
+``%load_ext gpumem_nb`` brings the ``%hvd_*`` magics; the same in Python starts with :func:`start`. Ranks import this
+package too, so it loads what is heavy only when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .settings import Settings
+from .workload import Workload
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from .cluster.environment import EnvironmentReport
+    from .session import Session
+
+__version__ = "0.1.0"
+__all__ = ["Settings", "Workload", "check", "load_ipython_extension", "start"]
+
+
+def start(
+    n: int | None = None,
+    *,
+    device: str = "auto",
+    memory_limit: str | int | None = None,
+    hosts: str | None = None,
+    launcher: str = "mpi",
+    threads: int | None = None,
+    timeout: float = 120.0,
+) -> Session:
+    """Start ``n`` Horovod ranks and connect to them, showing a progress bar; see :func:`gpumem_nb.session.start`."""
+    from . import session
+    from .ui.progress import progress_bar
+
+    with progress_bar("Starting ranks") as progress:
+        return session.start(
+            n,
+            device=device,
+            memory_limit=memory_limit,
+            hosts=hosts,
+            launcher=launcher,
+            threads=threads,
+            timeout=timeout,
+            progress=progress,
+        )
+
+
+def check() -> EnvironmentReport:
+    """Look at torch, Horovod, MPI and the GPUs: what works, and what to type about the rest."""
+    from .cluster import environment
+
+    return environment.check()
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """``%load_ext gpumem_nb``."""
+    from .magics import register
+
+    register(shell)

@@ -1,0 +1,1 @@
+"""Kernel side: the processes. Starting, talking to, watching and stopping ranks; building Horovod."""

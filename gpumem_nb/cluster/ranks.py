@@ -1,0 +1,102 @@
+"""The ranks as the session sees them: start, call, interrupt, stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+
+from ..errors import ClusterDied, GpumemError, StartError
+from .calls import Call
+from .launch import Launched, Progress
+
+
+class Ranks:
+    """A started cluster whose engines have been set up as Horovod ranks.
+
+    Args:
+        n: number of ranks.
+        threads: CPU threads of each.
+        device: ``cuda`` or ``cpu``.
+        entry: importable module of the functions called over there (``call``, ``call_function``, ``run_cell``).
+        set_up: name and argument of the function that joins the ranks.
+        timeout: seconds for the whole start.
+    """
+
+    def __init__(
+        self, n: int, threads: int, device: str, entry: Any, set_up: tuple[str, Any], timeout: float, progress: Progress
+    ) -> None:
+        self._entry = entry
+        self.size = n
+        deadline = time.monotonic() + timeout
+        self._launched = Launched(n, threads, device, entry.START_IMPORTS)
+        try:
+            self._launched.start(deadline, progress)
+            with self._launched.phase("horovod", progress):
+                name, argument = set_up
+                left = max(1.0, deadline - time.monotonic())
+                self.infos: list[Any] = self.call(name, argument).get(left)
+            progress("ready", 1.0)
+        except BaseException as error:
+            tail = self._launched.log_tail()
+            self._launched.stop()
+            if isinstance(error, GpumemError) and not isinstance(error, ClusterDied):
+                raise
+            if isinstance(error, TimeoutError):
+                raise StartError(
+                    f"The ranks did not join each other within {timeout:g} s. Give them longer with --timeout. {tail}"
+                ) from None
+            if isinstance(error, Exception):
+                raise StartError(f"The ranks could not be started: {error}. {tail}") from error
+            raise
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """How long each phase of the start took."""
+        return self._launched.seconds
+
+    def call(self, function: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Call:
+        """Call a function of the engine's entry points by name."""
+        return self._send(self._entry.call, function, cloudpickle.dumps(arguments), ranks=ranks)
+
+    def call_function(self, blob: bytes, ranks: Sequence[int] | None = None) -> Call:
+        """Call a pickled function."""
+        return self._send(self._entry.call_function, blob, ranks=ranks)
+
+    def run_cell(self, source: str, title: str, result: str, ranks: Sequence[int] | None = None) -> Call:
+        """Run code among the ranks' variables."""
+        return self._send(self._entry.run_cell, source, title, result, ranks=ranks)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to every rank, through its nanny: a signal to mpiexec would end the job."""
+        self._launched.client.send_signal(signal.SIGINT, targets=self._alive(), block=False)
+
+    def dead(self) -> list[int]:
+        """Ranks that are gone."""
+        alive = set(self._launched.client.ids)
+        return [rank for rank in range(self.size) if rank not in alive]
+
+    def alive(self) -> bool:
+        """Whether everything still runs."""
+        return self._launched.alive() and not self.dead()
+
+    def last_words(self) -> str:
+        """What the processes wrote last."""
+        return self._launched.log_tail()
+
+    def stop(self) -> None:
+        """End everything."""
+        self._launched.stop()
+
+    def _alive(self) -> list[int]:
+        return list(self._launched.client.ids)
+
+    def _send(self, function: Any, *arguments: Any, ranks: Sequence[int] | None) -> Call:
+        chosen = range(self.size) if ranks is None else ranks
+        if missing := [rank for rank in self.dead() if rank in chosen]:
+            raise ClusterDied(f"Rank {missing[0]} has ended. Start again with %hvd_restart. {self.last_words()}")
+        client = self._launched.client
+        return Call(list(chosen), [client[rank].apply_async(function, *arguments) for rank in chosen])

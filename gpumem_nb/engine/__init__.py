@@ -1,0 +1,1 @@
+"""Rank side: what runs inside every Horovod process."""

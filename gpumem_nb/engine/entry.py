@@ -1,0 +1,86 @@
+"""The doors through which the kernel reaches a rank. Imports nothing heavy: the kernel imports this module too.
+
+Everything travels as cloudpickle, in both directions, so that classes defined in a notebook work. Exceptions come back
+as values: those that the toolkit raises on purpose as what they are, all others as :class:`Raised`.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import cloudpickle
+
+from ..errors import GpumemError
+from ..sample import Raised
+
+START_IMPORTS = "import threading, importlib; " + (
+    "threading.Thread(target=importlib.import_module, args=('gpumem_nb.engine.rank',), daemon=True).start()"
+)
+"""What an engine runs while it registers: the import of torch and Horovod takes as long as the registration."""
+
+
+def call(function: str, arguments: bytes) -> bytes:
+    """Call a function of :mod:`gpumem_nb.engine.rank` by name."""
+    return _answer(lambda: getattr(import_module("gpumem_nb.engine.rank"), function)(*cloudpickle.loads(arguments)))
+
+
+def call_function(blob: bytes) -> bytes:
+    """Call a function that was sent along with its arguments."""
+
+    def run() -> Any:
+        function, args = cloudpickle.loads(blob)
+        return function(*args)
+
+    return _answer(run)
+
+
+def run_cell(source: str, title: str, result: str) -> bytes:
+    """Run code among the rank's variables.
+
+    Args:
+        source: plain Python, magics already transformed.
+        title: stands in tracebacks in place of a file name.
+        result: ``value`` to send back what the last expression gives, ``text`` for its representation only.
+    """
+
+    def run() -> Any:
+        value = _execute(source, title)
+        return value if result == "value" or value is None else repr(value)
+
+    return _answer(run)
+
+
+def _execute(source: str, title: str) -> Any:
+    variables = vars(sys.modules["__main__"])
+    linecache.cache[title] = (len(source), None, source.splitlines(keepends=True), title)
+    tree = ast.parse(source, title)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, title, "exec"), variables)
+    if last is None:
+        return None
+    return eval(compile(ast.Expression(last.value), title, "eval"), variables)
+
+
+def _answer(work: Callable[[], Any]) -> bytes:
+    try:
+        return cloudpickle.dumps(work())  # type: ignore[no-any-return]
+    except GpumemError as error:
+        answer: Any = error.with_traceback(None)
+    except (Exception, KeyboardInterrupt) as error:
+        answer = Raised(type(error).__name__, str(error), _readable(error))
+        traceback.clear_frames(error.__traceback__)
+    return cloudpickle.dumps(answer)  # type: ignore[no-any-return]
+
+
+def _readable(error: BaseException) -> str:
+    """The traceback from the user's first frame on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))

@@ -1,0 +1,66 @@
+"""Optimizers by name, and switching how torch computes them without losing their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ..errors import WorkloadError
+from ..settings import Settings
+
+_BUILD: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
+    "sgd": lambda params, lr: SGD(params, lr=lr),
+    "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
+    "adam": lambda params, lr: Adam(params, lr=lr),
+    "adamw": lambda params, lr: AdamW(params, lr=lr),
+}
+
+# torch's own flags: None lets torch choose, both False is the loop over single tensors.
+_IMPLEMENTATION_FLAGS: dict[str, dict[str, bool | None]] = {
+    "default": {"foreach": None, "fused": None},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+    "loop": {"foreach": False, "fused": False},
+}
+
+
+def build(params: Iterable[Tensor], settings: Settings) -> Optimizer:
+    """A fresh optimizer of the kind that the settings name (any but ``own``)."""
+    optimizer = _BUILD[settings.optimizer](list(params), settings.learning_rate)
+    set_implementation(optimizer, settings.optimizer_impl)
+    return optimizer
+
+
+def set_implementation(optimizer: Optimizer, name: str) -> None:
+    """Compute the same update in another way from the next step on; the state stays."""
+    flags = _IMPLEMENTATION_FLAGS[name]
+    for group in optimizer.param_groups:
+        if not flags.keys() <= group.keys():
+            if name == "default":
+                continue
+            raise WorkloadError(
+                f"{type(optimizer).__name__} has no {name} implementation. Use optimizer_impl=default with it."
+            )
+        group.update(flags)
+        for param in group["params"]:
+            step = optimizer.state.get(param, {}).get("step")
+            if isinstance(step, Tensor):
+                # torch keeps the counter on the device for the fused kernels and on the host for the others.
+                optimizer.state[param]["step"] = step.to(param.device if flags["fused"] else "cpu")
+
+
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    """Set the rate of the first group and scale those of the others by the same factor."""
+    factor = learning_rate / optimizer.param_groups[0]["lr"]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+    optimizer.param_groups[0]["lr"] = learning_rate
+
+
+def clip_gradients(optimizer: Optimizer, max_norm: float) -> None:
+    """Scale all gradients down together when their 2-norm exceeds ``max_norm``."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    torch.nn.utils.clip_grad_norm_(params, max_norm)

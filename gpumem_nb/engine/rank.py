@@ -1,0 +1,112 @@
+"""What the kernel can ask of a rank. One process is one rank, so its state is the module's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from ..errors import WorkloadError
+from ..memory.device import Device, open_device
+from ..sample import Chunk, ChunkReply, RankConfig, RankInfo, Reading, WorkloadInfo
+from ..workload import Workload
+from .attach import attached
+from .data import ShardedStream, as_dataset
+from .trainer import Trainer
+
+_config: RankConfig
+_device: Device
+_trainer: Trainer | None = None
+
+
+def set_up(config: RankConfig) -> RankInfo:
+    """Join the other ranks, take hold of the device, and prove the connection with a real all-reduce."""
+    global _config, _device
+    torch.set_num_threads(config.threads)
+    hvd.init()
+    _config = config
+    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    _device = open_device("cuda" if kind == "cuda" else "virtual", hvd.local_rank(), config.memory_limit)
+    total = hvd.allreduce(torch.ones(1, device=_device.torch_device), op=hvd.Sum, name="gpumem_nb.hello")
+    if total.item() != hvd.size():
+        raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")
+    namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
+    return RankInfo(
+        rank=hvd.rank(),
+        local_rank=hvd.local_rank(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=str(_device.torch_device),
+        device_name=_device.name,
+        virtual=_device.kind == "virtual",
+        memory_limit=_device.reading().limit,
+        threads=torch.get_num_threads(),
+        note=_device.note,
+    )
+
+
+def load(workload: Workload) -> WorkloadInfo:
+    """Build the workload here and train it from now on."""
+    return _train(workload)
+
+
+def attach(names: dict[str, str | None]) -> WorkloadInfo:
+    """Train objects that already live here, by variable name."""
+    return _train(attached(names, namespace()))
+
+
+def loaded() -> bool:
+    """Whether there is a workload."""
+    return _trainer is not None
+
+
+def run_chunk(chunk: Chunk) -> ChunkReply:
+    """Train a chunk of the workload."""
+    if _trainer is None:
+        raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
+    return _trainer.run(chunk)
+
+
+def reading() -> Reading:
+    """The device's memory right now."""
+    return _device.reading()
+
+
+def push(variables: dict[str, Any]) -> None:
+    """Define variables for cells that run here."""
+    namespace().update(variables)
+
+
+def pull(name: str) -> Any:
+    """The value of a variable here."""
+    if name not in namespace():
+        raise WorkloadError(f"There is no variable {name!r} on rank {hvd.rank()}.")
+    return namespace()[name]
+
+
+def shut_down() -> None:
+    """Leave the other ranks in good order."""
+    hvd.shutdown()
+
+
+def namespace() -> dict[str, Any]:
+    """The variables that cells run on this rank see."""
+    return vars(sys.modules["__main__"])
+
+
+def _train(workload: Workload) -> WorkloadInfo:
+    global _trainer
+    # Whatever is wrong with the data is found before the old workload is let go.
+    stream = ShardedStream(*as_dataset(workload.data()), rank=hvd.rank(), size=hvd.size())
+    if _trainer is not None:
+        _trainer.close()
+        _trainer = None
+        for name in ("model", "optimizer"):
+            namespace().pop(name, None)
+    _trainer = Trainer(workload, stream, _device, _config.epoch_time_s)
+    namespace().update(model=_trainer.model, optimizer=_trainer.optimizer)
+    return _trainer.info()

@@ -1,0 +1,74 @@
+"""Every exception the toolkit raises on purpose. Each message ends with what to do next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class GpumemError(Exception):
+    """Base of all deliberate errors: one sentence of what was wrong, one of what to do."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows this in place of a traceback: where in the toolkit it was raised helps nobody."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class InvalidInput(GpumemError, ValueError):
+    """An argument, knob or value that cannot be used. A magic shows it as a ``UsageError``."""
+
+
+class SetupError(GpumemError):
+    """A part the toolkit stands on is missing or broken; the message names the command that mends it."""
+
+
+class StartError(GpumemError):
+    """The ranks could not be started; whatever had been started has been stopped again."""
+
+
+class NoSession(GpumemError):
+    """Nothing runs yet (or any more)."""
+
+    def __init__(self) -> None:
+        super().__init__("No ranks are running. Start some with %hvd_start 4 (or gpumem_nb.start(4)).")
+
+
+class WorkloadError(GpumemError):
+    """The model, loss, data or optimizer that was handed over cannot be trained as it is."""
+
+
+class TrainingFailed(GpumemError):
+    """Training stopped by itself: a step could not be finished and there is nothing to go back to."""
+
+
+class RankError(GpumemError):
+    """Code failed on a rank.
+
+    Attributes:
+        rank: the Horovod rank that failed first.
+        ename, evalue: class name and text of the exception over there.
+        remote_traceback: its traceback as text, as the rank printed it.
+    """
+
+    def __init__(self, rank: int, ename: str, evalue: str, remote_traceback: str = "") -> None:
+        super().__init__(f"rank {rank}: {ename}: {evalue}" if evalue else f"rank {rank}: {ename}")
+        self.rank = rank
+        self.ename = ename
+        self.evalue = evalue
+        self.remote_traceback = remote_traceback
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"[rank {self.rank}] {self.remote_traceback}".rstrip() if self.remote_traceback else str(self)]
+
+
+class ClusterDied(GpumemError):
+    """A rank, the controller or mpiexec ended while it was needed."""
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """A sentence fragment naming the closest valid word, or all valid ones when none is close."""
+    choices = list(allowed)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]!r}? Allowed: {', '.join(choices)}"
+    return f"allowed: {', '.join(choices)}"

@@ -1,0 +1,310 @@
+"""What has been measured so far: bounded samples of every rank, events, and every configuration tried."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from .memory.units import format_bytes
+from .sample import Reading, Sample
+from .settings import Settings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+STEPS_KEPT = 2000
+EVENTS_KEPT = 200
+# A configuration is judged by its last steps, without the first one: that one still warms caches up.
+STEPS_JUDGED = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something worth a mark on the charts: ``kind`` is ``load``, ``flip``, ``oom``, ``error`` or ``note``."""
+
+    time_s: float
+    step: int
+    kind: str
+    text: str
+
+
+@dataclass(slots=True)
+class Tried:
+    """One configuration and what it measured.
+
+    Attributes:
+        steps: steps done under it.
+        peak_bytes: highest live bytes of any rank in the steps judged.
+        throughputs: samples/s of all ranks together, one value for each of the last steps.
+        outcome: ``ok`` once a step was done, ``oom`` or ``error`` when it could not be kept.
+    """
+
+    settings_id: int
+    workload: str
+    settings: Settings
+    steps: int = 0
+    loss: float | None = None
+    outcome: str = "not run"
+    peaks: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    reserved: deque[int | None] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    throughputs: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Take in one finished step of all ranks."""
+        if self.steps == 1:
+            self.peaks.clear()
+            self.reserved.clear()
+            self.throughputs.clear()
+        self.steps += 1
+        self.outcome = "ok"
+        self.peaks.append(max(sample.live_peak_bytes for sample in samples))
+        self.reserved.append(max((s.reserved_peak_bytes for s in samples if s.reserved_peak_bytes), default=None))
+        self.throughputs.append(sum(sample.samples_per_s for sample in samples))
+        losses = [sample.loss for sample in samples if sample.loss is not None]
+        self.loss = statistics.fmean(losses) if losses else None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return max(self.peaks, default=None)
+
+    @property
+    def reserved_peak_bytes(self) -> int | None:
+        return max((value for value in self.reserved if value is not None), default=None)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Median over the steps judged, all ranks together."""
+        return statistics.median(self.throughputs) if self.throughputs else None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What a person wants small: the live peak of the worst rank."""
+        return self.peak_bytes
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a flip bought and cost: the configuration before it and the one after it."""
+
+    before: Tried
+    after: Tried
+
+    def __str__(self) -> str:
+        changed = self.after.settings.changed_from(self.before.settings)
+        what = ", ".join(f"{name} {getattr(self.before.settings, name)} → {value}" for name, value in changed.items())
+        if not self.after.steps:
+            return f"{what}: waiting for the first step"
+        return (
+            f"{what}: live peak {format_bytes(self.before.peak_bytes)} → {format_bytes(self.after.peak_bytes)}"
+            f"{_percent(self.before.peak_bytes, self.after.peak_bytes)}, "
+            f"{_rate(self.before.samples_per_s)} → {_rate(self.after.samples_per_s)} samples/s"
+            f"{_percent(self.before.samples_per_s, self.after.samples_per_s)}"
+        )
+
+
+class History:
+    """Written by the thread that receives samples, read by panel and reports."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.started_s = time.time()
+        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self.tried: list[Tried] = []
+        self.readings: list[Reading | None] = [None] * size
+        self.steps = 0
+        self.version = 0
+        self._by_rank: list[deque[Sample]] = [deque(maxlen=STEPS_KEPT) for _ in range(size)]
+        self._lock = threading.Lock()
+
+    def now_s(self) -> float:
+        """Seconds since the session started, on the samples' clock."""
+        return time.time() - self.started_s
+
+    def add(self, samples: Iterable[Sample], readings: Sequence[Reading]) -> None:
+        """Take in what the ranks sent with one chunk."""
+        with self._lock:
+            by_step: dict[int, list[Sample]] = defaultdict(list)
+            for sample in samples:
+                self._by_rank[sample.rank].append(sample)
+                if sample.event in ("", "flip"):
+                    by_step[sample.step].append(sample)
+            for step, of_step in sorted(by_step.items()):
+                self.steps = step
+                tried = self.configuration(of_step[0].settings_id)
+                if tried:
+                    tried.add(of_step)
+            self.readings = list(readings)
+            self.version += 1
+
+    def read(self, readings: Sequence[Reading]) -> None:
+        """Take in device readings made while nothing trains."""
+        with self._lock:
+            self.readings = list(readings)
+            self.version += 1
+
+    def mark(self, kind: str, text: str) -> None:
+        """Put an event on the charts."""
+        with self._lock:
+            self.events.append(Event(self.now_s(), self.steps, kind, text))
+            self.version += 1
+
+    def begin(self, settings_id: int, workload: str, settings: Settings) -> None:
+        """A configuration is about to be tried."""
+        with self._lock:
+            self.tried.append(Tried(settings_id, workload, settings))
+            self.version += 1
+
+    def configuration(self, settings_id: int) -> Tried | None:
+        """The configuration with this id, latest first."""
+        return next((tried for tried in reversed(self.tried) if tried.settings_id == settings_id), None)
+
+    def samples(self, last: int | None = None) -> list[list[Sample]]:
+        """The latest samples of each rank, oldest first."""
+        with self._lock:
+            return [list(kept)[-last:] if last else list(kept) for kept in self._by_rank]
+
+    def effect(self) -> Effect | None:
+        """The latest flip between two configurations of one workload."""
+        with self._lock:
+            if not self.tried:
+                return None
+            after = self.tried[-1]
+            for before in reversed(self.tried[:-1]):
+                if before.workload == after.workload and before.steps:
+                    same = not after.settings.changed_from(before.settings)
+                    return None if same else Effect(before, after)
+            return None
+
+
+class Runs:
+    """Every configuration tried, side by side."""
+
+    def __init__(self, tried: Sequence[Tried], size: int) -> None:
+        self._tried = [entry for entry in tried if entry.steps or entry.outcome != "not run"]
+        self._size = size
+
+    def __len__(self) -> int:
+        return len(self._tried)
+
+    def frame(self) -> pd.DataFrame:
+        """One row a configuration: its settings, steps, live and reserved peak in bytes, samples/s, loss, outcome."""
+        import dataclasses
+
+        import pandas as pd
+
+        rows = [
+            {
+                "workload": entry.workload,
+                **dataclasses.asdict(entry.settings),
+                "global_batch": entry.settings.samples_per_rank * self._size,
+                "steps": entry.steps,
+                "live_peak_bytes": entry.peak_bytes,
+                "reserved_peak_bytes": entry.reserved_peak_bytes,
+                "samples_per_s": entry.samples_per_s,
+                "loss": entry.loss,
+                "outcome": entry.outcome,
+            }
+            for entry in self._tried
+        ]
+        return pd.DataFrame(rows)
+
+    def _rows(self) -> list[list[str]]:
+        heading = ["workload", "precision", "checkpointing", "batch", "optimizer", "steps", "live peak", "samples/s"]
+        rows = [[*heading, "loss", "outcome"]]
+        for entry in self._tried:
+            s = entry.settings
+            rows.append(
+                [
+                    entry.workload,
+                    s.precision,
+                    s.checkpointing,
+                    f"{s.batch_size}×{s.accumulation_steps}×{self._size}",
+                    s.optimizer if s.optimizer_impl == "default" else f"{s.optimizer}/{s.optimizer_impl}",
+                    str(entry.steps),
+                    format_bytes(entry.peak_bytes),
+                    _rate(entry.samples_per_s),
+                    "n/a" if entry.loss is None else f"{entry.loss:.4g}",
+                    entry.outcome,
+                ]
+            )
+        return rows
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines) if len(rows) > 1 else "Nothing has been tried yet. Train some steps first: %hvd_train 20"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head, *body = self._rows()
+        if not body:
+            return f"<p>{escape(str(self))}</p>"
+        cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+        lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
+        note = "batch = micro-batch × accumulation × ranks; live peak: worst rank; samples/s: all ranks, median."
+        return f"<table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table><small>{note}</small>"
+
+
+class Run:
+    """What one stretch of training measured.
+
+    Attributes:
+        steps: optimizer steps done in it.
+        notes: what happened on the way (an out-of-memory error that was survived, for example).
+    """
+
+    def __init__(self, samples: Sequence[Sample], settings: dict[int, Settings], notes: Sequence[str]) -> None:
+        self._samples = list(samples)
+        self._settings = settings
+        self.notes = list(notes)
+        self.steps = len({sample.step for sample in self._samples if sample.event in ("", "flip")})
+
+    def frame(self) -> pd.DataFrame:
+        """One row per rank and step; bytes, seconds and samples/s as the column names say."""
+        import dataclasses
+
+        import pandas as pd
+
+        rows: list[dict[str, Any]] = []
+        for sample in self._samples:
+            row = dataclasses.asdict(sample)
+            settings = self._settings[row.pop("settings_id")]
+            rows.append(row | dataclasses.asdict(settings))
+        columns = [field.name for field in dataclasses.fields(Sample) if field.name not in ("settings_id", "event")]
+        return pd.DataFrame(rows, columns=[*columns, *(field.name for field in dataclasses.fields(Settings)), "event"])
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "\n".join(["No step was done.", *self.notes])
+        good = [sample for sample in self._samples if sample.event in ("", "flip")]
+        ranks = {sample.rank for sample in good}
+        last = [sample for sample in good if sample.step == good[-1].step]
+        losses = [sample.loss for sample in last if sample.loss is not None]
+        per_rank = [
+            statistics.median(sample.samples_per_s for sample in good if sample.rank == rank) for rank in ranks
+        ]
+        text = f"{self.steps} steps on {len(ranks)} ranks"
+        if losses:
+            text += f": loss {statistics.fmean(losses):.4g}"
+        peak = max(sample.live_peak_bytes for sample in good)
+        return "\n".join([f"{text}, {_rate(sum(per_rank))} samples/s, live peak {format_bytes(peak)}.", *self.notes])
+
+    __repr__ = __str__
+
+
+def _percent(before: float | None, after: float | None) -> str:
+    if not before or after is None:
+        return ""
+    return f" ({(after / before - 1) * 100:+.0f} %)".replace("-", "−")
+
+
+def _rate(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"

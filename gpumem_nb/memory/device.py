@@ -1,0 +1,84 @@
+"""The device of one rank, as the trainer sees it: something with readings and a memory limit."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from ..errors import InvalidInput, SetupError, nearest
+from ..sample import Reading
+
+if TYPE_CHECKING:
+    import torch
+
+STAND_IN_VARIABLE = "GPUMEM_NB_VIRTUAL"  # "python" chooses the stand-in where the allocator could be built
+
+
+class Device(Protocol):
+    """What a rank trains on; a limit that is passed raises ``torch.OutOfMemoryError`` on the thread that opened it.
+
+    Attributes:
+        kind: ``virtual`` or ``cuda``; decides how numbers are labelled.
+        name: what people call it.
+        torch_device: where models and batches go.
+        note: one sentence on what its readings lack, or empty.
+    """
+
+    kind: Literal["virtual", "cuda"]
+    name: str
+    torch_device: torch.device
+    note: str
+
+    def reading(self) -> Reading:
+        """The memory at this moment, in bytes."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Let the peaks count from here."""
+        ...
+
+    def set_limit(self, limit: int | None) -> None:
+        """Move the limit, in bytes; ``None`` for none but the device's own."""
+        ...
+
+    def exempt(self) -> AbstractContextManager[None]:
+        """Inside, the limit is not enforced: room for what a rescue must allocate."""
+        ...
+
+    def step_scope(self) -> AbstractContextManager[None]:
+        """Wraps one training step; only the Python stand-in needs it, to see the step's tensors."""
+        ...
+
+
+def open_device(kind: str, local_rank: int, memory_limit: int | None) -> Device:
+    """The device of this rank; call it once, on the thread that will train, before any model is made.
+
+    Args:
+        kind: ``cuda`` for the GPU with index ``local_rank``, ``virtual`` for CPU tensors accounted as if on a GPU.
+        local_rank: this rank's number on its host.
+        memory_limit: in bytes; ``None`` for the whole GPU, or 2 GiB of a virtual one.
+
+    Raises:
+        InvalidInput: an unknown kind, or a limit the device cannot keep.
+        SetupError: ``cuda`` without a usable GPU.
+    """
+    if kind == "cuda":
+        from .cuda import CudaDevice
+
+        return CudaDevice(local_rank, memory_limit)
+    if kind == "virtual":
+        return _open_virtual(local_rank, memory_limit)
+    raise InvalidInput(f"There is no device kind {kind!r}: {nearest(kind, ('virtual', 'cuda'))}.")
+
+
+def _open_virtual(local_rank: int, memory_limit: int | None) -> Device:
+    from .stand_in import StandIn
+    from .virtual import VirtualGPU
+
+    if os.environ.get(STAND_IN_VARIABLE) == "python":
+        return StandIn(local_rank, memory_limit, why=f"{STAND_IN_VARIABLE}=python asks for it")
+    try:
+        return VirtualGPU(local_rank, memory_limit)
+    except SetupError as error:
+        return StandIn(local_rank, memory_limit, why=str(error).rstrip("."))

@@ -1,0 +1,356 @@
+// The virtual GPU: a counting wrapper around torch's CPU allocator, used through ctypes.
+//
+// It counts the requested bytes of every allocation of every thread (live, peak), models what the CUDA caching
+// allocator would hold from the device for them (reserved, peak), and raises torch.OutOfMemoryError when that model
+// would pass the limit. Bytes come from the same function as without it (c10::alloc_cpu), and the profiler is told as
+// before. Not seen: memory that torch does not ask of its current CPU allocator, which are shared memory of data
+// loaders, NumPy arrays, and storages that Python code makes (deepcopy and unpickling of tensors) until cloned.
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/alignment.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/Exception.h>
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+extern "C" struct GpumemReading {  // bytes, and counts since install
+  uint64_t live;
+  uint64_t live_peak;
+  uint64_t reserved;
+  uint64_t reserved_peak;
+  uint64_t limit;        // 0: none
+  uint64_t allocations;
+  uint64_t over_limit;   // allocations that passed the limit on a thread where it is not enforced
+};
+
+namespace {
+
+// Sizes of the CUDA caching allocator: c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.cpp, torch 2.13.
+constexpr size_t kMinBlockSize = 512;
+constexpr size_t kSmallSize = size_t{1} << 20;
+constexpr size_t kSmallSegment = size_t{2} << 20;
+constexpr size_t kLargeSegment = size_t{20} << 20;
+constexpr size_t kMinLargeAlloc = size_t{10} << 20;
+constexpr size_t kRoundLarge = size_t{2} << 20;
+
+constexpr size_t round_up(size_t size, size_t multiple) {
+  return multiple * ((size + multiple - 1) / multiple);
+}
+
+size_t segment_size(size_t block_size) {
+  if (block_size <= kSmallSize) return kSmallSegment;
+  return block_size < kMinLargeAlloc ? kLargeSegment : round_up(block_size, kRoundLarge);
+}
+
+struct Block;
+
+struct BySizeThenAddress {
+  bool operator()(const Block* a, const Block* b) const;
+};
+
+using Pool = std::set<Block*, BySizeThenAddress>;
+
+// A piece of a segment. Addresses are the model's own: they only order blocks and never touch memory.
+struct Block {
+  size_t address;
+  size_t size;
+  bool small;
+  bool in_use = false;
+  Block* prev = nullptr;  // neighbours within the segment
+  Block* next = nullptr;
+  Pool::iterator place = {};  // in its pool while not in use
+};
+
+bool BySizeThenAddress::operator()(const Block* a, const Block* b) const {
+  return a->size != b->size ? a->size < b->size : a->address < b->address;
+}
+
+// The caching allocator without a device. The caller holds the lock. Blocks and the pools' nodes are kept for the next
+// use, because asking the heap for them would cost more than all the rest.
+class CacheModel {
+ public:
+  uint64_t reserved = 0;
+  uint64_t reserved_peak = 0;
+
+  Block* from_cache(size_t size) {
+    Pool& pool = pool_for(size <= kSmallSize);
+    Block key{0, size, false};
+    const auto found = pool.lower_bound(&key);  // best fit
+    if (found == pool.end()) return nullptr;
+    Block* block = *found;
+    remove(block);
+    return take(block, size);
+  }
+
+  Block* from_new_segment(size_t size) {
+    Block* block = make({next_address_, segment_size(size), size <= kSmallSize});
+    next_address_ += block->size;
+    reserved += block->size;
+    reserved_peak = std::max(reserved_peak, reserved);
+    return take(block, size);
+  }
+
+  void give_back(Block* block) {
+    block->in_use = false;
+    if (Block* next = block->next; next && !next->in_use) {
+      remove(next);
+      absorb(block, next);
+    }
+    if (Block* prev = block->prev; prev && !prev->in_use) {
+      remove(prev);
+      absorb(prev, block);
+      block = prev;
+    }
+    insert(block);
+  }
+
+  void release_free_segments() {
+    for (Pool* pool : {&small_, &large_}) {
+      for (auto it = pool->begin(); it != pool->end();) {
+        Block* block = *it++;
+        if (block->prev || block->next) continue;
+        remove(block);
+        reserved -= block->size;
+        spare_blocks_.push_back(block);
+      }
+    }
+  }
+
+ private:
+  Pool small_, large_;
+  std::vector<Pool::node_type> spare_nodes_;
+  std::vector<Block*> spare_blocks_;
+  size_t next_address_ = 0;
+
+  Pool& pool_for(bool small) { return small ? small_ : large_; }
+
+  Block* take(Block* block, size_t size) {
+    block->in_use = true;
+    const size_t rest = block->size - size;
+    if (block->small ? rest >= kMinBlockSize : rest > kSmallSize) {
+      Block* tail = make({block->address + size, rest, block->small});
+      tail->prev = block;
+      tail->next = block->next;
+      if (tail->next) tail->next->prev = tail;
+      block->next = tail;
+      block->size = size;
+      insert(tail);
+    }
+    return block;
+  }
+
+  void absorb(Block* block, Block* next) {
+    block->size += next->size;
+    block->next = next->next;
+    if (block->next) block->next->prev = block;
+    spare_blocks_.push_back(next);
+  }
+
+  void remove(Block* block) { spare_nodes_.push_back(pool_for(block->small).extract(block->place)); }
+
+  void insert(Block* block) {
+    Pool& pool = pool_for(block->small);
+    if (spare_nodes_.empty()) {
+      block->place = pool.insert(block).first;
+      return;
+    }
+    auto node = std::move(spare_nodes_.back());
+    spare_nodes_.pop_back();
+    node.value() = block;
+    block->place = pool.insert(std::move(node)).position;
+  }
+
+  Block* make(Block values) {
+    if (spare_blocks_.empty()) return new Block(values);
+    Block* block = spare_blocks_.back();
+    spare_blocks_.pop_back();
+    *block = values;
+    return block;
+  }
+};
+
+struct State {
+  std::mutex mutex;  // guards everything below; taken once per allocation and once per release
+  CacheModel cache;
+  uint64_t live = 0;
+  uint64_t live_peak = 0;
+  uint64_t limit = 0;
+  uint64_t allocations = 0;
+  uint64_t over_limit = 0;
+};
+
+State& state() {
+  static State* leaked = new State;  // tensors may be freed after static destructors have run
+  return *leaked;
+}
+
+thread_local bool enforced = false;
+
+std::string in_words(uint64_t bytes) {
+  char text[32];
+  if (bytes < (uint64_t{1} << 20)) {
+    std::snprintf(text, sizeof text, "%.2f KiB", static_cast<double>(bytes) / (1 << 10));
+  } else if (bytes < (uint64_t{1} << 30)) {
+    std::snprintf(text, sizeof text, "%.2f MiB", static_cast<double>(bytes) / (1 << 20));
+  } else {
+    std::snprintf(text, sizeof text, "%.2f GiB", static_cast<double>(bytes) / (1 << 30));
+  }
+  return text;
+}
+
+[[noreturn]] void raise_out_of_memory(size_t asked, size_t segment, const GpumemReading& at) {
+  c10::profiledCPUMemoryReporter().OutOfMemory(asked);
+  const uint64_t free = at.limit > at.reserved ? at.limit - at.reserved : 0;
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, false, "virtual GPU out of memory. Tried to allocate ", in_words(segment),
+      ". The virtual GPU has a total capacity of ", in_words(at.limit), " of which ", in_words(free), " is free. ",
+      in_words(at.live), " is allocated by tensors and ", in_words(at.reserved - at.live),
+      " is reserved but unallocated.");
+  __builtin_unreachable();
+}
+
+GpumemReading read_locked(const State& s) {
+  return {s.live, s.live_peak, s.cache.reserved, s.cache.reserved_peak, s.limit, s.allocations, s.over_limit};
+}
+
+Block* count_in(size_t nbytes) {
+  const size_t size = round_up(nbytes, kMinBlockSize);
+  const size_t segment = segment_size(size);
+  State& s = state();
+  std::unique_lock<std::mutex> lock(s.mutex);
+  Block* block = s.cache.from_cache(size);
+  if (!block) {
+    const auto passes = [&] { return s.limit != 0 && s.cache.reserved + segment > s.limit; };
+    if (passes()) s.cache.release_free_segments();
+    if (passes()) {
+      if (enforced) {
+        const GpumemReading at = read_locked(s);
+        lock.unlock();
+        raise_out_of_memory(nbytes, segment, at);
+      }
+      ++s.over_limit;
+    }
+    block = s.cache.from_new_segment(size);
+  }
+  ++s.allocations;
+  s.live += nbytes;
+  s.live_peak = std::max(s.live_peak, s.live);
+  return block;
+}
+
+void count_out(Block* block, size_t nbytes) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.live -= nbytes;
+  s.cache.give_back(block);
+}
+
+// In front of every tensor's bytes, so that a pointer is all the deleter needs.
+constexpr uint64_t kMagic = 0x6770756d656d6e62;  // "gpumemnb"
+struct alignas(c10::gAlignment) Header {
+  uint64_t magic;
+  size_t nbytes;
+  Block* block;
+};
+static_assert(sizeof(Header) == c10::gAlignment, "tensors must stay aligned");
+
+void release(void* data) {
+  if (!data) return;
+  c10::profiledCPUMemoryReporter().Delete(data);
+  Header* header = static_cast<Header*>(data) - 1;
+  if (header->magic != kMagic) {  // raw_allocate before install, raw_deallocate after it
+    c10::free_cpu(data);
+    return;
+  }
+  count_out(header->block, header->nbytes);
+  header->magic = 0;
+  c10::free_cpu(header);
+}
+
+struct VirtualAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* data = nbytes ? counted(nbytes) : nullptr;
+    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+
+  void copy_data(void* dest, const void* src, std::size_t count) const override { default_copy_data(dest, src, count); }
+
+ private:
+  static void* counted(size_t nbytes) {
+    Block* block = count_in(nbytes);
+    try {
+      auto* header = static_cast<Header*>(c10::alloc_cpu(nbytes + sizeof(Header)));
+      *header = Header{kMagic, nbytes, block};
+      c10::profiledCPUMemoryReporter().New(header + 1, nbytes);
+      return header + 1;
+    } catch (...) {  // the host itself is out of memory
+      count_out(block, nbytes);
+      throw;
+    }
+  }
+};
+
+// A fork while another thread holds the lock would leave it locked in the child for ever.
+void before_fork() { state().mutex.lock(); }
+void after_fork_in_parent() { state().mutex.unlock(); }
+void after_fork_in_child() {
+  enforced = false;  // a data loader's worker is not on the device
+  state().mutex.unlock();
+}
+
+}  // namespace
+
+extern "C" {
+
+void gpumem_install() {
+  static const bool once = [] {
+    static auto* allocator = new VirtualAllocator;
+    pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+    c10::SetCPUAllocator(allocator, /*priority=*/UINT8_MAX);
+    return true;
+  }();
+  (void)once;
+}
+
+void gpumem_set_limit(uint64_t bytes) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().limit = bytes;
+}
+
+// Returns what it was before. Horovod's own thread never asks for it: an exception there would end the process.
+bool gpumem_enforce_on_this_thread(bool enforce) {
+  const bool before = enforced;
+  enforced = enforce;
+  return before;
+}
+
+void gpumem_read(GpumemReading* out) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  *out = read_locked(state());
+}
+
+void gpumem_reset_peak() {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().live_peak = state().live;
+  state().cache.reserved_peak = state().cache.reserved;
+}
+
+void gpumem_empty_cache() {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().cache.release_free_segments();
+}
+
+}  // extern "C"

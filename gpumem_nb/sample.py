@@ -1,0 +1,130 @@
+"""What travels between kernel and ranks: plain values, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The memory of one rank's device at one moment, in bytes. What cannot be read is ``None``.
+
+    ``live`` is held by tensors, ``reserved`` by the caching allocator, ``device_used`` by everything on the device;
+    peaks count since the last reset.
+    """
+
+    live: int
+    live_peak: int
+    reserved: int | None
+    reserved_peak: int | None
+    device_used: int | None
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One optimizer step on one rank.
+
+    ``time_s`` counts from the session's start, ``step_s`` is the step's duration, bytes are as in :class:`Reading`
+    (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
+    first step under new settings, or what ended the step (``oom``, ``error``), which then was discarded.
+    """
+
+    rank: int
+    step: int
+    time_s: float
+    loss: float | None
+    step_s: float
+    samples_per_s: float
+    live_bytes: int
+    live_peak_bytes: int
+    reserved_bytes: int | None
+    reserved_peak_bytes: int | None
+    device_used_bytes: int | None
+    settings_id: int
+    event: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank could not finish a step.
+
+    ``kind`` is ``oom`` or ``error``; ``phase`` is the part of the step (``settings``, ``data``, ``forward``,
+    ``backward``, ``reduction``, ``update``); ``message`` is one sentence, ``traceback`` the text for those who want it.
+    """
+
+    rank: int
+    kind: str
+    phase: str
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A whole number of steps under one settings object, the same on every rank. Zero steps only apply the settings."""
+
+    settings: Settings
+    settings_id: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReply:
+    """What one rank did with a chunk. ``skipped``: an earlier chunk under the same settings had failed already."""
+
+    rank: int
+    samples: tuple[Sample, ...]
+    reading: Reading
+    failure: Failure | None = None
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """What a rank needs to know at start. ``memory_limit`` in bytes, ``None`` for the device's own."""
+
+    device: str
+    memory_limit: int | None
+    threads: int
+    epoch_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Who a rank is: shown by ``%hvd_status``."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    device: str
+    device_name: str
+    virtual: bool
+    memory_limit: int | None
+    threads: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadInfo:
+    """What was loaded: sizes that the kernel needs to check settings and to describe the workload."""
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+    dataset_len: int
+    blocks: int
+    own_optimizer: str | None = None
+    own_learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception of code that ran on a rank, as text: the object itself would keep its frames' tensors alive."""
+
+    ename: str
+    evalue: str
+    traceback: str

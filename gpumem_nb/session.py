@@ -1,0 +1,494 @@
+"""Session: the one object a notebook holds for a running cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from .cluster import resources
+from .cluster.calls import Call, name_ranks
+from .cluster.launch import Progress
+from .cluster.ranks import Ranks
+from .engine import entry
+from .errors import ClusterDied, GpumemError, InvalidInput, NoSession, WorkloadError
+from .history import History, Run, Runs
+from .memory.report import MemoryReport, RankMemory
+from .memory.units import format_bytes, parse_size
+from .sample import RankConfig, RankInfo, WorkloadInfo
+from .settings import Settings
+from .training import Training
+from .workload import Workload
+from .workloads import catalog
+
+if TYPE_CHECKING:
+    from .ui.panel import Panel
+
+LONGEST_TRAINING_STEPS = 10**9
+
+
+@dataclass(frozen=True)
+class Status:
+    """Who runs where, on what, doing what."""
+
+    doing: str
+    ranks: tuple[RankInfo, ...]
+    workload: WorkloadInfo | None
+    settings: Settings
+    steps: int
+    start_seconds: Mapping[str, float]
+
+    def to_json(self) -> str:
+        """The same for programs."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        lines = [self.doing]
+        for info in self.ranks:
+            kind = "virtual, " if info.virtual else ""
+            lines.append(
+                f"rank {info.rank}: {info.device_name} ({kind}limit {format_bytes(info.memory_limit)}), "
+                f"{info.threads} thread{'s' * (info.threads != 1)}, {info.host} pid {info.pid}"
+                + (f" ({info.note})" if info.note else "")
+            )
+        if self.workload:
+            w = self.workload
+            lines.append(
+                f"workload {w.name}: {w.parameters:,} parameters ({format_bytes(w.parameter_bytes)}), "
+                f"{w.dataset_len:,} samples, {w.blocks} blocks"
+            )
+        lines.append(f"settings: {self.settings}")
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.start_seconds.items())
+        lines.append(f"started in {sum(self.start_seconds.values()):.1f} s ({phases})")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+_current: Session | None = None
+
+
+def current() -> Session:
+    """The running session. Raises ``NoSession`` when there is none."""
+    if _current is None:
+        raise NoSession
+    return _current
+
+
+def start(
+    n: int | None = None,
+    *,
+    device: str = "auto",
+    memory_limit: str | int | None = None,
+    hosts: str | None = None,
+    launcher: str = "mpi",
+    threads: int | None = None,
+    timeout: float = 120.0,
+    progress: Progress = lambda what, done: None,
+) -> Session:
+    """Start ranks and connect to them.
+
+    Args:
+        n: number of ranks; ``None`` for one per visible GPU, or two without GPUs.
+        device: ``auto``, ``cuda`` or ``cpu`` (a virtual GPU for every rank).
+        memory_limit: for each rank, such as ``"2GiB"`` or a number of bytes; ``None`` for the whole GPU, or 2 GiB of a
+            virtual one.
+        hosts, launcher: this version starts ranks on this machine, with ``mpi``.
+        threads: CPU threads of each rank; by default the cores are shared out evenly.
+        timeout: seconds for the whole start.
+        progress: told what is being waited for.
+
+    Raises:
+        InvalidInput: an argument that cannot be used, or ranks that are running already.
+        StartError, SetupError: the start failed; nothing is left running.
+    """
+    if _current is not None:
+        raise InvalidInput(
+            f"{_current.size} ranks are running already. Use them, or stop them first with %hvd_stop "
+            "(%hvd_restart starts afresh)."
+        )
+    if hosts is not None:
+        raise InvalidInput("hosts cannot be named in this version: ranks start on this machine. Leave hosts out.")
+    if launcher != "mpi":
+        raise InvalidInput(f"launcher={launcher!r} is not known. Allowed: mpi.")
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+        raise InvalidInput(f"timeout={timeout!r} cannot be used: it must be a number of seconds above 0, such as 120.")
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise InvalidInput(f"threads={threads!r} cannot be used: it must be a whole number of at least 1, such as 2.")
+    limit = None if memory_limit is None else parse_size(memory_limit)
+    size, kind = resources.choose(n, device)
+    plan = _Plan(size, kind, limit, threads or max(1, resources.cores() // size), float(timeout))
+    return Session(plan, progress)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    size: int
+    device: str
+    memory_limit: int | None
+    threads: int
+    timeout: float
+
+    def start(self, history: History, progress: Progress) -> Ranks:
+        config = RankConfig(self.device, self.memory_limit, self.threads, history.started_s)
+        return Ranks(self.size, self.threads, self.device, entry, ("set_up", config), self.timeout, progress)
+
+
+class Session:
+    """A running cluster and what is trained on it; made by :func:`start`, ended by :meth:`stop` or a ``with`` block."""
+
+    def __init__(self, plan: _Plan, progress: Progress) -> None:
+        self._plan = plan
+        self._source: Workload | None = None
+        self._ended = ""
+        self._connect(progress)
+
+    def _connect(self, progress: Progress) -> None:
+        global _current
+        self.history = History(self._plan.size)
+        self._ranks = self._plan.start(self.history, progress)
+        self._training = Training(self._ranks, self.history, self._lost)
+        _current = self
+
+    # Who runs ---------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._plan.size
+
+    @property
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """Who the ranks are, in rank order."""
+        return tuple(self._ranks.infos)
+
+    def status(self) -> Status:
+        """Who runs where, on what, doing what."""
+        training = self._training
+        return Status(
+            doing=self.doing,
+            ranks=self.ranks,
+            workload=training.workload,
+            settings=training.settings,
+            steps=self.history.steps,
+            start_seconds=dict(self._ranks.seconds),
+        )
+
+    @property
+    def doing(self) -> str:
+        """What is happening, in one line of words."""
+        return self._ended or self._training.describe()
+
+    @property
+    def workload(self) -> WorkloadInfo | None:
+        """What is loaded."""
+        return self._training.workload
+
+    # Code on ranks ----------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        code_or_function: str | Callable[..., Any],
+        *args: Any,
+        ranks: str | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Run on ranks and return the results in rank order.
+
+        Args:
+            code_or_function: source code, whose last expression gives the result, or a function.
+            *args: arguments of the function.
+            ranks: which ones, as numbers or as text such as ``"0,2-3"``; all by default.
+            timeout: seconds to wait; no limit by default.
+
+        Raises:
+            RankError: code failed on a rank; raised as soon as the first one failed.
+            TimeoutError: it took too long; the ranks were interrupted.
+        """
+        if isinstance(code_or_function, str):
+            return self.run_cell(code_or_function, ranks=ranks, timeout=timeout, result="value").get()
+        if not callable(code_or_function):
+            raise InvalidInput(f"A {type(code_or_function).__name__} cannot be run: give code as text, or a function.")
+        self._check_alive()
+        blob = _pickled((code_or_function, args), "The function")
+        return self._finish(self._ranks.call_function(blob, self._choose_ranks(ranks)), timeout).get()
+
+    def run_cell(
+        self,
+        source: str,
+        *,
+        ranks: str | Sequence[int] | None = None,
+        timeout: float | None = None,
+        title: str = "<code>",
+        result: str = "value",
+        show: Callable[[Call], None] = lambda call: None,
+    ) -> Call:
+        """Run code on ranks, showing its output while it runs; returns the finished call.
+
+        Args:
+            source: plain Python.
+            ranks, timeout: as in :meth:`run`.
+            title: stands in tracebacks in place of a file name.
+            result: ``value`` to send back what the last expression gives, ``text`` for its representation.
+            show: called ten times a second and at the end.
+        """
+        self._check_alive()
+        try:
+            compile(source, title, "exec")
+        except SyntaxError as error:
+            raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
+        call = self._ranks.run_cell(source, title, result, self._choose_ranks(ranks))
+        return self._finish(call, timeout, show)
+
+    def _finish(self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None) -> Call:
+        """Wait for a call. The first error is raised at once; an interrupt or a time-out reaches the ranks."""
+        try:
+            for finished in call.slices(timeout):
+                if finished:
+                    call.settle(1.0)
+                show(call)
+        except (KeyboardInterrupt, TimeoutError):
+            self._ranks.interrupt()
+            raise
+        return call
+
+    def push(self, variables: Mapping[str, Any], ranks: str | Sequence[int] | None = None) -> None:
+        """Define variables on the ranks."""
+        for name in variables:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise InvalidInput(f"{name!r} is not a variable name.")
+        _pickled(variables, "The value")
+        self._call("push", dict(variables), ranks=ranks)
+
+    def pull(self, name: str, ranks: str | Sequence[int] | None = None) -> list[Any]:
+        """The values of a variable, in rank order."""
+        return self._call("pull", name, ranks=ranks)
+
+    # What is trained --------------------------------------------------------------------------------------------
+
+    def load(self, name_or_workload: str | Workload, **options: Any) -> WorkloadInfo:
+        """Load a ready-made workload by name with options, or a :class:`Workload` of your own; training starts afresh."""
+        if isinstance(name_or_workload, str):
+            workload = catalog.make(name_or_workload, **options)
+        elif isinstance(name_or_workload, Workload):
+            if options:
+                raise InvalidInput(f"Options ({', '.join(options)}) go with ready-made workloads only.")
+            workload = name_or_workload
+        else:
+            raise InvalidInput(
+                f"A {type(name_or_workload).__name__} cannot be loaded: give a Workload, or one of the names "
+                f"{', '.join(catalog.CATALOG)}."
+            )
+        _pickled(workload, "The workload")
+        info = self._begin("load", workload)
+        self._source = workload
+        return info
+
+    def attach(
+        self, model: str, data: str, loss: str | None = None, optimizer: str | None = None
+    ) -> WorkloadInfo:
+        """Train objects that live on the ranks, named by their variables.
+
+        Args:
+            model: a ``torch.nn.Module``. Rank 0's weights are broadcast.
+            data: a map-style dataset, or a ``DataLoader`` whose dataset and collate function are used.
+            loss: a function ``loss(model, batch)``, or a criterion called as ``criterion(model(inputs), targets)``;
+                left out when the model returns its own loss.
+            optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
+        """
+        info = self._begin("attach", {"model": model, "data": data, "loss": loss, "optimizer": optimizer})
+        self._source = None
+        return info
+
+    def _begin(self, function: str, argument: Any) -> WorkloadInfo:
+        self.pause()
+        try:
+            info: WorkloadInfo = self._call(function, argument)[0]
+        except GpumemError:
+            if not all(self._call("loaded")):
+                self._training.unload()
+            raise
+        settings = self.settings if info.blocks else self.settings.replace(checkpointing="none")
+        if info.own_optimizer:
+            own = {"optimizer": "own", "optimizer_impl": "default", "learning_rate": info.own_learning_rate}
+            settings = settings.replace(**own)
+        elif settings.optimizer == "own":
+            settings = settings.replace(optimizer=Settings().optimizer, learning_rate=Settings().learning_rate)
+        if info.dataset_len < self.size:
+            raise WorkloadError(f"The dataset has {info.dataset_len} samples, fewer than the {self.size} ranks.")
+        if self._global_batch(settings) > info.dataset_len:
+            settings = settings.replace(batch_size=info.dataset_len // self.size, accumulation_steps=1)
+            self.history.mark("note", f"batch_size={settings.batch_size}, because the dataset is small")
+        self.history.steps = 0
+        self._training.begin(info, settings)
+        self.history.mark("load", f"loaded {info.name}")
+        return info
+
+    # Settings and training --------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        """The knobs as they are now."""
+        return self._training.settings
+
+    def set(self, **knobs: Any) -> Settings:
+        """Change knobs; while training, from the next chunk on."""
+        settings = self.settings.replace(**knobs)
+        workload = self._training.workload
+        if workload and self._global_batch(settings) > workload.dataset_len:
+            raise InvalidInput(
+                f"A global batch of {settings.batch_size} × {settings.accumulation_steps} × {self.size} ranks = "
+                f"{self._global_batch(settings)} samples is larger than the dataset ({workload.dataset_len}). "
+                f"Allowed here: batch_size × accumulation_steps up to {workload.dataset_len // self.size}."
+            )
+        if workload and settings.optimizer == "own" and not workload.own_optimizer:
+            raise InvalidInput(
+                f"{workload.name} brings no optimizer of its own. Use optimizer=sgd, momentum, adam or adamw."
+            )
+        self._check_alive()
+        self._training.set(settings)
+        return self.settings
+
+    def train(self, steps: int) -> Run:
+        """Train that many optimizer steps and wait for them."""
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= LONGEST_TRAINING_STEPS:
+            raise InvalidInput(f"{steps!r} steps cannot be trained: it must be a whole number of at least 1, such as 100.")
+        self._check_loaded()
+        return self._training.train(steps)
+
+    def play(self) -> None:
+        """Train in the background until :meth:`pause`."""
+        self._check_loaded()
+        self._training.play()
+
+    def pause(self) -> None:
+        """Stop training after the steps under way, and wait for them."""
+        self._check_alive()
+        self._training.pause()
+
+    def step(self) -> None:
+        """Train one step in the background."""
+        self._check_loaded()
+        self._training.play(1)
+
+    @property
+    def playing(self) -> bool:
+        """Whether training runs."""
+        return not self._ended and self._training.playing
+
+    def memory(self) -> MemoryReport:
+        """Live, reserved and device bytes of every rank, and its limit."""
+        readings = self._call("reading")
+        return MemoryReport(tuple(RankMemory(i, r) for i, r in zip(self.ranks, readings, strict=True)))
+
+    @property
+    def runs(self) -> Runs:
+        """Every configuration tried, side by side."""
+        return Runs(self.history.tried, self.size)
+
+    def panel(self) -> Panel:
+        """Controls and live charts."""
+        from .ui.panel import Panel
+
+        return Panel(self)
+
+    # Ending -----------------------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Interrupt what the ranks are doing: a cell raises ``KeyboardInterrupt``, a training step is discarded."""
+        self._check_alive()
+        self._training.pause(timeout=0)
+        self._ranks.interrupt()
+
+    def restart(self, progress: Progress = lambda what, done: None) -> Session:
+        """Stop the ranks and start the same number again. A loaded workload is loaded afresh, under the same settings."""
+        settings = self.settings
+        self.stop()
+        self._ended = ""
+        self._connect(progress)
+        if self._source is not None:
+            self._begin("load", self._source)
+            self.set(**settings.changed_from(self.settings))
+        return self
+
+    def stop(self) -> None:
+        """End all ranks and everything started with them."""
+        global _current
+        if _current is self:
+            _current = None
+        self._ended = self._ended or "stopped"
+        self._training.close()
+        self._ranks.stop()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"<Session: {self.size} ranks, {self.doing}>"
+
+    # Helpers ----------------------------------------------------------------------------------------------------
+
+    def _lost(self, why: str) -> None:
+        self._ended = f"the ranks are gone: {why}"
+
+    def _check_alive(self) -> None:
+        if self._ended == "stopped":
+            raise NoSession
+        if self._ended:
+            raise ClusterDied(f"{self._ended} Start again with %hvd_restart.")
+
+    def _check_loaded(self) -> None:
+        self._check_alive()
+        if self._training.workload is None:
+            raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
+
+    def _call(self, function: str, *arguments: Any, ranks: str | Sequence[int] | None = None) -> list[Any]:
+        self._check_alive()
+        return self._finish(self._ranks.call(function, *arguments, ranks=self._choose_ranks(ranks))).get()
+
+    def _choose_ranks(self, ranks: str | Sequence[int] | None) -> list[int] | None:
+        if ranks is None:
+            return None
+        chosen = parse_ranks(ranks) if isinstance(ranks, str) else [int(rank) for rank in ranks]
+        if not chosen or min(chosen) < 0 or max(chosen) >= self.size:
+            raise InvalidInput(f"ranks={ranks!r}: there are {name_ranks(range(self.size))}. Try ranks 0 or 0,2-3.")
+        return sorted(set(chosen))
+
+    def _global_batch(self, settings: Settings) -> int:
+        return settings.samples_per_rank * self.size
+
+
+def parse_ranks(text: str) -> list[int]:
+    """``"0,2-3"`` as ``[0, 2, 3]``."""
+    chosen: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise InvalidInput(f"ranks={text!r} cannot be read. Write single ranks and ranges, such as 0 or 0,2-3.")
+        chosen.extend(range(int(first), int(last if dash else first) + 1))
+    return chosen
+
+
+def _pickled(value: Any, what: str) -> bytes:
+    try:
+        return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+    except GpumemError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"{what} cannot be sent to the ranks: {error}. Leave out open files, locks and connections; create them "
+            "inside the function that runs there."
+        ) from None
+

@@ -1,0 +1,313 @@
+"""Driving the ranks: two chunks always in flight, settings that change between them, failures that are survived."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from .cluster.calls import name_ranks
+from .cluster.ranks import Call, Ranks
+from .errors import ClusterDied, GpumemError, TrainingFailed
+from .history import History, Run
+from .sample import Chunk, ChunkReply, Failure, Sample, WorkloadInfo
+from .settings import Settings
+
+CHUNK_SECONDS = 0.25
+CHUNKS_IN_FLIGHT = 2
+LARGEST_CHUNK = 1000
+IDLE_READING_SECONDS = 1.0
+
+
+class Training:
+    """Keeps the ranks training in the background, on a thread of its own.
+
+    ``lost`` is called with a sentence when the cluster is gone.
+    """
+
+    def __init__(self, ranks: Ranks, history: History, lost: Callable[[str], None]) -> None:
+        self._ranks = ranks
+        self._history = history
+        self._lost = lost
+        self._changed = threading.Condition()
+        self._in_flight: deque[tuple[Chunk, Call]] = deque()
+        self._idle_reading: Call | None = None
+        self._wanted: float = 0  # steps still to be done, those under way included
+        self._chunk_steps = 1
+        self._workload: WorkloadInfo | None = None
+        self._settings = Settings()
+        self._settings_id = 0
+        self._applied = Settings()  # the last ones that the ranks could switch to
+        self._proven: Settings | None = None  # the last ones that a step was finished under
+        self._known_settings: dict[int, Settings] = {}
+        self._recording: list[Sample] | None = None
+        self._notes: list[str] = []
+        self._failure: GpumemError | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="gpumem_nb training", daemon=True)
+        self._thread.start()
+
+    @property
+    def settings(self) -> Settings:
+        """What the next chunk will run under."""
+        return self._settings
+
+    @property
+    def workload(self) -> WorkloadInfo | None:
+        """What is loaded."""
+        return self._workload
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are wanted or under way."""
+        return self._wanted > 0 or bool(self._in_flight)
+
+    @property
+    def playing(self) -> bool:
+        """Whether training goes on until it is paused."""
+        return self._wanted > 0
+
+    @property
+    def last_failure(self) -> GpumemError | None:
+        """Why training stopped by itself, if it did."""
+        return self._failure
+
+    def waiting_for(self) -> list[int]:
+        """The ranks that have not answered the oldest chunk."""
+        with self._changed:
+            return self._in_flight[0][1].pending() if self._in_flight else []
+
+    def begin(self, workload: WorkloadInfo, settings: Settings) -> None:
+        """A workload was loaded; train it under these settings from now on."""
+        with self._changed:
+            self._workload = workload
+            self._applied, self._proven = settings, None
+            self._failure = None
+            self._adopt(settings)
+
+    def unload(self) -> None:
+        """There is no workload any more."""
+        with self._changed:
+            self._workload = None
+
+    def set(self, settings: Settings) -> None:
+        """Change the settings from the next chunk on. While nothing trains, apply them now and raise if that fails."""
+        with self._changed:
+            if not settings.changed_from(self._settings):
+                return
+            before = self._settings
+            self._adopt(settings)
+            if self._workload:
+                self._history.mark("flip", _describe(before, settings))
+            apply_now = self._workload is not None and not self.busy
+            if apply_now:
+                self._failure = None
+                self._send(0)
+        if apply_now:
+            self._wait_until(lambda: not self.busy)
+            if self._failure:
+                raise self._failure
+
+    def play(self, steps: float = math.inf) -> None:
+        """Train in the background, for some steps or until :meth:`pause`."""
+        with self._changed:
+            self._failure = None
+            self._wanted = steps
+            self._changed.notify_all()
+
+    def pause(self, timeout: float | None = None) -> bool:
+        """Stop after the chunks under way; says whether they ended in time."""
+        with self._changed:
+            self._wanted = 0
+        return self._wait_until(lambda: not self.busy, timeout)
+
+    def train(self, steps: int) -> Run:
+        """Train that many steps and wait for them. An interrupt pauses and returns what was done by then."""
+        with self._changed:
+            self._recording, self._notes = [], []
+        try:
+            self.play(steps)
+            self._wait_until(lambda: not self.busy)
+        except KeyboardInterrupt:
+            if not self.pause(timeout=2.0):
+                self._ranks.interrupt()
+                self.pause(timeout=10.0)
+            self._notes.append("Interrupted.")
+        with self._changed:
+            samples, self._recording = self._recording or [], None
+        if self._failure:
+            raise self._failure
+        return Run(samples, dict(self._known_settings), self._notes)
+
+    def close(self) -> None:
+        """Send nothing any more and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._wanted = 0
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    def _wait_until(self, true: Callable[[], bool], timeout: float | None = None) -> bool:
+        with self._changed:
+            # In slices, so that an interrupt gets through.
+            waited = 0.0
+            while not true() and not self._closing and (timeout is None or waited < timeout):
+                self._changed.wait(0.1)
+                waited += 0.1
+            return true()
+
+    def _adopt(self, settings: Settings) -> None:
+        self._settings = settings
+        self._settings_id += 1
+        self._known_settings[self._settings_id] = settings
+        self._chunk_steps = 1
+        if self._workload:
+            self._history.begin(self._settings_id, self._workload.name, settings)
+
+    def _send(self, steps: int) -> None:
+        chunk = Chunk(self._settings, self._settings_id, steps)
+        call = self._ranks.call("run_chunk", chunk)
+        call.when_done(self._notify)
+        self._in_flight.append((chunk, call))
+        self._changed.notify_all()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while not self._closing:
+            try:
+                self._turn()
+            except GpumemError as error:
+                self._give_up(error)
+
+    def _turn(self) -> None:
+        with self._changed:
+            while len(self._in_flight) < CHUNKS_IN_FLIGHT and (unsent := self._unsent_steps()) > 0:
+                self._send(int(min(self._chunk_steps, unsent)))
+            if not self._in_flight:
+                self._changed.wait(IDLE_READING_SECONDS)
+            elif self._in_flight[0][1].pending():
+                self._changed.wait(0.5)
+            answered = self._answered()
+            idle = not self._in_flight and not self._wanted and not self._closing
+        if answered:
+            self._receive(*answered)
+        elif idle:
+            self._read_devices()
+
+    def _unsent_steps(self) -> float:
+        return self._wanted - sum(chunk.steps for chunk, _ in self._in_flight)
+
+    def _answered(self) -> tuple[Chunk, list[ChunkReply]] | None:
+        if not self._in_flight:
+            return None
+        chunk, call = self._in_flight[0]
+        if error := call.first_error():
+            raise error if isinstance(error, GpumemError) else ClusterDied(str(error))
+        return None if call.pending() else (chunk, call.get())
+
+    def _receive(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
+        samples = [sample for reply in replies for sample in reply.samples]
+        self._history.add(samples, [reply.reading for reply in replies])
+        done = [sample for sample in samples if sample.event in ("", "flip")]
+        failure = next((reply.failure for reply in replies if reply.failure), None)
+        with self._changed:
+            self._in_flight.popleft()
+            if self._recording is not None:
+                self._recording.extend(samples)
+            if not failure:
+                self._applied = chunk.settings
+            if done:
+                self._proven = chunk.settings
+                slowest = max(sample.step_s for sample in done[-len(replies) :])
+                if chunk.settings_id == self._settings_id:
+                    self._chunk_steps = max(1, min(LARGEST_CHUNK, int(CHUNK_SECONDS / slowest)))
+            self._wanted = max(0, self._wanted - len({sample.step for sample in done}))
+            if failure:
+                self._handle(failure, chunk)
+            self._changed.notify_all()
+
+    def _handle(self, failure: Failure, chunk: Chunk) -> None:
+        """Go back to what last worked; without that, or when the settings are not to blame, stop and say why."""
+        if failure.kind == "interrupted":
+            self._wanted = 0
+            return
+        tried = self._history.configuration(chunk.settings_id)
+        if tried:
+            tried.outcome = failure.kind
+        text = _name(failure)
+        self._history.mark(failure.kind, text)
+        newer = chunk.settings_id != self._settings_id
+        works = self._applied if failure.phase == "settings" else self._proven
+        back = works if works and chunk.settings.changed_from(works) else None
+        if back and not newer:
+            changed = ", ".join(f"{name}={value}" for name, value in back.changed_from(chunk.settings).items())
+            self._adopt(back)
+            self._history.mark("note", f"went back to {changed}")
+            self._notes.append(f"{text}\nThe step was discarded on all ranks and training went back to {changed}.")
+        if failure.kind == "error" or not (back or newer):
+            self._wanted = 0
+            self._failure = TrainingFailed(f"{text}\n{_advice(failure, back)}")
+            # The ranks hold these settings for broken; the next attempt gets a new number.
+            if not back and not newer:
+                self._adopt(self._settings)
+
+    def _give_up(self, error: GpumemError) -> None:
+        with self._changed:
+            self._wanted = 0
+            self._in_flight.clear()
+            self._failure = error
+            self._changed.notify_all()
+        if isinstance(error, ClusterDied):
+            self._closing = True
+            self._lost(str(error))
+        self._history.mark("error", str(error))
+
+    def _read_devices(self) -> None:
+        """Keep readings coming while cells run and nothing trains; at most one question is under way."""
+        if self._idle_reading is None:
+            self._idle_reading = self._ranks.call("reading")
+        elif not self._idle_reading.pending():
+            finished, self._idle_reading = self._idle_reading, None
+            self._history.read(finished.get())
+
+    def describe(self) -> str:
+        """What is happening, in words."""
+        waiting = self.waiting_for()
+        if self._failure:
+            return str(self._failure).splitlines()[0]
+        if self._in_flight and not self.playing:
+            return f"finishing the steps under way on {name_ranks(waiting or range(self._ranks.size))}"
+        if self.playing:
+            return f"training, step {self._history.steps}"
+        if self._workload:
+            return f"paused at step {self._history.steps}"
+        return "no workload loaded"
+
+
+def _describe(before: Settings, after: Settings) -> str:
+    return ", ".join(
+        f"{name} {getattr(before, name)} → {value}" for name, value in after.changed_from(before).items()
+    )
+
+
+def _name(failure: Failure) -> str:
+    if failure.phase == "settings":
+        return f"These settings cannot be used: {failure.message}"
+    what = "ran out of memory" if failure.kind == "oom" else "failed"
+    return f"rank {failure.rank} {what} in the {failure.phase} part of the step: {failure.message}"
+
+
+def _advice(failure: Failure, back: Settings | None) -> str:
+    if back:
+        return "The step was discarded on all ranks; the settings are back to those that worked."
+    if failure.kind == "oom":
+        return (
+            "The step was discarded on all ranks. Try a smaller batch_size, checkpointing=blocks or a lower precision: "
+            "%hvd_set batch_size=8"
+        )
+    return "The step was discarded on all ranks. Mend the cause and train again."

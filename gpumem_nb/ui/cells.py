@@ -1,0 +1,58 @@
+"""What a ``%%hvd`` cell prints: by rank, while it runs, identical output of several ranks in one block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from IPython.core.getipython import get_ipython
+from IPython.display import display
+
+from ..cluster.calls import Call, name_ranks
+
+
+class CellOutput:
+    """Shows the output of one call, updated in place in a notebook, once at the end in a terminal."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._handle: Any = None
+        self._shown = ""
+        self._live = getattr(get_ipython(), "kernel", None) is not None
+
+    def __call__(self, call: Call) -> None:
+        """Show what has been printed so far."""
+        if self._live:
+            self._show(fold(call.ranks, call.outputs()))
+
+    def finish(self, call: Call, results: Sequence[str | None]) -> None:
+        """Show everything, and what the last expression gave."""
+        outputs = [out + (result or "") for out, result in zip(call.outputs(), results, strict=True)]
+        self._show(fold(call.ranks, outputs))
+        for rank, bundles in zip(call.ranks, call.displays(), strict=True):
+            for bundle in bundles if not self._quiet else ():
+                display({"text/plain": f"[{name_ranks([rank])}]"}, raw=True)
+                display(bundle, raw=True)
+
+    def _show(self, text: str) -> None:
+        if self._quiet or text == self._shown:
+            return
+        self._shown = text
+        bundle = {"text/plain": text}
+        if not self._live:
+            print(text)
+        elif self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+
+def fold(ranks: Sequence[int], outputs: Sequence[str]) -> str:
+    """One block for each distinct output, headed by the ranks that printed it, in order of the first of them."""
+    blocks: dict[str, list[int]] = {}
+    for rank, output in zip(ranks, outputs, strict=True):
+        if output.strip():
+            blocks.setdefault(output.rstrip(), []).append(rank)
+    return "\n".join(
+        f"[{name_ranks(of)}]" + (" " if "\n" not in output else "\n") + output for output, of in blocks.items()
+    )

@@ -1,0 +1,1 @@
+"""Ready-made models on real data that needs no download."""
