@@ -71,21 +71,18 @@ class Tried:
 
     @property
     def peak_bytes(self) -> int | None:
+        """Highest live bytes over the steps judged, worst rank."""
         return max(self.peaks, default=None)
 
     @property
     def reserved_peak_bytes(self) -> int | None:
+        """Highest reserved bytes over the steps judged, worst rank."""
         return max((value for value in self.reserved if value is not None), default=None)
 
     @property
     def samples_per_s(self) -> float | None:
         """Median over the steps judged, all ranks together."""
         return statistics.median(self.throughputs) if self.throughputs else None
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """What a person wants small: the live peak of the worst rank."""
-        return self.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -95,21 +92,38 @@ class Effect:
     before: Tried
     after: Tried
 
-    def __str__(self) -> str:
+    @property
+    def flip(self) -> str:
+        """What was changed."""
         changed = self.after.settings.changed_from(self.before.settings)
-        what = ", ".join(f"{name} {getattr(self.before.settings, name)} → {value}" for name, value in changed.items())
+        return ", ".join(f"{name} {getattr(self.before.settings, name)} → {value}" for name, value in changed.items())
+
+    @property
+    def memory(self) -> str:
+        """Highest live peak of any rank, before and after."""
+        before, after = self.before.peak_bytes, self.after.peak_bytes
+        return f"{format_bytes(before)} → {format_bytes(after)}{_percent(before, after)}"
+
+    @property
+    def speed(self) -> str:
+        """Samples/s of all ranks together, before and after."""
+        before, after = self.before.samples_per_s, self.after.samples_per_s
+        return f"{format_rate(before)} → {format_rate(after)} samples/s{_percent(before, after)}"
+
+    def __str__(self) -> str:
         if not self.after.steps:
-            return f"{what}: waiting for the first step"
-        return (
-            f"{what}: live peak {format_bytes(self.before.peak_bytes)} → {format_bytes(self.after.peak_bytes)}"
-            f"{_percent(self.before.peak_bytes, self.after.peak_bytes)}, "
-            f"{_rate(self.before.samples_per_s)} → {_rate(self.after.samples_per_s)} samples/s"
-            f"{_percent(self.before.samples_per_s, self.after.samples_per_s)}"
-        )
+            return f"{self.flip}: waiting for the first step"
+        return f"{self.flip}: live peak {self.memory}, {self.speed}"
 
 
 class History:
-    """Written by the thread that receives samples, read by panel and reports."""
+    """Written by the thread that receives samples, read by panel and reports.
+
+    Attributes:
+        steps: optimizer steps done since the workload was loaded.
+        loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
+        version: grows with every change.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -118,6 +132,7 @@ class History:
         self.tried: list[Tried] = []
         self.readings: list[Reading | None] = [None] * size
         self.steps = 0
+        self.loaded_as = 0
         self.version = 0
         self._by_rank: list[deque[Sample]] = [deque(maxlen=STEPS_KEPT) for _ in range(size)]
         self._lock = threading.Lock()
@@ -152,6 +167,8 @@ class History:
         """Put an event on the charts."""
         with self._lock:
             self.events.append(Event(self.now_s(), self.steps, kind, text))
+            if kind == "load" and self.tried:
+                self.loaded_as = self.tried[-1].settings_id
             self.version += 1
 
     def begin(self, settings_id: int, workload: str, settings: Settings) -> None:
@@ -228,7 +245,7 @@ class Runs:
                     s.optimizer if s.optimizer_impl == "default" else f"{s.optimizer}/{s.optimizer_impl}",
                     str(entry.steps),
                     format_bytes(entry.peak_bytes),
-                    _rate(entry.samples_per_s),
+                    format_rate(entry.samples_per_s),
                     "n/a" if entry.loss is None else f"{entry.loss:.4g}",
                     entry.outcome,
                 ]
@@ -239,7 +256,9 @@ class Runs:
         rows = self._rows()
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join(lines) if len(rows) > 1 else "Nothing has been tried yet. Train some steps first: %hvd_train 20"
+        return (
+            "\n".join(lines) if len(rows) > 1 else "Nothing has been tried yet. Train some steps first: %hvd_train 20"
+        )
 
     __repr__ = __str__
 
@@ -288,14 +307,12 @@ class Run:
         ranks = {sample.rank for sample in good}
         last = [sample for sample in good if sample.step == good[-1].step]
         losses = [sample.loss for sample in last if sample.loss is not None]
-        per_rank = [
-            statistics.median(sample.samples_per_s for sample in good if sample.rank == rank) for rank in ranks
-        ]
+        per_rank = [statistics.median(sample.samples_per_s for sample in good if sample.rank == rank) for rank in ranks]
         text = f"{self.steps} steps on {len(ranks)} ranks"
         if losses:
             text += f": loss {statistics.fmean(losses):.4g}"
         peak = max(sample.live_peak_bytes for sample in good)
-        return "\n".join([f"{text}, {_rate(sum(per_rank))} samples/s, live peak {format_bytes(peak)}.", *self.notes])
+        return "\n".join([f"{text}, {format_rate(sum(per_rank))} samples/s, live peak {format_bytes(peak)}.", *self.notes])
 
     __repr__ = __str__
 
@@ -306,5 +323,5 @@ def _percent(before: float | None, after: float | None) -> str:
     return f" ({(after / before - 1) * 100:+.0f} %)".replace("-", "−")
 
 
-def _rate(value: float | None) -> str:
+def format_rate(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"

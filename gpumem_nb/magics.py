@@ -138,7 +138,9 @@ class HvdMagics(Magics):
         print(_loaded(session))
 
     @magic_arguments()
-    @argument("pairs", nargs="+", type=_pair, metavar="role=variable", help="model=, data=, and maybe loss=, optimizer=")
+    @argument(
+        "pairs", nargs="+", type=_pair, metavar="role=variable", help="model=, data=, and maybe loss=, optimizer="
+    )
     @line_magic
     @_says_usage
     def hvd_attach(self, line: str) -> None:
@@ -147,7 +149,9 @@ class HvdMagics(Magics):
         if unknown := roles.keys() - {"model", "loss", "data", "optimizer"}:
             raise InvalidInput(f"{min(unknown)!r} cannot be attached. Allowed: model=, data=, loss=, optimizer=.")
         if missing := {"model", "data"} - roles.keys():
-            raise InvalidInput(f"{max(missing)}= is missing. Write, for example: model=net loss=criterion data=train_set")
+            raise InvalidInput(
+                f"{max(missing)}= is missing. Write, for example: model=net loss=criterion data=train_set"
+            )
         session = current()
         session.attach(**roles)
         print(_loaded(session))

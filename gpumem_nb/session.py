@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from .cluster import resources
-from .cluster.calls import Call, name_ranks
+from .cluster.calls import Call
 from .cluster.launch import Progress
 from .cluster.ranks import Ranks
 from .engine import entry
@@ -21,6 +21,7 @@ from .errors import ClusterDied, GpumemError, InvalidInput, NoSession, WorkloadE
 from .history import History, Run, Runs
 from .memory.report import MemoryReport, RankMemory
 from .memory.units import format_bytes, parse_size
+from .ranklist import name_ranks, parse_ranks
 from .sample import RankConfig, RankInfo, WorkloadInfo
 from .settings import Settings
 from .training import Training
@@ -150,6 +151,7 @@ class Session:
         self._plan = plan
         self._source: Workload | None = None
         self._ended = ""
+        self._panel: Panel | None = None
         self._connect(progress)
 
     def _connect(self, progress: Progress) -> None:
@@ -249,7 +251,9 @@ class Session:
         call = self._ranks.run_cell(source, title, result, self._choose_ranks(ranks))
         return self._finish(call, timeout, show)
 
-    def _finish(self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None) -> Call:
+    def _finish(
+        self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None
+    ) -> Call:
         """Wait for a call. The first error is raised at once; an interrupt or a time-out reaches the ranks."""
         try:
             for finished in call.slices(timeout):
@@ -276,7 +280,7 @@ class Session:
     # What is trained --------------------------------------------------------------------------------------------
 
     def load(self, name_or_workload: str | Workload, **options: Any) -> WorkloadInfo:
-        """Load a ready-made workload by name with options, or a :class:`Workload` of your own; training starts afresh."""
+        """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh."""
         if isinstance(name_or_workload, str):
             workload = catalog.make(name_or_workload, **options)
         elif isinstance(name_or_workload, Workload):
@@ -293,9 +297,7 @@ class Session:
         self._source = workload
         return info
 
-    def attach(
-        self, model: str, data: str, loss: str | None = None, optimizer: str | None = None
-    ) -> WorkloadInfo:
+    def attach(self, model: str, data: str, loss: str | None = None, optimizer: str | None = None) -> WorkloadInfo:
         """Train objects that live on the ranks, named by their variables.
 
         Args:
@@ -361,7 +363,9 @@ class Session:
     def train(self, steps: int) -> Run:
         """Train that many optimizer steps and wait for them."""
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= LONGEST_TRAINING_STEPS:
-            raise InvalidInput(f"{steps!r} steps cannot be trained: it must be a whole number of at least 1, such as 100.")
+            raise InvalidInput(
+                f"{steps!r} steps cannot be trained: it must be a whole number of at least 1, such as 100."
+            )
         self._check_loaded()
         return self._training.train(steps)
 
@@ -385,6 +389,16 @@ class Session:
         """Whether training runs."""
         return not self._ended and self._training.playing
 
+    @property
+    def ended(self) -> str:
+        """Why the session is over, in words; empty while it lives."""
+        return self._ended
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """The ranks that have not answered yet what training asked of them."""
+        return [] if self._ended else self._training.waiting_for()
+
     def memory(self) -> MemoryReport:
         """Live, reserved and device bytes of every rank, and its limit."""
         readings = self._call("reading")
@@ -399,7 +413,9 @@ class Session:
         """Controls and live charts."""
         from .ui.panel import Panel
 
-        return Panel(self)
+        if self._panel is None or self._panel.closed:
+            self._panel = Panel(self)
+        return self._panel
 
     # Ending -----------------------------------------------------------------------------------------------------
 
@@ -410,7 +426,7 @@ class Session:
         self._ranks.interrupt()
 
     def restart(self, progress: Progress = lambda what, done: None) -> Session:
-        """Stop the ranks and start the same number again. A loaded workload is loaded afresh, under the same settings."""
+        """Stop the ranks and start the same number again; a loaded workload is loaded afresh, settings are kept."""
         settings = self.settings
         self.stop()
         self._ended = ""
@@ -418,6 +434,8 @@ class Session:
         if self._source is not None:
             self._begin("load", self._source)
             self.set(**settings.changed_from(self.settings))
+        if self._panel is not None:
+            self._panel.watch()
         return self
 
     def stop(self) -> None:
@@ -470,17 +488,6 @@ class Session:
         return settings.samples_per_rank * self.size
 
 
-def parse_ranks(text: str) -> list[int]:
-    """``"0,2-3"`` as ``[0, 2, 3]``."""
-    chosen: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise InvalidInput(f"ranks={text!r} cannot be read. Write single ranks and ranges, such as 0 or 0,2-3.")
-        chosen.extend(range(int(first), int(last if dash else first) + 1))
-    return chosen
-
-
 def _pickled(value: Any, what: str) -> bytes:
     try:
         return cloudpickle.dumps(value)  # type: ignore[no-any-return]
@@ -491,4 +498,3 @@ def _pickled(value: Any, what: str) -> bytes:
             f"{what} cannot be sent to the ranks: {error}. Leave out open files, locks and connections; create them "
             "inside the function that runs there."
         ) from None
-

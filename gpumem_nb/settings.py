@@ -114,7 +114,7 @@ class Settings:
             object.__setattr__(self, name, knob.check(name, getattr(self, name)))
 
     def replace(self, **knobs: Any) -> Settings:
-        """A copy with some knobs changed; unknown names and values raise ``InvalidInput`` with the nearest valid one."""
+        """A copy with some knobs changed; unknown names and values raise ``InvalidInput`` naming the nearest one."""
         for name in knobs:
             if name not in KNOBS:
                 raise InvalidInput(f"There is no knob {name!r}: {nearest(name, KNOBS)}.")

@@ -7,10 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from .cluster.calls import name_ranks
-from .cluster.ranks import Call, Ranks
+from .cluster.calls import Call
+from .cluster.ranks import Ranks
 from .errors import ClusterDied, GpumemError, TrainingFailed
 from .history import History, Run
+from .ranklist import name_ranks
 from .sample import Chunk, ChunkReply, Failure, Sample, WorkloadInfo
 from .settings import Settings
 
@@ -290,9 +291,7 @@ class Training:
 
 
 def _describe(before: Settings, after: Settings) -> str:
-    return ", ".join(
-        f"{name} {getattr(before, name)} → {value}" for name, value in after.changed_from(before).items()
-    )
+    return ", ".join(f"{name} {getattr(before, name)} → {value}" for name, value in after.changed_from(before).items())
 
 
 def _name(failure: Failure) -> str:

@@ -13,6 +13,7 @@ from ipyparallel import AsyncResult
 from ipyparallel.error import EngineError, RemoteError
 
 from ..errors import ClusterDied, RankError
+from ..ranklist import name_ranks
 from ..sample import Raised
 
 
@@ -30,9 +31,7 @@ class Call:
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until all ranks answered or one failed; says whether all answered."""
-        done, pending = concurrent.futures.wait(
-            self._results, timeout, return_when=concurrent.futures.FIRST_EXCEPTION
-        )
+        _, pending = concurrent.futures.wait(self._results, timeout, return_when=concurrent.futures.FIRST_EXCEPTION)
         return not pending
 
     def pending(self) -> list[int]:
@@ -107,16 +106,3 @@ def _decode(rank: int, result: AsyncResult) -> Any:
     if isinstance(error, RemoteError):
         return RankError(rank, error.ename, error.evalue, error.traceback or "")
     return error
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 0-3`` or ``ranks 0,2-3``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
-

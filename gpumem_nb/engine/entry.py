@@ -60,9 +60,11 @@ def _execute(source: str, title: str) -> Any:
     variables = vars(sys.modules["__main__"])
     linecache.cache[title] = (len(source), None, source.splitlines(keepends=True), title)
     tree = ast.parse(source, title)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        tree.body.pop()
     exec(compile(tree, title, "exec"), variables)
-    if last is None:
+    if not isinstance(last, ast.Expr):
         return None
     return eval(compile(ast.Expression(last.value), title, "eval"), variables)
 

@@ -36,7 +36,7 @@ class GradientReduction:
         self._buckets = _into_buckets([param for param in params if param.requires_grad])
         self._armed = False
         self._hooks = [
-            param.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._gradient_ready(bucket))  # type: ignore[misc]
+            param.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._gradient_ready(bucket))
             for bucket in self._buckets
             for param in bucket.params
         ]
@@ -60,7 +60,7 @@ class GradientReduction:
                 self._send(bucket, flag if bucket is last else None)
         for bucket in self._buckets:
             self._receive(bucket)
-        return round(flag.item() * hvd.size())
+        return int(round(flag.item() * hvd.size()))
 
     def remove(self) -> None:
         """Take the hooks off the parameters again."""

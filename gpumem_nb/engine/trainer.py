@@ -105,7 +105,9 @@ class Trainer:
         finished = tuple(_with_loss(sample, loss) for sample, loss in zip(samples, losses, strict=True))
         return ChunkReply(hvd.rank(), finished, self.device.reading(), failure)
 
-    def _step(self, interrupts: Interrupts, flipped: str | Failure) -> tuple[Sample, Tensor | None, Failure | None, bool]:
+    def _step(
+        self, interrupts: Interrupts, flipped: str | Failure
+    ) -> tuple[Sample, Tensor | None, Failure | None, bool]:
         """One step, and what it measured. A failure while the settings were applied fails the step, on all ranks."""
         self.device.reset_peak()
         start_s = time.perf_counter()
@@ -131,7 +133,12 @@ class Trainer:
             self.stream.advance(self.settings.batch_size, self.settings.accumulation_steps)
             self.steps += 1
         event = flipped if isinstance(flipped, str) else ""
-        return self._sample(start_s, event if all_well else failure.kind if failure else "discarded"), loss, failure, all_well
+        return (
+            self._sample(start_s, event if all_well else failure.kind if failure else "discarded"),
+            loss,
+            failure,
+            all_well,
+        )
 
     def _forward_backward(self, interrupts: Interrupts) -> Tensor:
         """Accumulate the gradients of all micro-batches of this step; returns the mean loss."""
@@ -224,7 +231,7 @@ class Trainer:
         return self.workload.blocks(self.model) if self.workload.blocks else find_blocks(self.model)
 
     def _failure(self, error: BaseException | None) -> Failure:
-        """Describe an exception and let go of everything it keeps alive: the frames of its traceback hold activations."""
+        """Describe an exception and let go of what it keeps alive: its traceback's frames hold activations."""
         oom = isinstance(error, torch.OutOfMemoryError)
         kind = "oom" if oom else "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
         message = str(error) if oom or isinstance(error, WorkloadError) else f"{type(error).__name__}: {error}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from ..cluster.calls import Call, name_ranks
+from ..ranklist import name_ranks
+
+if TYPE_CHECKING:
+    from ..cluster.calls import Call
 
 
 class CellOutput:

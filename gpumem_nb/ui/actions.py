@@ -1,0 +1,40 @@
+"""Doing what a control asks for, one after the other and away from the kernel's own threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from ..errors import GpumemError
+
+
+class Actions:
+    """Runs actions on a thread of its own: a step under way may take long, and the kernel must not wait for it.
+
+    ``failed`` is told in words when an action was refused, ``done`` is called after each one.
+    """
+
+    def __init__(self, failed: Callable[[str], None], done: Callable[[], None]) -> None:
+        self._failed = failed
+        self._done = done
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="gpumem_nb panel actions", daemon=True).start()
+
+    def submit(self, action: Callable[[], object]) -> None:
+        """Do this after what was asked for before."""
+        self._queue.put(action)
+
+    def close(self) -> None:
+        """End after what was asked for before."""
+        self._queue.put(None)
+
+    def _work(self) -> None:
+        while action := self._queue.get():
+            try:
+                action()
+            except GpumemError as error:
+                self._failed(str(error))
+            except Exception as error:
+                self._failed(f"That did not work: {type(error).__name__}: {error}. Details: %hvd_status")
+            self._done()

@@ -1,0 +1,32 @@
+"""A piece of the page that changes while people read it or have it read to them."""
+
+from __future__ import annotations
+
+import anywidget
+import traitlets
+
+# The element with the role stays and its content changes: only then do screen readers announce the change.
+_ESM = """
+export default {
+  render({ model, el }) {
+    const show = () => {
+      if (el.dataset.html === model.get("html")) return;
+      el.dataset.html = model.get("html");
+      el.innerHTML = el.dataset.html;
+    };
+    el.setAttribute("role", model.get("role"));
+    if (model.get("label")) el.setAttribute("aria-label", model.get("label"));
+    model.on("change:html", show);
+    show();
+  },
+};
+"""
+
+
+class Region(anywidget.AnyWidget):  # type: ignore[misc]
+    """HTML under an ARIA role: ``status`` and ``alert`` are announced when they change, ``group`` is not."""
+
+    _esm = _ESM
+    html = traitlets.Unicode().tag(sync=True)
+    role = traitlets.Unicode("group").tag(sync=True)
+    label = traitlets.Unicode().tag(sync=True)

@@ -1,0 +1,107 @@
+"""From samples to what the charts draw: few points, maxima kept, marks where something happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..sample import Sample
+from ..settings import Settings
+
+Array = NDArray[np.float64]
+GOOD = ("", "flip")
+MOST_POINTS = 300
+MOST_POINTS_TOGETHER = 2400  # of all ranks in one chart, so that many ranks cost no more than eight
+MOST_MARKS = 8
+_SHORT = {
+    "precision": "",
+    "checkpointing": "ckpt ",
+    "batch_size": "batch ",
+    "accumulation_steps": "accum ",
+    "optimizer": "",
+    "optimizer_impl": "",
+    "learning_rate": "lr ",
+    "clip_norm": "clip ",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One point for each bucket of steps: ``step`` alone, the others with one row per rank. Bytes, samples/s, seconds."""
+
+    step: Array
+    peak: Array
+    speed: Array
+    seconds: Array
+    loss: Array
+
+
+def series(by_rank: Sequence[Sequence[Sample]]) -> Series:
+    """Finished steps, thinned out: the highest peak and the mean of all else within each bucket of equal size."""
+    good = [[sample for sample in samples if sample.event in GOOD] for samples in by_rank]
+    length = min(map(len, good), default=0)
+    if not length:
+        none = np.empty((len(good), 0))
+        return Series(np.empty(0), none, none, none, none.mean(axis=0) if len(good) else np.empty(0))
+    rows = [samples[-length:] for samples in good]
+
+    def table(value: Callable[[Sample], Any]) -> Array:
+        return np.array([[value(sample) for sample in samples] for samples in rows], dtype=np.float64)
+
+    step = table(lambda sample: sample.step)[0]
+    points = min(MOST_POINTS, max(40, MOST_POINTS_TOGETHER // len(rows)))
+    width = -(-(int(step[-1] - step[0]) + 1) // points)
+    starts = np.flatnonzero(np.diff(step // width, prepend=-1))
+    counts = np.diff(starts, append=length)
+
+    def mean(values: Array) -> Array:
+        return np.add.reduceat(values, starts, axis=-1) / counts
+
+    losses = table(lambda sample: np.nan if sample.loss is None else sample.loss)
+    return Series(
+        step=step[starts + counts - 1],
+        peak=np.maximum.reduceat(table(lambda sample: sample.live_peak_bytes), starts, axis=-1),
+        speed=mean(table(lambda sample: sample.samples_per_s)),
+        seconds=mean(table(lambda sample: sample.step_s)),
+        loss=mean(losses.mean(axis=0)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A vertical line at a step; ``bad`` for what ended a step."""
+
+    step: int
+    text: str
+    bad: bool
+
+
+def marks(by_rank: Sequence[Sequence[Sample]], settings: Callable[[int], Settings | None]) -> list[Mark]:
+    """The latest flips and failures, as the samples tell them: a flip stands at its first step."""
+    found: dict[int, Mark] = {}
+    before: Settings | None = None
+    for at_once in zip(*by_rank, strict=False):
+        first = at_once[0]
+        now = settings(first.settings_id)
+        flipped = before is not None and now is not None and now is not before
+        text = short(before, now) if flipped and before and now else ""
+        kinds = {sample.event for sample in at_once}.difference(GOOD)
+        if kinds:
+            text = " ".join(filter(None, ("OOM" if "oom" in kinds else "failed", text)))
+        if text:
+            # A step that was discarded keeps the number of the one before it.
+            step = first.step + bool(kinds)
+            earlier = found.pop(step, None)
+            joined = f"{earlier.text} → {text}" if earlier else text
+            found[step] = Mark(step, joined, bool(kinds) or bool(earlier and earlier.bad))
+        before = now or before
+    return list(found.values())[-MOST_MARKS:]
+
+
+def short(before: Settings, after: Settings) -> str:
+    """A flip in a few letters, such as ``bf16, batch 64``."""
+    return ", ".join(f"{_SHORT[name]}{value}" for name, value in after.changed_from(before).items())

@@ -1,0 +1,47 @@
+"""Colours and CSS of the panel: JupyterLab's theme variables, so that a change of theme shows at once."""
+
+from __future__ import annotations
+
+# Okabe and Ito's palette, told apart by people who are colour-blind (https://jfly.uni-koeln.de/color/).
+BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"
+VERMILION = "#D55E00"  # limits and failures only
+GREY = "#888888"  # readable on white and on black
+RANK_COLOURS = (SKY, ORANGE, GREEN, PURPLE, BLUE)
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+
+CSS = """<style>
+.gpumem-panel { color: var(--jp-ui-font-color1, inherit); font-size: 16px; line-height: 1.35; padding: 4px 8px 8px; }
+.gpumem-panel .gpumem-status { font-size: 24px; font-weight: 600; margin: 4px 0; min-height: 34px; }
+.gpumem-panel .gpumem-status small { font-size: 17px; font-weight: 400; color: var(--jp-ui-font-color2, inherit); }
+.gpumem-panel .gpumem-alert > div, .gpumem-panel .gpumem-effect > div {
+  border-left: 6px solid; padding: 6px 12px; margin: 4px 0; background: var(--jp-layout-color2, transparent);
+  font-size: 18px; }
+.gpumem-panel .gpumem-alert > div { border-color: #D55E00; }
+.gpumem-panel .gpumem-effect > div { border-color: #009E73; }
+.gpumem-panel .gpumem-effect b { font-size: 22px; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.gpumem-panel .gpumem-effect span { margin-right: 28px; display: inline-block; }
+.gpumem-panel .gpumem-tiles { display: flex; flex-wrap: wrap; gap: 8px; margin: 6px 0; }
+.gpumem-panel .gpumem-tiles > div { flex: 1 1 130px; border: 1px solid var(--jp-border-color2, currentColor);
+  border-radius: 4px; padding: 4px 12px; white-space: nowrap; }
+.gpumem-panel .gpumem-tiles b { display: block; font-size: 28px; line-height: 1.2; font-variant-numeric: tabular-nums; }
+.gpumem-panel .gpumem-tiles span { font-size: 14px; color: var(--jp-ui-font-color2, inherit); }
+.gpumem-panel .gpumem-controls { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr));
+  gap: 4px 12px; overflow: visible; }
+.gpumem-panel .gpumem-controls .widget-inline-hbox { flex-direction: column; align-items: stretch; height: auto;
+  width: auto; margin: 0; overflow: visible; }
+.gpumem-panel .gpumem-controls .widget-label { width: auto; text-align: left; font-size: 14px; height: 20px;
+  line-height: 20px; color: var(--jp-ui-font-color2, inherit); }
+.gpumem-panel .gpumem-controls select, .gpumem-panel .gpumem-controls input { font-size: 17px; height: 34px;
+  width: 100%; }
+.gpumem-panel .gpumem-buttons { overflow: visible; flex-wrap: wrap; }
+.gpumem-panel .gpumem-buttons button { font-size: 17px; height: 36px; line-height: 36px; width: 104px; }
+.gpumem-panel button:focus-visible, .gpumem-panel select:focus-visible, .gpumem-panel input:focus-visible {
+  outline: 3px solid #E69F00; outline-offset: 1px; }
+.gpumem-panel .gpumem-css { display: none; }
+.gpumem-panel .modebar { display: none; }
+.gpumem-panel .js-plotly-plot text { fill: var(--jp-ui-font-color1, inherit) !important; }
+.gpumem-panel .js-plotly-plot .gridlayer path, .gpumem-panel .js-plotly-plot .zerolinelayer path {
+  stroke: var(--jp-border-color2, #888) !important; }
+.gpumem-panel .js-plotly-plot .hoverlayer path { fill: var(--jp-layout-color2, #eee) !important;
+  stroke: var(--jp-border-color1, #888) !important; }
+</style>"""
