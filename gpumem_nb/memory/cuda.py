@@ -31,7 +31,7 @@ class CudaDevice:
         self.kind: Literal["virtual", "cuda"] = "cuda"
         self.torch_device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(self.torch_device)
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
         properties = torch.cuda.get_device_properties(self.torch_device)
         self.name: str = properties.name
         self._total: int = properties.total_memory

@@ -87,7 +87,7 @@ def _tensors_of_this_process() -> Iterator[torch.Tensor]:
                 yield thing.grad
 
 
-class _Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Accounting(TorchDispatchMode):
     """Shows every operator's tensors to the ledger, and refuses the result that passes the limit."""
 
     def __init__(self, stand_in: StandIn) -> None:

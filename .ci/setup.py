@@ -1,0 +1,397 @@
+"""Everything behind the Makefile. Needs nothing but Python: it makes the environment that all the rest runs in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "gpumem_nb-setup.json"
+LOG = VENV / "setup.log"
+DEFAULT_TORCH = "torch==2.13.0"
+OLDEST_PYTHON = (3, 11)
+FREE_GIB_NEEDED = 6
+PLAIN_INTERVAL_S = 15
+QUICKSTART = "notebooks/01_quickstart.ipynb"
+
+# What the result of set-up depends on, besides TORCH, HOROVOD_GPU and the checkout's own place.
+INGREDIENTS = (
+    "pyproject.toml",
+    "constraints.txt",
+    ".ci/setup.py",
+    "gpumem_nb/cluster/horovod_*.py",
+    "gpumem_nb/memory/virtual_build.py",
+    "gpumem_nb/**/*.cpp",
+)
+
+HELP = """\
+make setup   make .venv with everything pinned, build Horovod and the virtual GPU (once; afterwards seconds)
+make lab     set up, then open JupyterLab on the quickstart (LAB_ARGS="--no-browser --port 9000" is passed on)
+make demo    set up, then run the quickstart without a browser and print what it measured
+make test    set up, then run every check (needs Chromium; CHROMIUM=/path/to/chromium names one)
+make bench   set up, then print the measured ratios beside their targets
+make lint    set up, then run ruff, mypy and the import rules
+make clean   remove .venv and caches from the checkout (the built Horovod stays in your cache)
+
+TORCH="torch==2.13.0"   another torch, pip options included; changing it sets up again
+HOROVOD_GPU=auto        nccl (a GPU for each rank) or staged (ranks share GPUs), for a CUDA torch
+PYTHON=python3          the Python (3.11 or later) that .venv is made with"""
+
+
+class Trouble(Exception):
+    """Set-up cannot go on; the message is one sentence with the remedy."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one of the Makefile's targets and return its exit code."""
+    targets: dict[str, Callable[[], int]] = {
+        "help": show_help,
+        "setup": set_up,
+        "lab": lab,
+        "test": test,
+        "demo": lambda: in_environment("-m", "gpumem_nb.demo"),
+        "bench": lambda: in_environment("tests/bench/run.py"),
+        "lint": lambda: set_up() or lint(),
+        "clean": clean,
+    }
+    name = arguments[0] if arguments else "help"
+    if name not in targets:
+        print("No target {}. There are: {}".format(name, ", ".join(targets)), file=sys.stderr)
+        return 1
+    os.chdir(str(ROOT))
+    try:
+        return targets[name]()
+    except Trouble as trouble:
+        print(f"\n{trouble}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nStopped. Type the same command again to go on.", file=sys.stderr)
+        return 130
+
+
+def show_help() -> int:
+    """What there is to type."""
+    print(HELP)
+    return 0
+
+
+def clean() -> int:
+    """Remove what set-up and the checks made inside the checkout."""
+    for name in (".venv", "build", "dist", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".import_linter_cache"):
+        shutil.rmtree(str(ROOT / name), ignore_errors=True)
+    for folder in ROOT.glob("*.egg-info"):
+        shutil.rmtree(str(folder), ignore_errors=True)
+    return 0
+
+
+# Set-up
+
+
+def set_up() -> int:
+    """Make the environment, unless its stamp says that it is there already."""
+    torch = os.environ.get("TORCH") or DEFAULT_TORCH
+    state = {"ingredients": fingerprint(ROOT), "torch": torch, "gpu": horovod_gpu(), "root": str(ROOT)}
+    known = read_stamp()
+    if known == state and venv_python().exists():
+        return 0
+    started = time.monotonic()
+    check_disk(ROOT)
+    check_compiler()
+    if known and known.get("root") != str(ROOT):
+        shutil.rmtree(str(VENV), ignore_errors=True)  # a moved environment's programs point to where it was
+    make_environment(find_python())
+    STAMP.unlink(missing_ok=True)
+    install_torch(torch)
+    install_rest()
+    build("Horovod", "-m", "gpumem_nb.cluster.horovod_build", "--gpu", state["gpu"])
+    build("the virtual GPU", "-m", "gpumem_nb.memory.virtual_build")
+    STAMP.write_text(json.dumps(state))
+    print(f"Set-up is complete ({clock(time.monotonic() - started)}).")
+    return 0
+
+
+def horovod_gpu() -> str:
+    """How Horovod handles GPU tensors, for a CUDA torch."""
+    return os.environ.get("HOROVOD_GPU") or "auto"
+
+
+def fingerprint(root: Path) -> str:
+    """A hash of the files that set-up depends on."""
+    total = hashlib.sha256()
+    for pattern in INGREDIENTS:
+        for path in sorted(root.glob(pattern)):
+            total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def read_stamp() -> dict[str, str]:
+    """What the last complete set-up was made of."""
+    try:
+        known = json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def venv_python() -> Path:
+    """The environment's own Python."""
+    return VENV / "bin" / "python"
+
+
+def check_disk(folder: Path) -> None:
+    """Torch, JupyterLab and one build of Horovod have to fit."""
+    free_gib = shutil.disk_usage(str(folder)).free / 2**30
+    if free_gib < FREE_GIB_NEEDED:
+        raise Trouble(
+            f"Set-up needs {FREE_GIB_NEEDED} GiB of free disk and {folder} has {free_gib:.1f}: "
+            "free some and type make setup again."
+        )
+
+
+def check_compiler() -> None:
+    """Horovod and the virtual GPU are compiled here."""
+    named = os.environ.get("CXX", "").split()[:1]
+    if not any(shutil.which(name) for name in named or ["c++", "g++", "clang++"]):
+        raise Trouble("No C++ compiler was found: install one, on Debian or Ubuntu with: apt-get install g++ make")
+
+
+def find_python() -> str:
+    """A Python that is new enough: PYTHON if it was named, else the one running this, else a newer one beside it."""
+    named = os.environ.get("PYTHON", "python3")
+    others = [] if named != "python3" else [sys.executable, "python3.13", "python3.12", "python3.11", "python3.14"]
+    for candidate in [named, *others]:
+        version = python_version(candidate)
+        if version and version >= OLDEST_PYTHON:
+            check_python_parts(candidate)
+            return candidate
+    found = python_version(named)
+    has = f"{named} is Python {found[0]}.{found[1]}" if found else f"{named} is not a Python"
+    raise Trouble(
+        f"Python 3.11 or later is needed and {has}: install one, then type: make setup PYTHON=/path/to/python3.11"
+    )
+
+
+def python_version(program: str) -> tuple[int, int] | None:
+    """Major and minor version of a Python program, or None if it is none."""
+    try:
+        answer = subprocess.run(
+            [program, "-c", "import sys; print(*sys.version_info[:2])"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        major, minor = answer.stdout.split()
+    except (OSError, ValueError):
+        return None
+    return int(major), int(minor)
+
+
+def check_python_parts(program: str) -> None:
+    """Debian ships venv and the C headers apart from Python."""
+    if subprocess.run([program, "-c", "import venv, ensurepip"], stderr=subprocess.DEVNULL).returncode:
+        raise Trouble(f"{program} cannot make environments: on Debian or Ubuntu type: apt-get install python3-venv")
+    code = "import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path('include') + '/Python.h'))"
+    if subprocess.run([program, "-c", code]).returncode:
+        raise Trouble(f"{program} has no C headers (Python.h): on Debian or Ubuntu type: apt-get install python3-dev")
+
+
+def make_environment(python: str) -> None:
+    """A fresh .venv, or the one that is there if it works."""
+    version = python_version(str(venv_python())) if venv_python().exists() else None
+    if version and version >= OLDEST_PYTHON:
+        return
+    shutil.rmtree(str(VENV), ignore_errors=True)
+    answer = subprocess.run([python, "-m", "venv", str(VENV)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if answer.returncode:
+        said = answer.stdout.decode(errors="replace").strip().splitlines() or ["no output"]
+        raise Trouble(f"{python} could not make {VENV}: {said[-1]}")
+
+
+def install_torch(torch: str) -> None:
+    """Torch first and by itself: a range, or a package that depends on it, could bring gigabytes of another build."""
+    pinned = ["-c", "constraints.txt"] if torch == DEFAULT_TORCH else []
+    pip(f"Installing {torch}", *pinned, *shlex.split(torch))
+
+
+def install_rest() -> None:
+    """The package itself and everything pinned, without touching torch or what torch brought along."""
+    held = VENV / "constraints.txt"
+    held.write_text(hold_installed((ROOT / "constraints.txt").read_text(), installed_versions()))
+    pip("Installing JupyterLab, ipyparallel, Open MPI and the rest", "-c", str(held), "-e", ".[lab,test]")
+
+
+def installed_versions() -> dict[str, str]:
+    """What the environment holds, by normalised name."""
+    code = (
+        "import importlib.metadata as m, json; "
+        "print(json.dumps({d.metadata['Name']: d.version for d in m.distributions() if d.metadata['Name']}))"
+    )
+    answer = subprocess.run([str(venv_python()), "-c", code], stdout=subprocess.PIPE, check=True)
+    return {normal(name): version for name, version in json.loads(answer.stdout).items()}
+
+
+def normal(name: str) -> str:
+    """A package's name as package indexes compare it."""
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def hold_installed(constraints: str, installed: dict[str, str]) -> str:
+    """The constraints without lines that contradict the torch at hand: another torch may need another sympy."""
+    torch = installed["torch"]
+    lines = [f"torch=={torch}"]
+    default = torch.split("+")[0] == DEFAULT_TORCH.split("==")[1]
+    for line in constraints.splitlines():
+        name, pinned, _ = line.partition("==")
+        contradicted = pinned and installed.get(normal(name), line[len(name) + 2 :]) != line[len(name) + 2 :]
+        if default or not contradicted:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def pip(title: str, *arguments: str) -> None:
+    """Install quietly, with a line that says what is going on; on failure one sentence and the log."""
+    command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+    with Ticker(title), LOG.open("ab") as log:
+        begin = log.tell()
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode
+        if code:
+            said = LOG.read_bytes()[begin:].decode(errors="replace")
+            raise Trouble(explain_pip(said, arguments[-1]))
+
+
+def explain_pip(output: str, wanted: str) -> str:
+    """One sentence for what pip said."""
+    signs = ("NewConnectionError", "Failed to establish", "Max retries", "name resolution", "timed out")
+    if any(sign in output for sign in signs):
+        return "The package index cannot be reached: check the network and pip's settings (pip config list)."
+    if "No space left on device" in output:
+        return "The disk is full: free some space and type make setup again."
+    if "No matching distribution" in output:
+        return f"The package index has no {wanted} for this Python: name another with TORCH= or PYTHON= (log: {LOG})."
+    errors = [line[len("ERROR: ") :] for line in output.splitlines() if line.startswith("ERROR: ")]
+    reason = errors[0].rstrip(".") if errors else "its log says why"
+    return f"pip could not install {wanted}: {reason} (log: {LOG})."
+
+
+def build(what: str, *arguments: str) -> None:
+    """Run one of the package's own builders, which report for themselves."""
+    if subprocess.run([str(venv_python()), *arguments]).returncode:
+        raise Trouble(f"Set-up stopped because {what} could not be built: see the line above.")
+
+
+class Ticker:
+    """A line that shows that a step is still going on, and at its end how long it took."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.rewrites = sys.stdout.isatty()
+        self.finished = threading.Event()
+        self.thread = threading.Thread(target=self.keep_showing, daemon=True)
+
+    def __enter__(self) -> None:
+        self.started = time.monotonic()
+        self.show(f"{self.title} ...")
+        self.thread.start()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.finished.set()
+        self.thread.join()
+        outcome = "failed after" if kind else "done in"
+        self.show(f"{self.title}: {outcome} {clock(time.monotonic() - self.started)}", end="\n")
+
+    def keep_showing(self) -> None:
+        """Say so every second on a terminal, every quarter of a minute elsewhere."""
+        while not self.finished.wait(1 if self.rewrites else PLAIN_INTERVAL_S):
+            self.show(f"{self.title} ... {clock(time.monotonic() - self.started)}")
+
+    def show(self, text: str, end: str = "") -> None:
+        """Rewrite the line on a terminal, add one elsewhere."""
+        print(("\r\x1b[K" + text) if self.rewrites else text, end=end if self.rewrites else "\n", flush=True)
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, ``2:05``; below a minute ``12 s``."""
+    return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+# What runs in the environment
+
+
+def in_environment(*arguments: str) -> int:
+    """Set up, then run Python in the environment."""
+    return set_up() or subprocess.run([str(venv_python()), *arguments]).returncode
+
+
+def lab() -> int:
+    """JupyterLab on the quickstart. Root (a container) has to be allowed explicitly."""
+    set_up()
+    as_root = ["--allow-root"] if os.geteuid() == 0 else []
+    extra = shlex.split(os.environ.get("LAB_ARGS", ""))
+    return subprocess.run([str(VENV / "bin" / "jupyter"), "lab", *as_root, *extra, QUICKSTART]).returncode
+
+
+def lint() -> int:
+    """Style, types and import rules; all of them run, so that one go shows everything."""
+    python = str(venv_python())
+    checks: list[list[str]] = [
+        [python, "-m", "ruff", "check", "."],
+        [python, "-m", "ruff", "format", "--check", "."],
+        [python, "-m", "mypy"],
+        [str(VENV / "bin" / "lint-imports")],
+    ]
+    codes = []
+    for command in checks:
+        print("$ {}".format(" ".join(Path(word).name if word == command[0] else word for word in command)), flush=True)
+        codes.append(subprocess.run(command).returncode)
+    return max(codes)
+
+
+def test() -> int:
+    """Every check that needs no GPU. A missing browser is a failure, never a skip."""
+    set_up()
+    chromium = find_chromium()
+    if lint():
+        raise Trouble("The style, type or import checks failed (above), so the tests were not run.")
+    environment = dict(os.environ, CHROMIUM=chromium)
+    command = [str(venv_python()), "-m", "pytest", "-m", "not gpu", "tests"]
+    return subprocess.run(command, env=environment).returncode
+
+
+def find_chromium() -> str:
+    """The browser for the panel's tests: CHROMIUM, one on PATH, or (as root on Debian) installed now."""
+    named = os.environ.get("CHROMIUM")
+    if named:
+        if not os.access(named, os.X_OK):
+            raise Trouble(f"CHROMIUM={named} is not a program: name the browser's own file.")
+        return named
+    found = chromium_on_path()
+    if not found and os.geteuid() == 0 and shutil.which("apt-get"):
+        with LOG.open("ab") as log, Ticker("Installing Chromium for the browser tests"):
+            for arguments in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
+                subprocess.run(["apt-get", *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        found = chromium_on_path()
+    if not found:
+        raise Trouble(
+            "The browser tests need Chromium: install it, on Debian with: sudo apt-get install chromium "
+            "(or name one: make test CHROMIUM=/path/to/chromium)."
+        )
+    return found
+
+
+def chromium_on_path() -> str | None:
+    """Chromium under its usual names."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

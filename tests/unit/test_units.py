@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from gpumem_nb.errors import InvalidInput
+from gpumem_nb.memory.units import format_bytes, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "n"),
+    [
+        ("2GiB", 2 * 2**30),
+        ("512 MiB", 512 * 2**20),
+        (" 1.5GB ", 1_500_000_000),
+        ("0.5 KiB", 512),
+        ("1tib", 2**40),
+        ("3MB", 3_000_000),
+        ("1234", 1234),
+        ("7 B", 7),
+        (4096, 4096),
+    ],
+)
+def test_a_size_means_its_bytes(text: str | int, n: int) -> None:
+    assert parse_size(text) == n
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "2 GiBs", "two", "-1GiB", "0", "0.1 B", "1e9", "inf", "nan", "1,5GB", "2000 TiB", "9" * 400, "٣GiB"],
+)
+def test_what_is_no_size_is_refused_with_what_is_allowed(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"is not a memory size: it must be .*GiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("value", [0, -5, True, 2**60, None, 1.5])
+def test_numbers_that_are_no_size_are_refused(value: object) -> None:
+    with pytest.raises(InvalidInput, match="is not a memory size"):
+        parse_size(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (None, "n/a"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (int(287.4 * 2**20), "287.4 MiB"),
+        (2**30 - 1, "1.0 GiB"),
+        (2 * 2**30, "2.0 GiB"),
+        (-3 * 2**20, "-3.0 MiB"),
+        (5000 * 2**40, "5000.0 TiB"),
+    ],
+)
+def test_bytes_are_shown_in_the_unit_that_fits(n: int | None, text: str) -> None:
+    assert format_bytes(n) == text
