@@ -249,6 +249,8 @@ class Training:
             changed = ", ".join(f"{name}={value}" for name, value in back.changed_from(chunk.settings).items())
             self._adopt(back)
             self._history.mark("note", f"went back to {changed}")
+            if not self._wanted:
+                self._send(0)
             self._notes.append(f"{text}\nThe step was discarded on all ranks and training went back to {changed}.")
         if failure.kind == "error" or not (back or newer):
             self._wanted = 0

@@ -33,18 +33,26 @@ def no_process_left() -> Iterator[None]:
     assert not running, [process.cmdline() for process in running]
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Session]:
-    """Two virtual GPUs of 96 MiB."""
-    with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session:
-        yield session
+def ranks(n: int) -> Session:
+    """``n`` virtual GPUs of 96 MiB: those that run already, or new ones."""
+    running = session_module._current
+    if running is not None and running.size == n and not running._ended:
+        return running
+    if running is not None:
+        running.stop()
+    return gpumem_nb.start(n, device="cpu", memory_limit="96MiB")
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Session]:
-    """Four virtual GPUs of 96 MiB."""
-    with gpumem_nb.start(4, device="cpu", memory_limit="96MiB") as session:
-        yield session
+@pytest.fixture
+def two_ranks() -> Session:
+    """A session with two ranks."""
+    return ranks(2)
+
+
+@pytest.fixture
+def four_ranks() -> Session:
+    """A session with four ranks."""
+    return ranks(4)
 
 
 @pytest.fixture

@@ -71,6 +71,13 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+def _pid_runs(pid: int) -> bool:
+    try:
+        return _runs(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Launched:
     """A running cluster.
 
@@ -80,11 +87,12 @@ class Launched:
     """
 
     def __init__(self, n: int, threads: int, device: str, engine_startup: str) -> None:
+        mpiexec = str(require_tool("mpiexec"))
         self.n = n
         self.seconds: dict[str, float] = {}
         self.processes = Processes()
         # A profile of its own, readable by its owner only: connection files and logs go with the cluster.
-        self.profile = Path(tempfile.mkdtemp(prefix="gpumem_nb-"))
+        self.profile = Path(tempfile.mkdtemp(prefix="gpumem_nb-ranks-"))
         self.client: Any = None
         self.cluster = ipyparallel.Cluster(
             n=n,
@@ -93,8 +101,12 @@ class Launched:
             delay=0,
             load_profile=False,
             controller_args=["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"],
-            engine_args=[f"--IPEngine.startup_command={engine_startup}"],
-            config=Config({"MPILauncher": {"mpi_cmd": [str(require_tool("mpiexec"))], "environment": environment(threads, device)}}),
+            config=Config(
+                {
+                    "MPILauncher": {"mpi_cmd": [mpiexec], "environment": environment(threads, device)},
+                    "MPIEngineSetLauncher": {"engine_args": [f"--IPEngine.startup_command={engine_startup}"]},
+                }
+            ),
             parent=None,
             log=_quiet_log(),
         )
@@ -128,8 +140,7 @@ class Launched:
 
     def alive(self) -> bool:
         """Whether controller and mpiexec still run."""
-        launchers = (self.cluster.controller, self.cluster.engine_set)
-        return all(launcher is not None and launcher.state == "running" for launcher in launchers)
+        return all(_pid_runs(launcher.pid) for launcher in (self.cluster.controller, self.cluster.engine_set))
 
     def log_tail(self, lines: int = 4) -> str:
         """The last lines that the engines and mpiexec wrote themselves."""
@@ -149,7 +160,7 @@ class Launched:
         while len(self.client.ids) < self.n:
             up = len(self.client.ids)
             progress(f"{up} of {self.n} ranks are up", (1 + up / self.n) / len(_PHASES))
-            if self.cluster.engine_set.state == "after":
+            if not _pid_runs(self.cluster.engine_set.pid):
                 raise StartError(f"mpiexec ended before all ranks were up. It said: {self.log_tail()}")
             if time.monotonic() > deadline:
                 raise StartError(

@@ -60,7 +60,8 @@ class GradientReduction:
                 self._send(bucket, flag if bucket is last else None)
         for bucket in self._buckets:
             self._receive(bucket)
-        return int(round(flag.item() * hvd.size()))
+        failed_ranks: int = round(flag.item() * hvd.size())
+        return failed_ranks
 
     def remove(self) -> None:
         """Take the hooks off the parameters again."""

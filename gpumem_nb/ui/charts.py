@@ -14,6 +14,8 @@ from .figure import make_figure
 from .series import Mark, Series
 
 _LIMIT_IN_SIGHT = 4  # a limit more than so many times the highest bar would flatten it, and is told in words
+_TURN = 0.7  # marks beyond this part of the chart have their label on the left
+_HEADROOM = 1.4  # room above for the labels of marks
 _GIB, _MIB = 2**30, 2**20
 
 
@@ -42,22 +44,23 @@ class Charts:
         ]
         y = [*map(np.array, bars), *seen.peak / scale, *seen.speed, seen.loss, *seen.seconds * 1000]
         x = [self._names] * len(bars) + [seen.step] * (len(y) - len(bars))
-        layout = self._layout(top, scale, {reading.limit for reading in present if reading.limit}, marks)
+        layout = self._layout(top, scale, {reading.limit for reading in present if reading.limit}, marks, seen)
         changed = {name: value for name, value in layout.items() if self._sent.get(name) != value}
         self._sent = layout
         self.figure.plotly_update({"x": x, "y": y}, changed)
 
-    def _layout(self, top: int, scale: int, limits: set[int], marks: Sequence[Mark]) -> dict[str, Any]:
+    def _layout(self, top: int, scale: int, limits: set[int], marks: Sequence[Mark], seen: Series) -> dict[str, Any]:
         shown = sorted(limit for limit in limits if limit <= top * _LIMIT_IN_SIGHT)
         hidden = sorted(limits.difference(shown))
-        highest = max([top * 1.3, *(limit * 1.08 for limit in shown)]) / scale
+        highest = _HEADROOM * max([top, *shown]) / scale
+        turn = np.quantile(seen.step, _TURN) if seen.step.size else 0.0
         return {
             "yaxis.range": [0, highest],
             "yaxis2.range": [0, highest],
             "shapes": drawing.limit_lines([limit / scale for limit in shown]) + drawing.mark_lines(marks),
             "annotations": drawing.titles("GiB" if scale == _GIB else "MiB", self._virtual)
             + drawing.limits_out_of_sight(hidden, top)
-            + drawing.mark_labels(marks),
+            + drawing.mark_labels(marks, turn),
         }
 
 

@@ -27,6 +27,7 @@ class Controls:
         self._session = session
         self._ask = ask
         self._asked: dict[str, int] = dict.fromkeys(KNOBS, 0)
+        self._offering = False
         self._widgets = {name: self._knob(name) for name in KNOBS}
         self._buttons = [
             _button("Play", "play", "train until paused", lambda: ask(session.play)),
@@ -42,7 +43,8 @@ class Controls:
         session = self._session
         ended = bool(session.ended)
         has_own = session.workload is not None and session.workload.own_optimizer is not None
-        _offer(self._widgets["optimizer"], [c for c in KNOBS["optimizer"].choices if c != _OWN or has_own])
+        has_own |= session.settings.optimizer == _OWN
+        self._offer("optimizer", [c for c in KNOBS["optimizer"].choices if c != _OWN or has_own])
         for name, widget in self._widgets.items():
             if not self._asked[name]:
                 widget.value = self._shown(name)
@@ -54,9 +56,8 @@ class Controls:
 
     def _knob(self, name: str) -> Any:
         knob = KNOBS[name]
-        common = {"description": name, "description_allow_html": False, "tooltip": f"{name}: {knob.help}"}
-        if name == "optimizer":
-            common["tooltip"] += " (offered when it brings one)"
+        tip = f"{name}: {knob.help}" + " (offered when it brings one)" * (name == "optimizer")
+        common = {"description": name, "tooltip": tip}
         if knob.choices:
             widget = ipywidgets.Dropdown(options=knob.choices, value=self._shown(name), **common)
         else:
@@ -68,9 +69,18 @@ class Controls:
         value = getattr(self._session.settings, name)
         return f"{value:g}" if isinstance(value, float) else str(value).lower() if value is None else str(value)
 
+    def _offer(self, name: str, choices: list[str]) -> None:
+        dropdown = self._widgets[name]
+        if list(dropdown.options) != choices:
+            # New options choose the first of them; nobody asked for that.
+            self._offering = True
+            dropdown.options = choices
+            dropdown.value = self._shown(name)
+            self._offering = False
+
     def _wanted(self, name: str, value: Any) -> None:
         """A person, or :meth:`follow`, changed a widget; what the session has already needs no action."""
-        if value is None or value == self._shown(name):
+        if self._offering or value == self._shown(name):
             return
         self._asked[name] += 1
 
@@ -81,14 +91,6 @@ class Controls:
                 self._asked[name] -= 1
 
         self._ask(change)
-
-
-def _offer(dropdown: Any, choices: list[str]) -> None:
-    if list(dropdown.options) != choices:
-        # Without a choice in between, so that no other one is taken for a wish.
-        with dropdown.hold_trait_notifications():
-            dropdown.value = None
-            dropdown.options = choices
 
 
 def _button(label: str, icon: str, tip: str, press: Callable[[], None]) -> Any:

@@ -34,13 +34,11 @@ def limit_lines(limits: Sequence[float]) -> list[dict[str, Any]]:
 
 
 def limits_out_of_sight(limits: Sequence[int], top: int) -> list[dict[str, Any]]:
-    """A limit far above everything, told in words."""
+    """A limit far above everything, told in words over the bars."""
     text = ", ".join(f"{format_bytes(limit)} (at {top / limit:.0%})" for limit in limits)
     place = {"showarrow": False, "x": 1, "y": 1, "xanchor": "right", "yanchor": "top", "font": {"size": 14}}
-    return [
-        {"text": f"limit ↑ {text}", "xref": f"x{axes} domain", "yref": f"y{axes} domain", **place}
-        for axes in ("", "2") * bool(limits)
-    ]
+    note = {"text": f"limit ↑ {text}", "xref": "x domain", "yref": "y domain", **place}
+    return [note] if limits else []
 
 
 def mark_lines(marks: Sequence[Mark]) -> list[dict[str, Any]]:
@@ -52,11 +50,13 @@ def mark_lines(marks: Sequence[Mark]) -> list[dict[str, Any]]:
     ]
 
 
-def mark_labels(marks: Sequence[Mark]) -> list[dict[str, Any]]:
-    """Above the marks, in the widest chart."""
-    place = {"xref": "x2", "yref": "y2 domain", "yanchor": "bottom", "xanchor": "left", "showarrow": False}
+def mark_labels(marks: Sequence[Mark], turn: float) -> list[dict[str, Any]]:
+    """At the top of the widest chart; from the step ``turn`` on to the left of their mark, to stay inside."""
+    place = {"xref": "x2", "yref": "y2 domain", "yanchor": "top", "showarrow": False}
+    look = {"font": {"size": 14}, "bgcolor": "white", "borderpad": 0}  # the style sheet has the theme's colour for it
     return [
-        {"text": mark.text, "x": mark.step, "y": 0.02 + 0.09 * (number % _MARK_LEVELS), "font": {"size": 14}, **place}
+        {"text": mark.text, "x": mark.step, "y": 1 - 0.09 * (number % _MARK_LEVELS), **place, **look}
+        | {"xanchor": "left" if mark.step < turn else "right"}
         for number, mark in enumerate(marks)
     ]
 

@@ -11,24 +11,31 @@ from .style import BLUE, DASHES, GREY, RANK_COLOURS, SKY, VERMILION
 
 HEIGHT_PX = 620
 COLUMNS = ((0.0, 0.29), (0.36, 0.65), (0.72, 1.0))  # where they begin and end, of the figure's width
-UPPER, LOWER = (0.58, 0.9), (0.02, 0.36)
+UPPER, LOWER = (0.57, 0.9), (0.03, 0.38)
 OVER_TIME = ("2", "3", "4", "5")  # the axes whose x is the optimizer step
 
 
 class LiveFigure(go.FigureWidget):  # type: ignore[misc]
     """A figure that a page which is loaded again shows as it is now; plotly's own tells what it was at first."""
 
+    _complete = False
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._complete = True
+
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
         """What the browser is told; everything when it asks for everything."""
         state: dict[str, Any] = super().get_state(key, drop_defaults)
-        for name, value in (("_widget_data", self._data), ("_widget_layout", self._layout_obj._props)):
-            if key is None and name in state:
-                state[name] = self.trait_metadata(name, "to_json")(value, self)
+        if key is None and self._complete:
+            to_json = self.trait_metadata("_widget_data", "to_json")
+            state["_widget_data"] = to_json(self._data, self)
+            state["_widget_layout"] = to_json(self._layout_obj._props, self)
         return state
 
 
 def make_figure(names: Sequence[str]) -> LiveFigure:
-    """Bars of live, peak and reserved, the limit; then for each rank peak and throughput; loss; step time of each rank."""
+    """Four traces for the bars, then peak and throughput of each rank, the loss, and the step time of each rank."""
     traces = [*_bars(), *_lines(names, "2", ".1f"), *_lines(names, "3", ".0f"), _loss(), *_lines(names, "5", ".1f")]
     return LiveFigure(data=traces, layout=_layout())
 
@@ -82,10 +89,9 @@ def _layout() -> dict[str, Any]:
     layout: dict[str, Any] = {}
     for axes, (across, up) in places.items():
         step = {"title": {"text": "optimizer step", "standoff": 2}, "tickformat": "d"} if axes else {}
-        matches = {"matches": "x2"} if axes in OVER_TIME[1:] else {}
-        layout[f"xaxis{axes}"] = {"domain": across, "anchor": f"y{axes}", "showgrid": False, **step, **matches}
+        layout[f"xaxis{axes}"] = {"domain": across, "anchor": f"y{axes}", "showgrid": False, **step}
         layout[f"yaxis{axes}"] = {"domain": up, "anchor": f"x{axes}", "rangemode": "tozero", "gridcolor": GREY}
-    legend = {"orientation": "h", "xanchor": "left", "yanchor": "bottom", "y": UPPER[1], "bgcolor": "rgba(0,0,0,0)"}
+    legend = {"orientation": "h", "yanchor": "bottom", "y": UPPER[1], "bgcolor": "rgba(0,0,0,0)"}
     return layout | {
         "height": HEIGHT_PX,
         "autosize": True,
@@ -95,6 +101,6 @@ def _layout() -> dict[str, Any]:
         "font": {"size": 14},
         "barmode": "overlay",
         "dragmode": False,
-        "legend": legend | {"x": middle[0]},
-        "legend2": legend | {"x": left[0]},
+        "legend": legend | {"x": right[1], "xanchor": "right"},
+        "legend2": legend | {"x": left[0] - 0.02, "xanchor": "left"},
     }

@@ -23,7 +23,7 @@ export default {
 """
 
 
-class Region(anywidget.AnyWidget):  # type: ignore[misc]
+class Region(anywidget.AnyWidget):
     """HTML under an ARIA role: ``status`` and ``alert`` are announced when they change, ``group`` is not."""
 
     _esm = _ESM

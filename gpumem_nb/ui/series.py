@@ -31,7 +31,7 @@ _SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One point for each bucket of steps: ``step`` alone, the others with one row per rank. Bytes, samples/s, seconds."""
+    """One point for each bucket of steps; peak (bytes), speed (samples/s) and seconds with one row per rank."""
 
     step: Array
     peak: Array

@@ -21,8 +21,8 @@ CSS = """<style>
 .gpumem-panel .gpumem-effect b { font-size: 22px; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .gpumem-panel .gpumem-effect span { margin-right: 28px; display: inline-block; }
 .gpumem-panel .gpumem-tiles { display: flex; flex-wrap: wrap; gap: 8px; margin: 6px 0; }
-.gpumem-panel .gpumem-tiles > div { flex: 1 1 130px; border: 1px solid var(--jp-border-color2, currentColor);
-  border-radius: 4px; padding: 4px 12px; white-space: nowrap; }
+.gpumem-panel .gpumem-tiles > div { flex: 1 1 auto; border: 1px solid var(--jp-border-color2, currentColor);
+  border-radius: 4px; padding: 4px 10px; white-space: nowrap; }
 .gpumem-panel .gpumem-tiles b { display: block; font-size: 28px; line-height: 1.2; font-variant-numeric: tabular-nums; }
 .gpumem-panel .gpumem-tiles span { font-size: 14px; color: var(--jp-ui-font-color2, inherit); }
 .gpumem-panel .gpumem-controls { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr));
@@ -31,8 +31,8 @@ CSS = """<style>
   width: auto; margin: 0; overflow: visible; }
 .gpumem-panel .gpumem-controls .widget-label { width: auto; text-align: left; font-size: 14px; height: 20px;
   line-height: 20px; color: var(--jp-ui-font-color2, inherit); }
-.gpumem-panel .gpumem-controls select, .gpumem-panel .gpumem-controls input { font-size: 17px; height: 34px;
-  width: 100%; }
+.gpumem-panel .gpumem-controls select, .gpumem-panel .gpumem-controls input { font-size: 17px; width: 100%;
+  flex: 0 0 34px; height: 34px; }
 .gpumem-panel .gpumem-buttons { overflow: visible; flex-wrap: wrap; }
 .gpumem-panel .gpumem-buttons button { font-size: 17px; height: 36px; line-height: 36px; width: 104px; }
 .gpumem-panel button:focus-visible, .gpumem-panel select:focus-visible, .gpumem-panel input:focus-visible {
@@ -40,6 +40,7 @@ CSS = """<style>
 .gpumem-panel .gpumem-css { display: none; }
 .gpumem-panel .modebar { display: none; }
 .gpumem-panel .js-plotly-plot text { fill: var(--jp-ui-font-color1, inherit) !important; }
+.gpumem-panel .js-plotly-plot .annotation .bg { fill: var(--jp-layout-color0, #fff) !important; }
 .gpumem-panel .js-plotly-plot .gridlayer path, .gpumem-panel .js-plotly-plot .zerolinelayer path {
   stroke: var(--jp-border-color2, #888) !important; }
 .gpumem-panel .js-plotly-plot .hoverlayer path { fill: var(--jp-layout-color2, #eee) !important;

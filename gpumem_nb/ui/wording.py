@@ -56,13 +56,13 @@ def tiles(session: Session, samples: Sequence[Sequence[Sample]], readings: Seque
         losses = [of_rank[-1].loss for of_rank in latest]
         loss = None if None in losses else statistics.fmean(value for value in losses if value is not None)
     memory, of = _worst(readings)
-    virtual = "virtual " if any(info.virtual for info in session.ranks) else ""
+    virtual = " (virtual)" if any(info.virtual for info in session.ranks) else ""
     return _tiles(
         (f"{format_rate(speed)}", "samples/s, all ranks"),
-        (memory, f"{virtual}VRAM peak, worst rank{of}"),
+        (memory, f"{of}worst rank's VRAM peak{virtual}"),
         ("n/a" if loss is None else f"{loss:.4f}", "loss"),
         ("n/a" if step_s is None else f"{step_s * 1000:.0f} ms", "step time"),
-        (f"{session.history.steps:,}", f"steps{_passes(session)}"),
+        (f"{session.history.steps:,}", f"steps{_epochs(session)}"),
     )
 
 
@@ -72,17 +72,17 @@ def _worst(readings: Sequence[Reading | None]) -> tuple[str, str]:
         return "n/a", ""
     worst = max(known, key=lambda reading: reading.live_peak / (reading.limit or 1))
     if not worst.limit:
-        return format_bytes(worst.live_peak), ", limit n/a"
-    return format_bytes(worst.live_peak), f": {worst.live_peak / worst.limit:.0%} of {format_bytes(worst.limit)}"
+        return format_bytes(worst.live_peak), "limit n/a, "
+    return format_bytes(worst.live_peak), f"{worst.live_peak / worst.limit:.0%} of {format_bytes(worst.limit)}, "
 
 
-def _passes(session: Session) -> str:
+def _epochs(session: Session) -> str:
     history, workload = session.history, session.workload
     if workload is None:
         return ""
     tried = [entry for entry in history.tried if entry.settings_id >= history.loaded_as]
     seen = sum(entry.steps * entry.settings.samples_per_rank for entry in tried) * session.size
-    return f", {seen / workload.dataset_len:.1f} passes over the data"
+    return f", {seen / workload.dataset_len:.1f} epochs"
 
 
 def _tiles(*numbers: tuple[str, str]) -> str:

@@ -18,8 +18,13 @@ from gpumem_nb.session import Session, current
 pytestmark = pytest.mark.cluster
 
 
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def profiles() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("gpumem_nb-*"))
+    return set(Path(tempfile.gettempdir()).glob("gpumem_nb-ranks-*"))
 
 
 def test_nothing_is_left_after_stop() -> None:
@@ -110,14 +115,18 @@ def test_restart_brings_the_same_ranks_and_workload_back(fresh: Callable[..., Se
         assert session.train(2).steps == 2
 
 
+def keep_asking(session: Session) -> None:
+    for _ in range(200):
+        session.run("rank", timeout=5)
+
+
 def test_a_killed_rank_is_noticed_and_the_session_says_so(fresh: Callable[..., Session]) -> None:
     with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session:
         fresh(session)
         session.play()
         psutil.Process(session.ranks[1].pid).kill()
         with pytest.raises(ClusterDied):
-            for _ in range(200):
-                session.run("rank", timeout=5)
+            keep_asking(session)
         with pytest.raises(GpumemError, match="hvd_restart"):
             session.train(1)
         session.restart()

