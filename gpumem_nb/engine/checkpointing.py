@@ -220,7 +220,7 @@ class Segment:
         try:
             with saved_tensors_hooks(keep, _never), torch.random.fork_rng(devices=_cuda_devices()):
                 for call in self._calls:
-                    with call.context(), frozen_batch_statistics(call.block):
+                    with call.context(), _copied_statistics(call.block):
                         args, kwargs = _map_held(resolve, (call.args, call.kwargs))
                         outputs.append(list(_tensors(call.block(*args, **kwargs))))
         except _Replayed:
@@ -262,16 +262,17 @@ def _cuda_devices() -> list[int]:
 
 
 @contextmanager
-def frozen_batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Batch norm below ``module`` leaves its running statistics alone, so that a replay does not count twice."""
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
+def _copied_statistics(module: nn.Module) -> Iterator[None]:
+    """Batch norm below ``module`` counts into copies of its running statistics: a replay must not count twice."""
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    originals = [dict(norm._buffers) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        norm._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()})
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, buffers in zip(norms, originals, strict=True):
+            norm._buffers.update(buffers)
 
 
 def _switch_off_generation_cache(model: nn.Module) -> Callable[[], None]:

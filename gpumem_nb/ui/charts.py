@@ -14,8 +14,7 @@ from .figure import make_figure
 from .series import Mark, Series
 
 _LIMIT_IN_SIGHT = 4  # a limit more than so many times the highest bar would flatten it, and is told in words
-_TURN = 0.7  # marks beyond this part of the chart have their label on the left
-_HEADROOM = 1.4  # room above for the labels of marks
+_HEADROOM = 1.5  # room above for the labels of marks
 _GIB, _MIB = 2**30, 2**20
 
 
@@ -53,14 +52,14 @@ class Charts:
         shown = sorted(limit for limit in limits if limit <= top * _LIMIT_IN_SIGHT)
         hidden = sorted(limits.difference(shown))
         highest = _HEADROOM * max([top, *shown]) / scale
-        turn = np.quantile(seen.step, _TURN) if seen.step.size else 0.0
+        first, last = (seen.step[0], seen.step[-1]) if seen.step.size else (0.0, 0.0)
         return {
             "yaxis.range": [0, highest],
             "yaxis2.range": [0, highest],
             "shapes": drawing.limit_lines([limit / scale for limit in shown]) + drawing.mark_lines(marks),
             "annotations": drawing.titles("GiB" if scale == _GIB else "MiB", self._virtual)
             + drawing.limits_out_of_sight(hidden, top)
-            + drawing.mark_labels(marks, turn),
+            + drawing.mark_labels(marks, first, last),
         }
 
 

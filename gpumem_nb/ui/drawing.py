@@ -10,7 +10,8 @@ from .figure import COLUMNS, LOWER, OVER_TIME, UPPER
 from .series import Mark
 from .style import GREY, VERMILION
 
-_MARK_LEVELS = 3  # labels of marks that stand close together go below each other
+_LABEL_LEVELS = 4  # labels that would cover each other go below each other
+_LETTER_WIDTH = 0.0125  # of a letter in a label, in widths of the chart; about 7 of 560 pixels
 
 
 def titles(unit: str, virtual: str) -> list[dict[str, Any]]:
@@ -50,15 +51,21 @@ def mark_lines(marks: Sequence[Mark]) -> list[dict[str, Any]]:
     ]
 
 
-def mark_labels(marks: Sequence[Mark], turn: float) -> list[dict[str, Any]]:
-    """At the top of the widest chart; from the step ``turn`` on to the left of their mark, to stay inside."""
+def mark_labels(marks: Sequence[Mark], first: float, last: float) -> list[dict[str, Any]]:
+    """At the top of the widest chart, which shows these steps; on the free level where they cover least of others."""
     place = {"xref": "x2", "yref": "y2 domain", "yanchor": "top", "showarrow": False}
-    look = {"font": {"size": 14}, "bgcolor": "white", "borderpad": 0}  # the style sheet has the theme's colour for it
-    return [
-        {"text": mark.text, "x": mark.step, "y": 1 - 0.09 * (number % _MARK_LEVELS), **place, **look}
-        | {"xanchor": "left" if mark.step < turn else "right"}
-        for number, mark in enumerate(marks)
-    ]
+    look = {"font": {"size": 13}, "bgcolor": "white", "borderpad": 0}  # the style sheet has the theme's colour for it
+    taken_to = [-1.0] * _LABEL_LEVELS
+    labels = []
+    for mark in marks:
+        at, width = (mark.step - first) / max(1.0, last - first), _LETTER_WIDTH * (len(mark.text) + 1)
+        leftward = at + width > 1
+        begin = at - width if leftward else at
+        level = next((level for level, end in enumerate(taken_to) if end <= begin), taken_to.index(min(taken_to)))
+        taken_to[level] = begin + width
+        anchor = "right" if leftward else "left"
+        labels.append({"text": mark.text, "x": mark.step, "y": 1 - 0.08 * level, "xanchor": anchor, **place, **look})
+    return labels
 
 
 def _look(mark: Mark) -> tuple[str, str, int]:

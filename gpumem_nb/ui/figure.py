@@ -11,7 +11,7 @@ from .style import BLUE, DASHES, GREY, RANK_COLOURS, SKY, VERMILION
 
 HEIGHT_PX = 620
 COLUMNS = ((0.0, 0.29), (0.36, 0.65), (0.72, 1.0))  # where they begin and end, of the figure's width
-UPPER, LOWER = (0.57, 0.9), (0.03, 0.38)
+UPPER, LOWER = (0.55, 0.9), (0.04, 0.4)
 OVER_TIME = ("2", "3", "4", "5")  # the axes whose x is the optimizer step
 
 
@@ -88,7 +88,11 @@ def _layout() -> dict[str, Any]:
     }
     layout: dict[str, Any] = {}
     for axes, (across, up) in places.items():
-        step = {"title": {"text": "optimizer step", "standoff": 2}, "tickformat": "d"} if axes else {}
+        step = (
+            {"title": {"text": "optimizer step", "standoff": 2, "font": {"size": 14}}, "tickformat": "d"}
+            if axes
+            else {}
+        )
         layout[f"xaxis{axes}"] = {"domain": across, "anchor": f"y{axes}", "showgrid": False, **step}
         layout[f"yaxis{axes}"] = {"domain": up, "anchor": f"x{axes}", "rangemode": "tozero", "gridcolor": GREY}
     legend = {"orientation": "h", "yanchor": "bottom", "y": UPPER[1], "bgcolor": "rgba(0,0,0,0)"}

@@ -18,14 +18,16 @@ CSS = """<style>
   font-size: 18px; }
 .gpumem-panel .gpumem-alert > div { border-color: #D55E00; }
 .gpumem-panel .gpumem-effect > div { border-color: #009E73; }
-.gpumem-panel .gpumem-effect b { font-size: 22px; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.gpumem-panel .gpumem-effect span { margin-right: 28px; display: inline-block; }
+.gpumem-panel .gpumem-effect b { font-size: 20px; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.gpumem-panel .gpumem-effect span { margin-right: 20px; display: inline-block; }
 .gpumem-panel .gpumem-tiles { display: flex; flex-wrap: wrap; gap: 8px; margin: 6px 0; }
-.gpumem-panel .gpumem-tiles > div { flex: 1 1 auto; border: 1px solid var(--jp-border-color2, currentColor);
-  border-radius: 4px; padding: 4px 10px; white-space: nowrap; }
-.gpumem-panel .gpumem-tiles b { display: block; font-size: 28px; line-height: 1.2; font-variant-numeric: tabular-nums; }
+.gpumem-panel .gpumem-tiles > div { flex: 1 1 0; min-width: 112px;
+  border: 1px solid var(--jp-border-color2, currentColor);
+  border-radius: 4px; padding: 4px 10px; }
+.gpumem-panel .gpumem-tiles b { display: block; white-space: nowrap;
+  font-size: 28px; line-height: 1.2; font-variant-numeric: tabular-nums; }
 .gpumem-panel .gpumem-tiles span { font-size: 14px; color: var(--jp-ui-font-color2, inherit); }
-.gpumem-panel .gpumem-controls { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr));
+.gpumem-panel .gpumem-controls { display: grid; grid-template-columns: repeat(auto-fill, minmax(170px, 1fr));
   gap: 4px 12px; overflow: visible; }
 .gpumem-panel .gpumem-controls .widget-inline-hbox { flex-direction: column; align-items: stretch; height: auto;
   width: auto; margin: 0; overflow: visible; }
@@ -33,6 +35,7 @@ CSS = """<style>
   line-height: 20px; color: var(--jp-ui-font-color2, inherit); }
 .gpumem-panel .gpumem-controls select, .gpumem-panel .gpumem-controls input { font-size: 17px; width: 100%;
   flex: 0 0 34px; height: 34px; }
+.gpumem-panel .gpumem-controls select { appearance: auto; background-image: none; }
 .gpumem-panel .gpumem-buttons { overflow: visible; flex-wrap: wrap; }
 .gpumem-panel .gpumem-buttons button { font-size: 17px; height: 36px; line-height: 36px; width: 104px; }
 .gpumem-panel button:focus-visible, .gpumem-panel select:focus-visible, .gpumem-panel input:focus-visible {

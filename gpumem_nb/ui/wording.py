@@ -59,7 +59,7 @@ def tiles(session: Session, samples: Sequence[Sequence[Sample]], readings: Seque
     virtual = " (virtual)" if any(info.virtual for info in session.ranks) else ""
     return _tiles(
         (f"{format_rate(speed)}", "samples/s, all ranks"),
-        (memory, f"{of}worst rank's VRAM peak{virtual}"),
+        (memory, f"worst rank's VRAM peak{virtual}{of}"),
         ("n/a" if loss is None else f"{loss:.4f}", "loss"),
         ("n/a" if step_s is None else f"{step_s * 1000:.0f} ms", "step time"),
         (f"{session.history.steps:,}", f"steps{_epochs(session)}"),
@@ -72,8 +72,8 @@ def _worst(readings: Sequence[Reading | None]) -> tuple[str, str]:
         return "n/a", ""
     worst = max(known, key=lambda reading: reading.live_peak / (reading.limit or 1))
     if not worst.limit:
-        return format_bytes(worst.live_peak), "limit n/a, "
-    return format_bytes(worst.live_peak), f"{worst.live_peak / worst.limit:.0%} of {format_bytes(worst.limit)}, "
+        return format_bytes(worst.live_peak), ", limit n/a"
+    return format_bytes(worst.live_peak), f", {worst.live_peak / worst.limit:.0%} of {format_bytes(worst.limit)}"
 
 
 def _epochs(session: Session) -> str:
@@ -107,7 +107,8 @@ def failure(events: Sequence[Event]) -> str:
     text = ""
     for event in events:
         if event.kind in ("oom", "error"):
-            text = f"Step {event.step + 1}: {event.text}"
+            # The allocator's message goes on with numbers that the charts show.
+            text = f"Step {event.step + 1}: {'. '.join(event.text.split('. ')[:2]).rstrip('.')}."
         elif event.kind == "note" and text:
             text += f" The step was discarded on all ranks; {event.text}."
         elif event.kind in ("flip", "load"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import secrets
 import shutil
@@ -72,14 +73,9 @@ class Lab:
             "IdentityProvider.token": self._token,
             "LabApp.expose_app_in_browser": True,
         }
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "jupyterlab",
-                "--no-browser",
-                *(f"--{key}={value}" for key, value in options.items()),
-            ],
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        self.process = psutil.Popen(
+            [sys.executable, "-m", "jupyterlab", "--no-browser", *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=self._environment(),
@@ -107,19 +103,13 @@ class Lab:
 
     def stop(self) -> None:
         """End it, its kernels and their ranks, and remove its folder."""
-        below = (
-            [self.process_info(), *self.process_info().children(recursive=True)] if self.process.poll() is None else []
-        )
+        family = [self.process, *self.process.children(recursive=True)]
         self.process.terminate()
-        _, alive = psutil.wait_procs(below, timeout=15)
+        _, alive = psutil.wait_procs(family, timeout=15)
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=5)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def process_info(self) -> psutil.Process:
-        """The server, for psutil."""
-        return psutil.Process(self.process.pid)
 
     def write(self, name: str, cells: Sequence[str]) -> None:
         """Make a notebook; it names its kernel, so that JupyterLab does not ask for one."""
@@ -164,10 +154,9 @@ class Notebook:
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the kernel; one that prints as a literal."""
-        import ast
-
         if self._client is None:
-            [connection] = (self._lab.folder / "jupyter_runtime_dir").glob("kernel-*.json")
+            kernel = self.page.evaluate("jupyterapp.shell.currentWidget.sessionContext.session.kernel.id")
+            connection = self._lab.folder / "jupyter_runtime_dir" / f"kernel-{kernel}.json"
             self._client = BlockingKernelClient(connection_file=str(connection))
             self._client.load_connection_file()
             self._client.start_channels()
@@ -178,6 +167,13 @@ class Notebook:
         if answer["status"] != "ok":
             raise AssertionError(f"{expression}: {answer['ename']}: {answer['evalue']}")
         return ast.literal_eval(answer["data"]["text/plain"])
+
+    def until(self, expression: str) -> None:
+        """Wait until an expression is true in the kernel."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.evaluate(f"bool({expression})"):
+            assert time.monotonic() < deadline, f"never became true: {expression}"
+            self.page.wait_for_timeout(50)
 
     def theme(self, name: str) -> None:
         """Switch JupyterLab's theme."""
@@ -191,9 +187,10 @@ class Notebook:
         self.wait_until_open()
 
     def close(self) -> None:
-        """Close the page."""
+        """End the kernel and close the page."""
         if self._client is not None:
             self._client.stop_channels()
+        self.page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
         self.page.close()
 
 

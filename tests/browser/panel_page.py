@@ -1,0 +1,89 @@
+"""The panel as somebody in front of the browser sees and uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from playwright.sync_api import Locator, expect
+
+from .lab import Lab, Notebook
+
+SHOWN = "document.querySelector('.gpumem-panel .js-plotly-plot')"
+
+
+class PanelPage:
+    """The panel in a notebook."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self.notebook = notebook
+        self.page = notebook.page
+
+    def wait_until_shown(self) -> None:
+        """Controls and charts are there."""
+        self.page.locator(".gpumem-panel .js-plotly-plot").first.wait_for()
+        self.page.wait_for_function(f"{SHOWN}.data?.length > 0")
+
+    def press(self, button: str) -> None:
+        """Press one of the buttons."""
+        self.page.locator(".gpumem-panel").get_by_role("button", name=button).click()
+
+    def pause(self) -> None:
+        """Press Pause and wait until it has happened."""
+        self.press("Pause")
+        expect(self.status).to_contain_text("Paused at step")
+
+    def choose(self, knob: str, value: str) -> None:
+        """Set a control as a person would: choose a word, or type a number and press Enter."""
+        control = self.control(knob)
+        if control.evaluate("element => element.tagName") == "SELECT":
+            control.select_option(value)
+        else:
+            control.fill(value)
+            control.press("Enter")
+
+    def control(self, knob: str) -> Locator:
+        """The control of a knob, found by its label."""
+        return self.page.locator(".gpumem-panel").get_by_label(knob, exact=True)
+
+    @property
+    def status(self) -> Locator:
+        return self.page.locator(".gpumem-panel .gpumem-status")
+
+    @property
+    def alert(self) -> Locator:
+        return self.page.locator(".gpumem-panel .gpumem-alert")
+
+    @property
+    def effect(self) -> Locator:
+        return self.page.locator(".gpumem-panel .gpumem-effect")
+
+    def steps(self) -> int:
+        """The step number shown."""
+        return int(self.page.locator(".gpumem-tiles b").last.inner_text().replace(",", ""))
+
+    def wait_for_steps(self, more: int) -> None:
+        """Wait until the step number shown has grown, without asking the kernel."""
+        self.page.wait_for_function(
+            "at => +[...document.querySelectorAll('.gpumem-tiles b')].at(-1).innerText.replaceAll(',', '') >= at",
+            arg=self.steps() + more,
+        )
+
+    def traces(self, axis: str) -> list[dict[str, Any]]:
+        """What a chart shows now: name, x and y of each trace on this x axis."""
+        traces: list[dict[str, Any]] = self.page.evaluate(
+            f"axis => {SHOWN}._fullData.filter(t => t.xaxis === axis)"
+            ".map(t => ({name: t.name, x: Array.from(t.x), y: Array.from(t.y)}))",
+            axis,
+        )
+        return traces
+
+
+def open_panel(lab: Lab, browser: Any, name: str, start: str, *more_cells: str) -> PanelPage:
+    """Start ranks, load the digits and show the panel, each in a cell of a new notebook."""
+    lab.write(name, [f"import gpumem_nb as gm\n{start}", "s.load('digits-resnet');", "s.panel()", *more_cells])
+    notebook = lab.open(browser, name)
+    for cell in range(3):
+        notebook.run(cell)
+    panel = PanelPage(notebook)
+    panel.wait_until_shown()
+    return panel

@@ -1,0 +1,174 @@
+"""Two ranks and their panel in a real browser; the tests share one session and each leaves it paused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from .lab import Lab
+from .panel_page import SHOWN, PanelPage, open_panel
+
+pytestmark = pytest.mark.browser
+
+BUSY_CELL = """
+import pathlib, time
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture(scope="module")
+def panel(lab: Lab, chrome: Browser) -> Iterator[PanelPage]:
+    panel = open_panel(
+        lab,
+        chrome,
+        "two.ipynb",
+        "s = gm.start(2, device='cpu', memory_limit='512MiB')",
+        BUSY_CELL,
+        "%load_ext gpumem_nb",
+    )
+    yield panel
+    panel.notebook.evaluate("s.stop()")
+    expect(panel.status).to_contain_text("Stopped")
+    expect(panel.page.get_by_role("button", name="Play")).to_be_disabled()
+    expect(panel.control("precision")).to_be_disabled()
+    panel.notebook.close()
+
+
+def tried(panel: PanelPage) -> dict[str, object]:
+    """The latest configuration that was trained."""
+    value = panel.notebook.evaluate(
+        "(lambda t: {'peak': t.peak_bytes, 'memory': s.history.effect().memory, 'speed': s.history.effect().speed,"
+        " 'flip': s.history.effect().flip})(s.history.tried[-1])"
+    )
+    assert isinstance(value, dict)
+    return value
+
+
+def test_play_advances_steps_and_draws_every_chart(panel: PanelPage) -> None:
+    expect(panel.status).to_contain_text("press Play")
+    panel.press("Play")
+    panel.wait_for_steps(3)
+    expect(panel.status).to_contain_text("Training digits-resnet on 2 ranks")
+    panel.pause()
+    panel.page.wait_for_function(f"{SHOWN}._fullData.filter(t => t.xaxis === 'x3').every(t => t.x.length > 2)")
+    for axis, traces in (("x2", 2), ("x3", 2), ("x4", 1), ("x5", 2)):
+        shown = panel.traces(axis)
+        assert len(shown) == traces
+        for trace in shown:
+            assert len(trace["x"]) == len(trace["y"]) > 2
+            assert min(trace["y"]) > 0
+    assert [trace["name"] for trace in panel.traces("x")] == ["reserved", "live peak", "live", "limit"]
+    assert panel.traces("x")[3]["y"] == [512, 512]
+    steps = panel.steps()
+    panel.press("Step")
+    panel.wait_for_steps(1)
+    expect(panel.status).to_contain_text(f"Paused at step {steps + 1}")
+
+
+def test_every_control_changes_what_the_ranks_measure(panel: PanelPage) -> None:
+    peaks = {"none": panel.notebook.evaluate("s.history.tried[-1].peak_bytes")}
+    panel.press("Play")
+    for knob, value in (
+        ("checkpointing", "blocks"),
+        ("precision", "bf16"),
+        ("batch_size", "64"),
+        ("accumulation_steps", "2"),
+    ):
+        panel.choose(knob, value)
+        panel.notebook.until(f"str(s.history.tried[-1].settings.{knob}) == '{value}' and s.history.tried[-1].steps > 3")
+        peaks[value] = panel.notebook.evaluate("s.history.tried[-1].peak_bytes")
+        ids = "{rank[-1].settings_id for rank in s.history.samples(1)}"
+        assert panel.notebook.evaluate(f"{ids} == {{s.history.tried[-1].settings_id}}")
+    panel.pause()
+    assert peaks["blocks"] < 0.8 * peaks["none"]
+    assert peaks["bf16"] < peaks["blocks"]
+    assert peaks["64"] > 1.05 * peaks["bf16"]
+    assert peaks["2"] >= peaks["64"]
+
+
+def test_before_and_after_agree_with_history_and_chart(panel: PanelPage) -> None:
+    panel.press("Play")
+    panel.choose("batch_size", "16")
+    panel.notebook.until("s.history.tried[-1].settings.batch_size == 16 and s.history.tried[-1].steps > 3")
+    panel.pause()
+    now = tried(panel)
+    expect(panel.effect).to_contain_text(str(now["flip"]))
+    expect(panel.effect).to_contain_text(f"live peak {now['memory']}")
+    expect(panel.effect).to_contain_text(str(now["speed"]))
+    for trace in panel.traces("x2"):
+        assert trace["y"][-1] == pytest.approx(now["peak"] / 2**20, rel=1e-6)  # type: ignore[operator]
+    expect(panel.page.locator(".gpumem-panel .annotation-text", has_text="batch 16").first).to_be_visible()
+
+
+@pytest.mark.parametrize(("value", "says"), [("-3", "whole number of at least 1"), ("5000", "larger than the dataset")])
+def test_a_batch_size_that_cannot_be_is_explained_and_taken_back(panel: PanelPage, value: str, says: str) -> None:
+    before = panel.notebook.evaluate("s.settings.batch_size")
+    panel.choose("batch_size", value)
+    expect(panel.alert).to_contain_text(says)
+    expect(panel.alert).to_have_attribute("role", "alert")
+    expect(panel.control("batch_size")).to_have_value(str(before))
+    assert panel.notebook.evaluate("s.settings.batch_size") == before
+
+
+def test_panel_lives_and_its_controls_work_while_a_cell_runs(panel: PanelPage, lab: Lab) -> None:
+    cell = panel.notebook.run(3, wait=False)
+    expect(cell.locator(".jp-InputPrompt")).to_contain_text("*")
+    panel.press("Play")
+    panel.wait_for_steps(2)
+    panel.choose("accumulation_steps", "1")
+    expect(panel.effect).to_contain_text("accumulation_steps 2 → 1")
+    expect(panel.effect).to_contain_text("samples/s")
+    panel.pause()
+    expect(cell.locator(".jp-InputPrompt")).to_contain_text("*")
+    (lab.root / "go").touch()
+    expect(cell.locator(".jp-InputPrompt")).not_to_contain_text("*")
+    assert panel.notebook.evaluate("s.settings.accumulation_steps") == 1
+
+
+def test_controls_follow_changes_made_in_cells(panel: PanelPage) -> None:
+    panel.notebook.evaluate("s.set(precision='fp32', clip_norm=0.5) and None")
+    expect(panel.control("precision")).to_have_value("fp32")
+    expect(panel.control("clip_norm")).to_have_value("0.5")
+    panel.notebook.evaluate("s.set(clip_norm=None) and None")
+    expect(panel.control("clip_norm")).to_have_value("none")
+
+
+def test_what_takes_long_is_named(panel: PanelPage) -> None:
+    panel.notebook.evaluate("globals().update(held=s.submit('import time; time.sleep(4)', ranks=[1]))")
+    panel.press("Play")
+    expect(panel.status).to_contain_text("Waiting for rank")
+    panel.wait_for_steps(1)
+    expect(panel.status).to_contain_text("Training")
+    panel.pause()
+
+
+def test_a_reloaded_page_shows_the_same_and_goes_on(panel: PanelPage) -> None:
+    steps, peaks = panel.steps(), panel.traces("x2")
+    chosen = panel.control("checkpointing").input_value()
+    panel.notebook.reload()
+    panel.wait_until_shown()
+    assert panel.steps() == steps
+    assert panel.traces("x2") == peaks
+    assert panel.control("checkpointing").input_value() == chosen
+    panel.press("Play")
+    panel.wait_for_steps(2)
+    panel.page.wait_for_function(f"{SHOWN}._fullData.find(t => t.xaxis === 'x3').x.at(-1) > {steps}")
+    panel.pause()
+
+
+def test_theme_switch_recolours_text_and_grid_at_once(panel: PanelPage) -> None:
+    colour = "element => getComputedStyle(element)"
+    parts = {
+        "fill": panel.page.locator(".gpumem-panel .ytick text").first,
+        "stroke": panel.page.locator(".gpumem-panel .gridlayer path").first,
+        "color": panel.status,
+    }
+    light = {name: part.evaluate(f"{colour}.{name}") for name, part in parts.items()}
+    panel.notebook.theme("JupyterLab Dark")
+    dark = {name: part.evaluate(f"{colour}.{name}") for name, part in parts.items()}
+    panel.notebook.theme("JupyterLab Light")
+    assert all(light[name] != dark[name] for name in parts), (light, dark)
+    assert {name: part.evaluate(f"{colour}.{name}") for name, part in parts.items()} == light

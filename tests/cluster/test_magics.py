@@ -1,0 +1,187 @@
+"""The magics, in a real IPython shell and in a real kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from jupyter_client.manager import start_new_kernel
+
+import gpumem_nb
+from gpumem_nb.errors import GpumemError, RankError
+from gpumem_nb.session import current
+from tests.conftest import ranks
+
+pytestmark = pytest.mark.cluster
+
+MAGICS = "start status push pull load attach set train play pause panel memory runs interrupt restart stop check"
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    shell = InteractiveShell.instance()
+    gpumem_nb.load_ipython_extension(shell)
+    yield shell
+    InteractiveShell.clear_instance()
+
+
+def run(shell: InteractiveShell, cell: str) -> Any:
+    """What the cell gives; its error, raised."""
+    result = shell.run_cell(cell)
+    if result.error_before_exec or result.error_in_exec:
+        raise result.error_before_exec or result.error_in_exec
+    return result.result
+
+
+@pytest.mark.parametrize("name", MAGICS.split())
+def test_every_magic_has_help_made_from_its_arguments(shell: InteractiveShell, name: str) -> None:
+    text = shell.object_inspect_text(f"%hvd_{name}", detail_level=0)
+    assert f"%hvd_{name}" in text
+    assert "::" in text
+
+
+def test_any_magic_before_start_says_how_to_start(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    needing = set(MAGICS.split()) - {"start", "check"}
+    arguments = {"push": "x", "pull": "x", "load": "digits-resnet", "attach": "model=a data=b"}
+    if gpumem_nb.session._current is not None:
+        gpumem_nb.session._current.stop()
+    for name in sorted(needing):
+        with pytest.raises(UsageError, match="%hvd_start 4"):
+            run(shell, f"%hvd_{name} {arguments.get(name, '')}")
+    with pytest.raises(UsageError, match="%hvd_start 4"):
+        run(shell, "%%hvd\n1")
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+def test_a_lesson_by_magic(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks(2)
+    run(shell, "%hvd_load digits-resnet width=8 depth=1 resolution=8")
+    assert "workload digits-resnet" in capsys.readouterr().out
+    run(shell, "%hvd_set precision=fp32 checkpointing=none batch_size=16 accumulation_steps=1 optimizer=adamw")
+    assert run(shell, "%hvd_train 5").steps == 5
+    run(shell, "%hvd_set batch_size=8 accumulation_steps=2 checkpointing=blocks")
+    assert "batch_size=8" in capsys.readouterr().out
+    run(shell, "%hvd_play")
+    assert current().playing
+    run(shell, "%hvd_pause")
+    assert not current().playing
+    assert run(shell, "%hvd_train 2").steps == 2
+    assert len(run(shell, "%hvd_runs")) >= 2
+    assert len(run(shell, "%hvd_memory").ranks) == 2
+    assert "2 ranks" in repr(current())
+    shell.user_ns["answer"] = 42
+    run(shell, "%hvd_push answer")
+    assert run(shell, "%hvd_pull answer") == [42, 42]
+    assert run(shell, "%hvd_pull answer --ranks 1") == [42]
+    run(shell, "%%hvd --ranks 1 --out doubled\nanswer * 2")
+    assert shell.user_ns["doubled"] == [84]
+
+
+def test_cell_output_is_folded_and_ends_with_the_value(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(4)
+    capsys.readouterr()
+    run(shell, "%%hvd\nprint('hello')\nprint('odd' if rank % 2 else 'even')\nrank // 2 * 0")
+    out = capsys.readouterr().out
+    assert out.count("hello") == 2
+    assert "[ranks 0,2]" in out
+    assert "[ranks 1,3]" in out
+    run(shell, "%%hvd --quiet\nprint('nothing')")
+    assert "nothing" not in capsys.readouterr().out
+    run(shell, "%%hvd\n%time x = 1")
+    assert "Wall time" in capsys.readouterr().out
+
+
+def test_an_error_on_one_rank_names_it_and_shows_its_line(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(4)
+    with pytest.raises(RankError, match="rank 3: ValueError: oops"):
+        run(shell, "%%hvd\nif rank == 3:\n    raise ValueError('oops')")
+    shown = "".join(capsys.readouterr())
+    assert "[rank 3]" in shown
+    assert "raise ValueError('oops')" in shown
+    assert "run_cell" not in shown, "the toolkit's own frames help nobody"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("%hvd_set precison=fp16", "did you mean 'precision'"),
+        ("%hvd_set precision", "not of the form name=value"),
+        ("%hvd_set batch_size=", "not of the form name=value"),
+        ("%hvd_train many", "invalid int value"),
+        ("%hvd_train 0", "whole number of at least 1"),
+        ("%hvd_train 1 2", "unrecognized arguments"),
+        ("%hvd_load nothing", "There is no workload 'nothing'"),
+        ("%hvd_load", "required: name"),
+        ("%hvd_attach model=a", "data= is missing"),
+        ("%hvd_attach modle=a data=b", "cannot be attached"),
+        ("%hvd_push nothing", "no variable 'nothing' in this notebook"),
+        ("%hvd_start", "running already"),
+        ("%hvd_start four", "invalid int value"),
+        ("%hvd_panel --float", "unrecognized arguments"),
+        ("%hvd_stop now", "unrecognized arguments"),
+        ("%%hvd --ranks 9\n1", "there are ranks"),
+        ("%%hvd --out 1x\n1", "is not a variable name"),
+        ("%%hvd\na b", "syntax error in line 1"),
+    ],
+)
+def test_misuse_is_a_usage_error_and_the_session_goes_on(
+    shell: InteractiveShell, line: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = ranks(2)
+    with pytest.raises(UsageError, match=sentence):
+        run(shell, line)
+    assert "Traceback" not in "".join(capsys.readouterr())
+    assert session.run("rank") == [0, 1]
+
+
+def test_a_deliberate_error_of_the_python_api_is_a_sentence_too(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(2)
+    with pytest.raises(GpumemError):
+        run(shell, "from gpumem_nb.session import current\ncurrent().set(batch_size=0)")
+    shown = "".join(capsys.readouterr())
+    assert "InvalidInput: batch_size=0 cannot be used" in shown
+    assert "Traceback" not in shown
+
+
+def test_completion_works_in_the_shell(shell: InteractiveShell) -> None:
+    assert "precision=" in shell.complete("pre", "%hvd_set pre", 12)[1]
+    assert "bf16" in shell.complete("b", "%hvd_set precision=b", 20)[1]
+
+
+def test_output_streams_while_the_cell_runs_in_a_kernel() -> None:
+    """The last message of a cell is not the first that shows output: it is seen before the cell can end."""
+    session = gpumem_nb.session._current
+    if session is not None:
+        session.stop()
+    manager, client = start_new_kernel()
+    try:
+        client.execute_interactive("%load_ext gpumem_nb\ns = %hvd_start 2 --device cpu", timeout=90)
+        message_id = client.execute(
+            "%%hvd\nprint('first', flush=True)\ninput_is_open = True\nwhile input_is_open: pass"
+        )
+        while True:
+            message = client.get_iopub_msg(timeout=60)
+            shown = message["content"].get("data", {}).get("text/plain", "")
+            if message["parent_header"].get("msg_id") == message_id and "first" in shown:
+                break
+        assert "[ranks 0-1] first" in shown or "[rank" in shown
+        manager.interrupt_kernel()
+        reply = client.get_shell_msg(timeout=60)
+        while reply["parent_header"].get("msg_id") != message_id:
+            reply = client.get_shell_msg(timeout=60)
+        assert reply["content"]["status"] == "error"
+        done = client.execute_interactive("s.run('rank', timeout=20)", timeout=60)
+        assert done["content"]["status"] == "ok"
+    finally:
+        client.execute_interactive("%hvd_stop", timeout=60)
+        client.stop_channels()
+        manager.shutdown_kernel()

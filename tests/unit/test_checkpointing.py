@@ -1,0 +1,174 @@
+"""Checkpointing from outside: same numbers, fewer saved tensors, nothing left behind."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gpumem_nb.engine.checkpointing import SEGMENT_BLOCKS, Checkpointing, find_blocks
+from gpumem_nb.errors import WorkloadError
+
+MODES = tuple(SEGMENT_BLOCKS)
+
+
+class Block(nn.Module):
+    """Keyword arguments, a tuple result, dropout, and a batch norm: what a replay can get wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + self.inner(x) * scale
+        return y, y.sum()
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 7) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, extra = self.first(x), x.new_zeros(())
+        for index, block in enumerate(self.blocks):
+            x, total = block(x, scale=self.scale)
+            extra = extra + total
+            if index == 3:
+                x = x + 0.1  # the model's own code between two blocks of a segment
+        return x.square().mean() + extra * 1e-3
+
+
+def gradients(model: nn.Module, precision: torch.dtype | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(3)
+    model.zero_grad()
+    x = torch.randn(16, 8)
+    with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
+        loss = model(x)
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], [b.clone() for b in model.buffers()]
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_and_statistics_are_bit_identical(mode: str, precision: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    plain, wrapped = Stack(), Stack()
+    wrapped.load_state_dict(plain.state_dict())
+    checkpointing = Checkpointing(wrapped, find_blocks(wrapped), mode)
+    for _ in range(2):
+        expected_gradients, expected_buffers = gradients(plain, precision)
+        found_gradients, found_buffers = gradients(wrapped, precision)
+        assert len(found_gradients) == len(expected_gradients)
+        assert all(torch.equal(a, b) for a, b in zip(expected_gradients, found_gradients, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(expected_buffers, found_buffers, strict=True))
+    checkpointing.remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in wrapped.modules())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_save_nothing_and_let_go_of_everything(mode: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(9)))
+    Checkpointing(model, find_blocks(model), mode)
+    x = torch.randn(4, 8)
+    saved: list[Tensor] = []
+
+    def remember(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(remember, lambda tensor: tensor):
+        loss = model(x).sum()
+    # Only the sum outside the blocks may save, and it saves nothing.
+    assert saved == []
+    reference = weakref.ref(x)
+    loss.backward()
+    del x, loss
+    assert reference() is None, "a segment outlived its graph"
+
+
+def test_an_exception_in_a_block_leaves_no_hook_open() -> None:
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8))
+            self.angry = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.angry:
+                raise RuntimeError("no")
+            return self.inner(x)
+
+    model = nn.Sequential(Moody(), Moody())
+    Checkpointing(model, find_blocks(model), "blocks")
+    model[1].angry = True
+    with pytest.raises(RuntimeError, match="no"):
+        model(torch.randn(2, 8))
+    model[1].angry = False
+    held = torch.randn(2, 8, requires_grad=True)
+    held.square().sum().backward()
+    assert torch.equal(held.grad, 2 * held)  # type: ignore[arg-type]
+    model(torch.randn(2, 8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_an_input_changed_in_place_is_refused_not_miscomputed() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.blocks[0](x)
+            x.mul_(2)
+            return self.blocks[1](y).sum()
+
+    model = Changing()
+    Checkpointing(model, find_blocks(model), "blocks")
+    with pytest.raises(WorkloadError, match="changed in place"):
+        model(torch.randn(2, 8)).backward()
+
+
+def test_without_gradients_nothing_is_recorded() -> None:
+    model = Stack()
+    Checkpointing(model, find_blocks(model), "blocks")
+    with torch.no_grad():
+        model.eval()(torch.randn(4, 8))
+    model.train()
+    gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (Stack(5), 5),
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), 3),
+        (nn.ModuleDict({"stages": nn.ModuleList(nn.Sequential(*(Block() for _ in range(3))) for _ in range(2))}), 2),
+        (nn.Linear(2, 2), 0),
+    ],
+)
+def test_blocks_are_found(model: nn.Module, count: int) -> None:
+    assert len(find_blocks(model)) == count
+
+
+def test_a_model_without_parts_is_refused() -> None:
+    with pytest.raises(WorkloadError, match="checkpointing=none"):
+        Checkpointing(nn.Linear(2, 2), [], "blocks")
+
+
+def test_generation_cache_is_off_only_while_checkpointing() -> None:
+    class Config:
+        use_cache = True
+
+    model: Any = Stack()
+    model.config = Config()
+    checkpointing = Checkpointing(model, find_blocks(model), "all")
+    assert model.config.use_cache is False
+    checkpointing.remove()
+    assert model.config.use_cache is True
