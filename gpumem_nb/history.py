@@ -312,7 +312,9 @@ class Run:
         if losses:
             text += f": loss {statistics.fmean(losses):.4g}"
         peak = max(sample.live_peak_bytes for sample in good)
-        return "\n".join([f"{text}, {format_rate(sum(per_rank))} samples/s, live peak {format_bytes(peak)}.", *self.notes])
+        return "\n".join(
+            [f"{text}, {format_rate(sum(per_rank))} samples/s, live peak {format_bytes(peak)}.", *self.notes]
+        )
 
     __repr__ = __str__
 

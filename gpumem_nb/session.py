@@ -261,7 +261,7 @@ class Session:
                     call.settle(1.0)
                 show(call)
         except (KeyboardInterrupt, TimeoutError):
-            self._ranks.interrupt()
+            self._ranks.interrupt_until(call.finished)
             raise
         return call
 
@@ -422,8 +422,7 @@ class Session:
     def interrupt(self) -> None:
         """Interrupt what the ranks are doing: a cell raises ``KeyboardInterrupt``, a training step is discarded."""
         self._check_alive()
-        self._training.pause(timeout=0)
-        self._ranks.interrupt()
+        self._training.interrupt()
 
     def restart(self, progress: Progress = lambda what, done: None) -> Session:
         """Stop the ranks and start the same number again; a loaded workload is loaded afresh, settings are kept."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from .cluster.calls import Call
 from .cluster.ranks import Ranks
@@ -46,6 +49,7 @@ class Training:
         self._notes: list[str] = []
         self._failure: GpumemError | None = None
         self._closing = False
+        self._listeners: list[SimpleQueue[None]] = []
         self._thread = threading.Thread(target=self._work, name="gpumem_nb training", daemon=True)
         self._thread.start()
 
@@ -115,7 +119,7 @@ class Training:
         with self._changed:
             self._failure = None
             self._wanted = steps
-            self._changed.notify_all()
+            self._announce()
 
     def pause(self, timeout: float | None = None) -> bool:
         """Stop after the chunks under way; says whether they ended in time."""
@@ -131,9 +135,8 @@ class Training:
             self.play(steps)
             self._wait_until(lambda: not self.busy)
         except KeyboardInterrupt:
-            if not self.pause(timeout=2.0):
-                self._ranks.interrupt()
-                self.pause(timeout=10.0)
+            if not self.pause(timeout=1.0):
+                self.interrupt()
             self._notes.append("Interrupted.")
         with self._changed:
             samples, self._recording = self._recording or [], None
@@ -141,23 +144,38 @@ class Training:
             raise self._failure
         return Run(samples, dict(self._known_settings), self._notes)
 
+    def interrupt(self) -> None:
+        """Stop training and interrupt what the ranks are doing; a step under way is discarded."""
+        self.pause(timeout=0)
+        self._ranks.interrupt_until(self.pause)
+
     def close(self) -> None:
         """Send nothing any more and end the thread."""
         with self._changed:
             self._closing = True
             self._wanted = 0
-            self._changed.notify_all()
+            self._announce()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
 
     def _wait_until(self, true: Callable[[], bool], timeout: float | None = None) -> bool:
-        with self._changed:
-            # In slices, so that an interrupt gets through.
-            waited = 0.0
-            while not true() and not self._closing and (timeout is None or waited < timeout):
-                self._changed.wait(0.1)
-                waited += 0.1
+        """Wait on a queue of its own, not on the condition, whose lock an interrupt could leave broken."""
+        news: SimpleQueue[None] = SimpleQueue()
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        self._listeners.append(news)
+        try:
+            while not true() and not self._closing and (left := deadline - time.monotonic()) > 0:
+                with suppress(Empty):
+                    news.get(timeout=min(left, 0.5))
             return true()
+        finally:
+            self._listeners.remove(news)
+
+    def _announce(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        for news in list(self._listeners):
+            news.put(None)
 
     def _adopt(self, settings: Settings) -> None:
         self._settings = settings
@@ -170,13 +188,9 @@ class Training:
     def _send(self, steps: int) -> None:
         chunk = Chunk(self._settings, self._settings_id, steps)
         call = self._ranks.call("run_chunk", chunk)
-        call.when_done(self._notify)
+        call.when_done(self._announce)
         self._in_flight.append((chunk, call))
-        self._changed.notify_all()
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        self._announce()
 
     def _work(self) -> None:
         while not self._closing:
@@ -230,7 +244,7 @@ class Training:
             self._wanted = max(0, self._wanted - len({sample.step for sample in done}))
             if failure:
                 self._handle(failure, chunk)
-            self._changed.notify_all()
+            self._announce()
 
     def _handle(self, failure: Failure, chunk: Chunk) -> None:
         """Go back to what last worked; without that, or when the settings are not to blame, stop and say why."""
@@ -264,7 +278,7 @@ class Training:
             self._wanted = 0
             self._in_flight.clear()
             self._failure = error
-            self._changed.notify_all()
+            self._announce()
         if isinstance(error, ClusterDied):
             self._closing = True
             self._lost(str(error))

@@ -34,6 +34,10 @@ class Call:
         _, pending = concurrent.futures.wait(self._results, timeout, return_when=concurrent.futures.FIRST_EXCEPTION)
         return not pending
 
+    def finished(self, timeout: float) -> bool:
+        """Whether all ranks have answered, in one way or another, within ``timeout`` s."""
+        return not concurrent.futures.wait(self._results, timeout)[1]
+
     def pending(self) -> list[int]:
         """The ranks that have not answered yet."""
         return [rank for rank, result in zip(self.ranks, self._results, strict=True) if not result.done()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -12,6 +12,8 @@ import cloudpickle
 from ..errors import ClusterDied, GpumemError, StartError
 from .calls import Call
 from .launch import Launched, Progress
+
+INTERRUPT_PATIENCE_S = 2.0
 
 
 class Ranks:
@@ -70,9 +72,17 @@ class Ranks:
         """Run code among the ranks' variables."""
         return self._send(self._entry.run_cell, source, title, result, ranks=ranks)
 
-    def interrupt(self) -> None:
-        """Send SIGINT to every rank, through its nanny: a signal to mpiexec would end the job."""
-        self._launched.client.send_signal(signal.SIGINT, targets=self._alive(), block=False)
+    def interrupt_until(self, stopped: Callable[[float], bool]) -> None:
+        """Interrupt every rank until ``stopped(timeout)`` says that they did, for two seconds at most.
+
+        A signal that comes before a rank has begun what it is to stop is lost, hence more than one. It goes through the
+        engines' nannies: a signal to mpiexec would end the job.
+        """
+        deadline = time.monotonic() + INTERRUPT_PATIENCE_S
+        while True:
+            self._launched.client.send_signal(signal.SIGINT, targets=list(self._launched.client.ids), block=False)
+            if stopped(0.3) or time.monotonic() > deadline:
+                return
 
     def dead(self) -> list[int]:
         """Ranks that are gone."""
@@ -90,9 +100,6 @@ class Ranks:
     def stop(self) -> None:
         """End everything."""
         self._launched.stop()
-
-    def _alive(self) -> list[int]:
-        return list(self._launched.client.ids)
 
     def _send(self, function: Any, *arguments: Any, ranks: Sequence[int] | None) -> Call:
         chosen = range(self.size) if ranks is None else ranks

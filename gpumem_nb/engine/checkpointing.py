@@ -267,7 +267,9 @@ def _copied_statistics(module: nn.Module) -> Iterator[None]:
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     originals = [dict(norm._buffers) for norm in norms]
     for norm in norms:
-        norm._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()})
+        norm._buffers.update(
+            {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
+        )
     try:
         yield
     finally:

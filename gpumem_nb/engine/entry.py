@@ -18,6 +18,7 @@ import cloudpickle
 
 from ..errors import GpumemError
 from ..sample import Raised
+from .interrupts import held_back, interruptible
 
 START_IMPORTS = "import threading, importlib; " + (
     "threading.Thread(target=importlib.import_module, args=('gpumem_nb.engine.rank',), daemon=True).start()"
@@ -35,7 +36,8 @@ def call_function(blob: bytes) -> bytes:
 
     def run() -> Any:
         function, args = cloudpickle.loads(blob)
-        return function(*args)
+        with interruptible():
+            return function(*args)
 
     return _answer(run)
 
@@ -50,7 +52,8 @@ def run_cell(source: str, title: str, result: str) -> bytes:
     """
 
     def run() -> Any:
-        value = _execute(source, title)
+        with interruptible():
+            value = _execute(source, title)
         return value if result == "value" or value is None else repr(value)
 
     return _answer(run)
@@ -71,7 +74,8 @@ def _execute(source: str, title: str) -> Any:
 
 def _answer(work: Callable[[], Any]) -> bytes:
     try:
-        return cloudpickle.dumps(work())  # type: ignore[no-any-return]
+        with held_back():
+            return cloudpickle.dumps(work())  # type: ignore[no-any-return]
     except GpumemError as error:
         answer: Any = error.with_traceback(None)
     except (Exception, KeyboardInterrupt) as error:

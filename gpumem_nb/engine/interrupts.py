@@ -1,48 +1,59 @@
-"""Ctrl-C on a rank: delivered where a step can be abandoned, held back where the ranks must stay together."""
+"""Ctrl-C on a rank: delivered where work can be abandoned, held back where the ranks must stay together."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
+
+_pending = False
+_interruptible = False
 
 
-class Interrupts:
-    """Takes over SIGINT while a chunk runs.
+def take_over(kernel: Any) -> None:
+    """Handle SIGINT here from now on, in place of the IPython kernel.
 
-    Inside :meth:`raising` (the user's model, loss and data) it raises ``KeyboardInterrupt`` as usual, and the step is
-    discarded on all ranks like any other that one rank could not finish. Elsewhere, between reduction and update, it
-    is kept and raised at the next such place, because a rank that left there would leave the others waiting.
+    The kernel lets it raise anywhere in a request. A rank that left between reduction and update, or before it took
+    part in a chunk at all, would leave the others waiting.
     """
+    kernel.pre_handler_hook = kernel.post_handler_hook = lambda: None
+    signal.signal(signal.SIGINT, _on_signal)
 
-    def __init__(self) -> None:
-        self._pending = False
-        self._raising = False
 
-    def __enter__(self) -> Interrupts:
-        self._previous = signal.signal(signal.SIGINT, self._on_signal)
-        return self
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Where an interrupt raises ``KeyboardInterrupt``: the user's model, loss and data, and cells."""
+    global _interruptible
+    _interruptible = True
+    try:
+        _raise_pending()
+        yield
+    finally:
+        _interruptible = False
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        signal.signal(signal.SIGINT, self._previous)
 
-    @contextmanager
-    def raising(self) -> Iterator[None]:
-        """Where an interrupt may end the step."""
-        self._raising = True
-        try:
-            self._raise_pending()
-            yield
-        finally:
-            self._raising = False
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Inside, an interrupt waits for the next :func:`interruptible` part; one from before is forgotten."""
+    global _pending
+    _pending = False
+    try:
+        yield
+    finally:
+        _pending = False
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._pending = True
-        if self._raising:
-            self._raise_pending()
 
-    def _raise_pending(self) -> None:
-        if self._pending:
-            self._pending = False
-            raise KeyboardInterrupt
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    global _pending
+    _pending = True
+    if _interruptible:
+        _raise_pending()
+
+
+def _raise_pending() -> None:
+    global _pending
+    if _pending:
+        _pending = False
+        raise KeyboardInterrupt

@@ -16,6 +16,7 @@ from ..sample import Chunk, ChunkReply, RankConfig, RankInfo, Reading, WorkloadI
 from ..workload import Workload
 from .attach import attached
 from .data import ShardedStream, as_dataset
+from .interrupts import interruptible, take_over
 from .trainer import Trainer
 
 _config: RankConfig
@@ -28,6 +29,7 @@ def set_up(config: RankConfig) -> RankInfo:
     global _config, _device
     torch.set_num_threads(config.threads)
     hvd.init()
+    take_over(namespace()["get_ipython"]().kernel)
     _config = config
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     _device = open_device("cuda" if kind == "cuda" else "virtual", hvd.local_rank(), config.memory_limit)
@@ -101,7 +103,9 @@ def namespace() -> dict[str, Any]:
 def _train(workload: Workload) -> WorkloadInfo:
     global _trainer
     # Whatever is wrong with the data is found before the old workload is let go.
-    stream = ShardedStream(*as_dataset(workload.data()), rank=hvd.rank(), size=hvd.size())
+    with interruptible():
+        data = as_dataset(workload.data())
+    stream = ShardedStream(*data, rank=hvd.rank(), size=hvd.size())
     if _trainer is not None:
         _trainer.close()
         _trainer = None

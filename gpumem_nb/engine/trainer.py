@@ -21,7 +21,7 @@ from ..workload import Workload
 from . import optimizers
 from .checkpointing import Checkpointing, find_blocks
 from .data import ShardedStream, to_device
-from .interrupts import Interrupts
+from .interrupts import interruptible
 from .precision import autocast
 from .reduction import GradientReduction
 
@@ -47,7 +47,8 @@ class Trainer:
         self._settings_id = -1
         self._failed_id = -1
         torch.manual_seed(0)
-        self.model = _checked_model(workload.model()).to(device.torch_device).train()
+        with interruptible():
+            self.model = _checked_model(workload.model()).to(device.torch_device).train()
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         torch.manual_seed(1 + hvd.rank())
         self._own_optimizer = workload.optimizer(self.model.parameters()) if workload.optimizer else None
@@ -89,25 +90,22 @@ class Trainer:
         samples: list[Sample] = []
         losses: list[Tensor | None] = []
         failure = None
-        with Interrupts() as interrupts:
-            flipped = self._apply(chunk)
-            if isinstance(flipped, Failure) and not chunk.steps:
-                failure = flipped
-            for _ in range(chunk.steps):
-                sample, loss, failure, all_well = self._step(interrupts, flipped)
-                samples.append(sample)
-                losses.append(loss)
-                flipped = ""
-                if not all_well:
-                    self._failed_id = chunk.settings_id
-                    break
+        flipped = self._apply(chunk)
+        if isinstance(flipped, Failure) and not chunk.steps:
+            failure = flipped
+        for _ in range(chunk.steps):
+            sample, loss, failure, all_well = self._step(flipped)
+            samples.append(sample)
+            losses.append(loss)
+            flipped = ""
+            if not all_well:
+                self._failed_id = chunk.settings_id
+                break
         # Reading a loss waits for the device, so it is done once a chunk.
         finished = tuple(_with_loss(sample, loss) for sample, loss in zip(samples, losses, strict=True))
         return ChunkReply(hvd.rank(), finished, self.device.reading(), failure)
 
-    def _step(
-        self, interrupts: Interrupts, flipped: str | Failure
-    ) -> tuple[Sample, Tensor | None, Failure | None, bool]:
+    def _step(self, flipped: str | Failure) -> tuple[Sample, Tensor | None, Failure | None, bool]:
         """One step, and what it measured. A failure while the settings were applied fails the step, on all ranks."""
         self.device.reset_peak()
         start_s = time.perf_counter()
@@ -116,7 +114,7 @@ class Trainer:
         if failure is None:
             try:
                 with self.device.step_scope():
-                    loss = self._forward_backward(interrupts)
+                    loss = self._forward_backward()
             except (Exception, KeyboardInterrupt) as error:
                 failure = self._failure(error)
         failed_ranks = self._reduce(failure)
@@ -140,12 +138,12 @@ class Trainer:
             all_well,
         )
 
-    def _forward_backward(self, interrupts: Interrupts) -> Tensor:
+    def _forward_backward(self) -> Tensor:
         """Accumulate the gradients of all micro-batches of this step; returns the mean loss."""
         settings = self.settings
         total = torch.zeros((), device=self.device.torch_device)
         self.phase = "data"
-        with interrupts.raising():
+        with interruptible():
             batches = self.stream.micro_batches(settings.batch_size, settings.accumulation_steps)
             for index, batch in enumerate(batches):
                 batch = to_device(batch, self.device.torch_device)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 
 from ..errors import GpumemError
+from . import threads
 
 
 class Actions:
@@ -19,7 +19,7 @@ class Actions:
         self._failed = failed
         self._done = done
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="gpumem_nb panel actions", daemon=True).start()
+        threads.start(self._work, "gpumem_nb panel actions")
 
     def submit(self, action: Callable[[], object]) -> None:
         """Do this after what was asked for before."""

@@ -11,7 +11,7 @@ import ipywidgets
 
 from ..sample import Sample
 from ..session import Session
-from . import wording
+from . import threads, wording
 from .actions import Actions
 from .charts import Charts
 from .controls import Controls
@@ -40,22 +40,10 @@ class Panel:
         self._heard_s = time.monotonic()
         self._heard: Any = None
         self._refusal = ""
-        self._events_at_refusal = 0
         self._sidecar: Any = None
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._charts = Charts(session.ranks)
-        self._controls = Controls(session, self._ask)
-        self._status = _region("gpumem-status", "status", "what is happening")
-        self._alert = _region("gpumem-alert", "alert", "")
-        self._effect = _region("gpumem-effect", "status", "before and after the latest change")
-        self._tiles = _region("gpumem-numbers", "group", "numbers now")
-        css = ipywidgets.HTML(CSS)
-        css.add_class("gpumem-css")
-        regions = [self._status, self._alert]
-        parts = [css, *regions, self._controls.buttons, self._controls.knobs, self._effect, self._tiles]
-        self.view = ipywidgets.VBox([*parts, self._charts.figure])
-        self.view.add_class("gpumem-panel")
+        self.view = threads.make(self._make)
         self.watch()
 
     @property
@@ -88,14 +76,28 @@ class Panel:
         """Keep the panel up to date until it is closed or the session ends."""
         if self._watcher is None or not self._watcher.is_alive():
             self._shown = ()
-            self._watcher = threading.Thread(target=self._watch, name="gpumem_nb panel", daemon=True)
-            self._watcher.start()
+            self._watcher = threads.start(self._watch, "gpumem_nb panel")
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         return self.view._repr_mimebundle_(**options)
 
     def __repr__(self) -> str:
         return f"<Panel of {self._session!r}>"
+
+    def _make(self) -> Any:
+        self._charts = Charts(self._session.ranks)
+        self._controls = Controls(self._session, self._ask)
+        self._status = _region("gpumem-status", "status", "what is happening")
+        self._alert = _region("gpumem-alert", "alert", "")
+        self._effect = _region("gpumem-effect", "status", "before and after the latest change")
+        self._tiles = _region("gpumem-numbers", "group", "numbers now")
+        css = ipywidgets.HTML(CSS)
+        css.add_class("gpumem-css")
+        regions = [self._status, self._alert]
+        parts = [css, *regions, self._controls.buttons, self._controls.knobs, self._effect, self._tiles]
+        view = ipywidgets.VBox([*parts, self._charts.figure])
+        view.add_class("gpumem-panel")
+        return view
 
     def _watch(self) -> None:
         pause_s = 0.0
@@ -113,7 +115,6 @@ class Panel:
 
     def _refused(self, why: str) -> None:
         self._refusal = why
-        self._events_at_refusal = len(self._session.history.events)
 
     def _refresh(self) -> None:
         with self._refreshing:

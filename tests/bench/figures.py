@@ -77,11 +77,13 @@ def throughput(notebook: Notebook, ranks: int, workload: str, rounds: int, slot_
 
 def take_turns(sides: Sequence[Side], rounds: int, slot_s: float, global_batch: int) -> list[list[float]]:
     """samples/s of each side and round: A B C, A B C, … with all sides but one frozen."""
+    for side in sides:
+        side.train(10)  # up and warm before it is frozen
+        side.freeze()
     speeds = []
     for side in sides:
-        side.train(4)  # everything is up and warm before anything is frozen
-        speeds.append(side.train(10))
-        side.freeze()
+        with side.awake():
+            speeds.append(side.train(10))
     steps = max(10, round(slot_s * statistics.median(speeds) / global_batch))
     rates: list[list[float]] = [[] for _ in sides]
     for number in range(rounds):
@@ -136,21 +138,22 @@ def empty_cell(notebook: Notebook, ranks: int, rounds: int) -> Figure:
 
 FLIPS = """
 import itertools
-flips = []
+session.load("digits-resnet")
+session.train(20)
 session.play()
+flips = []
 for precision in itertools.islice(itertools.cycle(["bf16", "fp32"]), {rounds}):
-    while len(session._training._in_flight) < 2 or session._training._chunk_steps < 2:
-        time.sleep(0.05)
-    time.sleep(0.6)
-    chunk, asked_s = session._training._chunk_steps, session.history.now_s()
+    time.sleep(1.5)
+    latest = session.history.samples(last=1)[0][0]
+    chunk = max(1, int(CHUNK_SECONDS / latest.step_s))
+    asked_s = session.history.now_s()
     session.set(precision=precision)
-    while True:
-        seen = [s for s in session.history.samples()[0] if s.time_s > asked_s]
-        first = next((s for s in seen if s.event == "flip"), None)
-        if first:
-            break
+    first = None
+    while first is None and session.playing:
         time.sleep(0.02)
-    old = [s for s in seen if s.time_s < first.time_s]
+        seen = [sample for sample in session.history.samples()[0] if sample.time_s > asked_s]
+        first = next((sample for sample in seen if sample.event == "flip"), None)
+    old = [sample for sample in seen if sample.time_s < first.time_s]
     flips.append((first.time_s - asked_s, len(old) / chunk))
 session.pause()
 """
@@ -158,6 +161,7 @@ session.pause()
 
 def flip(notebook: Notebook, ranks: int, rounds: int) -> list[Figure]:
     """From the call of ``set`` to the end of the first step under the new settings, while training."""
+    notebook.run("from gpumem_nb.training import CHUNK_SECONDS")
     notebook.run(FLIPS.format(rounds=rounds))
     flips = notebook.run("", "flips")
     what = f"flip → end of first step under new settings, {ranks} ranks"

@@ -147,10 +147,16 @@ class Notebook(Side):
     def close(self) -> None:
         """Stop the session and the kernel."""
         self.thaw()
-        with suppress(RuntimeError):
+        tree = self._tree()
+        with suppress(RuntimeError, TimeoutError):
+            self.manager.interrupt_kernel()
             self.run("session.stop()")
         self.client.stop_channels()
         self.manager.shutdown_kernel()
+        _, alive = psutil.wait_procs(tree, timeout=5)
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def rank_environment(ranks: int) -> dict[str, str]:

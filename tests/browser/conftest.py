@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from playwright.sync_api import Browser
 
@@ -29,3 +30,11 @@ def lab() -> Iterator[Lab]:
         yield started
     finally:
         started.stop()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_left(lab: Lab) -> Iterator[None]:
+    """After each module no kernel and no rank runs any more; server and browser go on."""
+    yield
+    _, alive = psutil.wait_procs(lab.process.children(recursive=True), timeout=10)
+    assert not alive, [process.cmdline() for process in alive]

@@ -123,7 +123,8 @@ class Lab:
         """Open a notebook in a page of its own and wait for its kernel."""
         page = browser.new_page(viewport={"width": width, "height": height})
         page.set_default_timeout(PATIENCE_S * 1000)
-        page.goto(f"{self.url}/lab/tree/{name}?token={self._token}")
+        # A workspace of its own: the shared one would open the notebooks of other pages too.
+        page.goto(f"{self.url}/lab/workspaces/{Path(name).stem}/tree/{name}?token={self._token}")
         notebook = Notebook(self, page)
         notebook.wait_until_open()
         return notebook

@@ -21,14 +21,7 @@ while not pathlib.Path("go").exists():
 
 @pytest.fixture(scope="module")
 def panel(lab: Lab, chrome: Browser) -> Iterator[PanelPage]:
-    panel = open_panel(
-        lab,
-        chrome,
-        "two.ipynb",
-        "s = gm.start(2, device='cpu', memory_limit='512MiB')",
-        BUSY_CELL,
-        "%load_ext gpumem_nb",
-    )
+    panel = open_panel(lab, chrome, "two.ipynb", "s = gm.start(2, device='cpu', memory_limit='512MiB')", BUSY_CELL)
     yield panel
     panel.notebook.evaluate("s.stop()")
     expect(panel.status).to_contain_text("Stopped")
@@ -116,14 +109,16 @@ def test_a_batch_size_that_cannot_be_is_explained_and_taken_back(panel: PanelPag
 def test_panel_lives_and_its_controls_work_while_a_cell_runs(panel: PanelPage, lab: Lab) -> None:
     cell = panel.notebook.run(3, wait=False)
     expect(cell.locator(".jp-InputPrompt")).to_contain_text("*")
-    panel.press("Play")
-    panel.wait_for_steps(2)
-    panel.choose("accumulation_steps", "1")
-    expect(panel.effect).to_contain_text("accumulation_steps 2 → 1")
-    expect(panel.effect).to_contain_text("samples/s")
-    panel.pause()
-    expect(cell.locator(".jp-InputPrompt")).to_contain_text("*")
-    (lab.root / "go").touch()
+    try:
+        panel.press("Play")
+        panel.wait_for_steps(2)
+        panel.choose("accumulation_steps", "1")
+        expect(panel.effect).to_contain_text("accumulation_steps 2 → 1")
+        expect(panel.effect).to_contain_text("samples/s")
+        panel.pause()
+        expect(cell.locator(".jp-InputPrompt")).to_contain_text("*")
+    finally:
+        (lab.root / "go").touch()
     expect(cell.locator(".jp-InputPrompt")).not_to_contain_text("*")
     assert panel.notebook.evaluate("s.settings.accumulation_steps") == 1
 
@@ -136,10 +131,11 @@ def test_controls_follow_changes_made_in_cells(panel: PanelPage) -> None:
     expect(panel.control("clip_norm")).to_have_value("none")
 
 
-def test_what_takes_long_is_named(panel: PanelPage) -> None:
-    panel.notebook.evaluate("globals().update(held=s.submit('import time; time.sleep(4)', ranks=[1]))")
+def test_ranks_that_take_long_are_named(panel: PanelPage) -> None:
+    run = "{'target': s.run, 'args': ('import time; time.sleep(4)',), 'kwargs': {'ranks': [1]}}"
+    panel.notebook.evaluate(f"__import__('threading').Thread(**{run}).start()")
     panel.press("Play")
-    expect(panel.status).to_contain_text("Waiting for rank")
+    expect(panel.status).to_contain_text("Waiting for ranks 0, 1: their step takes long, or a cell runs there")
     panel.wait_for_steps(1)
     expect(panel.status).to_contain_text("Training")
     panel.pause()

@@ -76,7 +76,10 @@ def test_settings_that_cannot_be_applied_change_nothing(two_ranks: Session) -> N
     session = two_ranks
     session.run(
         """
+from torch import nn
 net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+criterion = nn.CrossEntropyLoss()
+rows = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 3, (64,)))
 own = torch.optim.RMSprop(net.parameters(), lr=0.02)
 """
     )
@@ -111,10 +114,10 @@ def test_interrupt_reaches_a_step_that_hangs_in_user_code(two_ranks: Session) ->
     session = two_ranks
     session.run(
         """
-import threading
-entered = threading.Event()
+from torch import nn
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+rows = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 3, (64,)))
 def slow(model, batch):
-    entered.set()
     while rank == 1 and stuck:
         pass
     return model(batch[0]).square().mean()
@@ -127,3 +130,28 @@ stuck = True
     session.run("stuck = False")
     assert len(weights(session)) == 1
     assert session.train(1).steps == 1
+
+
+def test_out_of_memory_for_optimizer_state_goes_back_with_weights_untouched(two_ranks: Session) -> None:
+    session = two_ranks
+    session.run(
+        """
+from torch import nn
+wide = nn.Linear(2600, 1500)
+vectors = torch.utils.data.TensorDataset(torch.randn(64, 2600))
+def size(model, batch):
+    return model(batch[0]).square().mean()
+"""
+    )
+    session.attach(model="wide", loss="size", data="vectors")
+    session.set(optimizer="sgd", batch_size=4, accumulation_steps=1)
+    session.train(2)
+    fingerprint = weights(session)
+    session.set(optimizer="adamw")
+    run = session.train(1)
+    assert "in the update part of the step" in str(run)
+    assert session.settings.optimizer == "sgd"
+    assert weights(session) != fingerprint, "the step was done under the old settings"
+    assert len(weights(session)) == 1
+    session.set(learning_rate=1e-4)
+    assert session.train(2).steps == 2

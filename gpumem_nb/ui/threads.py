@@ -1,0 +1,49 @@
+"""Threads whose widget messages belong to no cell."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from IPython.core.getipython import get_ipython
+
+Made = TypeVar("Made")
+
+
+def start(work: Callable[[], None], name: str) -> threading.Thread:
+    """Run ``work`` on a thread that sends widget messages in nobody's name.
+
+    ipykernel from 7.4 on delivers what a person does to a widget to whoever last sent something to it, and takes a
+    plain thread for the cell that runs: a control would wait for the cell to end.
+    """
+
+    def run() -> None:
+        kernel = getattr(get_ipython(), "kernel", None)
+        if kernel is not None:
+            from ipykernel.kernelbase import Kernel
+
+            # The base class's method: the shell's own would redirect what the running cell prints.
+            Kernel.set_parent(kernel, [], {})  # type: ignore[no-untyped-call]
+        work()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def make(what: Callable[[], Made]) -> Made:
+    """Make widgets on such a thread, and wait for them."""
+    made: list[Made] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            made.append(what())
+        except BaseException as error:
+            failed.append(error)
+
+    start(work, "gpumem_nb widgets").join()
+    if failed:
+        raise failed[0]
+    return made[0]

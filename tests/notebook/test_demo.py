@@ -1,0 +1,55 @@
+"""``python -m gpumem_nb.demo`` does what it narrates, and ends cleanly when it is interrupted."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.notebook, pytest.mark.timeout(400)]
+
+DEMO = [sys.executable, "-m", "gpumem_nb.demo"]
+FLIPS = ("precision fp32 → bf16", "checkpointing none → blocks", "batch_size 32 → 64", "accumulation_steps 1 → 2")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this demo's ranks keep their files: other sessions on this machine have theirs elsewhere."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def test_the_demo_trains_flips_and_recovers(temporary: Path) -> None:
+    done = subprocess.run(DEMO, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "20 steps on 4 ranks" in done.stdout
+    accuracy = re.search(r"Test accuracy on rank 0: ([\d.]+)%", done.stdout)
+    assert accuracy
+    assert float(accuracy[1]) > 95
+    for flip in FLIPS:
+        assert re.search(rf"{flip}: live peak .* MiB → .* MiB \(.*\), .* samples/s", done.stdout), flip
+    assert "ran out of memory" in done.stdout
+    assert "Recovered: batch_size=16 again" in done.stdout
+    assert "1024×1×4" in done.stdout
+    assert not list(temporary.glob("gpumem_nb-*"))
+
+
+def test_an_interrupt_ends_the_ranks_too(temporary: Path) -> None:
+    with subprocess.Popen(DEMO, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        assert demo.stderr is not None
+        next(line for line in demo.stdout if "20 steps on 4 ranks" in line)
+        started = psutil.Process(demo.pid).children(recursive=True)
+        demo.send_signal(signal.SIGINT)
+        _, said = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert said.strip().endswith("Interrupted. The ranks are stopped.")
+    _, alive = psutil.wait_procs(started, timeout=5)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert not list(temporary.glob("gpumem_nb-*"))
