@@ -326,4 +326,5 @@ def _percent(before: float | None, after: float | None) -> str:
 
 
 def format_rate(value: float | None) -> str:
+    """A throughput for people; ``n/a`` for what is not known."""
     return "n/a" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
