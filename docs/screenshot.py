@@ -18,7 +18,7 @@ from tests.browser.panel_page import PanelPage, open_panel
 FLIPS = (("precision", "bf16"), ("checkpointing", "blocks"), ("batch_size", "64"), ("precision", "fp32"))
 TOO_LARGE = ("batch_size", "375")
 LAST = ("checkpointing", "sqrt")
-STEPS = 25
+STEPS = 15
 
 
 def main(theme: str, path: Path) -> None:
@@ -30,7 +30,7 @@ def main(theme: str, path: Path) -> None:
         if executable is None:
             sys.exit("No chromium was found: install it, or name one with CHROMIUM=/path/to/it.")
         with browser(executable) as chrome:
-            start = "session = s = gm.start(4, device='cpu', memory_limit='128MiB')"
+            start = "session = s = gm.start(4, device='cpu', memory_limit='96MiB')"
             panel = open_panel(lab, chrome, "panel.ipynb", start)
             panel.notebook.theme(f"JupyterLab {theme.title()}")
             panel.page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")

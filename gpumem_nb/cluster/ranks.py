@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ class Ranks:
         self, n: int, threads: int, device: str, entry: Any, set_up: tuple[str, Any], timeout: float, progress: Progress
     ) -> None:
         self._entry = entry
+        self._sending = threading.Lock()  # every rank gets the requests of several threads in the same order
         self.size = n
         deadline = time.monotonic() + timeout
         self._launched = Launched(n, threads, device, entry.START_IMPORTS)
@@ -80,8 +82,11 @@ class Ranks:
         """
         deadline = time.monotonic() + INTERRUPT_PATIENCE_S
         while True:
-            self._launched.client.send_signal(signal.SIGINT, targets=list(self._launched.client.ids), block=False)
-            if stopped(0.3) or time.monotonic() > deadline:
+            client = self._launched.client
+            delivery = client.send_signal(signal.SIGINT, targets=list(client.ids), block=False)
+            done = stopped(0.3) or time.monotonic() > deadline
+            delivery.wait(1.0)  # a signal still on its way would hit what runs next
+            if done:
                 return
 
     def dead(self) -> list[int]:
@@ -106,4 +111,5 @@ class Ranks:
         if missing := [rank for rank in self.dead() if rank in chosen]:
             raise ClusterDied(f"Rank {missing[0]} has ended. Start again with %hvd_restart. {self.last_words()}")
         client = self._launched.client
-        return Call(list(chosen), [client[rank].apply_async(function, *arguments) for rank in chosen])
+        with self._sending:
+            return Call(list(chosen), [client[rank].apply_async(function, *arguments) for rank in chosen])

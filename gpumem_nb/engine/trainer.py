@@ -6,6 +6,7 @@ import dataclasses
 import time
 import traceback
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
@@ -24,6 +25,20 @@ from .data import ShardedStream, to_device
 from .interrupts import interruptible
 from .precision import autocast
 from .reduction import GradientReduction
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How one step ended on this rank. ``discarded`` is the same on every rank, ``failure`` is this rank's own."""
+
+    sample: Sample
+    loss: Tensor | None
+    failure: Failure | None
+    discarded: bool
+
+    def sample_with_loss(self) -> Sample:
+        """The sample, complete. Reading a loss waits for the device, so it is done once a chunk."""
+        return dataclasses.replace(self.sample, loss=None if self.loss is None else self.loss.item())
 
 
 class Trainer:
@@ -46,6 +61,7 @@ class Trainer:
         self._started_s = started_s
         self._settings_id = -1
         self._failed_id = -1
+        self._flipped = False
         torch.manual_seed(0)
         with interruptible():
             self.model = _checked_model(workload.model()).to(device.torch_device).train()
@@ -87,29 +103,21 @@ class Trainer:
         """Train one chunk. Ends early, on every rank at the same step, when any rank could not finish a step."""
         if chunk.settings_id == self._failed_id:
             return ChunkReply(hvd.rank(), (), self.device.reading(), skipped=True)
-        samples: list[Sample] = []
-        losses: list[Tensor | None] = []
-        failure = None
-        flipped = self._apply(chunk)
-        if isinstance(flipped, Failure) and not chunk.steps:
-            failure = flipped
+        failure = self._apply(chunk)
+        outcomes: list[_Outcome] = []
         for _ in range(chunk.steps):
-            sample, loss, failure, all_well = self._step(flipped)
-            samples.append(sample)
-            losses.append(loss)
-            flipped = ""
-            if not all_well:
+            outcomes.append(self._step(failure))
+            failure = outcomes[-1].failure
+            if outcomes[-1].discarded:
                 self._failed_id = chunk.settings_id
                 break
-        # Reading a loss waits for the device, so it is done once a chunk.
-        finished = tuple(_with_loss(sample, loss) for sample, loss in zip(samples, losses, strict=True))
-        return ChunkReply(hvd.rank(), finished, self.device.reading(), failure)
+        samples = tuple(outcome.sample_with_loss() for outcome in outcomes)
+        return ChunkReply(hvd.rank(), samples, self.device.reading(), failure)
 
-    def _step(self, flipped: str | Failure) -> tuple[Sample, Tensor | None, Failure | None, bool]:
-        """One step, and what it measured. A failure while the settings were applied fails the step, on all ranks."""
+    def _step(self, failure: Failure | None) -> _Outcome:
+        """One step and what it measured. A failure to apply the settings fails it from the start, on all ranks."""
         self.device.reset_peak()
         start_s = time.perf_counter()
-        failure = flipped if isinstance(flipped, Failure) else None
         loss = None
         if failure is None:
             try:
@@ -117,26 +125,22 @@ class Trainer:
                     loss = self._forward_backward()
             except (Exception, KeyboardInterrupt) as error:
                 failure = self._failure(error)
-        failed_ranks = self._reduce(failure)
-        all_well = failed_ranks == 0
-        if all_well:
+        discarded = self._reduce(failure) > 0
+        if not discarded:
             try:
                 with self.device.step_scope():
                     self._update()
             except Exception as error:
-                failure, all_well = self._failure(error), False
+                failure, discarded = self._failure(error), True
                 self._renew_scaler()
         self.model.zero_grad()
-        if all_well:
-            self.stream.advance(self.settings.batch_size, self.settings.accumulation_steps)
-            self.steps += 1
-        event = flipped if isinstance(flipped, str) else ""
-        return (
-            self._sample(start_s, event if all_well else failure.kind if failure else "discarded"),
-            loss,
-            failure,
-            all_well,
-        )
+        if discarded:
+            return _Outcome(self._sample(start_s, failure.kind if failure else "discarded"), loss, failure, True)
+        self.stream.advance(self.settings.batch_size, self.settings.accumulation_steps)
+        self.steps += 1
+        event = "flip" if self._flipped else ""
+        self._flipped = False
+        return _Outcome(self._sample(start_s, event), loss, None, False)
 
     def _forward_backward(self) -> Tensor:
         """Accumulate the gradients of all micro-batches of this step; returns the mean loss."""
@@ -186,11 +190,11 @@ class Trainer:
         self._scaler = torch.amp.GradScaler(self.device.torch_device.type)
         self._scaler.load_state_dict(state)
 
-    def _apply(self, chunk: Chunk) -> str | Failure:
-        """Switch to the chunk's settings: ``flip`` when anything changed, or why it could not be done."""
+    def _apply(self, chunk: Chunk) -> Failure | None:
+        """Switch to the chunk's settings, or say why it cannot be done."""
         self.phase = "settings"
         if chunk.settings_id == self._settings_id:
-            return ""
+            return None
         wanted, changed = chunk.settings, chunk.settings.changed_from(self.settings)
         try:
             if "checkpointing" in changed:
@@ -206,7 +210,8 @@ class Trainer:
         except Exception as error:
             return self._failure(error)
         self.settings, self._settings_id = wanted, chunk.settings_id
-        return "flip" if changed else ""
+        self._flipped = self._flipped or bool(changed)
+        return None
 
     def _set_checkpointing(self, mode: str) -> None:
         if self._checkpointing:
@@ -258,10 +263,6 @@ class Trainer:
             settings_id=self._settings_id,
             event=event,
         )
-
-
-def _with_loss(sample: Sample, loss: Tensor | None) -> Sample:
-    return dataclasses.replace(sample, loss=None if loss is None else loss.item())
 
 
 def _checked_model(model: Any) -> nn.Module:

