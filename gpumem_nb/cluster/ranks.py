@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import signal
 import threading
 import time
@@ -85,7 +86,7 @@ class Ranks:
             client = self._launched.client
             delivery = client.send_signal(signal.SIGINT, targets=list(client.ids), block=False)
             done = stopped(0.3) or time.monotonic() > deadline
-            delivery.wait(1.0)  # a signal still on its way would hit what runs next
+            concurrent.futures.wait([delivery], timeout=1.0)  # a signal still on its way would hit what runs next
             if done:
                 return
 
