@@ -143,10 +143,12 @@ class Launched:
         return all(_pid_runs(launcher.pid) for launcher in (self.cluster.controller, self.cluster.engine_set))
 
     def log_tail(self, lines: int = 4) -> str:
-        """The last lines that the engines and mpiexec wrote themselves."""
-        logs = sorted(self.profile.glob("log/ipengine*")) or sorted(self.profile.glob("log/*"))
-        written = [line for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        return "\n".join(written[-lines:])
+        """The last lines that mpiexec and the engines wrote themselves."""
+        # ipyparallel takes the file away when mpiexec has ended, and keeps what was in it.
+        text = "".join(log.read_text(errors="replace") for log in self.profile.glob("log/ipengine*"))
+        if not text and self.cluster.engine_set is not None:
+            text = self.cluster.engine_set.get_output()
+        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
 
     @contextmanager
     def phase(self, name: str, progress: Progress) -> Iterator[None]:

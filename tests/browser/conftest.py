@@ -12,7 +12,7 @@ from playwright.sync_api import Browser
 from .lab import Lab, browser, chromium
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chrome() -> Iterator[Browser]:
     path = chromium()
     if path is None:
@@ -22,7 +22,7 @@ def chrome() -> Iterator[Browser]:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def lab() -> Iterator[Lab]:
     started = Lab()
     try:
