@@ -81,18 +81,31 @@ def _pid_runs(pid: int) -> bool:
 class Launched:
     """A running cluster.
 
+    Args:
+        n: number of engines.
+        variables: what they find in their environment.
+        start_up: makes the code that each runs first, from the pids of this kernel and of the controller and the
+            profile folder, so that ranks can end when their kernel is gone.
+
     Attributes:
         client: connected ipyparallel client; engine id = MPI rank = Horovod rank.
         seconds: how long each phase of the start took.
     """
 
-    def __init__(self, n: int, threads: int, device: str, engine_startup: str) -> None:
+    def __init__(self, n: int, variables: dict[str, str], start_up: Callable[[int, int, str], str]) -> None:
         mpiexec = str(require_tool("mpiexec"))
         self.n = n
         self.seconds: dict[str, float] = {}
         self.processes = Processes()
         # A profile of its own, readable by its owner only: connection files and logs go with the cluster.
-        self.profile = Path(tempfile.mkdtemp(prefix="gpumem_nb-ranks-"))
+        try:
+            self.profile = Path(tempfile.mkdtemp(prefix="gpumem_nb-ranks-"))
+        except OSError as error:
+            raise StartError(
+                f"No folder for connection files could be made ({error}). Free some disk, or set TMPDIR to a folder "
+                "that you can write to, and start again."
+            ) from None
+        self._start_up = start_up
         self.client: Any = None
         self.cluster = ipyparallel.Cluster(
             n=n,
@@ -101,12 +114,7 @@ class Launched:
             delay=0,
             load_profile=False,
             controller_args=["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"],
-            config=Config(
-                {
-                    "MPILauncher": {"mpi_cmd": [mpiexec], "environment": environment(threads, device)},
-                    "MPIEngineSetLauncher": {"engine_args": [f"--IPEngine.startup_command={engine_startup}"]},
-                }
-            ),
+            config=Config({"MPILauncher": {"mpi_cmd": [mpiexec], "environment": variables}}),
             parent=None,
             log=_quiet_log(),
         )
@@ -117,6 +125,8 @@ class Launched:
             self.cluster.start_controller_sync()
             self.processes.record(self.cluster.controller.pid)
         with self.phase("engines", progress):
+            code = self._start_up(os.getpid(), self.cluster.controller.pid, str(self.profile))
+            self.cluster.config.MPIEngineSetLauncher.engine_args = [f"--IPEngine.startup_command={code}"]
             self.cluster.start_engines_sync(self.n)
             self.client = self.cluster.connect_client_sync()
             self._await_engines(deadline, progress)

@@ -13,7 +13,7 @@ import cloudpickle
 
 from ..errors import ClusterDied, GpumemError, StartError
 from .calls import Call
-from .launch import Launched, Progress
+from .launch import Launched, Progress, environment
 
 INTERRUPT_PATIENCE_S = 2.0
 
@@ -25,7 +25,8 @@ class Ranks:
         n: number of ranks.
         threads: CPU threads of each.
         device: ``cuda`` or ``cpu``.
-        entry: importable module of the functions called over there (``call``, ``call_function``, ``run_cell``).
+        entry: importable module of the functions called over there (``call``, ``call_function``, ``run_cell``,
+            ``start_up_code``).
         set_up: name and argument of the function that joins the ranks.
         timeout: seconds for the whole start.
     """
@@ -37,7 +38,7 @@ class Ranks:
         self._sending = threading.Lock()  # every rank gets the requests of several threads in the same order
         self.size = n
         deadline = time.monotonic() + timeout
-        self._launched = Launched(n, threads, device, entry.START_IMPORTS)
+        self._launched = Launched(n, environment(threads, device), entry.start_up_code)
         try:
             self._launched.start(deadline, progress)
             with self._launched.phase("horovod", progress):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -18,12 +19,20 @@ import cloudpickle
 
 from ..errors import GpumemError
 from ..sample import Raised
+from . import owner
 from .interrupts import held_back, interruptible
 
-START_IMPORTS = "import threading, importlib; " + (
-    "threading.Thread(target=importlib.import_module, args=('gpumem_nb.engine.rank',), daemon=True).start()"
-)
-"""What an engine runs while it registers: the import of torch and Horovod takes as long as the registration."""
+
+def start_up_code(kernel_pid: int, controller_pid: int, profile: str) -> str:
+    """What an engine runs while it registers: :func:`start_up` with the processes named beyond doubt."""
+    kernel, controller = owner.identify(kernel_pid), owner.identify(controller_pid)
+    return f"from gpumem_nb.engine.entry import start_up; start_up({kernel!r}, {controller!r}, {profile!r})"
+
+
+def start_up(kernel: tuple[int, float], controller: tuple[int, float], profile: str) -> None:
+    """Look after the owner, and import torch and Horovod meanwhile: that takes as long as the registration."""
+    threading.Thread(target=owner.watch, args=(kernel, controller, profile), daemon=True).start()
+    threading.Thread(target=import_module, args=("gpumem_nb.engine.rank",), daemon=True).start()
 
 
 def call(function: str, arguments: bytes) -> bytes:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-from ..errors import WorkloadError
+from ..errors import StartError, WorkloadError
 from ..memory.device import Device, open_device
 from ..sample import Chunk, ChunkReply, RankConfig, RankInfo, Reading, WorkloadInfo
 from ..workload import Workload
 from .attach import attached
 from .data import ShardedStream, as_dataset
 from .interrupts import interruptible, take_over
+from .priority import new_threads_give_way
 from .trainer import Trainer
 
 _config: RankConfig
@@ -28,11 +30,14 @@ def set_up(config: RankConfig) -> RankInfo:
     """Join the other ranks, take hold of the device, and prove the connection with a real all-reduce."""
     global _config, _device
     torch.set_num_threads(config.threads)
-    hvd.init()
+    cpu = config.device == "cpu"
+    with new_threads_give_way() if cpu else nullcontext():
+        hvd.init()
     take_over(namespace()["get_ipython"]().kernel)
     _config = config
-    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    _device = open_device("cuda" if kind == "cuda" else "virtual", hvd.local_rank(), config.memory_limit)
+    if not cpu:
+        check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))
+    _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
     total = hvd.allreduce(torch.ones(1, device=_device.torch_device), op=hvd.Sum, name="gpumem_nb.hello")
     if total.item() != hvd.size():
         raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")
@@ -49,6 +54,16 @@ def set_up(config: RankConfig) -> RankInfo:
         threads=torch.get_num_threads(),
         note=_device.note,
     )
+
+
+def check_sharing(ranks: int, gpus: int, nccl: bool) -> None:
+    """Refuse more ranks than GPUs on a host where Horovod was built on NCCL, which allows one rank a GPU."""
+    if nccl and ranks > gpus:
+        raise StartError(
+            f"{ranks} ranks cannot share {gpus} GPU{'s' * (gpus != 1)} with this Horovod, because NCCL allows one rank "
+            f"on each. Start {max(1, gpus)}, or build Horovod so that ranks can share a GPU: "
+            "python -m gpumem_nb.cluster.horovod_build --gpu staged"
+        )
 
 
 def load(workload: Workload) -> WorkloadInfo:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import pytest
 
 import gpumem_nb
 from gpumem_nb.cluster import launch
+from gpumem_nb.engine import owner
 from gpumem_nb.errors import ClusterDied, GpumemError, InvalidInput, NoSession, SetupError, StartError
 from gpumem_nb.session import Session, current
 
@@ -131,3 +136,42 @@ def test_a_killed_rank_is_noticed_and_the_session_says_so(fresh: Callable[..., S
             session.train(1)
         session.restart()
         assert session.train(1).steps == 1
+
+
+ORPHANING = """
+import json, os, signal
+import gpumem_nb
+session = gpumem_nb.start(2, device="cpu")
+launched = session._ranks._launched
+launched.record_all()
+print(json.dumps([str(launched.profile), list(launched.processes._processes)]), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_outlives_a_kernel_that_was_killed() -> None:
+    kernel = subprocess.run([sys.executable, "-c", ORPHANING], stdout=subprocess.PIPE, text=True, timeout=90)
+    profile, identities = json.loads(kernel.stdout)
+    assert len(identities) >= 6, "kernel's cluster: controller, mpiexec, two engines and their nannies at least"
+    deadline = time.monotonic() + 15
+    while left := [pid for pid, created in identities if owner._runs(pid, created)]:
+        assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in left]
+        psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], timeout=0.2)
+    assert not Path(profile).exists()
+
+
+def test_an_unwritable_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(StartError, match="TMPDIR"):
+        gpumem_nb.start(2, device="cpu")
+
+
+def test_no_rank_and_no_controller_listens_beyond_loopback() -> None:
+    with gpumem_nb.start(2, device="cpu") as session:
+        launched = session._ranks._launched
+        launched.record_all()
+        # mpiexec itself (PRRTE) binds its daemons' port to every interface and has no switch against it.
+        pids = {pid for pid, _ in launched.processes._processes} - {launched.cluster.engine_set.pid}
+        listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in pids]
+        assert listening
+        assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}

@@ -1,0 +1,27 @@
+"""On the CPU, communication gives way to computation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Waiting ranks yield their core, but to the scheduler a thread that yields in a loop is as hungry as one that computes.
+# Five to ten steps of niceness let the training threads have the cores: on two cores 1.3 × the samples/s with four
+# ranks (digits-resnet and text-gpt), and no change with two.
+NICENESS = 10
+_THREADS = Path("/proc/self/task")
+
+
+@contextmanager
+def new_threads_give_way() -> Iterator[None]:
+    """Threads that start inside run with lower priority than those that were there before (Linux; else no change)."""
+    before = _thread_ids()
+    yield
+    for thread in _thread_ids() - before:
+        os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
+
+
+def _thread_ids() -> set[int]:
+    return {int(path.name) for path in _THREADS.iterdir()} if _THREADS.exists() else set()

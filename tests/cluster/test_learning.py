@@ -1,0 +1,31 @@
+"""The ready-made workloads learn on four ranks under default settings, within two minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gpumem_nb.session import Session
+from gpumem_nb.workloads.catalog import CATALOG
+
+pytestmark = pytest.mark.cluster
+
+SCORE = "from gpumem_nb.workloads.evaluate import score\nscore({name!r}, model)"
+
+
+@pytest.mark.parametrize(("name", "steps"), [("digits-resnet", 90), ("digits-separable", 120), ("text-gpt", 60)])
+def test_a_workload_learns_in_two_minutes(
+    four_ranks: Session, fresh: Callable[..., Session], name: str, steps: int
+) -> None:
+    options = {option: int(entry.default) for option, entry in CATALOG[name].options.items() if option != "dropout"}
+    session = fresh(four_ranks, name, **options)
+    began = time.monotonic()
+    session.train(steps)
+    (found,) = session.run(SCORE.format(name=name), ranks=[0])
+    assert time.monotonic() - began < 120
+    if name == "text-gpt":
+        assert found["nats_per_character"] < 0.85 * found["unigram_nats"]
+    else:
+        assert found["accuracy"] > 0.95
