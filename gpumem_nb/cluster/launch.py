@@ -113,7 +113,11 @@ class Launched:
             profile_dir=str(self.profile),
             delay=0,
             load_profile=False,
-            controller_args=["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"],
+            controller_args=[
+                "--log-level=ERROR",
+                "--HeartMonitor.period=300",
+                "--HeartMonitor.max_heartmonitor_misses=100",
+            ],
             config=Config({"MPILauncher": {"mpi_cmd": [mpiexec], "environment": variables}}),
             parent=None,
             log=_quiet_log(),
@@ -126,7 +130,10 @@ class Launched:
             self.processes.record(self.cluster.controller.pid)
         with self.phase("engines", progress):
             code = self._start_up(os.getpid(), self.cluster.controller.pid, str(self.profile))
-            self.cluster.config.MPIEngineSetLauncher.engine_args = [f"--IPEngine.startup_command={code}"]
+            self.cluster.config.MPIEngineSetLauncher.engine_args = [
+                "--log-level=ERROR",
+                f"--IPEngine.startup_command={code}",
+            ]
             self.cluster.start_engines_sync(self.n)
             self.client = self.cluster.connect_client_sync()
             self._await_engines(deadline, progress)

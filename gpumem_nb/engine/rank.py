@@ -19,6 +19,7 @@ from .attach import attached
 from .data import ShardedStream, as_dataset
 from .interrupts import interruptible, take_over
 from .priority import new_threads_give_way
+from .streams import flush_only_what_was_written
 from .trainer import Trainer
 
 _config: RankConfig
@@ -33,6 +34,8 @@ def set_up(config: RankConfig) -> RankInfo:
     cpu = config.device == "cpu"
     with new_threads_give_way() if cpu else nullcontext():
         hvd.init()
+    for stream in (sys.stdout, sys.stderr):
+        flush_only_what_was_written(stream)
     take_over(namespace()["get_ipython"]().kernel)
     _config = config
     if not cpu:

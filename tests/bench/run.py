@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds, for a first look")
     parser.add_argument("--no-report", action="store_true", help="print only, leave docs/benchmarks.md alone")
     args = parser.parse_args()
-    rounds, slot_s = (3, 1.0) if args.quick else (6, 1.8)
+    rounds, slot_s = (3, 1.0) if args.quick else (5, 4.0)
     began = time.monotonic()
     load = os.getloadavg()[0]  # of others: nothing of ours runs yet
     measured = measure(rounds, slot_s)
