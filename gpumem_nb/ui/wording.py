@@ -21,7 +21,8 @@ def status(session: Session, silent_s: float) -> str:
     ranks = f"{session.size} ranks" if session.size > 1 else "1 rank"
     workload, steps = session.workload, session.history.steps
     if session.ended:
-        return f"{_sentence(session.ended)} Start again with %hvd_restart."
+        again = "%hvd_start" if session.ended == "stopped" else "%hvd_restart"
+        return f"{_sentence(session.ended)} Start again with {again}."
     if (waiting := session.waiting_for) and silent_s > PATIENCE_S:
         named = ", ".join(map(str, waiting))
         why = "their step takes long, or a cell runs there" if len(waiting) > 1 else "it may be busy with a cell"

@@ -24,7 +24,7 @@ def panel(lab: Lab, chrome: Browser) -> Iterator[PanelPage]:
     panel = open_panel(lab, chrome, "two.ipynb", "s = gm.start(2, device='cpu', memory_limit='512MiB')", BUSY_CELL)
     yield panel
     panel.notebook.evaluate("s.stop()")
-    expect(panel.status).to_contain_text("Stopped")
+    expect(panel.status).to_contain_text("Stopped. Start again with %hvd_start.")
     expect(panel.page.get_by_role("button", name="Play")).to_be_disabled()
     expect(panel.control("precision")).to_be_disabled()
     panel.notebook.close()
