@@ -73,11 +73,6 @@ class Training:
         """Whether training goes on until it is paused."""
         return self._wanted > 0
 
-    @property
-    def last_failure(self) -> GpumemError | None:
-        """Why training stopped by itself, if it did."""
-        return self._failure
-
     def waiting_for(self) -> list[int]:
         """The ranks that have not answered the oldest chunk."""
         with self._changed:

@@ -155,10 +155,6 @@ class Launched:
             if launcher is not None and launcher.pid > 0:
                 self.processes.record(launcher.pid)
 
-    def alive(self) -> bool:
-        """Whether controller and mpiexec still run."""
-        return all(_pid_runs(launcher.pid) for launcher in (self.cluster.controller, self.cluster.engine_set))
-
     def log_tail(self, lines: int = 4) -> str:
         """The last lines that mpiexec and the engines wrote themselves."""
         # ipyparallel takes the file away when mpiexec has ended, and keeps what was in it.

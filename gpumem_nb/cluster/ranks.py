@@ -96,10 +96,6 @@ class Ranks:
         alive = set(self._launched.client.ids)
         return [rank for rank in range(self.size) if rank not in alive]
 
-    def alive(self) -> bool:
-        """Whether everything still runs."""
-        return self._launched.alive() and not self.dead()
-
     def last_words(self) -> str:
         """What the processes wrote last."""
         return self._launched.log_tail()
