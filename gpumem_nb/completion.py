@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .policy import RULES
 from .settings import KNOBS
 from .workloads.catalog import CATALOG
 
@@ -37,9 +38,10 @@ def _candidates(magic: str, before: list[str], word: str) -> list[str]:
     if magic == "hvd_set":
         name = word.partition("=")[0]
         if "=" in word:
-            choices = KNOBS[name].choices if name in KNOBS else ()
+            known = KNOBS | RULES
+            choices = known[name].choices if name in known else ()
             return [f"{name}={choice}" for choice in (*choices, *(["none"] if name == "clip_norm" else []))]
-        return [f"{knob}=" for knob in KNOBS]
+        return [f"{name}=" for name in (*KNOBS, *RULES)]
     if magic == "hvd_load":
         loaded = next((entry for entry in before if entry in CATALOG), None)
         return [f"{option}=" for option in CATALOG[loaded].options] if loaded else list(CATALOG)

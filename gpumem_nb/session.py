@@ -17,13 +17,14 @@ from .cluster.calls import Call
 from .cluster.launch import Progress
 from .cluster.ranks import Ranks
 from .engine import entry
-from .errors import ClusterDied, GpumemError, InvalidInput, NoSession, WorkloadError
+from .errors import ClusterDied, GpumemError, InvalidInput, NoSession, WorkloadError, nearest
 from .history import History, Run, Runs
 from .memory.report import MemoryReport, RankMemory
 from .memory.units import format_bytes, parse_size
+from .policy import RULES, Policy
 from .ranklist import name_ranks, parse_ranks
 from .sample import RankConfig, RankInfo, WorkloadInfo
-from .settings import Settings
+from .settings import KNOBS, Settings
 from .training import Training
 from .workload import Workload
 from .workloads import catalog
@@ -150,6 +151,7 @@ class Session:
     def __init__(self, plan: _Plan, progress: Progress) -> None:
         self._plan = plan
         self._source: Workload | None = None
+        self._policy = Policy()
         self._ended = ""
         self._panel: Panel | None = None
         self._connect(progress)
@@ -342,9 +344,18 @@ class Session:
         """The knobs as they are now."""
         return self._training.settings
 
+    @property
+    def policy(self) -> Policy:
+        """What the session does by itself: after an out-of-memory error, when ranks stall, when nobody works."""
+        return self._policy
+
     def set(self, **knobs: Any) -> Settings:
-        """Change knobs; while training, from the next chunk on."""
-        settings = self.settings.replace(**knobs)
+        """Change knobs; while training, from the next chunk on. Rules of :attr:`policy` change at once."""
+        for name in knobs:
+            if name not in KNOBS and name not in RULES:
+                raise InvalidInput(f"There is no knob {name!r}: {nearest(name, [*KNOBS, *RULES])}.")
+        rules = {name: knobs.pop(name) for name in RULES if name in knobs}
+        settings, policy = self.settings.replace(**knobs), self._policy.replace(**rules)
         workload = self._training.workload
         if workload and self._global_batch(settings) > workload.dataset_len:
             raise InvalidInput(
@@ -357,6 +368,7 @@ class Session:
                 f"{workload.name} brings no optimizer of its own. Use optimizer=sgd, momentum, adam or adamw."
             )
         self._check_alive()
+        self._policy = policy
         self._training.set(settings)
         return self.settings
 

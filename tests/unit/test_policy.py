@@ -1,0 +1,29 @@
+"""Policy: rules of the session, checked like knobs."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_nb.errors import InvalidInput
+from gpumem_nb.policy import Policy
+
+
+def test_values_given_as_text_are_read() -> None:
+    policy = Policy().replace(stall_limit_s="5", idle_minutes="never", snapshot_steps="20", snapshot_space="1GiB")
+    assert (policy.stall_limit_s, policy.idle_minutes, policy.snapshot_steps) == (5.0, None, 20)
+    assert policy.snapshot_space == 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("on_oom", "shrnk", "did you mean 'shrink'"),
+        ("stall_limit_s", 0, "at least 1"),
+        ("idle_minutes", "soon", "or never"),
+        ("snapshot_steps", 1.5, "or auto"),
+        ("snapshot_space", "much", "such as 4GiB"),
+    ],
+)
+def test_a_value_that_cannot_be_used_says_what_is_allowed(name: str, value: object, allowed: str) -> None:
+    with pytest.raises(InvalidInput, match=allowed):
+        Policy().replace(**{name: value})
