@@ -64,11 +64,15 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A whole number of steps under one settings object, the same on every rank. Zero steps only apply the settings."""
+    """A whole number of steps under one settings object, the same on every rank. Zero steps only apply the settings.
+
+    ``nudges`` counts the nudges sent before it: a later one ends the chunk at the next step boundary.
+    """
 
     settings: Settings
     settings_id: int
     steps: int
+    nudges: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,6 +257,7 @@ class Session:
         self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None
     ) -> Call:
         """Wait for a call. The first error is raised at once; an interrupt or a time-out reaches the ranks."""
+        self._training.make_way()
         try:
             for finished in call.slices(timeout):
                 if finished:

@@ -18,7 +18,7 @@ from .ranklist import name_ranks
 from .sample import Chunk, ChunkReply, Failure, Sample, WorkloadInfo
 from .settings import Settings
 
-CHUNK_SECONDS = 0.25
+CHUNK_SECONDS = 1.0
 CHUNKS_IN_FLIGHT = 2
 LARGEST_CHUNK = 1000
 IDLE_READING_SECONDS = 1.0
@@ -39,6 +39,7 @@ class Training:
         self._idle_reading: Call | None = None
         self._wanted: float = 0  # steps still to be done, those under way included
         self._chunk_steps = 1
+        self._nudges = 0
         self._workload: WorkloadInfo | None = None
         self._settings = Settings()
         self._settings_id = 0
@@ -104,6 +105,7 @@ class Training:
             if apply_now:
                 self._failure = None
                 self._send(0)
+        self.make_way()
         if apply_now:
             self._wait_until(lambda: not self.busy)
             if self._failure:
@@ -120,7 +122,16 @@ class Training:
         """Stop after the chunks under way; says whether they ended in time."""
         with self._changed:
             self._wanted = 0
+        self.make_way()
         return self._wait_until(lambda: not self.busy, timeout)
+
+    def make_way(self) -> None:
+        """Let the ranks end the chunks under way at the next step, because something else waits for them."""
+        with self._changed:
+            if not any(chunk.steps > 1 and chunk.nudges == self._nudges for chunk, _ in self._in_flight):
+                return
+            self._nudges += 1
+        self._ranks.nudge()
 
     def train(self, steps: int) -> Run:
         """Train that many steps and wait for them. An interrupt pauses and returns what was done by then."""
@@ -181,7 +192,7 @@ class Training:
             self._history.begin(self._settings_id, self._workload.name, settings)
 
     def _send(self, steps: int) -> None:
-        chunk = Chunk(self._settings, self._settings_id, steps)
+        chunk = Chunk(self._settings, self._settings_id, steps, self._nudges)
         call = self._ranks.call("run_chunk", chunk)
         call.when_done(self._announce)
         self._in_flight.append((chunk, call))
@@ -235,7 +246,8 @@ class Training:
                 self._proven = chunk.settings
                 slowest = max(sample.step_s for sample in done[-len(replies) :])
                 if chunk.settings_id == self._settings_id:
-                    self._chunk_steps = max(1, min(LARGEST_CHUNK, int(CHUNK_SECONDS / slowest)))
+                    # Short after a flip, when people look closely, then longer, which costs less.
+                    self._chunk_steps = max(1, min(2 * chunk.steps, LARGEST_CHUNK, int(CHUNK_SECONDS / slowest)))
             self._wanted = max(0, self._wanted - len({sample.step for sample in done}))
             if failure:
                 self._handle(failure, chunk)

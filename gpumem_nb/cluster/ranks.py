@@ -91,6 +91,11 @@ class Ranks:
             if done:
                 return
 
+    def nudge(self) -> None:
+        """Ask the ranks to end the chunks under way; one of them is enough, because they agree on it."""
+        with self._sending:
+            self._launched.client.send_signal(self._entry.NUDGE, targets=[0], block=False)
+
     def dead(self) -> list[int]:
         """Ranks that are gone."""
         alive = set(self._launched.client.ids)

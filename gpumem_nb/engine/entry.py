@@ -19,8 +19,11 @@ import cloudpickle
 
 from ..errors import GpumemError
 from ..sample import Raised
-from . import owner
+from . import nudge, owner
 from .interrupts import held_back, interruptible
+
+NUDGE = nudge.SIGNAL
+"""Sent to a rank that trains, asks all ranks to end the chunk under way at the next step."""
 
 
 def start_up_code(kernel_pid: int, controller_pid: int, profile: str) -> str:

@@ -15,6 +15,7 @@ from ..errors import StartError, WorkloadError
 from ..memory.device import Device, open_device
 from ..sample import Chunk, ChunkReply, RankConfig, RankInfo, Reading, WorkloadInfo
 from ..workload import Workload
+from . import nudge
 from .attach import attached
 from .data import ShardedStream, as_dataset
 from .interrupts import interruptible, take_over
@@ -37,6 +38,7 @@ def set_up(config: RankConfig) -> RankInfo:
     for stream in (sys.stdout, sys.stderr):
         flush_only_what_was_written(stream)
     take_over(namespace()["get_ipython"]().kernel)
+    nudge.listen()
     _config = config
     if not cpu:
         check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))

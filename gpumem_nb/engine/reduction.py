@@ -26,9 +26,9 @@ class _Bucket:
 
 
 class GradientReduction:
-    """Averages the gradients of a model over all ranks, and tells every rank whether any rank failed.
+    """Averages the gradients of a model over all ranks, and tells every rank what any rank voted for.
 
-    The flag travels in the last bucket, so agreement costs no round trip of its own. A rank that failed sends zeros for
+    The votes travel in the last bucket, so agreement costs no round trip of its own. A rank that failed sends zeros for
     the gradients it lacks: nobody waits, and everybody learns that the step must be discarded.
     """
 
@@ -47,21 +47,20 @@ class GradientReduction:
             bucket.missing = len(bucket.params)
         self._armed = True
 
-    def finish(self, failed: bool) -> int:
-        """Send what was not sent, wait for all of it, and return how many ranks failed.
+    def finish(self, *votes: bool) -> list[bool]:
+        """Send what was not sent, wait for all of it, and return for each vote whether any rank gave it.
 
-        When it returns 0, every ``grad`` is the average over all ranks, the same bits on each.
+        Afterwards every ``grad`` is the average over all ranks, the same bits on each.
         """
         self._armed = False
         last = self._buckets[-1]
-        flag = torch.full((1,), float(failed), dtype=_wire_dtype(last.params[0]), device=last.params[0].device)
+        ballot = torch.tensor(votes, dtype=_wire_dtype(last.params[0]), device=last.params[0].device)
         for bucket in self._buckets:
             if bucket.handle is None:
-                self._send(bucket, flag if bucket is last else None)
+                self._send(bucket, ballot if bucket is last else None)
         for bucket in self._buckets:
             self._receive(bucket)
-        failed_ranks: int = round(flag.item() * hvd.size())
-        return failed_ranks
+        return [share > 0 for share in ballot.tolist()]
 
     def remove(self) -> None:
         """Take the hooks off the parameters again."""
@@ -75,13 +74,13 @@ class GradientReduction:
         if bucket.missing == 0 and bucket is not self._buckets[-1]:
             self._send(bucket, None)
 
-    def _send(self, bucket: _Bucket, flag: Tensor | None) -> None:
+    def _send(self, bucket: _Bucket, ballot: Tensor | None) -> None:
         for param in bucket.params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         bucket.wire = [_to_wire(param.grad) for param in bucket.params if param.grad is not None]
-        if flag is not None:
-            bucket.wire.append(flag)
+        if ballot is not None:
+            bucket.wire.append(ballot)
         bucket.handle = hvd.grouped_allreduce_async_(bucket.wire, name=bucket.name, op=hvd.Average)
 
     def _receive(self, bucket: _Bucket) -> None:

@@ -19,7 +19,7 @@ from ..memory.device import Device
 from ..sample import Chunk, ChunkReply, Failure, Sample, WorkloadInfo
 from ..settings import Settings
 from ..workload import Workload
-from . import optimizers
+from . import nudge, optimizers
 from .checkpointing import Checkpointing, find_blocks
 from .data import ShardedStream, to_device
 from .interrupts import interruptible
@@ -29,12 +29,13 @@ from .reduction import GradientReduction
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How one step ended on this rank. ``discarded`` is the same on every rank, ``failure`` is this rank's own."""
+    """How one step ended on this rank. ``discarded`` and ``last`` are the same on every rank, ``failure`` its own."""
 
     sample: Sample
     loss: Tensor | None
     failure: Failure | None
     discarded: bool
+    last: bool
 
     def sample_with_loss(self) -> Sample:
         """The sample, complete. Reading a loss waits for the device, so it is done once a chunk."""
@@ -100,21 +101,26 @@ class Trainer:
         self.model.zero_grad()
 
     def run(self, chunk: Chunk) -> ChunkReply:
-        """Train one chunk. Ends early, on every rank at the same step, when any rank could not finish a step."""
+        """Train one chunk.
+
+        Ends early, on every rank at the same step, when any rank could not finish a step or was nudged.
+        """
         if chunk.settings_id == self._failed_id:
             return ChunkReply(hvd.rank(), (), self.device.reading(), skipped=True)
+        nudge.catch_up(chunk.nudges)
         failure = self._apply(chunk)
         outcomes: list[_Outcome] = []
         for _ in range(chunk.steps):
-            outcomes.append(self._step(failure))
+            outcomes.append(self._step(failure, chunk.nudges))
             failure = outcomes[-1].failure
             if outcomes[-1].discarded:
                 self._failed_id = chunk.settings_id
+            if outcomes[-1].last:
                 break
         samples = tuple(outcome.sample_with_loss() for outcome in outcomes)
         return ChunkReply(hvd.rank(), samples, self.device.reading(), failure)
 
-    def _step(self, failure: Failure | None) -> _Outcome:
+    def _step(self, failure: Failure | None, nudges: int) -> _Outcome:
         """One step and what it measured. A failure to apply the settings fails it from the start, on all ranks."""
         self.device.reset_peak()
         start_s = time.perf_counter()
@@ -125,7 +131,7 @@ class Trainer:
                     loss = self._forward_backward()
             except (Exception, KeyboardInterrupt) as error:
                 failure = self._failure(error)
-        discarded = self._reduce(failure) > 0
+        discarded, last = self._reduce(failure, nudges)
         if not discarded:
             try:
                 with self.device.step_scope():
@@ -135,12 +141,12 @@ class Trainer:
                 self._renew_scaler()
         self.model.zero_grad()
         if discarded:
-            return _Outcome(self._sample(start_s, failure.kind if failure else "discarded"), loss, failure, True)
+            return _Outcome(self._sample(start_s, failure.kind if failure else "discarded"), loss, failure, True, True)
         self.stream.advance(self.settings.batch_size, self.settings.accumulation_steps)
         self.steps += 1
         event = "flip" if self._flipped else ""
         self._flipped = False
-        return _Outcome(self._sample(start_s, event), loss, None, False)
+        return _Outcome(self._sample(start_s, event), loss, None, False, last)
 
     def _forward_backward(self) -> Tensor:
         """Accumulate the gradients of all micro-batches of this step; returns the mean loss."""
@@ -163,12 +169,12 @@ class Trainer:
                 self.phase = "data"
         return total
 
-    def _reduce(self, failure: Failure | None) -> int:
-        """Average the gradients over all ranks; returns how many ranks failed."""
+    def _reduce(self, failure: Failure | None, nudges: int) -> list[bool]:
+        """Average the gradients over all ranks; returns whether any rank failed, and whether any was nudged."""
         self.phase = "reduction"
         # A failed rank has room for the zeros it sends: whatever its step held is gone by now.
         with self.device.exempt() if failure else nullcontext():
-            return self._reduction.finish(failed=failure is not None)
+            return self._reduction.finish(failure is not None, nudge.newer_than(nudges))
 
     def _update(self) -> None:
         """Unscale, clip, update: in this order, because clipping is about true gradients."""
