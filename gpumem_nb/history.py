@@ -12,6 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from .memory.units import format_bytes
+from .rescue import Fit, Rescue
 from .sample import Reading, Sample
 from .settings import Settings
 
@@ -121,6 +122,7 @@ class History:
 
     Attributes:
         steps: optimizer steps done since the workload was loaded.
+        rescue: the latest step that was discarded, until something is flipped or loaded.
         loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
         version: grows with every change.
     """
@@ -132,6 +134,7 @@ class History:
         self.tried: list[Tried] = []
         self.readings: list[Reading | None] = [None] * size
         self.steps = 0
+        self.rescue: Rescue | None = None
         self.loaded_as = 0
         self.version = 0
         self._by_rank: list[deque[Sample]] = [deque(maxlen=STEPS_KEPT) for _ in range(size)]
@@ -167,8 +170,22 @@ class History:
         """Put an event on the charts."""
         with self._lock:
             self.events.append(Event(self.now_s(), self.steps, kind, text))
+            if kind in ("flip", "load"):
+                self.rescue = None
             if kind == "load" and self.tried:
                 self.loaded_as = self.tried[-1].settings_id
+            self.version += 1
+
+    def rescued(self, rescue: Rescue) -> None:
+        """A step was discarded."""
+        self.mark(rescue.failure.kind, rescue.headline)
+        self.rescue = rescue
+
+    def tried_out(self, trial: Fit) -> None:
+        """The ranks found out whether other settings would have let the latest discarded step fit."""
+        with self._lock:
+            if self.rescue:
+                self.rescue.trials.append(trial)
             self.version += 1
 
     def begin(self, settings_id: int, workload: str, settings: Settings) -> None:

@@ -29,7 +29,7 @@ class Sample:
 
     ``time_s`` counts from the session's start, ``step_s`` is the step's duration, bytes are as in :class:`Reading`
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
-    first step under new settings, or what ended the step (``oom``, ``error``), which then was discarded.
+    first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
     """
 
     rank: int
@@ -51,8 +51,10 @@ class Sample:
 class Failure:
     """Why a rank could not finish a step.
 
-    ``kind`` is ``oom`` or ``error``; ``phase`` is the part of the step (``settings``, ``data``, ``forward``,
-    ``backward``, ``reduction``, ``update``); ``message`` is one sentence, ``traceback`` the text for those who want it.
+    ``kind`` is ``oom``, ``error`` or ``interrupted``; ``phase`` is the part of the step (``settings``, ``data``,
+    ``forward``, ``backward``, ``recomputation``, ``reduction``, ``update``); ``message`` is one sentence, ``traceback``
+    the text for those who want it. ``module`` is where in the model it was, as far as that can be told; ``asked`` and
+    ``free`` are the bytes wanted and left when memory ran out, ``None`` if not known.
     """
 
     rank: int
@@ -60,19 +62,24 @@ class Failure:
     phase: str
     message: str
     traceback: str = ""
+    module: str = ""
+    asked: int | None = None
+    free: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A whole number of steps under one settings object, the same on every rank. Zero steps only apply the settings.
 
-    ``nudges`` counts the nudges sent before it: a later one ends the chunk at the next step boundary.
+    ``nudges`` counts the nudges sent before it: a later one ends the chunk at the next step boundary. A ``trial`` is
+    one step that is measured and then undone on all ranks.
     """
 
     settings: Settings
     settings_id: int
     steps: int
     nudges: int = 0
+    trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,7 @@ class Session:
         self.history = History(self._plan.size)
         self._ranks = self._plan.start(self.history, progress)
         self._training = Training(self._ranks, self.history, self._lost)
+        self._training.policy = self._policy
         _current = self
 
     # Who runs ---------------------------------------------------------------------------------------------------
@@ -369,7 +370,7 @@ class Session:
                 f"{workload.name} brings no optimizer of its own. Use optimizer=sgd, momentum, adam or adamw."
             )
         self._check_alive()
-        self._policy = policy
+        self._policy = self._training.policy = policy
         self._training.set(settings)
         return self.settings
 

@@ -14,13 +14,17 @@ from .cluster.calls import Call
 from .cluster.ranks import Ranks
 from .errors import ClusterDied, GpumemError, TrainingFailed
 from .history import History, Run
+from .policy import Policy
 from .ranklist import name_ranks
+from .rescue import Fit, Rescue, flips, lighter_than, shrunk
 from .sample import Chunk, ChunkReply, Failure, Sample, WorkloadInfo
 from .settings import Settings
 
 CHUNK_SECONDS = 1.0
 CHUNKS_IN_FLIGHT = 2
 LARGEST_CHUNK = 1000
+TRIAL_ID = -2  # and below: trials are no configurations of their own
+TRIAL_SECONDS = 2.0  # that finding out what would have fit may take
 IDLE_READING_SECONDS = 1.0
 
 
@@ -28,12 +32,16 @@ class Training:
     """Keeps the ranks training in the background, on a thread of its own.
 
     ``lost`` is called with a sentence when the cluster is gone.
+
+    Attributes:
+        policy: what to do when memory runs out.
     """
 
     def __init__(self, ranks: Ranks, history: History, lost: Callable[[str], None]) -> None:
         self._ranks = ranks
         self._history = history
         self._lost = lost
+        self.policy = Policy()
         self._changed = threading.Condition()
         self._in_flight: deque[tuple[Chunk, Call]] = deque()
         self._idle_reading: Call | None = None
@@ -47,8 +55,8 @@ class Training:
         self._proven: Settings | None = None  # the last ones that a step was finished under
         self._known_settings: dict[int, Settings] = {}
         self._recording: list[Sample] | None = None
-        self._notes: list[str] = []
-        self._failure: GpumemError | None = None
+        self._notes: list[Rescue | str] = []
+        self._failure: GpumemError | Rescue | None = None
         self._closing = False
         self._listeners: list[SimpleQueue[None]] = []
         self._thread = threading.Thread(target=self._work, name="gpumem_nb training", daemon=True)
@@ -108,8 +116,7 @@ class Training:
         self.make_way()
         if apply_now:
             self._wait_until(lambda: not self.busy)
-            if self._failure:
-                raise self._failure
+            self._raise_failure()
 
     def play(self, steps: float = math.inf) -> None:
         """Train in the background, for some steps or until :meth:`pause`."""
@@ -146,9 +153,8 @@ class Training:
             self._notes.append("Interrupted.")
         with self._changed:
             samples, self._recording = self._recording or [], None
-        if self._failure:
-            raise self._failure
-        return Run(samples, dict(self._known_settings), self._notes)
+        self._raise_failure()
+        return Run(samples, dict(self._known_settings), [str(note) for note in self._notes])
 
     def interrupt(self) -> None:
         """Stop training and interrupt what the ranks are doing; a step under way is discarded."""
@@ -183,6 +189,12 @@ class Training:
         for news in list(self._listeners):
             news.put(None)
 
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, Rescue):
+            raise TrainingFailed(str(self._failure))
+        if self._failure:
+            raise self._failure
+
     def _adopt(self, settings: Settings) -> None:
         self._settings = settings
         self._settings_id += 1
@@ -193,6 +205,9 @@ class Training:
 
     def _send(self, steps: int) -> None:
         chunk = Chunk(self._settings, self._settings_id, steps, self._nudges)
+        self._dispatch(chunk)
+
+    def _dispatch(self, chunk: Chunk) -> None:
         call = self._ranks.call("run_chunk", chunk)
         call.when_done(self._announce)
         self._in_flight.append((chunk, call))
@@ -215,7 +230,9 @@ class Training:
                 self._changed.wait(0.5)
             answered = self._answered()
             idle = not self._in_flight and not self._wanted and not self._closing
-        if answered:
+        if answered and answered[0].trial:
+            self._learn(*answered)
+        elif answered:
             self._receive(*answered)
         elif idle:
             self._read_devices()
@@ -250,35 +267,62 @@ class Training:
                     self._chunk_steps = max(1, min(2 * chunk.steps, LARGEST_CHUNK, int(CHUNK_SECONDS / slowest)))
             self._wanted = max(0, self._wanted - len({sample.step for sample in done}))
             if failure:
-                self._handle(failure, chunk)
+                self._handle(failure, chunk, max(sample.step_s for sample in samples) if samples else 0.0)
             self._announce()
 
-    def _handle(self, failure: Failure, chunk: Chunk) -> None:
-        """Go back to what last worked; without that, or when the settings are not to blame, stop and say why."""
+    def _handle(self, failure: Failure, chunk: Chunk, step_s: float) -> None:
+        """Go on with other settings, as the policy says; without any, or when they are not to blame, stop."""
         if failure.kind == "interrupted":
             self._wanted = 0
             return
         tried = self._history.configuration(chunk.settings_id)
         if tried:
             tried.outcome = failure.kind
-        text = _name(failure)
-        self._history.mark(failure.kind, text)
+        rescue = Rescue(failure, self._history.steps + 1, chunk.settings)
+        self._history.rescued(rescue)
+        self._notes.append(rescue)
         newer = chunk.settings_id != self._settings_id
-        works = self._applied if failure.phase == "settings" else self._proven
-        back = works if works and chunk.settings.changed_from(works) else None
-        if back and not newer:
-            changed = ", ".join(f"{name}={value}" for name, value in back.changed_from(chunk.settings).items())
-            self._adopt(back)
-            self._history.mark("note", f"went back to {changed}")
-            if not self._wanted:
-                self._send(0)
-            self._notes.append(f"{text}\nThe step was discarded on all ranks and training went back to {changed}.")
-        if failure.kind == "error" or not (back or newer):
+        other = None if newer else self._way_out(failure, chunk.settings)
+        if failure.kind == "oom" and self.policy.on_oom != "shrink":
+            self._try_out(rescue, step_s)
+        if other:
+            shrinks = other.samples_per_rank == chunk.settings.samples_per_rank and self.policy.on_oom == "shrink"
+            rescue.did = f"training {'goes on with' if shrinks else 'went back to'} {flips(chunk.settings, other)}"
+            self._adopt(other)
+            self._history.mark("note", rescue.did.removeprefix("training "))
+        if failure.kind == "error" or not (other or newer):
             self._wanted = 0
-            self._failure = TrainingFailed(f"{text}\n{_advice(failure, back)}")
+            self._failure = rescue
+            rescue.did = rescue.did or "training stopped"
+        if other and not self._wanted:
+            self._send(0)
+        elif not other and not newer:
             # The ranks hold these settings for broken; the next attempt gets a new number.
-            if not back and not newer:
-                self._adopt(self._settings)
+            self._adopt(self._settings)
+
+    def _way_out(self, failure: Failure, failed: Settings) -> Settings | None:
+        """Settings to go on with, or to go back to before stopping."""
+        if failure.kind == "oom" and self.policy.on_oom == "stop":
+            return None
+        if failure.kind == "oom" and self.policy.on_oom == "shrink" and failure.phase not in ("settings", "update"):
+            return shrunk(failed)
+        works = self._applied if failure.phase == "settings" else self._proven
+        return works if works and failed.changed_from(works) else None
+
+    def _try_out(self, rescue: Rescue, step_s: float) -> None:
+        """Find out on the ranks which settings would have fit; what they answer is added to the rescue."""
+        blocks = self._workload is not None and self._workload.blocks > 0
+        lighter = lighter_than(rescue.settings, rescue.failure.phase, blocks)
+        for number, settings in enumerate(lighter[: int(TRIAL_SECONDS / max(step_s, 0.001))]):
+            self._dispatch(Chunk(settings, TRIAL_ID - number, 1, self._nudges, trial=True))
+
+    def _learn(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
+        with self._changed:
+            self._in_flight.popleft()
+            fits = not any(reply.failure for reply in replies)
+            peak = max(sample.live_peak_bytes for reply in replies for sample in reply.samples)
+            self._history.tried_out(Fit(chunk.settings, peak if fits else None))
+            self._announce()
 
     def _give_up(self, error: GpumemError) -> None:
         with self._changed:
@@ -315,21 +359,3 @@ class Training:
 
 def _describe(before: Settings, after: Settings) -> str:
     return ", ".join(f"{name} {getattr(before, name)} → {value}" for name, value in after.changed_from(before).items())
-
-
-def _name(failure: Failure) -> str:
-    if failure.phase == "settings":
-        return f"These settings cannot be used: {failure.message}"
-    what = "ran out of memory" if failure.kind == "oom" else "failed"
-    return f"rank {failure.rank} {what} in the {failure.phase} part of the step: {failure.message}"
-
-
-def _advice(failure: Failure, back: Settings | None) -> str:
-    if back:
-        return "The step was discarded on all ranks; the settings are back to those that worked."
-    if failure.kind == "oom":
-        return (
-            "The step was discarded on all ranks. Try a smaller batch_size, checkpointing=blocks or a lower precision: "
-            "%hvd_set batch_size=8"
-        )
-    return "The step was discarded on all ranks. Mend the cause and train again."

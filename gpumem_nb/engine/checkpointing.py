@@ -191,7 +191,7 @@ class Segment:
     def unpack(self, slot: _Slot) -> Tensor:
         """The dropped tensor, recomputed."""
         if slot.index not in self._recomputed:
-            self._replay()
+            self.replay()
         try:
             return self._recomputed.pop(slot.index)
         except KeyError:
@@ -200,7 +200,8 @@ class Segment:
                 "Use checkpointing=none, or make the block depend on nothing but its inputs."
             ) from None
 
-    def _replay(self) -> None:
+    def replay(self) -> None:
+        """Run the segment once more and keep what backward still needs."""
         count = 0
 
         def keep(tensor: Tensor) -> None:

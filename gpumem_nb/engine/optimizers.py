@@ -34,6 +34,12 @@ def build(params: Iterable[Tensor], settings: Settings) -> Optimizer:
     return optimizer
 
 
+def from_torch(optimizer: Optimizer) -> bool:
+    """Whether its update is torch's own code alone, which fails for want of memory only."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer).__module__.startswith("torch.optim.") and not hooks
+
+
 def set_implementation(optimizer: Optimizer, name: str) -> None:
     """Compute the same update in another way from the next step on; the state stays."""
     flags = _IMPLEMENTATION_FLAGS[name]

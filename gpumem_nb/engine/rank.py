@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import horovod.torch as hvd
 import torch
@@ -16,12 +17,15 @@ from ..memory.device import Device, open_device
 from ..sample import Chunk, ChunkReply, RankConfig, RankInfo, Reading, WorkloadInfo
 from ..workload import Workload
 from . import nudge
+from .agreement import any_rank
 from .attach import attached
 from .data import ShardedStream, as_dataset
 from .interrupts import interruptible, take_over
 from .priority import new_threads_give_way
 from .streams import flush_only_what_was_written
 from .trainer import Trainer
+
+Result = TypeVar("Result")
 
 _config: RankConfig
 _device: Device
@@ -71,14 +75,14 @@ def check_sharing(ranks: int, gpus: int, nccl: bool) -> None:
         )
 
 
-def load(workload: Workload) -> WorkloadInfo:
+def load(workload: Workload) -> WorkloadInfo | None:
     """Build the workload here and train it from now on."""
-    return _train(workload)
+    return _train(lambda: workload)
 
 
-def attach(names: dict[str, str | None]) -> WorkloadInfo:
+def attach(names: dict[str, str | None]) -> WorkloadInfo | None:
     """Train objects that already live here, by variable name."""
-    return _train(attached(names, namespace()))
+    return _train(lambda: attached(names, namespace()))
 
 
 def loaded() -> bool:
@@ -120,17 +124,43 @@ def namespace() -> dict[str, Any]:
     return vars(sys.modules["__main__"])
 
 
-def _train(workload: Workload) -> WorkloadInfo:
+def _train(make: Callable[[], Workload]) -> WorkloadInfo | None:
+    """Train another workload; ``None`` when some other rank could not load it, which then says why."""
     global _trainer
     # Whatever is wrong with the data is found before the old workload is let go.
-    with interruptible():
-        data = as_dataset(workload.data())
-    stream = ShardedStream(*data, rank=hvd.rank(), size=hvd.size())
+    prepared = _together("data", lambda: _prepare(make()))
+    if prepared is None:
+        return None
     if _trainer is not None:
         _trainer.close()
         _trainer = None
         for name in ("model", "optimizer"):
             namespace().pop(name, None)
-    _trainer = Trainer(workload, stream, _device, _config.epoch_time_s)
+    trainer = _together("model", lambda: Trainer(*prepared, _device, _config.epoch_time_s))
+    if trainer is None:
+        return None
+    trainer.join()
+    _trainer = trainer
     namespace().update(model=_trainer.model, optimizer=_trainer.optimizer)
     return _trainer.info()
+
+
+def _prepare(workload: Workload) -> tuple[Workload, ShardedStream]:
+    with interruptible():
+        data = as_dataset(workload.data())
+    return workload, ShardedStream(*data, rank=hvd.rank(), size=hvd.size())
+
+
+def _together(what: str, work: Callable[[], Result]) -> Result | None:
+    """Do what may fail on one rank alone; ``None`` when it did on another one, so that nobody waits for it."""
+    failure: BaseException | None = None
+    result = None
+    try:
+        result = work()
+    except (Exception, KeyboardInterrupt) as error:
+        failure = error
+    if any_rank(failure is not None, what):
+        if failure:
+            raise failure
+        return None
+    return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import horovod.torch as hvd
 import torch
@@ -30,13 +30,17 @@ class GradientReduction:
 
     The votes travel in the last bucket, so agreement costs no round trip of its own. A rank that failed sends zeros for
     the gradients it lacks: nobody waits, and everybody learns that the step must be discarded.
+
+    Attributes:
+        latest: the parameter whose gradient was computed last, which tells how far backward got.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self._buckets = _into_buckets([param for param in params if param.requires_grad])
         self._armed = False
+        self.latest: Tensor | None = None
         self._hooks = [
-            param.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._gradient_ready(bucket))
+            param.register_post_accumulate_grad_hook(lambda param, bucket=bucket: self._gradient_ready(param, bucket))
             for bucket in self._buckets
             for param in bucket.params
         ]
@@ -47,14 +51,17 @@ class GradientReduction:
             bucket.missing = len(bucket.params)
         self._armed = True
 
-    def finish(self, *votes: bool) -> list[bool]:
+    def finish(self, votes: Sequence[bool | Tensor]) -> list[bool]:
         """Send what was not sent, wait for all of it, and return for each vote whether any rank gave it.
+
+        A vote may be a tensor on the device, which nobody waits for before the reduction is done.
 
         Afterwards every ``grad`` is the average over all ranks, the same bits on each.
         """
         self._armed = False
         last = self._buckets[-1]
-        ballot = torch.tensor(votes, dtype=_wire_dtype(last.params[0]), device=last.params[0].device)
+        like = {"dtype": _wire_dtype(last.params[0]), "device": last.params[0].device}
+        ballot = torch.stack([torch.as_tensor(vote, **like) for vote in votes])  # type: ignore[arg-type]
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._send(bucket, ballot if bucket is last else None)
@@ -67,7 +74,8 @@ class GradientReduction:
         for hook in self._hooks:
             hook.remove()
 
-    def _gradient_ready(self, bucket: _Bucket) -> None:
+    def _gradient_ready(self, param: Tensor, bucket: _Bucket) -> None:
+        self.latest = param
         if not self._armed:
             return
         bucket.missing -= 1
@@ -88,8 +96,12 @@ class GradientReduction:
         handle, bucket.handle = bucket.handle, None
         hvd.synchronize(handle)
         for param, wire in zip(bucket.params, bucket.wire, strict=False):
-            if wire is not param.grad:
-                param.grad = wire.to(param.dtype)
+            if wire is param.grad:
+                continue
+            if param.grad is None or param.grad.is_sparse:
+                param.grad = wire
+            else:
+                param.grad.copy_(wire)  # in place: nothing may be allocated, and so fail, on one rank alone
         bucket.wire = []
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import traceback
-from contextlib import nullcontext
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +19,18 @@ from ..sample import Chunk, ChunkReply, Failure, Sample, WorkloadInfo
 from ..settings import Settings
 from ..workload import Workload
 from . import nudge, optimizers
+from .agreement import any_rank, same_everywhere
+from .blame import failure_of
 from .checkpointing import Checkpointing, find_blocks
 from .data import ShardedStream, to_device
 from .interrupts import interruptible
 from .precision import autocast
 from .reduction import GradientReduction
+from .undo import ForwardUndo, KeptState, UpdateUndo
+
+UPDATE_COPIES = (
+    3  # of the parameters: more than any of torch's optimizers allocates in an update, once it has its state
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +48,18 @@ class _Outcome:
         return dataclasses.replace(self.sample, loss=None if self.loss is None else self.loss.item())
 
 
+@dataclass(frozen=True, slots=True)
+class _Votes:
+    """What any rank voted for: it failed; it was nudged; its update may fail; its loss is not a finite number."""
+
+    failed: bool
+    leave: bool
+    careful: bool
+    nonfinite: bool
+
+
 class Trainer:
-    """Trains one workload on this rank, in step with the trainers of the other ranks.
+    """Trains one workload on this rank, in step with the trainers of the other ranks once :meth:`join` was called.
 
     Attributes:
         model, optimizer, stream: what is being trained, live; cells that run on the rank may look at them.
@@ -62,22 +78,34 @@ class Trainer:
         self._started_s = started_s
         self._settings_id = -1
         self._failed_id = -1
+        self._proven_id = -1  # under which a step was finished
         self._flipped = False
         torch.manual_seed(0)
         with interruptible():
             self.model = _checked_model(workload.model()).to(device.torch_device).train()
-        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         torch.manual_seed(1 + hvd.rank())
         self._own_optimizer = workload.optimizer(self.model.parameters()) if workload.optimizer else None
         if self._own_optimizer:
             own_rate = self._own_optimizer.param_groups[0]["lr"]
             self.settings = Settings(optimizer="own", learning_rate=own_rate)
         self.optimizer: Optimizer = self._own_optimizer or optimizers.build(self.model.parameters(), self.settings)
+        self._parked: tuple[str, KeptState] | None = None  # used last, until a step was done with another one
         self._params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        self._param_bytes = sum(param.nbytes for param in self._params)
         self._reduction = GradientReduction(self._params)
         self._checkpointing: Checkpointing | None = None
         # One scaler for the whole life of the workload: leaving fp16 and coming back keeps its scale.
         self._scaler = torch.amp.GradScaler(device.torch_device.type)
+
+    def join(self) -> None:
+        """Begin with the weights of rank 0; all ranks call it together."""
+        shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in self.model.state_dict().items()]
+        if not same_everywhere(zlib.crc32(repr(shapes).encode()), "model"):
+            raise WorkloadError(
+                "The ranks hold different models: names, shapes or types of their weights differ. Define the model in "
+                "the same way on all ranks."
+            )
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
@@ -107,11 +135,13 @@ class Trainer:
         """
         if chunk.settings_id == self._failed_id:
             return ChunkReply(hvd.rank(), (), self.device.reading(), skipped=True)
+        if chunk.trial:
+            return self._try_out(chunk)
         nudge.catch_up(chunk.nudges)
         failure = self._apply(chunk)
         outcomes: list[_Outcome] = []
         for _ in range(chunk.steps):
-            outcomes.append(self._step(failure, chunk.nudges))
+            outcomes.append(self._step(failure, chunk))
             failure = outcomes[-1].failure
             if outcomes[-1].discarded:
                 self._failed_id = chunk.settings_id
@@ -120,10 +150,21 @@ class Trainer:
         samples = tuple(outcome.sample_with_loss() for outcome in outcomes)
         return ChunkReply(hvd.rank(), samples, self.device.reading(), failure)
 
-    def _step(self, failure: Failure | None, nudges: int) -> _Outcome:
+    def _try_out(self, chunk: Chunk) -> ChunkReply:
+        """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""
+        settings, settings_id = self.settings, self._settings_id
+        flipped = self._flipped
+        outcome = self._step(self._apply(chunk), chunk)
+        self._settings_id = -1  # whatever of it could be applied is taken back
+        self._apply(Chunk(settings, settings_id, 0))
+        self._flipped = flipped
+        return ChunkReply(hvd.rank(), (outcome.sample,), self.device.reading(), outcome.failure)
+
+    def _step(self, failure: Failure | None, chunk: Chunk) -> _Outcome:
         """One step and what it measured. A failure to apply the settings fails it from the start, on all ranks."""
         self.device.reset_peak()
         start_s = time.perf_counter()
+        before = ForwardUndo(self.model)
         loss = None
         if failure is None:
             try:
@@ -131,22 +172,25 @@ class Trainer:
                     loss = self._forward_backward()
             except (Exception, KeyboardInterrupt) as error:
                 failure = self._failure(error)
-        discarded, last = self._reduce(failure, nudges)
-        if not discarded:
-            try:
-                with self.device.step_scope():
-                    self._update()
-            except Exception as error:
-                failure, discarded = self._failure(error), True
-                self._renew_scaler()
+        votes = self._reduce(failure, loss, chunk)
+        if votes.nonfinite and failure is None and loss is not None and not loss.isfinite():
+            failure = self._nonfinite(loss)
+        discarded = votes.failed or votes.nonfinite
+        if not discarded and votes.careful:
+            failure, discarded = self._update_or_undo(chunk.trial)
+        elif not discarded:
+            self._update()
         self.model.zero_grad()
         if discarded:
-            return _Outcome(self._sample(start_s, failure.kind if failure else "discarded"), loss, failure, True, True)
+            before.undo()
+            event = failure.kind if failure else "trial" if chunk.trial else "discarded"
+            return _Outcome(self._sample(start_s, event), loss, failure, True, True)
         self.stream.advance(self.settings.batch_size, self.settings.accumulation_steps)
         self.steps += 1
+        self._proven_id, self._parked = self._settings_id, None
         event = "flip" if self._flipped else ""
         self._flipped = False
-        return _Outcome(self._sample(start_s, event), loss, None, False, last)
+        return _Outcome(self._sample(start_s, event), loss, None, False, votes.leave)
 
     def _forward_backward(self) -> Tensor:
         """Accumulate the gradients of all micro-batches of this step; returns the mean loss."""
@@ -161,7 +205,7 @@ class Trainer:
                 with autocast(settings.precision, self.device.torch_device.type):
                     loss = _checked_loss(self.workload.loss(self.model, batch)) / settings.accumulation_steps
                 del batch
-                self.phase = "backward"
+                self.phase, self._reduction.latest = "backward", None
                 if index == settings.accumulation_steps - 1:
                     self._reduction.arm()
                 (self._scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
@@ -169,12 +213,43 @@ class Trainer:
                 self.phase = "data"
         return total
 
-    def _reduce(self, failure: Failure | None, nudges: int) -> list[bool]:
-        """Average the gradients over all ranks; returns whether any rank failed, and whether any was nudged."""
+    def _reduce(self, failure: Failure | None, loss: Tensor | None, chunk: Chunk) -> _Votes:
+        """Average the gradients over all ranks, and learn what any of them votes for."""
         self.phase = "reduction"
+        # A loss scaled for fp16 may overflow: then the scaler skips the update by itself.
+        watched = loss is not None and self.settings.precision != "fp16"
+        nonfinite = ~torch.isfinite(loss) if watched and loss is not None else False
+        careful = chunk.trial or self._update_may_fail()
         # A failed rank has room for the zeros it sends: whatever its step held is gone by now.
-        with self.device.exempt() if failure else nullcontext():
-            return self._reduction.finish(failure is not None, nudge.newer_than(nudges))
+        with self.device.exempt():
+            votes = (failure is not None, nudge.newer_than(chunk.nudges), careful, nonfinite)
+            return _Votes(*self._reduction.finish(votes))
+
+    def _update_may_fail(self) -> bool:
+        """Whether this update could end half way: on its first try, short of memory, or in somebody's own code."""
+        if self._settings_id != self._proven_id or not optimizers.from_torch(self.optimizer):
+            return True
+        now = self.device.reading()
+        if now.limit is None or now.reserved is None:
+            return True
+        return bool(now.limit - now.reserved < UPDATE_COPIES * self._param_bytes)
+
+    def _update_or_undo(self, trial: bool) -> tuple[Failure | None, bool]:
+        """Update, and undo it on all ranks if one cannot, or for a trial; returns this rank's failure and if undone."""
+        undo, scaler_state = UpdateUndo(self._params, self.optimizer), self._scaler.state_dict()
+        failure = None
+        try:
+            with self.device.step_scope():
+                self._update()
+        except Exception as error:
+            failure = self._failure(error)
+        undone = any_rank(failure is not None, "update") or trial
+        if undone:
+            undo.undo()
+            # An update that ended half way leaves the scaler believing that it has unscaled already.
+            self._scaler = torch.amp.GradScaler(self.device.torch_device.type)
+            self._scaler.load_state_dict(scaler_state)
+        return failure, undone
 
     def _update(self) -> None:
         """Unscale, clip, update: in this order, because clipping is about true gradients."""
@@ -189,12 +264,6 @@ class Trainer:
             self._scaler.update()
         else:
             self.optimizer.step()
-
-    def _renew_scaler(self) -> None:
-        """An update that ended half way leaves the scaler believing that it has unscaled already."""
-        state = self._scaler.state_dict()
-        self._scaler = torch.amp.GradScaler(self.device.torch_device.type)
-        self._scaler.load_state_dict(state)
 
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done."""
@@ -227,29 +296,34 @@ class Trainer:
             self._checkpointing = Checkpointing(self.model, self._blocks(), mode)
 
     def _set_optimizer(self, settings: Settings) -> None:
-        if settings.optimizer != "own":
-            self.optimizer = optimizers.build(self._params, settings)
-        elif self._own_optimizer:
-            self.optimizer = self._own_optimizer
-        else:
+        if settings.optimizer == "own" and self._own_optimizer is None:
             raise WorkloadError(
                 f"{self.workload.name} brings no optimizer of its own. Use optimizer=sgd, momentum, adam or adamw."
             )
+        if self._parked is None and self.optimizer is not self._own_optimizer:
+            self._parked = (self.settings.optimizer, KeptState(self.optimizer, release=True))
+        if settings.optimizer == "own" and self._own_optimizer:
+            self.optimizer = self._own_optimizer
+        elif self._parked and self._parked[0] == settings.optimizer:
+            with self.device.exempt():
+                self._parked[1].restore()
+            self.optimizer, self._parked = self._parked[1].optimizer, None
+        else:
+            self.optimizer = optimizers.build(self._params, settings)
 
     def _blocks(self) -> list[nn.Module]:
         return self.workload.blocks(self.model) if self.workload.blocks else find_blocks(self.model)
 
-    def _failure(self, error: BaseException | None) -> Failure:
-        """Describe an exception and let go of what it keeps alive: its traceback's frames hold activations."""
-        oom = isinstance(error, torch.OutOfMemoryError)
-        kind = "oom" if oom else "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
-        message = str(error) if oom or isinstance(error, WorkloadError) else f"{type(error).__name__}: {error}"
-        text = "".join(traceback.format_exception(error))
-        while error is not None:
-            traceback.clear_frames(error.__traceback__)
-            error.__traceback__ = None
-            error = error.__context__
-        return Failure(hvd.rank(), kind, self.phase, message, text)
+    def _failure(self, error: BaseException) -> Failure:
+        return failure_of(error, self.phase, self.model, self._reduction.latest, self.device)
+
+    def _nonfinite(self, loss: Tensor) -> Failure:
+        return Failure(
+            hvd.rank(),
+            "error",
+            "forward",
+            f"the loss became {loss.item()}. Look at its data on this rank, lower learning_rate or set clip_norm",
+        )
 
     def _sample(self, start_s: float, event: str) -> Sample:
         reading = self.device.reading()

@@ -132,7 +132,7 @@ class Panel:
         status = wording.status(session, time.monotonic() - self._heard_s)
         self._controls.follow()
         self._status.html = status
-        self._alert.html = wording.alert(self._refusal) or wording.failure(list(history.events))
+        self._alert.html = wording.alert(self._refusal) or wording.rescue(history.rescue)
         state = (history, history.version)
         if state == self._shown:
             return

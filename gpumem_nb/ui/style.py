@@ -17,6 +17,9 @@ CSS = """<style>
   border-left: 6px solid; padding: 6px 12px; margin: 4px 0; background: var(--jp-layout-color2, transparent);
   font-size: 18px; }
 .gpumem-panel .gpumem-alert > div { border-color: #D55E00; }
+.gpumem-panel .gpumem-alert h4 { margin: 0 0 2px; font-size: 20px; }
+.gpumem-panel .gpumem-alert p { margin: 2px 0; font-size: 16px; }
+.gpumem-panel .gpumem-alert span { margin-right: 20px; display: inline-block; }
 .gpumem-panel .gpumem-effect > div { border-color: #009E73; }
 .gpumem-panel .gpumem-effect b { font-size: 20px; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .gpumem-panel .gpumem-effect span { margin-right: 20px; display: inline-block; }

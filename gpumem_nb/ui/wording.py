@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
-from ..history import Effect, Event, format_rate
+from ..history import Effect, format_rate
 from ..memory.units import format_bytes
+from ..rescue import Rescue
 from ..sample import Reading, Sample
 from ..session import Session
 from .series import GOOD
@@ -103,18 +104,20 @@ def effect(effect: Effect | None) -> str:
     )
 
 
-def failure(events: Sequence[Event]) -> str:
-    """The latest failure and how it was survived; nothing once settings were changed or a workload loaded since."""
-    text = ""
-    for event in events:
-        if event.kind in ("oom", "error"):
-            # The allocator's message goes on with numbers that the charts show.
-            text = f"Step {event.step + 1}: {'. '.join(event.text.split('. ')[:2]).rstrip('.')}."
-        elif event.kind == "note" and text:
-            text += f" The step was discarded on all ranks; {event.text}."
-        elif event.kind in ("flip", "load"):
-            text = ""
-    return alert(text)
+def rescue(rescue: Rescue | None) -> str:
+    """A card about the latest step that was discarded."""
+    if rescue is None:
+        return ""
+    failure = rescue.failure
+    what = "ran out of memory" if failure.kind == "oom" else "failed"
+    facts = [("part of the step", failure.phase), ("module", failure.module)]
+    if failure.kind == "oom":
+        facts += [("asked for", format_bytes(failure.asked)), ("free", format_bytes(failure.free))]
+    shown = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span> " for name, value in facts if value)
+    message = "" if failure.kind == "oom" else f"<p>{escape(failure.message)}</p>"
+    did = f"<p>The step was discarded on all ranks; {escape(rescue.did)}.</p>" if rescue.did else ""
+    advice = f"<p>{escape(rescue.advice)}</p>" if rescue.advice else ""
+    return f"<div><h4>Step {rescue.step}: rank {failure.rank} {what}</h4>{shown}{message}{did}{advice}</div>"
 
 
 def alert(text: str) -> str:

@@ -1,0 +1,115 @@
+"""What became of a step that some rank could not finish, in words, and which settings would have let it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .memory.units import format_bytes
+from .sample import Failure
+from .settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Settings tried out on the ranks after memory ran out. ``peak_bytes``: live, worst rank; ``None``: no fit."""
+
+    settings: Settings
+    peak_bytes: int | None
+
+
+@dataclass(slots=True)
+class Rescue:
+    """One discarded step.
+
+    Attributes:
+        failure: what the first rank that failed said.
+        step: the number the step would have had.
+        settings: what it ran under.
+        did: what was done about it.
+        trials: what was tried afterwards, each for one step that was undone.
+    """
+
+    failure: Failure
+    step: int
+    settings: Settings
+    did: str = ""
+    trials: list[Fit] = field(default_factory=list)
+
+    @property
+    def headline(self) -> str:
+        """Who could not do what, and why."""
+        failure = self.failure
+        if failure.phase == "settings":
+            return f"These settings cannot be used: {failure.message}"
+        where = f"in the {failure.phase} part of the step"
+        if failure.module:
+            where += f", in {failure.module}"
+        if failure.kind != "oom":
+            return f"rank {failure.rank} failed {where}: {failure.message}"
+        if failure.asked is None:
+            return f"rank {failure.rank} ran out of memory {where}: {failure.message}"
+        free = "" if failure.free is None else f" with {format_bytes(failure.free)} free"
+        return f"rank {failure.rank} ran out of memory {where}: Tried to allocate {format_bytes(failure.asked)}{free}."
+
+    @property
+    def fits(self) -> list[str]:
+        """The flips that would have made it fit, as they were measured."""
+        return [
+            f"{flips(self.settings, trial.settings)} (live peak {format_bytes(trial.peak_bytes)})"
+            for trial in self.trials
+            if trial.peak_bytes is not None
+        ]
+
+    @property
+    def advice(self) -> str:
+        """Which flips would have helped; empty where the failure is not about memory."""
+        if self.failure.kind != "oom":
+            return ""
+        if self.fits:
+            best = next(trial.settings for trial in self.trials if trial.peak_bytes is not None)
+            found = f"Tried out on the ranks, these would have fit: {'; '.join(self.fits)}."
+            return f"{found} Type %hvd_set {flips(self.settings, best)}"
+        lighter = lighter_than(self.settings, self.failure.phase, blocks=True)
+        ideas = " or ".join(flips(self.settings, settings) for settings in lighter[:3])
+        if self.trials:
+            tried = "; ".join(flips(self.settings, trial.settings) for trial in self.trials)
+            return (
+                f"Tried out on the ranks, none of these would have fit: {tried}. Use a smaller model or a larger limit."
+            )
+        return f"Try %hvd_set {ideas}." if ideas else "Use a smaller model or a larger limit."
+
+    def __str__(self) -> str:
+        lines = [self.headline, f"The step was discarded on all ranks; {self.did}." if self.did else "", self.advice]
+        return "\n".join(line for line in lines if line)
+
+
+def flips(before: Settings, after: Settings) -> str:
+    """What to type to get from one to the other."""
+    return " ".join(f"{name}={value}" for name, value in after.changed_from(before).items())
+
+
+def shrunk(settings: Settings) -> Settings | None:
+    """The same global batch in smaller micro-batches, half the size if that is even; ``None`` below one sample."""
+    size = settings.batch_size
+    factor = next((divisor for divisor in range(2, size + 1) if size % divisor == 0), None)
+    if factor is None:
+        return None
+    return settings.replace(batch_size=size // factor, accumulation_steps=settings.accumulation_steps * factor)
+
+
+def lighter_than(settings: Settings, phase: str, blocks: bool) -> list[Settings]:
+    """Settings that need less memory in a phase of the step, the mildest first; ``blocks`` can be checkpointed."""
+    if phase == "update":
+        others: Sequence[dict[str, str]] = [
+            {"optimizer_impl": "fused"},
+            {"optimizer": "momentum"},
+            {"optimizer": "sgd"},
+        ]
+        lighter = [settings.replace(**{"optimizer_impl": "default"} | other) for other in others]
+        return [other for other in lighter if other.changed_from(settings)]
+    smaller = shrunk(settings)
+    checkpointed = settings.replace(checkpointing="blocks") if blocks and settings.checkpointing == "none" else None
+    both = shrunk(checkpointed) if checkpointed else None
+    half = settings.replace(precision="bf16") if settings.precision == "fp32" else None
+    return [other for other in (smaller, checkpointed, half, both) if other]
