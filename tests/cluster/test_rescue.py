@@ -8,97 +8,11 @@ import pytest
 
 from gpumem_nb.errors import TrainingFailed
 from gpumem_nb.session import Session
+from tests.cluster.trouble import CODE, everything, prepared, same_as
 from tests.conftest import weights
 
 pytestmark = pytest.mark.cluster
 
-# A model with everything that a step changes (weights, statistics, random numbers), and a place for each fault.
-TROUBLE = """
-import hashlib, random
-import numpy as np
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from gpumem_nb.engine.rank import reading
-
-fault = kind = None
-
-def strike(where):
-    global fault
-    if fault != where or rank != 1:
-        return
-    fault = None
-    if kind == "oom":
-        torch.empty(2**30, dtype=torch.uint8)
-    raise ValueError(f"planted in {where}")
-
-class Rows(Dataset):
-    def __init__(self):
-        numbers = torch.Generator().manual_seed(5)
-        self.x = torch.randn(64, 8, generator=numbers)
-    def __len__(self):
-        return 64
-    def __getitem__(self, index):
-        strike("data")
-        return self.x[index] + random.random() * 0.01
-
-def collate(rows):
-    strike("collate")
-    return torch.stack(rows)
-
-class Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-    @staticmethod
-    def backward(ctx, gradient):
-        strike("backward")
-        return gradient
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
-        self.calls = 0
-    def forward(self, x):
-        from gpumem_nb.engine.checkpointing import Segment
-        self.calls += 1
-        strike("recomputation" if Segment.replaying else "forward")
-        if self.calls % 2 == 0:
-            strike("second micro-batch")
-        return self.drop(self.norm(Backward.apply(self.linear(x))))
-
-class Own(torch.optim.SGD):
-    def step(self, closure=None):
-        first = self.param_groups[0]["params"][0]
-        with torch.no_grad():
-            first.add_(1.0)
-        self.state[first]["touched"] = torch.ones(1)
-        strike("update")
-        with torch.no_grad():
-            first.sub_(1.0)
-        super().step()
-
-def make():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 1))
-
-def size(model, batch):
-    return model(batch).square().mean()
-
-def everything():
-    state = [*model.parameters(), *model.buffers(), torch.get_rng_state()]
-    for values in optimizer.state.values():
-        state += [value for _, value in sorted(values.items()) if isinstance(value, torch.Tensor)]
-    digest = hashlib.sha1(b"".join(tensor.detach().numpy().tobytes() for tensor in state))
-    digest.update(repr((random.getstate(), len(optimizer.state))).encode())
-    return digest.hexdigest(), reading().live
-"""
-PREPARE = """
-net, rows = make(), DataLoader(Rows(), collate_fn=collate)
-own = Own(net.parameters(), lr=0.01, momentum=0.9)
-random.seed(rank)
-fault = None
-"""
 CASES = [
     ("error", "data", "data", {}),
     ("error", "collate", "data", {}),
@@ -123,17 +37,17 @@ CASES = [
 def test_a_failed_step_leaves_no_trace(
     two_ranks: Session, kind: str, where: str, phase: str, knobs: dict[str, object]
 ) -> None:
-    session = prepared(two_ranks, knobs)
+    session = prepared(two_ranks, **knobs)
     undisturbed = losses(session, 6)
 
-    session = prepared(two_ranks, knobs)
+    session = prepared(two_ranks, **knobs)
     session.train(3)
-    before = session.run("everything()")
-    session.run(f"fault, kind = {where!r}, {kind!r}")
+    before = everything(session)
+    session.run(f"plant({where!r}, {kind!r})")
     with pytest.raises(TrainingFailed, match=rf"rank 1 .* in the {phase} part of the step") as caught:
         session.train(3)
     assert ("Tried to allocate 1.0 GiB" if kind == "oom" else "planted") in str(caught.value)
-    same_as(before, session.run("everything()"))
+    same_as(before, everything(session))
     assert len(weights(session)) == 1
     assert losses(session, 3) == undisturbed[3 * 2 :], "as if nothing had happened"
 
@@ -142,7 +56,6 @@ def test_an_optimizer_that_does_not_fit_leaves_the_one_before_with_its_state(two
     session = two_ranks
 
     def momentum() -> None:
-        session.run(TROUBLE)
         session.run("torch.manual_seed(3); net = nn.Linear(1600, 1600)")
         session.run("rows = torch.utils.data.TensorDataset(torch.randn(64, 1600))")
         session.run("def first(model, batch):\n    return model(batch[0]).square().mean()")
@@ -169,19 +82,13 @@ def test_an_optimizer_that_does_not_fit_leaves_the_one_before_with_its_state(two
 
 
 def test_a_loss_that_is_not_a_number_changes_nothing(two_ranks: Session) -> None:
-    session = prepared(two_ranks, {})
-    session.run(
-        "def size(model, batch):\n    return model(batch).square().mean() * (float('nan') if rank == bad else 1.0)"
-    )
-    session.run("bad = None")
-    session.attach(model="net", loss="size", data="rows", optimizer="own")
+    session = prepared(two_ranks)
     session.train(2)
-    before = session.run("everything()")
-    session.run("bad = 1")
+    before = everything(session)
+    session.run("plant('nan', 'nan')")
     with pytest.raises(TrainingFailed, match=r"rank 1 failed .* the loss became nan"):
         session.train(1)
-    same_as(before, session.run("everything()"))
-    session.run("bad = None")
+    same_as(before, everything(session))
     assert session.train(1).steps == 1
 
 
@@ -230,8 +137,7 @@ def test_what_would_have_fit_really_fits(two_ranks: Session, fresh: Callable[...
 
 def test_loading_that_fails_on_one_rank_fails_on_all(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks)
-    session.run(TROUBLE)
-    session.run(PREPARE)
+    session.run(CODE)
     session.run("net = None if rank == 1 else net")
     with pytest.raises(Exception, match=r"model must be a torch\.nn\.Module"):
         session.attach(model="net", loss="size", data="rows")
@@ -242,28 +148,11 @@ def test_loading_that_fails_on_one_rank_fails_on_all(two_ranks: Session, fresh: 
 
 
 def test_memory_runs_out_in_a_cell_and_is_free_again(two_ranks: Session) -> None:
-    session = prepared(two_ranks, {})
+    session = prepared(two_ranks)
     before = session.run("reading().live")
     with pytest.raises(Exception, match="OutOfMemoryError"):
         session.run("def deep():\n    a = torch.empty(50 * 2**20, dtype=torch.uint8)\n    torch.empty(2**30)\ndeep()")
     assert session.run("reading().live") == before
-
-
-def prepared(session: Session, knobs: dict[str, object]) -> Session:
-    session.run(TROUBLE)
-    session.run(PREPARE)
-    session.attach(model="net", loss="size", data="rows", optimizer="own")
-    wanted = {"optimizer": "adamw", "batch_size": 4, "accumulation_steps": 1, "checkpointing": "none"}
-    session.set(**({"precision": "fp32", "clip_norm": None, "learning_rate": 0.01} | wanted | knobs))
-    return session
-
-
-def same_as(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> None:
-    """Weights, statistics, optimizer state and random numbers bit by bit; memory but for a few bytes of Horovod's."""
-    assert [digest for digest, _ in after] == [digest for digest, _ in before]
-    for (_, live_before), (_, live_after) in zip(before, after, strict=True):
-        # Horovod's thread lets go of the votes (16 bytes) a moment later.
-        assert abs(live_after - live_before) <= 64
 
 
 def losses(session: Session, steps: int) -> list[float]:

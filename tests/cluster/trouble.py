@@ -1,0 +1,135 @@
+"""A workload in which things can be made to go wrong on one rank, in any part of a step."""
+
+from __future__ import annotations
+
+from gpumem_nb.session import Session
+
+# A model with everything that a step changes (weights, statistics, random numbers), and a place for each fault.
+CODE = """
+import hashlib, random, time
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from gpumem_nb.engine.checkpointing import Segment
+from gpumem_nb.engine.rank import reading
+
+fault = kind = None
+wait = 0
+
+def plant(where, what, after=0):
+    global fault, kind, wait
+    fault, kind, wait = where, what, after
+
+def strike(where):
+    global fault, wait
+    if fault != where or rank != 1:
+        return False
+    wait -= 1
+    if wait >= 0:
+        return False
+    fault = None
+    if kind == "oom":
+        torch.empty(2**30, dtype=torch.uint8)
+    if kind == "hang":
+        while True:
+            pass
+    if kind == "collective":
+        hvd.allreduce(torch.ones(1), name="alone")
+    if kind == "error":
+        raise ValueError(f"planted in {where}")
+    return True
+
+class Rows(Dataset):
+    def __init__(self):
+        self.x = torch.randn(64, 8, generator=torch.Generator().manual_seed(5))
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        strike("data")
+        return self.x[index] + random.random() * 0.01
+
+def collate(rows):
+    strike("collate")
+    return torch.stack(rows)
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        strike("backward")
+        return gradient
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.calls = 0
+    def forward(self, x):
+        self.calls += 1
+        strike("recomputation" if Segment.replaying else "forward")
+        if self.calls % 2 == 0:
+            strike("second micro-batch")
+        return self.drop(self.norm(Backward.apply(self.linear(x))))
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        first = self.param_groups[0]["params"][0]
+        with torch.no_grad():
+            first.add_(1.0)
+        self.state[first]["touched"] = torch.ones(1)
+        strike("update")
+        with torch.no_grad():
+            first.sub_(1.0)
+        super().step()
+
+def make():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 1))
+
+def size(model, batch):
+    if strike("shapes"):
+        batch = batch[:, :5]
+    loss = model(batch).square().mean()
+    return loss * float("nan") if strike("nan") else loss
+
+def everything():
+    state = [*model.parameters(), *model.buffers(), torch.get_rng_state()]
+    for values in optimizer.state.values():
+        state += [value for _, value in sorted(values.items()) if isinstance(value, torch.Tensor)]
+    digest = hashlib.sha1(b"".join(tensor.detach().numpy().tobytes() for tensor in state))
+    digest.update(repr((random.getstate(), len(optimizer.state))).encode())
+    return digest.hexdigest(), reading().live
+
+net, rows = make(), DataLoader(Rows(), collate_fn=collate)
+own = Own(net.parameters(), lr=0.01, momentum=0.9)
+random.seed(rank)
+"""
+
+
+def prepared(session: Session, **knobs: object) -> Session:
+    """The workload, loaded afresh and under known settings; always the same."""
+    session.run(CODE)
+    session.attach(model="net", loss="size", data="rows", optimizer="own")
+    wanted: dict[str, object] = {"optimizer": "adamw", "optimizer_impl": "default", "learning_rate": 0.01}
+    wanted |= {"batch_size": 4, "accumulation_steps": 1, "checkpointing": "none", "precision": "fp32"}
+    session.set(**({"clip_norm": None} | wanted | knobs))
+    return session
+
+
+def everything(session: Session) -> list[tuple[str, int]]:
+    """Of each rank a fingerprint of all that training changes, and its live bytes."""
+    return session.run("everything()")
+
+
+def same_as(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> None:
+    """Weights, statistics, optimizer state and random numbers bit by bit; memory but for a few bytes of Horovod's."""
+    assert [digest for digest, _ in after] == [digest for digest, _ in before]
+    same_memory(before, after)
+
+
+def same_memory(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> None:
+    """Live bytes of each rank as before."""
+    for (_, live_before), (_, live_after) in zip(before, after, strict=True):
+        # Horovod's thread lets go of the votes (16 bytes) a moment later.
+        assert abs(live_after - live_before) <= 64
