@@ -1,0 +1,256 @@
+"""Faults to inject, situations to inject them in, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from gpumem_nb.errors import GpumemError
+from gpumem_nb.session import Session
+from tests.cluster import trouble
+from tests.cluster.test_flips import wait_for_steps
+from tests.conftest import weights
+
+STALL_LIMIT_S = 2.0
+STEPS = 400
+PATIENCE_S = 30.0  # until a test gives up; the faults have bounds of their own
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong.
+
+    Attributes:
+        says: what the message must match.
+        within_s: how long the message may take.
+        plant: code for the ranks that makes the next steps fail, or
+        act: something done from another thread, given the situation; what it returns is the message, ``None`` if others
+            tell.
+        ends: ``stops`` training, is ``survived`` by it, or the ranks ``die``.
+    """
+
+    name: str
+    says: str
+    within_s: float
+    plant: str = ""
+    act: Callable[[Session, str], str | None] | None = None
+    ends: str = "stops"
+
+
+def _kill(victim: Callable[[Session], int]) -> Callable[[Session, str], None]:
+    return lambda session, situation: os.kill(victim(session), signal.SIGKILL)
+
+
+def _stop_and_continue(session: Session, situation: str) -> str:
+    pid = session.ranks[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        return wait_until(lambda: session.doing if "stopped" in session.doing else "")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+_LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
+
+
+def _save_to_a_full_disk(session: Session, situation: str) -> str:
+    target = Path(session.run("import tempfile; tempfile.mkdtemp()", ranks="0")[0]) / "full.state"
+    session.run(_LIMIT.format(100), ranks="0")
+    try:
+        session.save(target)
+        return "it was saved"
+    except GpumemError as error:
+        assert not list(target.parent.iterdir()), "nothing may be left of it"
+        return str(error)
+    finally:
+        session.run(_LIMIT.format("resource.RLIM_INFINITY"), ranks="0")
+        target.parent.rmdir()
+
+
+def _resume_from_a_truncated_file(session: Session, situation: str) -> str:
+    target = Path(session.run("import tempfile; tempfile.mkdtemp()", ranks="0")[0]) / "short.state"
+    session.save(target)
+    target.write_bytes(target.read_bytes()[:-100])
+    try:
+        session.resume(target)
+        return "it was resumed"
+    except GpumemError as error:
+        return str(error)
+    finally:
+        target.unlink()
+        target.parent.rmdir()
+
+
+def _interrupt(session: Session, situation: str) -> None:
+    if situation in ("foreground", "cell"):  # the stop button, while the notebook waits
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:
+        session.interrupt()
+
+
+def controller(session: Session) -> int:
+    """The pid of the controller that belongs to the session."""
+    rank = psutil.Process(session.ranks[0].pid)
+    kernel = psutil.Process()
+    mpiexec = next(parent for parent in rank.parents() if parent.ppid() == kernel.pid)
+    return next(
+        child.pid
+        for child in kernel.children()
+        if child.pid != mpiexec.pid and "ipyparallel.controller" in " ".join(child.cmdline())
+    )
+
+
+def family(session: Session) -> list[psutil.Process]:
+    """Every process of the session's cluster."""
+    marks = ("ipyparallel", "mpiexec", "prte")
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if any(mark in " ".join(child.cmdline()) for mark in marks)]
+
+
+def wait_until(found: Callable[[], str]) -> str:
+    """Ask until there is an answer; fails with what was last heard."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (text := found()):
+        assert time.monotonic() < deadline, "nothing was said"
+        time.sleep(0.02)
+    return text
+
+
+STALLED = r"(?s)[Rr]ank 1 was in .*, rank 0 waited in"
+FAULTS = [
+    Fault("OOM", "rank 1 ran out of memory in the forward part .* Tried to allocate", 3.0, "plant('forward', 'oom')"),
+    Fault("exception", "rank 1 failed in the backward part .* planted", 3.0, "plant('backward', 'error')"),
+    Fault("wrong shapes", "rank 1 failed in the forward part .* shapes", 3.0, "plant('shapes', 'shapes')"),
+    Fault("NaN loss", "rank 1 failed .* the loss became nan", 3.0, "plant('nan', 'nan')"),
+    Fault("SIGKILL", "(?s)[Rr]ank 1 .*SIGKILL", 3.0, act=_kill(lambda s: s.ranks[1].pid), ends="dies"),
+    Fault("SIGSTOP", "[Rr]ank 1 .*stopped", 5.0, act=_stop_and_continue, ends="survived"),
+    Fault("hang in loader", STALLED, STALL_LIMIT_S + 4.0, "plant('data', 'hang')"),
+    Fault("mismatched collective", r"(?s)waited in .*'alone'", STALL_LIMIT_S + 4.0, "plant('collate', 'collective')"),
+    Fault("disk full while saving", "the disk is full|too large", 3.0, act=_save_to_a_full_disk, ends="survived"),
+    Fault("truncated snapshot", "is not complete|truncated", 3.0, act=_resume_from_a_truncated_file, ends="survived"),
+    Fault("controller death", "(?s)controller .*SIGKILL", 3.0, act=_kill(controller), ends="dies"),
+    Fault("interrupt", "(?i)interrupted|paused", 2.0, act=_interrupt),
+]
+
+
+class Scene:
+    """One fault in one situation: strikes it and keeps what was said and how long that took."""
+
+    def __init__(self, session: Session, fault: Fault) -> None:
+        self.session = session
+        self.fault = fault
+        self.said: list[str] = []
+        self.struck_s = 0.0
+        self.heard_s = 0.0
+        self._events = len(session.history.events)
+        self._first = session.history.steps
+
+    def foreground(self) -> None:
+        """While the notebook waits for training."""
+        if self.fault.plant:
+            self._plant()
+        actor = self._actor("foreground")
+        self._hear(lambda: str(self.session.train(STEPS)))
+        self._join(actor)
+
+    def background(self) -> None:
+        """While training plays and the panel is open."""
+        self.session.panel()
+        self.session.play()
+        self._wait_for_steps()
+        self._plant()
+        self._join(self._actor("background"))
+        self._listen()
+
+    def flip(self) -> None:
+        """While settings change."""
+        self.session.play()
+        self._wait_for_steps()
+        self._plant()
+        actor = self._actor("flip")
+        self._hear(lambda: str(self.session.set(checkpointing="blocks", learning_rate=0.02)))
+        self._join(actor)
+        self._listen()
+
+    def cell(self) -> None:
+        """While a cell runs between steps of a training that plays."""
+        self.session.play()
+        self._wait_for_steps()
+        actor = self._actor("cell")
+        self._hear(lambda: str(self.session.run(f"{self.fault.plant or 'pass'}\ntime.sleep(0.5)")))
+        self._join(actor)
+        self._listen()
+
+    def _plant(self) -> None:
+        self.struck_s = time.monotonic()
+        if self.fault.plant:
+            self.session.run(self.fault.plant)
+
+    def _actor(self, situation: str) -> threading.Thread | None:
+        self.struck_s = time.monotonic()
+        if self.fault.act is None:
+            return None
+
+        def act() -> None:
+            assert self.fault.act is not None
+            if situation == "foreground":
+                self._wait_for_steps()
+            self.struck_s = time.monotonic()
+            if said := self.fault.act(self.session, situation):
+                self._keep(said)
+
+        actor = threading.Thread(target=act)
+        actor.start()
+        return actor
+
+    def _join(self, actor: threading.Thread | None) -> None:
+        if actor:
+            actor.join(PATIENCE_S)
+            assert not actor.is_alive()
+
+    def _wait_for_steps(self) -> None:
+        wait_for_steps(self.session, self._first + 3)
+
+    def _hear(self, work: Callable[[], str]) -> None:
+        try:
+            self._keep(work())
+        except KeyboardInterrupt:
+            self._keep("interrupted")
+        except GpumemError as error:
+            self._keep(str(error))
+
+    def _listen(self) -> None:
+        """Wait until what happened is told by the session."""
+        session = self.session
+        if self.fault.ends == "survived":
+            return
+        wait_until(lambda: "yes" if not session.playing else "")
+        news = list(session.history.events)[self._events :]
+        self._keep("\n".join([session.doing, *(event.text for event in news)]))
+
+    def _keep(self, said: str) -> None:
+        self.said.append(said)
+        self.heard_s = time.monotonic()
+
+
+def leaves_all_well(session: Session, fault: Fault, before: list[tuple[str, int]], pids: list[psutil.Process]) -> None:
+    """The state after a fault: nothing lost, nothing left, training goes on with the same weights everywhere."""
+    if fault.ends == "dies":
+        _, alive = psutil.wait_procs(pids, timeout=10)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        session.restart()
+        assert "restored" in session.restored
+    else:
+        session.pause()
+        assert {process.pid for process in family(session)} == {process.pid for process in pids}
+        trouble.same_memory(before, trouble.everything(session))
+    assert len(weights(session)) == 1
+    assert session.train(2).steps == 2
+    assert len(weights(session)) == 1
