@@ -23,6 +23,7 @@ from ..memory.device import Device
 from ..settings import Settings
 from ..version import __version__
 from . import optimizers
+from .copies import host_copy
 from .trainer import Trainer
 
 _LENGTH_BYTES = 8
@@ -195,7 +196,7 @@ def _shared_part(trainer: Trainer) -> dict[str, Any]:
     own = trainer.own_optimizer
     current = None if trainer.optimizer is own else trainer.optimizer
     return {
-        "parameters": {name: _host_copy(param) for name, param in trainer.model.named_parameters()},
+        "parameters": {name: host_copy(param) for name, param in trainer.model.named_parameters()},
         "optimizer": _optimizer_part(current),
         "own_optimizer": _optimizer_part(own),
         "scaler": trainer.scaler.state_dict(),
@@ -219,10 +220,10 @@ def _own_part(trainer: Trainer) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=True)
     return {
-        "buffers": {name: _host_copy(buffer) for name, buffer in trainer.model.named_buffers()},
+        "buffers": {name: host_copy(buffer) for name, buffer in trainer.model.named_buffers()},
         "random": {
-            "torch": _host_copy(torch.get_rng_state()),
-            "cuda": _host_copy(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
+            "torch": host_copy(torch.get_rng_state()),
+            "cuda": host_copy(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
             "python": [version, torch.from_numpy(np.array(words, dtype=np.int64)), gauss],
             "numpy": [legacy[0], torch.from_numpy(legacy[1].astype(np.int64)), *legacy[2:]],
         },
@@ -239,16 +240,10 @@ def _set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    """A copy in memory of NumPy's, which the virtual GPU rightly does not count: on a GPU it would be the host's."""
-    host = torch.from_numpy(np.empty(tensor.numel() * tensor.element_size(), dtype=np.uint8))
-    return host.view(tensor.dtype).reshape(tensor.shape).copy_(tensor.detach())
-
-
 def _plain(value: Any, what: str) -> Any:
     """``value`` with its tensors copied to the host; only what a reader can open without running code."""
     if isinstance(value, Tensor):
-        return _host_copy(value)
+        return host_copy(value)
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):

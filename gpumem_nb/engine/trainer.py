@@ -141,8 +141,8 @@ class Trainer:
         self.steps, self.optimizer = steps, optimizer
         own = {name: getattr(settings, name) for name in ("optimizer", "optimizer_impl", "learning_rate")}
         self.settings = self.settings.replace(**own)
-        self._settings_id = self._failed_id = -1
-        self._flipped = False
+        self._settings_id = self._failed_id = self._proven_id = -1
+        self._parked, self._flipped = None, False
 
     def close(self) -> None:
         """Leave the model as it was handed over: no hooks, no gradients."""
