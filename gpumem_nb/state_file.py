@@ -100,7 +100,7 @@ def write(path: Path, header: Header, payload: Callable[[IO[bytes]], None]) -> i
     Raises:
         StateFileError: it cannot be written there, or something else has that name.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.parent / f".{path.name}.{os.getpid()}.partial"
     try:
         check_target(path)
         with open(partial, "wb") as file:

@@ -43,7 +43,7 @@ class Captured:
     @property
     def nbytes(self) -> int:
         """About what a file of it takes."""
-        return sum(tensor.nbytes + 1024 for tensor in _tensors(self.payload)) + 2**16
+        return sum(tensor.nbytes + 512 for tensor in _tensors(self.payload)) + 2**14
 
     def write(self, path: Path) -> int:
         """Write it to a file; returns its bytes."""
@@ -71,8 +71,9 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
         except StateFileError as error:
             problem, own = str(error), b""
         parts = _gather(problem.encode() if problem else own, failed=bool(problem))
-    if failed := next((text for text, wrong in parts if wrong), None):
-        raise StateFileError(failed.tobytes().decode())
+    for part, wrong in parts:
+        if wrong:
+            raise StateFileError(part.tobytes().decode())
     if hvd.rank() != 0:
         return None
     header = state_file.Header(
