@@ -193,7 +193,6 @@ class Session:
         self._snapshots = SnapshotPlan(
             snapshot_folder.for_session(next(_numbers)),
             lambda: self._policy,
-            resources.cores(),
             lambda text: self.history.mark("note", text),
         )
         self.restored = ""

@@ -18,7 +18,7 @@ class Run:
     def __init__(self, folder: Path, held_up_s: float = 0.0, cpu_s: float = 0.0, **rules: object) -> None:
         self.policy = Policy(**rules)  # type: ignore[arg-type]
         self.notes: list[str] = []
-        self.plan = SnapshotPlan(folder / "own", lambda: self.policy, 2, self.notes.append)
+        self.plan = SnapshotPlan(folder / "own", lambda: self.policy, self.notes.append)
         self.plan.begin(WorkloadInfo("w", 1, 4, 100, 1), 0, None)
         self.held_up_s, self.cpu_s = held_up_s, cpu_s
         self.steps = 0
@@ -45,10 +45,10 @@ def test_cheap_snapshots_come_every_fifty_steps(tmp_path: Path) -> None:
 
 
 def test_dear_ones_come_as_rarely_as_keeps_their_cost_below_one_percent(tmp_path: Path) -> None:
-    run = Run(tmp_path, held_up_s=0.02, cpu_s=0.04)  # 40 ms in all on two cores, so one in 4 s = 400 steps
+    run = Run(tmp_path, held_up_s=0.01, cpu_s=0.01)  # aiming at half a percent: one in 4 s, which are 400 steps
     run.chunk(1000)
     assert len(run.taken) in (24, 25)
-    assert run.plan._cost_s <= 0.0101 * run.plan._trained_s
+    assert run.plan._cost_s < 0.01 * run.plan._trained_s
 
 
 def test_a_flip_is_preceded_by_one_unless_nothing_was_done_since(tmp_path: Path) -> None:
