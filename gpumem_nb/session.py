@@ -393,6 +393,7 @@ class Session:
         if info.dataset_len < self.size:
             raise WorkloadError(f"The dataset has {info.dataset_len} samples, fewer than the {self.size} ranks.")
         self._options, self._resumed_from = options, None
+        self.history.seen_before = 0
         self._train_from(0, info, settings, f"loaded {info.name}")
         return info
 
@@ -466,7 +467,7 @@ class Session:
             raise
         info: WorkloadInfo = self._call("resume_apply")[0]
         header = state_file.read_header(source)
-        self._resumed_from = source
+        self._resumed_from, self.history.seen_before = source, header.position
         settings = Settings().replace(**header.settings)
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
         self._training.apply()
@@ -504,6 +505,9 @@ class Session:
             )
         self._check_alive()
         self._policy = self._training.policy = policy
+        if "snapshot_space" in rules:
+            with suppress(OSError):
+                snapshot_folder.make_room(self._snapshots.folder, 0, policy.snapshot_space)
         self._training.set(settings)
         return self.settings
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from ..memory.device import Device
 from ..memory.units import format_bytes
 from ..sample import SnapshotOrder, Stored
 from . import state
-from .priority import NICENESS
+from .priority import give_way
 from .trainer import Trainer
 
 
@@ -55,7 +54,7 @@ class Snapshots:
         return stored
 
     def _write(self, captured: state.Captured, order: SnapshotOrder) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        give_way()
         folder, steps = Path(order.folder), captured.header.steps
         path = folder / snapshot_folder.file_name(order.generation, steps)
         nbytes, problem = captured.nbytes, ""
@@ -67,6 +66,6 @@ class Snapshots:
                     f"No snapshot was kept: it takes {format_bytes(nbytes)}, more than is left of the "
                     f"{format_bytes(order.space)} for snapshots. Give them more with %hvd_set snapshot_space=8GiB."
                 )
-        except (StateFileError, OSError) as error:
+        except Exception as error:  # the kernel waits for an answer, whatever went wrong
             problem = f"No snapshot was kept: {error}"
         self._stored = Stored(str(path), steps, nbytes, time.thread_time(), problem)

@@ -68,8 +68,8 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
             own = _to_bytes(_own_part(trainer))
             if hvd.rank() == 0:
                 shared = _shared_part(trainer)
-        except StateFileError as error:
-            problem, own = str(error), b""
+        except Exception as error:  # the other ranks wait for this one's part, even if it is an excuse
+            problem, own = str(error) if isinstance(error, StateFileError) else _unexpected(error), b""
         parts = _gather(problem.encode() if problem else own, failed=bool(problem))
     for part, wrong in parts:
         if wrong:
@@ -293,6 +293,13 @@ def _gather(own: bytes, failed: bool) -> list[tuple[np.ndarray[Any, Any], bool]]
         parts.append((gathered[start:end].copy(), bool(gathered[_LENGTH_BYTES])))
         gathered = gathered[end:]
     return parts
+
+
+def _unexpected(error: Exception) -> str:
+    return (
+        f"The training state on rank {hvd.rank()} cannot be copied ({type(error).__name__}: {error}). "
+        "Only plain tensors can be stored: look at the model's buffers and the optimizer's state."
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

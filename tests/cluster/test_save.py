@@ -12,6 +12,7 @@ import gpumem_nb
 from gpumem_nb import session as session_module
 from gpumem_nb.errors import GpumemError, InvalidInput, NoSession, StateFileError
 from gpumem_nb.session import Session
+from gpumem_nb.ui import wording
 from tests.conftest import SMALL, ranks, weights
 
 pytestmark = pytest.mark.cluster
@@ -85,6 +86,7 @@ def test_a_new_cluster_goes_on_bit_for_bit(tmp_path: Path, settings: dict[str, A
     assert session.resume(tmp_path / "own.state").steps == 20
     assert session.settings == gpumem_nb.Settings().replace(**settings)
     assert session.status().steps == 20
+    assert ", 2.5 epochs" in wording.tiles(session, session.history.samples(), session.history.readings)
     assert losses(session, 12) == expected
     assert weights(session) == fingerprint
     assert [path.name for path in tmp_path.iterdir()] == ["own.state"]
@@ -288,6 +290,18 @@ own = Odd(net.parameters(), lr=0.01)
         session.save(tmp_path / "x.state")
     assert session.train(1).steps == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_cannot_copy_its_part_leaves_nobody_waiting(two_ranks: Session, tmp_path: Path) -> None:
+    session = two_ranks
+    attach_own(session)
+    session.train(1)
+    session.run("dense = net[1].running_mean\nif rank == 1:\n    net[1].running_mean = dense.to_sparse()")
+    with pytest.raises(StateFileError, match="on rank 1 cannot be copied"):
+        session.save(tmp_path / "x.state")
+    session.run("net[1].running_mean = dense")
+    assert session.train(1).steps == 1
+    session.save(tmp_path / "x.state")
 
 
 LIMIT = "import resource, signal; resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
