@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .settings import Settings
+from .version import __version__
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from .cluster.environment import EnvironmentReport
     from .session import Session
 
-__version__ = "0.1.0"
-__all__ = ["Settings", "Workload", "check", "load_ipython_extension", "start"]
+__all__ = ["Settings", "Workload", "__version__", "check", "load_ipython_extension", "start"]
 
 
 def start(

@@ -41,6 +41,10 @@ class TrainingFailed(GpumemError):
     """Training stopped by itself: a step could not be finished and there is nothing to go back to."""
 
 
+class StateFileError(GpumemError):
+    """A file of training state that cannot be written, read, or used with what is loaded; nothing was changed."""
+
+
 class RankError(GpumemError):
     """Code failed on a rank.
 

@@ -124,6 +124,7 @@ class History:
         steps: optimizer steps done since the workload was loaded.
         rescue: the latest step that was discarded, until something is flipped or loaded.
         loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
+        seen_before: samples that all ranks had seen when training was resumed.
         version: grows with every change.
     """
 
@@ -136,6 +137,7 @@ class History:
         self.steps = 0
         self.rescue: Rescue | None = None
         self.loaded_as = 0
+        self.seen_before = 0
         self.version = 0
         self._by_rank: list[deque[Sample]] = [deque(maxlen=STEPS_KEPT) for _ in range(size)]
         self._lock = threading.Lock()

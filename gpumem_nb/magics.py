@@ -220,6 +220,30 @@ class HvdMagics(Magics):
         return current().runs
 
     @magic_arguments()
+    @argument("path", help="the file to write, such as digits.state")
+    @line_magic
+    @_says_usage
+    def hvd_save(self, line: str) -> None:
+        """Save model, optimizer, scaler, data position, random numbers and settings in one file."""
+        path = _unquoted(parse_argstring(self.hvd_save, line).path)
+        session = current()
+        with progress_bar("Saving") as progress:
+            saved = session.save(path, progress)
+        print(saved)
+
+    @magic_arguments()
+    @argument("path", nargs="?", help="a file that %%hvd_save wrote; without one, the newest automatic snapshot")
+    @line_magic
+    @_says_usage
+    def hvd_resume(self, line: str) -> None:
+        """Go on from a saved state, on any number of ranks."""
+        path = parse_argstring(self.hvd_resume, line).path
+        session = current()
+        with progress_bar("Resuming") as progress:
+            resumed = session.resume(None if path is None else _unquoted(path), progress)
+        print(resumed)
+
+    @magic_arguments()
     @line_magic
     @_says_usage
     def hvd_interrupt(self, line: str) -> None:
@@ -231,11 +255,14 @@ class HvdMagics(Magics):
     @line_magic
     @_says_usage
     def hvd_restart(self, line: str) -> Session:
-        """Stop the ranks and start the same number again; a loaded workload is loaded afresh."""
+        """Stop the ranks and start the same number again; what was trained is restored from the last snapshot."""
         parse_argstring(self.hvd_restart, line)
         session = current()
         with progress_bar("Restarting ranks") as progress:
-            return session.restart(progress)
+            session.restart(progress)
+        if session.restored:
+            print(session.restored)
+        return session
 
     @magic_arguments()
     @line_magic
@@ -256,6 +283,10 @@ class HvdMagics(Magics):
     def _shell(self) -> InteractiveShell:
         assert self.shell is not None
         return self.shell
+
+
+def _unquoted(path: str) -> str:
+    return path[1:-1] if len(path) > 1 and path[0] == path[-1] and path[0] in "\"'" else path
 
 
 def _loaded(session: Session) -> str:

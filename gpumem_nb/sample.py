@@ -68,29 +68,65 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotOrder:
+    """Take an automatic snapshot.
+
+    It becomes ``folder/<generation>-<steps>.state``; all snapshots of all sessions together take at most ``space``
+    bytes. ``options`` are those of a ready-made workload, ``None`` for any other.
+    """
+
+    folder: str
+    generation: int
+    space: int
+    options: dict[str, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A training state that was written to a file, or why it was not.
+
+    ``bytes`` is the file's size (of what did not fit, the size it would have had), ``cpu_s`` what writing it took of a
+    core, ``problem`` is empty or a sentence.
+    """
+
+    path: str
+    steps: int
+    bytes: int
+    cpu_s: float
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A whole number of steps under one settings object, the same on every rank. Zero steps only apply the settings.
 
     ``nudges`` counts the nudges sent before it: a later one ends the chunk at the next step boundary. A ``trial`` is
-    one step that is measured and then undone on all ranks.
+    one step that is measured and then undone on all ranks. ``snapshot`` is taken before the settings are applied.
     """
 
     settings: Settings
     settings_id: int
     steps: int
     nudges: int = 0
+    snapshot: SnapshotOrder | None = None
     trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkReply:
-    """What one rank did with a chunk. ``skipped``: an earlier chunk under the same settings had failed already."""
+    """What one rank did with a chunk. ``skipped``: an earlier chunk under the same settings had failed already.
+
+    ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
+    writing has ended since the last reply.
+    """
 
     rank: int
     samples: tuple[Sample, ...]
     reading: Reading
     failure: Failure | None = None
     skipped: bool = False
+    snapshot_s: float = 0.0
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from . import snapshot_folder, state_file
 from .cluster import resources
 from .cluster.calls import Call
 from .cluster.launch import Progress
 from .cluster.ranks import Ranks
 from .engine import entry
-from .errors import ClusterDied, GpumemError, InvalidInput, NoSession, WorkloadError, nearest
+from .errors import ClusterDied, GpumemError, InvalidInput, NoSession, StateFileError, WorkloadError, nearest
 from .history import History, Run, Runs
 from .memory.report import MemoryReport, RankMemory
 from .memory.units import format_bytes, parse_size
@@ -25,6 +31,7 @@ from .policy import RULES, Policy
 from .ranklist import name_ranks, parse_ranks
 from .sample import RankConfig, RankInfo, WorkloadInfo
 from .settings import KNOBS, Settings
+from .snapshot_plan import SnapshotPlan
 from .training import Training
 from .workload import Workload
 from .workloads import catalog
@@ -33,6 +40,10 @@ if TYPE_CHECKING:
     from .ui.panel import Panel
 
 LONGEST_TRAINING_STEPS = 10**9
+# What a restart allows ranks that may hang, before it takes the last automatic snapshot in place of one made now.
+RESTART_PATIENCE_S = 10.0
+ATTACHED = "attached.pickle"
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,7 @@ class Status:
     workload: WorkloadInfo | None
     settings: Settings
     steps: int
+    snapshots: str
     start_seconds: Mapping[str, float]
 
     def to_json(self) -> str:
@@ -66,6 +78,8 @@ class Status:
                 f"{w.dataset_len:,} samples, {w.blocks} blocks"
             )
         lines.append(f"settings: {self.settings}")
+        if self.workload:
+            lines.append(self.snapshots)
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.start_seconds.items())
         lines.append(f"started in {sum(self.start_seconds.values()):.1f} s ({phases})")
         return "\n".join(lines)
@@ -74,6 +88,22 @@ class Status:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """A training state that was saved or resumed; ``bytes`` is the file's size, ``seconds`` what it took."""
+
+    done: str
+    path: Path
+    bytes: int
+    steps: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.done} {self.path}: step {self.steps}, {format_bytes(self.bytes)}, {self.seconds:.1f} s"
+
+    __repr__ = __str__
 
 
 _current: Session | None = None
@@ -146,21 +176,37 @@ class _Plan:
 
 
 class Session:
-    """A running cluster and what is trained on it; made by :func:`start`, ended by :meth:`stop` or a ``with`` block."""
+    """A running cluster and what is trained on it; made by :func:`start`, ended by :meth:`stop` or a ``with`` block.
+
+    Attributes:
+        restored: what the last :meth:`restart` brought back, in words.
+    """
 
     def __init__(self, plan: _Plan, progress: Progress) -> None:
         self._plan = plan
         self._source: Workload | None = None
+        self._options: dict[str, float] | None = None
+        self._attached: dict[str, str | None] | None = None
+        self._not_kept = ""  # why the attached objects cannot be brought back
+        self._resumed_from: Path | None = None
         self._policy = Policy()
+        self._snapshots = SnapshotPlan(
+            snapshot_folder.for_session(next(_numbers)),
+            lambda: self._policy,
+            lambda text: self.history.mark("note", text),
+        )
+        self.restored = ""
         self._ended = ""
         self._panel: Panel | None = None
         self._connect(progress)
+        with suppress(OSError):
+            snapshot_folder.make_room(self._snapshots.folder, 0, self._policy.snapshot_space)
 
     def _connect(self, progress: Progress) -> None:
         global _current
         self.history = History(self._plan.size)
         self._ranks = self._plan.start(self.history, progress)
-        self._training = Training(self._ranks, self.history, self._lost)
+        self._training = Training(self._ranks, self.history, self._snapshots, self._lost)
         self._training.policy = self._policy
         _current = self
 
@@ -185,6 +231,7 @@ class Session:
             workload=training.workload,
             settings=training.settings,
             steps=self.history.steps,
+            snapshots=self._snapshots.describe(),
             start_seconds=dict(self._ranks.seconds),
         )
 
@@ -285,8 +332,10 @@ class Session:
 
     def load(self, name_or_workload: str | Workload, **options: Any) -> WorkloadInfo:
         """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh."""
+        chosen = None
         if isinstance(name_or_workload, str):
             workload = catalog.make(name_or_workload, **options)
+            chosen = catalog.find(name_or_workload).values(options)
         elif isinstance(name_or_workload, Workload):
             if options:
                 raise InvalidInput(f"Options ({', '.join(options)}) go with ready-made workloads only.")
@@ -297,8 +346,8 @@ class Session:
                 f"{', '.join(catalog.CATALOG)}."
             )
         _pickled(workload, "The workload")
-        info = self._begin("load", workload)
-        self._source = workload
+        info = self._begin("load", workload, chosen)
+        self._source, self._attached = workload, None
         return info
 
     def attach(self, model: str, data: str, loss: str | None = None, optimizer: str | None = None) -> WorkloadInfo:
@@ -311,11 +360,23 @@ class Session:
                 left out when the model returns its own loss.
             optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
         """
-        info = self._begin("attach", {"model": model, "data": data, "loss": loss, "optimizer": optimizer})
-        self._source = None
+        names = {"model": model, "data": data, "loss": loss, "optimizer": optimizer}
+        info = self._begin("attach", names)
+        self._source, self._attached = None, names
+        self._not_kept = self._keep_attached(names)
         return info
 
-    def _begin(self, function: str, argument: Any) -> WorkloadInfo:
+    def _keep_attached(self, names: dict[str, str | None]) -> str:
+        """Objects made in cells cannot be made again by a restart, so they are kept beside the snapshots."""
+        folder, space = self._snapshots.folder, self._policy.snapshot_space
+        try:
+            snapshot_folder.make(folder)
+        except OSError as error:
+            return f"{folder} cannot be made: {error.strerror}"
+        why_not: str = self._call("keep_attached", names, str(folder / ATTACHED), space, ranks=[0])[0]
+        return why_not
+
+    def _begin(self, function: str, argument: Any, options: dict[str, float] | None = None) -> WorkloadInfo:
         self.pause()
         try:
             info: WorkloadInfo = self._call(function, argument)[0]
@@ -331,13 +392,86 @@ class Session:
             settings = settings.replace(optimizer=Settings().optimizer, learning_rate=Settings().learning_rate)
         if info.dataset_len < self.size:
             raise WorkloadError(f"The dataset has {info.dataset_len} samples, fewer than the {self.size} ranks.")
+        self._options, self._resumed_from = options, None
+        self.history.seen_before = 0
+        self._train_from(0, info, settings, f"loaded {info.name}")
+        return info
+
+    def _train_from(self, steps: int, info: WorkloadInfo, settings: Settings, event: str) -> None:
         if self._global_batch(settings) > info.dataset_len:
             settings = settings.replace(batch_size=info.dataset_len // self.size, accumulation_steps=1)
             self.history.mark("note", f"batch_size={settings.batch_size}, because the dataset is small")
-        self.history.steps = 0
+        self.history.steps = steps
+        self._snapshots.begin(info, steps, self._options)
         self._training.begin(info, settings)
-        self.history.mark("load", f"loaded {info.name}")
-        return info
+        self.history.mark("load", event)
+
+    # Saving and resuming ----------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], progress: Progress = lambda what, done: None) -> StateFile:
+        """Write model, optimizer, scaler, data position, random numbers and settings to one file.
+
+        Training goes on afterwards: the state is that between two chunks.
+
+        Raises:
+            StateFileError: it cannot be written there; an older file of that name is as it was.
+        """
+        self._check_loaded()
+        target, began = _as_path(path), time.perf_counter()
+        progress("writing the training state", 0.5)
+        self._training.apply()
+        stored = self._call("save", str(target), self._options)[0]
+        return StateFile("saved", target, stored.bytes, stored.steps, time.perf_counter() - began)
+
+    def resume(
+        self, path: str | os.PathLike[str] | None = None, progress: Progress = lambda what, done: None
+    ) -> StateFile:
+        """Go on from a saved state, on any number of ranks; without a path from the newest automatic snapshot.
+
+        What is loaded must be the workload that was saved; when nothing is loaded, a ready-made one is loaded first.
+
+        Raises:
+            StateFileError: the file cannot be used; nothing was changed.
+        """
+        self._check_alive()
+        began = time.perf_counter()
+        source = self._newest_snapshot() if path is None else _as_path(path)
+        progress("reading the training state", 0.5)
+        if self.workload is None:
+            self._load_for(source)
+        header = self._resume_from(source)
+        return StateFile("resumed", source, source.stat().st_size, header.steps, time.perf_counter() - began)
+
+    def _newest_snapshot(self) -> Path:
+        newest = snapshot_folder.newest_of_all(self._snapshots.folder)
+        if newest is None:
+            raise StateFileError("There is no automatic snapshot. Name a file that %hvd_save wrote.")
+        return newest
+
+    def _load_for(self, source: Path) -> None:
+        header = state_file.verify(source)
+        if header.options is None or header.workload not in catalog.CATALOG:
+            raise StateFileError(
+                f"{source} is of {header.workload}, which is not a ready-made workload. Load or attach it first, then "
+                f"resume: %hvd_resume {source}"
+            )
+        self.load(header.workload, **header.options)
+
+    def _resume_from(self, source: Path) -> state_file.Header:
+        self.pause()
+        try:
+            self._call("resume_check", str(source))
+        except BaseException:
+            with suppress(GpumemError):
+                self._call("resume_drop")
+            raise
+        info: WorkloadInfo = self._call("resume_apply")[0]
+        header = state_file.read_header(source)
+        self._resumed_from, self.history.seen_before = source, header.position
+        settings = Settings().replace(**header.settings)
+        self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
+        self._training.apply()
+        return header
 
     # Settings and training --------------------------------------------------------------------------------------
 
@@ -371,6 +505,9 @@ class Session:
             )
         self._check_alive()
         self._policy = self._training.policy = policy
+        if "snapshot_space" in rules:
+            with suppress(OSError):
+                snapshot_folder.make_room(self._snapshots.folder, 0, policy.snapshot_space)
         self._training.set(settings)
         return self.settings
 
@@ -439,20 +576,64 @@ class Session:
         self._training.interrupt()
 
     def restart(self, progress: Progress = lambda what, done: None) -> Session:
-        """Stop the ranks and start the same number again; a loaded workload is loaded afresh, settings are kept."""
-        settings = self.settings
-        self.stop()
+        """Stop the ranks and start the same number again, with what was trained restored.
+
+        Ranks that still answer are asked for a snapshot first; otherwise the last automatic one is used.
+        :attr:`restored` says what came back.
+        """
+        steps, settings, loaded = self.history.steps, self.settings, self._training.workload is not None
+        up_to_date = loaded and not self._ended and self._take_last_snapshot()
+        snapshots = snapshot_folder.newest_first(self._snapshots.folder, self._snapshots.generation)
+        snapshots += [self._resumed_from] if self._resumed_from else []
+        self._end()
         self._ended = ""
         self._connect(progress)
-        if self._source is not None:
-            self._begin("load", self._source)
+        self.restored = self._restore(snapshots, steps) if loaded else ""
+        if self.workload and (up_to_date or not self.history.steps):
             self.set(**settings.changed_from(self.settings))
         if self._panel is not None:
             self._panel.watch()
         return self
 
+    def _take_last_snapshot(self) -> bool:
+        """One more snapshot while the ranks live; says whether there is one of this very step."""
+        with suppress(GpumemError, TimeoutError):
+            self._training.pause(timeout=RESTART_PATIENCE_S)
+            order = self._snapshots.order_now(self.history.steps) if self.history.steps else None
+            if order:
+                call = self._ranks.call("snapshot_now", order)
+                stored = self._finish(call, RESTART_PATIENCE_S + self._snapshots.expected_s).get()[0]
+                return stored is not None and not stored.problem
+        return False
+
+    def _restore(self, snapshots: Sequence[Path], steps: int) -> str:
+        """Load the workload again and go on from the first of these snapshots that can be used."""
+        if self._source is not None:
+            self._begin("load", self._source, self._options)
+        elif self._attached is not None:
+            if self._not_kept:
+                return (
+                    f"Nothing is loaded: the attached objects could not be kept ({self._not_kept}). Run their cells "
+                    "again, attach them, and type %hvd_resume."
+                )
+            self._call("bring_attached", self._attached, str(self._snapshots.folder / ATTACHED))
+            self._begin("attach", self._attached)
+        for snapshot in snapshots:
+            with suppress(StateFileError):
+                restored = self._resume_from(snapshot).steps
+                lost = f" ({steps - restored} steps after it were lost)" if steps > restored else ""
+                return f"step {restored} restored{lost}"
+        lost = f"; {steps} steps were lost, because there was no snapshot yet" if steps else ""
+        return f"{self._training.workload.name if self._training.workload else ''} loaded afresh{lost}"
+
     def stop(self) -> None:
-        """End all ranks and everything started with them."""
+        """End all ranks and everything started with them. The newest automatic snapshot stays for a later session."""
+        self._end()
+        with suppress(OSError):
+            snapshot_folder.tidy(self._snapshots.folder)
+        self._not_kept = "the session was stopped"
+
+    def _end(self) -> None:
         global _current
         if _current is self:
             _current = None
@@ -499,6 +680,12 @@ class Session:
 
     def _global_batch(self, settings: Settings) -> int:
         return settings.samples_per_rank * self.size
+
+
+def _as_path(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, str | os.PathLike) or not str(path).strip():
+        raise InvalidInput(f"{path!r} is not a file's path. Give one such as digits.state.")
+    return Path(path).expanduser().absolute()
 
 
 def _pickled(value: Any, what: str) -> bytes:

@@ -19,6 +19,7 @@ from .ranklist import name_ranks
 from .rescue import Fit, Rescue, flips, lighter_than, shrunk
 from .sample import Chunk, ChunkReply, Failure, Sample, WorkloadInfo
 from .settings import Settings
+from .snapshot_plan import SnapshotPlan
 
 CHUNK_SECONDS = 1.0
 CHUNKS_IN_FLIGHT = 2
@@ -37,9 +38,10 @@ class Training:
         policy: what to do when memory runs out.
     """
 
-    def __init__(self, ranks: Ranks, history: History, lost: Callable[[str], None]) -> None:
+    def __init__(self, ranks: Ranks, history: History, snapshots: SnapshotPlan, lost: Callable[[str], None]) -> None:
         self._ranks = ranks
         self._history = history
+        self._snapshots = snapshots
         self._lost = lost
         self.policy = Policy()
         self._changed = threading.Condition()
@@ -107,8 +109,14 @@ class Training:
                 return
             before = self._settings
             self._adopt(settings)
+            self._snapshots.flip()
             if self._workload:
                 self._history.mark("flip", _describe(before, settings))
+        self.apply()
+
+    def apply(self) -> None:
+        """While nothing trains, let the ranks switch to the settings now, and raise if they cannot."""
+        with self._changed:
             apply_now = self._workload is not None and not self.busy
             if apply_now:
                 self._failure = None
@@ -204,7 +212,9 @@ class Training:
             self._history.begin(self._settings_id, self._workload.name, settings)
 
     def _send(self, steps: int) -> None:
-        chunk = Chunk(self._settings, self._settings_id, steps, self._nudges)
+        under_way = sum(chunk.steps for chunk, _ in self._in_flight)
+        snapshot = self._snapshots.order(self._history.steps + under_way)
+        chunk = Chunk(self._settings, self._settings_id, steps, self._nudges, snapshot)
         self._dispatch(chunk)
 
     def _dispatch(self, chunk: Chunk) -> None:
@@ -223,7 +233,7 @@ class Training:
     def _turn(self) -> None:
         with self._changed:
             while len(self._in_flight) < CHUNKS_IN_FLIGHT and (unsent := self._unsent_steps()) > 0:
-                self._send(int(min(self._chunk_steps, unsent)))
+                self._send(int(min(self._chunk_steps, unsent, self._steps_to_snapshot())))
             if not self._in_flight:
                 self._changed.wait(IDLE_READING_SECONDS)
             elif self._in_flight[0][1].pending():
@@ -236,6 +246,9 @@ class Training:
             self._receive(*answered)
         elif idle:
             self._read_devices()
+
+    def _steps_to_snapshot(self) -> float:
+        return self._snapshots.steps_left(self._history.steps + sum(chunk.steps for chunk, _ in self._in_flight))
 
     def _unsent_steps(self) -> float:
         return self._wanted - sum(chunk.steps for chunk, _ in self._in_flight)
@@ -255,6 +268,7 @@ class Training:
         failure = next((reply.failure for reply in replies if reply.failure), None)
         with self._changed:
             self._in_flight.popleft()
+            self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)
             if self._recording is not None:
                 self._recording.extend(samples)
             if not failure:
@@ -319,6 +333,7 @@ class Training:
     def _learn(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
         with self._changed:
             self._in_flight.popleft()
+            self._snapshots.received(0.0, replies)
             fits = not any(reply.failure for reply in replies)
             peak = max(sample.live_peak_bytes for reply in replies for sample in reply.samples)
             self._history.tried_out(Fit(chunk.settings, peak if fits else None))

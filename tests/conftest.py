@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 import gpumem_nb
 from gpumem_nb import session as session_module
+from gpumem_nb import snapshot_folder
 from gpumem_nb.session import Session
 
 WEIGHTS = """
@@ -16,6 +18,15 @@ import hashlib
 hashlib.sha1(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 """
 SMALL = {"width": 8, "depth": 1, "resolution": 8}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def snapshots_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Automatic snapshots of tests stay out of the user's cache."""
+    root = tmp_path_factory.mktemp("snapshots")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot_folder, "root", lambda: root)
+        yield root
 
 
 @pytest.fixture(autouse=True, scope="module")

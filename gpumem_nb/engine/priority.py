@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,12 @@ def new_threads_give_way() -> Iterator[None]:
     yield
     for thread in _thread_ids() - before:
         os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
+
+
+def give_way() -> None:
+    """Let the calling thread run with lower priority (Linux; else no change)."""
+    if _THREADS.exists():
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _thread_ids() -> set[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import horovod.torch as hvd
@@ -14,14 +16,15 @@ import torch
 
 from ..errors import StartError, WorkloadError
 from ..memory.device import Device, open_device
-from ..sample import Chunk, ChunkReply, RankConfig, RankInfo, Reading, WorkloadInfo
+from ..sample import Chunk, ChunkReply, RankConfig, RankInfo, Reading, SnapshotOrder, Stored, WorkloadInfo
 from ..workload import Workload
-from . import nudge
+from . import keeping, nudge, state
 from .agreement import any_rank
 from .attach import attached
 from .data import ShardedStream, as_dataset
 from .interrupts import interruptible, take_over
 from .priority import new_threads_give_way
+from .snapshots import Snapshots
 from .streams import flush_only_what_was_written
 from .trainer import Trainer
 
@@ -30,6 +33,8 @@ Result = TypeVar("Result")
 _config: RankConfig
 _device: Device
 _trainer: Trainer | None = None
+_snapshots = Snapshots()
+_checked: state.Checked | None = None  # between the two phases of resuming
 
 
 def set_up(config: RankConfig) -> RankInfo:
@@ -91,10 +96,60 @@ def loaded() -> bool:
 
 
 def run_chunk(chunk: Chunk) -> ChunkReply:
-    """Train a chunk of the workload."""
-    if _trainer is None:
-        raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
-    return _trainer.run(chunk)
+    """Train a chunk of the workload, after the snapshot that it may ask for."""
+    trainer = _loaded_trainer()
+    held_up_s = _snapshots.take(trainer, _device, chunk.snapshot) if chunk.snapshot else 0.0
+    reply = trainer.run(chunk)
+    stored = _snapshots.stored()
+    return dataclasses.replace(reply, snapshot_s=held_up_s, stored=stored) if held_up_s or stored else reply
+
+
+def save(path: str, options: dict[str, float] | None) -> Stored | None:
+    """Write the training state to a file; all ranks take part, rank 0 writes and answers."""
+    captured = state.capture(_loaded_trainer(), _device, options)
+    return Stored(path, captured.header.steps, captured.write(Path(path)), 0.0) if captured else None
+
+
+def snapshot_now(order: SnapshotOrder) -> Stored | None:
+    """Take a snapshot and wait for it; all ranks take part, rank 0 writes and answers."""
+    return _snapshots.take_and_wait(_loaded_trainer(), _device, order)
+
+
+def resume_check(path: str) -> None:
+    """First phase of resuming: read a file and get everything ready that could fail, changing nothing."""
+    global _checked
+    _checked = state.Checked(Path(path), _loaded_trainer(), _device)
+
+
+def resume_apply() -> WorkloadInfo:
+    """Second phase, once the first went well on all ranks."""
+    global _checked
+    trainer = _loaded_trainer()
+    assert _checked is not None
+    _checked.apply(trainer)
+    resume_drop()
+    namespace().update(optimizer=trainer.optimizer)
+    return trainer.info()
+
+
+def resume_drop() -> None:
+    """Let go of what the first phase read."""
+    global _checked
+    _checked = None
+    _device.empty_cache()
+
+
+def keep_attached(names: dict[str, str | None], path: str, space: int) -> str:
+    """Keep the attached objects in a file, so that a restart can bring them back; says why that cannot be done."""
+    return keeping.keep({name: namespace()[name] for name in names.values() if name}, Path(path), space)
+
+
+def bring_attached(names: dict[str, str | None], path: str) -> None:
+    """Define the kept objects again under their names."""
+    kept = keeping.bring(Path(path))
+    with _device.exempt():
+        state.clone_onto_device(kept[str(names["model"])])
+    namespace().update(kept)
 
 
 def reading() -> Reading:
@@ -122,6 +177,12 @@ def shut_down() -> None:
 def namespace() -> dict[str, Any]:
     """The variables that cells run on this rank see."""
     return vars(sys.modules["__main__"])
+
+
+def _loaded_trainer() -> Trainer:
+    if _trainer is None:
+        raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
+    return _trainer
 
 
 def _train(make: Callable[[], Workload]) -> WorkloadInfo | None:

@@ -121,6 +121,29 @@ class Trainer:
             own_learning_rate=own.param_groups[0]["lr"] if own else None,
         )
 
+    @property
+    def own_optimizer(self) -> Optimizer | None:
+        """The one that the workload brought."""
+        return self._own_optimizer
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What is trained, in the optimizer's order."""
+        return self._params
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """fp16's loss scaling."""
+        return self._scaler
+
+    def go_on_from(self, steps: int, settings: Settings, optimizer: Optimizer) -> None:
+        """Weights were put back to what they were after ``steps``, and ``optimizer`` is the one of that moment."""
+        self.steps, self.optimizer = steps, optimizer
+        own = {name: getattr(settings, name) for name in ("optimizer", "optimizer_impl", "learning_rate")}
+        self.settings = self.settings.replace(**own)
+        self._settings_id = self._failed_id = self._proven_id = -1
+        self._parked, self._flipped = None, False
+
     def close(self) -> None:
         """Leave the model as it was handed over: no hooks, no gradients."""
         self._reduction.remove()

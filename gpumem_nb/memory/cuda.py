@@ -67,6 +67,10 @@ class CudaDevice:
         self._limit = limit or self._total
         self._allow(self._limit)
 
+    def empty_cache(self) -> None:
+        """Give cached segments that hold no tensor back to the device."""
+        torch.cuda.empty_cache()
+
     @contextmanager
     def exempt(self) -> Iterator[None]:
         """Inside, this process may use the whole GPU."""

@@ -42,6 +42,10 @@ class Device(Protocol):
         """Move the limit, in bytes; ``None`` for none but the device's own."""
         ...
 
+    def empty_cache(self) -> None:
+        """Give back what the caching allocator holds and no tensor uses."""
+        ...
+
     def exempt(self) -> AbstractContextManager[None]:
         """Inside, the limit is not enforced: room for what a rescue must allocate."""
         ...

@@ -139,6 +139,9 @@ class StandIn:
         """Move the limit, in bytes; ``None`` for none."""
         self._limit = limit or 0
 
+    def empty_cache(self) -> None:
+        """Nothing to do: reserved bytes are not known."""
+
     @contextmanager
     def exempt(self) -> Iterator[None]:
         """Inside, the limit is not enforced."""

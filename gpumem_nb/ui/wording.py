@@ -83,7 +83,7 @@ def _epochs(session: Session) -> str:
     if workload is None:
         return ""
     tried = [entry for entry in history.tried if entry.settings_id >= history.loaded_as]
-    seen = sum(entry.steps * entry.settings.samples_per_rank for entry in tried) * session.size
+    seen = history.seen_before + sum(entry.steps * entry.settings.samples_per_rank for entry in tried) * session.size
     return f", {seen / workload.dataset_len:.1f} epochs"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +13,15 @@ from IPython.core.interactiveshell import InteractiveShell
 from jupyter_client.manager import start_new_kernel
 
 import gpumem_nb
-from gpumem_nb.errors import GpumemError, RankError
+from gpumem_nb.errors import GpumemError, RankError, StateFileError
 from gpumem_nb.session import current
 from tests.conftest import ranks
 
 pytestmark = pytest.mark.cluster
 
-MAGICS = "start status push pull load attach set train play pause panel memory runs interrupt restart stop check"
+MAGICS = (
+    "start status push pull load attach set train play pause panel memory runs save resume interrupt restart stop check"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def test_every_magic_has_help_made_from_its_arguments(shell: InteractiveShell, n
 
 def test_any_magic_before_start_says_how_to_start(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     needing = set(MAGICS.split()) - {"start", "check"}
-    arguments = {"push": "x", "pull": "x", "load": "digits-resnet", "attach": "model=a data=b"}
+    arguments = {"push": "x", "pull": "x", "load": "digits-resnet", "attach": "model=a data=b", "save": "x"}
     if gpumem_nb.session._current is not None:
         gpumem_nb.session._current.stop()
     for name in sorted(needing):
@@ -78,6 +82,24 @@ def test_a_lesson_by_magic(shell: InteractiveShell, capsys: pytest.CaptureFixtur
     assert run(shell, "%hvd_pull answer --ranks 1") == [42]
     run(shell, "%%hvd --ranks 1 --out doubled\nanswer * 2")
     assert shell.user_ns["doubled"] == [84]
+
+
+def test_saving_resuming_and_restarting_by_magic(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ranks(2)
+    run(shell, "%hvd_load digits-resnet width=8 depth=1 resolution=8")
+    run(shell, "%hvd_train 3")
+    run(shell, f'%hvd_save "{tmp_path / "of digits.state"}"')
+    assert re.search(r"saved .*of digits\.state: step 3, [\d.]+ KiB, [\d.]+ s\n", capsys.readouterr().out)
+    run(shell, "%hvd_train 2")
+    run(shell, f'%hvd_resume "{tmp_path / "of digits.state"}"')
+    assert "of digits.state: step 3" in capsys.readouterr().out
+    with pytest.raises(StateFileError, match="There is no file"):
+        run(shell, f"%hvd_resume {tmp_path / 'missing.state'}")
+    assert "Traceback" not in "".join(capsys.readouterr())
+    run(shell, "%hvd_restart")
+    assert "step 3 restored\n" in capsys.readouterr().out
 
 
 def test_cell_output_is_folded_and_ends_with_the_value(

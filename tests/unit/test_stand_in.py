@@ -90,7 +90,7 @@ def test_resized_storages_count_what_they_have_become(device: StandIn) -> None:
 
 
 def test_passing_the_limit_raises_torchs_error_and_the_result_is_dropped(device: StandIn) -> None:
-    held = torch.empty(MIB)
+    held = torch.zeros(MIB)
     base = device.reading().live
     device.set_limit(base + 6 * MIB)
     with device.step_scope(), pytest.raises(torch.OutOfMemoryError, match=r"virtual GPU out of memory.*aten\.cat"):

@@ -1,0 +1,230 @@
+"""One file of training state: a header that the kernel reads, a payload that only ranks open, a hash over both.
+
+Lines of text first, so that ``head -2`` shows what a file is::
+
+    gpumem_nb state 1
+    {"workload": ..., "settings": {...}, "steps": ..., ...}
+    <payload>
+    end <sha256 of everything before this line>
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import io
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from .errors import StateFileError
+
+Answer = TypeVar("Answer")
+
+FORMAT = 1
+_MAGIC = b"gpumem_nb state "
+_LONGEST_LINE = 2**20
+_TRAILER_BYTES = len(b"\nend ") + 64 + 1
+_BLOCK_BYTES = 2**20
+
+_WHY_NOT = {
+    errno.ENOSPC: "the disk is full. Free some room there, or name a file on another disk",
+    errno.EDQUOT: "your disk quota is used up. Free some room there, or name a file on another disk",
+    errno.EFBIG: "the file would be larger than this process may write. Raise ulimit -f, or name another disk",
+    errno.ENOENT: "there is no such folder. Make it first, or name another",
+    errno.ENOTDIR: "there is no such folder. Make it first, or name another",
+    errno.EISDIR: "this is a folder. Name a file in it",
+    errno.EACCES: "you may not write there. Name a file in a folder of your own",
+    errno.EPERM: "you may not write there. Name a file in a folder of your own",
+    errno.EROFS: "nothing can be written to that disk. Name a file on another one",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a state belongs to.
+
+    Attributes:
+        workload, options: what was trained; ``options`` are those of a ready-made workload, ``None`` for any other.
+        settings: the knobs by name.
+        steps, position: optimizer steps done, and places of the data stream consumed by all ranks together.
+        ranks: how many there were.
+        dataset_len: number of samples.
+        version: of the toolkit that wrote it.
+        created: seconds since the epoch.
+    """
+
+    workload: str
+    options: dict[str, Any] | None
+    settings: dict[str, Any]
+    steps: int
+    position: int
+    ranks: int
+    dataset_len: int
+    version: str
+    created: float = field(default_factory=time.time)
+
+
+class _Hashed(io.RawIOBase):
+    """A file that is hashed while it is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.sha256 = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return self._file.write(data)
+
+
+def write(path: Path, header: Header, payload: Callable[[IO[bytes]], None]) -> int:
+    """Write a file whole or not at all; an older one under that name stays until the new one is safe on the disk.
+
+    Args:
+        path: where to; its folder must be there.
+        header: what the state belongs to.
+        payload: writes the state to the stream that it is given.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        StateFileError: it cannot be written there, or something else has that name.
+    """
+    partial = path.parent / f".{path.name}.{os.getpid()}.partial"
+    try:
+        check_target(path)
+        with open(partial, "wb") as file:
+            hashed = _Hashed(file)
+            hashed.write(_MAGIC + f"{FORMAT}\n".encode() + json.dumps(dataclasses.asdict(header)).encode() + b"\n")
+            payload(hashed)  # type: ignore[arg-type]
+            file.write(b"\nend " + hashed.sha256.hexdigest().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        os.replace(partial, path)
+    except OSError as error:
+        raise StateFileError(f"{path} cannot be written: {_why_not(error)}.") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    with suppress(OSError):  # the name itself survives a power cut only when its folder is synchronised too
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    return size
+
+
+def check_target(path: Path) -> None:
+    """Refuse to replace what is no training state: a slip of the finger must not cost a notebook.
+
+    Raises:
+        StateFileError: something else has that name.
+    """
+    if not path.exists():
+        return
+    if path.is_dir():
+        raise StateFileError(f"{path} cannot be written: {_WHY_NOT[errno.EISDIR]}.")
+    with open(path, "rb") as file:
+        if not file.read(len(_MAGIC)) == _MAGIC:
+            raise StateFileError(f"{path} is there already and holds no training state. Name another file.")
+
+
+def read_header(path: Path) -> Header:
+    """What a file says about itself; the payload is not looked at.
+
+    Raises:
+        StateFileError: not there, not readable, foreign, newer, or cut off.
+    """
+    return _read(path, lambda file, header: header)
+
+
+def verify(path: Path) -> Header:
+    """The header of a file whose every byte is as it was written.
+
+    Raises:
+        StateFileError: as :func:`read_header`, or damaged.
+    """
+    return _read(path, _check_hash)
+
+
+def read(path: Path) -> tuple[Header, io.BytesIO]:
+    """Header and payload of a file, verified.
+
+    Raises:
+        StateFileError: as :func:`verify`.
+    """
+
+    def both(file: IO[bytes], header: Header) -> tuple[Header, io.BytesIO]:
+        start = file.tell()
+        _check_hash(file, header)
+        end = file.seek(0, os.SEEK_END) - _TRAILER_BYTES
+        file.seek(start)
+        return header, io.BytesIO(file.read(end - start))
+
+    return _read(path, both)
+
+
+def _read(path: Path, use: Callable[[IO[bytes], Header], Answer]) -> Answer:
+    try:
+        with open(path, "rb") as file:
+            return use(file, _header(path, file))
+    except FileNotFoundError:
+        raise StateFileError(f"There is no file {path}. Look for it with !ls, or save one with %hvd_save.") from None
+    except OSError as error:
+        raise StateFileError(f"{path} cannot be read ({error.strerror}). Name another file.") from None
+
+
+def _header(path: Path, file: IO[bytes]) -> Header:
+    """Reads from the beginning to where the payload starts."""
+    first = file.readline(len(_MAGIC) + 16)
+    if not first.startswith(_MAGIC):
+        raise StateFileError(f"{path} is no training state of gpumem_nb. Name a file that %hvd_save wrote.")
+    number = first[len(_MAGIC) :].strip()
+    if number.isdigit() and int(number) > FORMAT:
+        raise StateFileError(
+            f"{path} was written by a newer gpumem_nb (format {int(number)}, this one reads up to {FORMAT}). "
+            "Update it: pip install -U gpumem_nb"
+        )
+    line = file.readline(_LONGEST_LINE)
+    start = file.tell()
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(start, size - _TRAILER_BYTES))
+    whole = file.read().startswith(b"\nend ") and size - start >= _TRAILER_BYTES
+    file.seek(start)
+    if not whole:
+        raise StateFileError(f"{path} is cut off: its end is missing. Use an older file, or copy it again.")
+    try:
+        return Header(**json.loads(line))
+    except (ValueError, TypeError):
+        raise _damaged(file) from None
+
+
+def _check_hash(file: IO[bytes], header: Header) -> Header:
+    left = file.seek(0, os.SEEK_END) - _TRAILER_BYTES
+    file.seek(0)
+    sha256 = hashlib.sha256()
+    while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
+        sha256.update(block)
+        left -= len(block)
+    if file.read() != b"\nend " + sha256.hexdigest().encode() + b"\n":
+        raise _damaged(file)
+    return header
+
+
+def _damaged(file: IO[bytes]) -> StateFileError:
+    return StateFileError(f"{file.name} is damaged: its hash does not match. Use an older file, or copy it again.")
+
+
+def _why_not(error: OSError) -> str:
+    known = _WHY_NOT.get(error.errno or 0)
+    return known or f"{error.strerror or error}. Name another file"

@@ -1,0 +1,241 @@
+"""Automatic snapshots: taken by themselves, cheap, bounded, and what a restart goes on from."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+import gpumem_nb
+from gpumem_nb import snapshot_folder, state_file
+from gpumem_nb.errors import ClusterDied, StateFileError
+from gpumem_nb.session import Session
+from tests.cluster.test_lifecycle import keep_asking
+from tests.cluster.test_save import LIMIT, LIVE, attach_own, losses
+from tests.conftest import ranks, weights
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(autouse=True)
+def usual_rules(two_ranks: Session) -> None:
+    two_ranks.set(snapshot_steps="auto", snapshot_space="4GiB")
+
+
+def snapshots(session: Session) -> list[int]:
+    """Steps of the snapshots of what is loaded, newest first, once all are written."""
+    session.run("import threading\nfor t in threading.enumerate():\n    '_write' in t.name and t.join(10)")
+    plan = session._snapshots
+    return [state_file.verify(path).steps for path in snapshot_folder.newest_first(plan.folder, plan.generation)]
+
+
+def kill_a_rank(session: Session) -> None:
+    psutil.Process(session.ranks[1].pid).kill()
+    with pytest.raises(ClusterDied):
+        keep_asking(session)
+
+
+def test_a_flip_is_preceded_by_a_snapshot_of_the_settings_before_it(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.train(3)
+    session.set(batch_size=16)
+    assert snapshots(session) == [3]
+    plan = session._snapshots
+    header = state_file.verify(snapshot_folder.newest_first(plan.folder, plan.generation)[0])
+    assert (header.settings["batch_size"], header.ranks, header.position) == (32, 2, 3 * 32 * 2)
+    session.set(batch_size=8)
+    assert snapshots(session) == [3], "no step was done since"
+    session.train(2)
+    assert "last snapshot at step 3" in str(session.status())
+    assert re.search(r"snapshots cost [\d.]+ % of training time", json.loads(session.status().to_json())["snapshots"])
+    assert plan.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_every_so_many_steps_and_two_are_kept(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.set(snapshot_steps=4)
+    for _ in range(9):  # one at a time: a snapshot may be left out while the one before it is still written
+        session.train(2)
+        snapshots(session)
+    assert snapshots(session) == [16, 12]
+
+
+def test_a_snapshot_takes_no_device_memory(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.set(snapshot_steps="never")
+    session.train(3)
+    live = session.run(LIVE)
+    session.set(snapshot_steps=1)
+    session.train(2)
+    assert snapshots(session)
+    assert session.run(LIVE) == live
+
+
+def test_the_space_is_never_passed(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.set(snapshot_steps=2, snapshot_space="64KiB")
+    session.train(8)
+    assert snapshots(session) == []
+    session.train(1)
+    notes = [event.text for event in session.history.events if "snapshot" in event.text]
+    assert len(notes) == 1
+    assert re.search(r"it takes .* more than is left of the 64.0 KiB", notes[0])
+    assert "No snapshot was kept" in str(session.status())
+    session.set(snapshot_space="250KiB")
+    session.train(2)
+    assert len(snapshots(session)) == 1, "two would take more"
+    root = session._snapshots.folder.parent
+    assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) <= 250 * 2**10
+
+
+def test_a_full_disk_is_noted_and_training_goes_on(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.train(1)
+    session.run(LIMIT.format(20_000))
+    try:
+        session.set(batch_size=16)
+        assert snapshots(session) == []
+        assert session.train(2).steps == 2
+    finally:
+        session.run(LIMIT.format("resource.RLIM_INFINITY"))
+    assert any("No snapshot was kept" in event.text for event in session.history.events)
+    assert not list(session._snapshots.folder.glob(".*"))
+    session.set(batch_size=8)
+    assert snapshots(session) == [3]
+
+
+def test_taking_them_changes_no_loss(two_ranks: Session) -> None:
+    def run(every: int | str) -> list[tuple[int, int, float]]:
+        attach_own(two_ranks)
+        two_ranks.run("torch.manual_seed(rank); random.seed(rank); np.random.seed(rank)")
+        two_ranks.set(snapshot_steps=every)
+        return losses(two_ranks, 12)
+
+    assert run(1) == run("never")
+
+
+def test_a_restart_of_living_ranks_loses_nothing(two_ranks: Session) -> None:
+    session = two_ranks
+    attach_own(session)
+    session.set(batch_size=16, precision="fp32", optimizer="momentum")
+    session.train(7)
+    session.save(path := session._snapshots.folder.parent / "reference.state")
+    expected = losses(session, 4)
+    session.resume(path)
+    session.set(learning_rate=0.5)
+    session.set(learning_rate=1e-3)
+    old = [info.pid for info in session.ranks]
+    session.restart()
+    path.unlink()
+    assert not set(old) & {info.pid for info in session.ranks}
+    assert session.restored == "step 7 restored"
+    assert session.settings.optimizer == "momentum"
+    assert losses(session, 4) == expected
+
+
+def test_a_restart_after_a_death_goes_on_from_the_last_snapshot(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.train(5)
+    session.set(optimizer="momentum", learning_rate=0.01)
+    fingerprint = weights(session)
+    session.train(3)
+    snapshots(session)
+    kill_a_rank(session)
+    session.restart()
+    assert session.restored == "step 5 restored (3 steps after it were lost)"
+    assert weights(session) == fingerprint
+    assert session.settings.optimizer == "adamw", "the snapshot is from before the flip"
+    assert session.status().steps == 5
+    kill_a_rank(session)
+    session.restart()
+    assert session.restored == "step 5 restored", "there is no newer snapshot, and the old one is not forgotten"
+    fresh(session)
+    session.restart()
+    assert session.restored == "digits-resnet loaded afresh", "snapshots of what was loaded before are not of this"
+    assert session.train(1).steps == 1
+
+
+def test_a_snapshot_that_cannot_be_read_gives_way_to_the_one_before(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    for batch_size in (16, 8):
+        session.train(2)
+        session.set(batch_size=batch_size)
+        snapshots(session)
+    newest = snapshot_folder.newest_first(session._snapshots.folder)[0]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    kill_a_rank(session)
+    session.restart()
+    assert session.restored == "step 2 restored (2 steps after it were lost)"
+
+
+def test_attached_objects_that_cannot_be_kept_are_named_at_restart(two_ranks: Session) -> None:
+    session = two_ranks
+    attach_own(session)
+    session.run("import threading\nnet.lock = threading.Lock()")
+    session.attach(model="net", loss="criterion", data="rows")
+    session.train(2)
+    session.restart()
+    assert re.search(r"Nothing is loaded: .* could not be kept \(TypeError: .*lock", session.restored)
+    attach_own(session)
+    assert session.resume().steps == 2
+    assert session.train(1).steps == 1
+
+
+def test_the_next_session_resumes_the_newest_snapshot(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.train(4)
+    session.set(batch_size=16)
+    snapshots(session)
+    session.train(1)
+    folder = session._snapshots.folder
+    session.stop()
+    assert sorted(path.name.rpartition("-")[2] for path in folder.iterdir()) == ["000000004.state", "over"]
+    session = ranks(2)
+    assert session.resume().steps == 4
+    assert session.settings.batch_size == 32
+    assert session.train(1).steps == 1
+
+
+def test_without_a_snapshot_resuming_says_so(
+    two_ranks: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(two_ranks._snapshots, "folder", tmp_path / "root" / "session")
+    with pytest.raises(StateFileError, match="There is no automatic snapshot"):
+        two_ranks.resume()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from gpumem_nb import snapshot_folder
+snapshot_folder.root = lambda: Path(sys.argv[1])
+import gpumem_nb
+session = gpumem_nb.start(2, device="cpu")
+session.load("digits-resnet", width=8, depth=1, resolution=8)
+session.train(6)
+session.set(snapshot_steps=1)
+session.train(1)
+while session._snapshots.latest is None:
+    session.train(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_kernel_loses_no_snapshot(two_ranks: Session, snapshots_of_tests: Path) -> None:
+    two_ranks.stop()
+    subprocess.run([sys.executable, "-c", KILLED, str(snapshots_of_tests)], timeout=90, check=False)
+    with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session:
+        assert session.resume().steps >= 6
+        assert session.train(1).steps == 1

@@ -1,0 +1,104 @@
+"""Automatic snapshots stay within their space, and nobody else's are taken away."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gpumem_nb import snapshot_folder
+from gpumem_nb.snapshot_folder import make, make_room, newest_first, newest_of_all, tidy
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    me = psutil.Process()
+    folder = tmp_path / "root" / f"{me.pid}-{me.create_time()!r}-1"
+    make(folder)
+    return folder
+
+
+def snapshot(folder: Path, steps: int, size: int = 100, generation: int = 1) -> Path:
+    """Older than all that are made later."""
+    snapshot_folder.make(folder)
+    path = folder / snapshot_folder.file_name(generation, steps)
+    path.write_bytes(bytes(size))
+    snapshot.clock += 1  # type: ignore[attr-defined]
+    os.utime(path, ns=(snapshot.clock, snapshot.clock))  # type: ignore[attr-defined]
+    return path
+
+
+snapshot.clock = 10**18  # type: ignore[attr-defined]
+
+
+def test_a_folder_is_its_owners_alone(own: Path) -> None:
+    assert own.stat().st_mode & 0o777 == 0o700
+
+
+def test_two_snapshots_are_kept_with_the_one_to_come(own: Path) -> None:
+    paths = [snapshot(own, steps) for steps in (1, 2, 3)]
+    assert make_room(own, 100, 10_000)
+    assert newest_first(own) == [paths[2]]
+
+
+def test_the_space_is_kept_even_if_only_the_new_one_fits(own: Path) -> None:
+    snapshot(own, 1)
+    assert make_room(own, 100, 150)
+    assert newest_first(own) == []
+
+
+def test_what_does_not_fit_at_all_takes_nothing_away(own: Path) -> None:
+    path = snapshot(own, 1)
+    assert not make_room(own, 200, 150)
+    assert newest_first(own) == [path]
+
+
+def test_sessions_that_ended_give_way_oldest_first_and_living_ones_do_not(own: Path) -> None:
+    ended, ended_later = own.parent / "999999999-1.5-1", own.parent / "999999998-1.5-1"
+    first, second = snapshot(ended, 1), snapshot(ended_later, 1)
+    me = psutil.Process()
+    alive = snapshot(own.parent / f"{me.pid}-{me.create_time()!r}-2", 1)
+    reused_pid = snapshot(own.parent / f"{me.pid}-1.5-1", 1)
+    foreign = own.parent / "someone" / "notes.state"
+    foreign.parent.mkdir()
+    foreign.write_bytes(bytes(100))
+    assert make_room(own, 100, 500)
+    assert not first.parent.exists()
+    assert [path.exists() for path in (second, alive, reused_pid, foreign)] == [True] * 4
+    assert make_room(own, 300, 500)
+    assert [path.exists() for path in (second, alive, reused_pid, foreign)] == [False, True, False, True]
+    assert not make_room(own, 301, 500)
+
+
+def test_half_written_files_of_ended_sessions_go_at_once(own: Path) -> None:
+    ended = own.parent / "999999999-1.5-1"
+    ended.mkdir()
+    (ended / ".001-000000001.state.7.partial").write_bytes(bytes(100))
+    assert make_room(own, 0, 10_000)
+    assert not ended.exists()
+
+
+def test_the_newest_stays_after_an_orderly_end_and_gives_way_to_later_sessions(own: Path) -> None:
+    snapshot(own, 1)
+    newest = snapshot(own, 2)
+    (own / "attached.pickle").write_bytes(b"x")
+    tidy(own)
+    later = own.with_name(own.name[:-1] + "2")
+    assert newest_of_all(later) == newest
+    assert not (own / "attached.pickle").exists()
+    assert make_room(later, 10_000, 10_000), "the kernel lives, the session does not"
+    assert not newest.exists()
+
+
+def test_a_session_without_snapshots_leaves_no_folder(own: Path) -> None:
+    tidy(own)
+    assert not own.exists()
+
+
+def test_generations_are_told_apart(own: Path) -> None:
+    snapshot(own, 500, generation=1)
+    new = snapshot(own, 3, generation=2)
+    assert newest_first(own, 2) == [new]
+    assert newest_first(own, 3) == []
