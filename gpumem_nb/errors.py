@@ -65,6 +65,17 @@ class RankError(GpumemError):
         return [f"[rank {self.rank}] {self.remote_traceback}".rstrip() if self.remote_traceback else str(self)]
 
 
+class Stalled(RankError):
+    """Code on a rank waited for ranks that did not come, and was freed."""
+
+    def __init__(self, error: RankError, what: str) -> None:
+        super().__init__(error.rank, error.ename, error.evalue, error.remote_traceback)
+        self.args = (what,)
+
+    def _render_traceback_(self) -> list[str]:
+        return [*super()._render_traceback_(), str(self)]
+
+
 class ClusterDied(GpumemError):
     """A rank, the controller or mpiexec ended while it was needed."""
 

@@ -27,7 +27,10 @@ STEPS_JUDGED = 50
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something worth a mark on the charts: ``kind`` is ``load``, ``flip``, ``oom``, ``error`` or ``note``."""
+    """Something worth a mark on the charts.
+
+    ``kind`` is ``load``, ``flip``, ``oom``, ``error``, ``stall`` or ``note``.
+    """
 
     time_s: float
     step: int
@@ -162,8 +165,8 @@ class History:
             self.readings = list(readings)
             self.version += 1
 
-    def read(self, readings: Sequence[Reading]) -> None:
-        """Take in device readings made while nothing trains."""
+    def read(self, readings: Sequence[Reading | None]) -> None:
+        """Take in device readings made beside training."""
         with self._lock:
             self.readings = list(readings)
             self.version += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .settings import Settings
 
@@ -51,10 +52,10 @@ class Sample:
 class Failure:
     """Why a rank could not finish a step.
 
-    ``kind`` is ``oom``, ``error`` or ``interrupted``; ``phase`` is the part of the step (``settings``, ``data``,
-    ``forward``, ``backward``, ``recomputation``, ``reduction``, ``update``); ``message`` is one sentence, ``traceback``
-    the text for those who want it. ``module`` is where in the model it was, as far as that can be told; ``asked`` and
-    ``free`` are the bytes wanted and left when memory ran out, ``None`` if not known.
+    ``kind`` is ``oom``, ``error``, ``interrupted`` or ``stall`` (the ranks came apart); ``phase`` is the part of the
+    step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``, ``reduction``, ``update``); ``message``
+    is one sentence, ``traceback`` the text for those who want it. ``module`` is where in the model it was, as far as
+    that can be told; ``asked`` and ``free`` are the bytes wanted and left when memory ran out, ``None`` if not known.
     """
 
     rank: int
@@ -131,12 +132,16 @@ class ChunkReply:
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """What a rank needs to know at start. ``memory_limit`` in bytes, ``None`` for the device's own."""
+    """What a rank needs to know at start.
+
+    ``memory_limit`` in bytes, ``None`` for the device's own; ``stall_limit_s`` is how long it waits for other ranks.
+    """
 
     device: str
     memory_limit: int | None
     threads: int
     epoch_time_s: float
+    stall_limit_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +180,41 @@ class Raised:
     ename: str
     evalue: str
     traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A collective, and for how many seconds a rank waits or waited in it."""
+
+    collective: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What a rank is doing while a request takes long: for how many seconds, and what it waits in.
+
+    ``time_s`` is the wall clock: a rank whose pulse is old does not run at all.
+    """
+
+    doing: str
+    seconds: float
+    time_s: float
+    waiting: Waiting | None
+    reading: Reading | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Horovod no longer joins a rank to the others: what it was doing, and the collective in which it came apart."""
+
+    doing: str
+    left: Waiting | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request gave, and whether the rank is still joined to the others (``None``)."""
+
+    value: Any
+    apart: Apart | None = None

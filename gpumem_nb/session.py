@@ -17,13 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from . import snapshot_folder, state_file
+from . import snapshot_folder, stalls, state_file
 from .cluster import resources
 from .cluster.calls import Call
 from .cluster.launch import Progress
 from .cluster.ranks import Ranks
 from .engine import entry
-from .errors import ClusterDied, GpumemError, InvalidInput, NoSession, StateFileError, WorkloadError, nearest
+from .errors import (
+    ClusterDied,
+    GpumemError,
+    InvalidInput,
+    NoSession,
+    RankError,
+    Stalled,
+    StateFileError,
+    WorkloadError,
+    nearest,
+)
 from .history import History, Run, Runs
 from .memory.report import MemoryReport, RankMemory
 from .memory.units import format_bytes, parse_size
@@ -170,8 +180,8 @@ class _Plan:
     threads: int
     timeout: float
 
-    def start(self, history: History, progress: Progress) -> Ranks:
-        config = RankConfig(self.device, self.memory_limit, self.threads, history.started_s)
+    def start(self, history: History, stall_limit_s: float, progress: Progress) -> Ranks:
+        config = RankConfig(self.device, self.memory_limit, self.threads, history.started_s, stall_limit_s)
         return Ranks(self.size, self.threads, self.device, entry, ("set_up", config), self.timeout, progress)
 
 
@@ -205,7 +215,7 @@ class Session:
     def _connect(self, progress: Progress) -> None:
         global _current
         self.history = History(self._plan.size)
-        self._ranks = self._plan.start(self.history, progress)
+        self._ranks = self._plan.start(self.history, self._policy.stall_limit_s, progress)
         self._training = Training(self._ranks, self.history, self._snapshots, self._lost)
         self._training.policy = self._policy
         _current = self
@@ -238,7 +248,12 @@ class Session:
     @property
     def doing(self) -> str:
         """What is happening, in one line of words."""
-        return self._ended or self._training.describe()
+        return self._ended or str(self.scene or self._training.describe())
+
+    @property
+    def scene(self) -> stalls.Scene | None:
+        """What takes long, and who waits for whom; ``None`` when nothing does."""
+        return None if self._ended else stalls.now(self._ranks.pulses(), self._ranks.pending(), self.size)
 
     @property
     def workload(self) -> WorkloadInfo | None:
@@ -311,10 +326,33 @@ class Session:
                 if finished:
                     call.settle(1.0)
                 show(call)
+                if not finished and stalls.out_of_reach(call.pulses(), self._ranks.stall_limit_s):
+                    raise ClusterDied(f"{self.scene}, and could not be freed. Use %hvd_restart.")
         except (KeyboardInterrupt, TimeoutError):
             self._ranks.interrupt_until(call.finished)
             raise
+        except RankError as error:
+            if what := self._after_stall(call):
+                raise Stalled(error, what) from None
+            raise
         return call
+
+    def _after_stall(self, call: Call) -> str:
+        """Bring the ranks together again when some were freed from waiting; says what had happened."""
+        call.finished(0.5)  # ranks that waited together are freed together
+        if not call.apart():
+            return ""
+        scene = stalls.ended(call.apart(), self._ranks.pulses(), call.pending(), self.size)
+        if not scene:
+            return ""
+        if late := call.pending():
+            self._ranks.interrupt_until(call.finished, late)
+        what = f"{scene} (stall_limit_s={self._ranks.stall_limit_s:g})."
+        self.history.mark("stall", what)
+        if left := call.pending():
+            return f"{what} {name_ranks(left).capitalize()} could not be interrupted: use %hvd_restart."
+        joined = self._ranks.rejoin(patience_s=2.0)
+        return f"{what} They were freed and {'were joined' if joined else 'will be joined'} again."
 
     def push(self, variables: Mapping[str, Any], ranks: str | Sequence[int] | None = None) -> None:
         """Define variables on the ranks."""
@@ -504,6 +542,8 @@ class Session:
                 f"{workload.name} brings no optimizer of its own. Use optimizer=sgd, momentum, adam or adamw."
             )
         self._check_alive()
+        if policy.stall_limit_s != self._policy.stall_limit_s:
+            self._ranks.set_stall_limit(policy.stall_limit_s)
         self._policy = self._training.policy = policy
         if "snapshot_space" in rules:
             with suppress(OSError):

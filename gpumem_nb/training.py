@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+from . import stalls
 from .cluster.calls import Call
 from .cluster.ranks import Ranks
 from .errors import ClusterDied, GpumemError, TrainingFailed
@@ -17,7 +18,7 @@ from .history import History, Run
 from .policy import Policy
 from .ranklist import name_ranks
 from .rescue import Fit, Rescue, flips, lighter_than, shrunk
-from .sample import Chunk, ChunkReply, Failure, Sample, WorkloadInfo
+from .sample import Chunk, ChunkReply, Failure, Pulse, Sample, WorkloadInfo
 from .settings import Settings
 from .snapshot_plan import SnapshotPlan
 
@@ -59,6 +60,9 @@ class Training:
         self._recording: list[Sample] | None = None
         self._notes: list[Rescue | str] = []
         self._failure: GpumemError | Rescue | None = None
+        self._stalled = False  # ranks came apart, and it has been told
+        self._stuck = ""  # why a chunk may never be answered
+        self._heard: dict[int, Pulse] = {}
         self._closing = False
         self._listeners: list[SimpleQueue[None]] = []
         self._thread = threading.Thread(target=self._work, name="gpumem_nb training", daemon=True)
@@ -129,6 +133,8 @@ class Training:
     def play(self, steps: float = math.inf) -> None:
         """Train in the background, for some steps or until :meth:`pause`."""
         with self._changed:
+            if self._stuck and self.waiting_for():
+                raise TrainingFailed(self._stuck)
             self._failure = None
             self._wanted = steps
             self._announce()
@@ -138,7 +144,7 @@ class Training:
         with self._changed:
             self._wanted = 0
         self.make_way()
-        return self._wait_until(lambda: not self.busy, timeout)
+        return self._wait_until(lambda: not self.busy or bool(self._stuck), timeout)
 
     def make_way(self) -> None:
         """Let the ranks end the chunks under way at the next step, because something else waits for them."""
@@ -154,7 +160,8 @@ class Training:
             self._recording, self._notes = [], []
         try:
             self.play(steps)
-            self._wait_until(lambda: not self.busy)
+            # After a stall some rank may be busy for long with what the others were freed from.
+            self._wait_until(lambda: not self.busy or (self._stalled and self._failure is not None))
         except KeyboardInterrupt:
             if not self.pause(timeout=1.0):
                 self.interrupt()
@@ -233,6 +240,9 @@ class Training:
     def _turn(self) -> None:
         with self._changed:
             while len(self._in_flight) < CHUNKS_IN_FLIGHT and (unsent := self._unsent_steps()) > 0:
+                if not self._ranks.rejoin():
+                    break
+                self._stalled = False
                 self._send(int(min(self._chunk_steps, unsent, self._steps_to_snapshot())))
             if not self._in_flight:
                 self._changed.wait(IDLE_READING_SECONDS)
@@ -240,15 +250,79 @@ class Training:
                 self._changed.wait(0.5)
             answered = self._answered()
             idle = not self._in_flight and not self._wanted and not self._closing
+        self._hear()
         if answered and answered[0].trial:
             self._learn(*answered)
         elif answered:
             self._receive(*answered)
+        elif self._in_flight:
+            self._look_after(self._in_flight[0][1])
         elif idle:
             self._read_devices()
 
     def _steps_to_snapshot(self) -> float:
         return self._snapshots.steps_left(self._history.steps + sum(chunk.steps for chunk, _ in self._in_flight))
+
+    def _hear(self) -> None:
+        """Readings come with the pulses of ranks that are busy for long."""
+        pulses = self._ranks.pulses()
+        if pulses and pulses != self._heard:
+            self._heard = pulses
+            readings = list(self._history.readings)
+            for rank, pulse in pulses.items():
+                readings[rank] = pulse.reading
+            self._history.read(readings)
+
+    def _look_after(self, call: Call) -> None:
+        """Interrupt ranks whose step the others have been freed from; one that is out of reach is named."""
+        if self._scene(call):
+            if not self._stalled:
+                call.finished(0.5)  # ranks that waited together are freed together
+                self._tell_stall(call)
+            # A cell from before, with which a rank is still busy, is not the step's business to end.
+            begun, elsewhere = call.pulses(), self._ranks.pulses()
+            late = [rank for rank in call.pending() if rank in begun or rank not in elsewhere]
+            if late and not self._stuck:
+                self._ranks.interrupt_until(call.finished, late)
+                if left := [rank for rank in late if rank in call.pending()]:
+                    self._strand(f"{name_ranks(left)} could not be interrupted")
+        elif not self._stuck and stalls.out_of_reach(call.pulses(), self._ranks.stall_limit_s):
+            scene = stalls.now(self._ranks.pulses(), self._ranks.pending(), self._ranks.size)
+            self._strand(f"{scene}, and could not be freed")
+
+    def _scene(self, call: Call) -> stalls.Scene | None:
+        """Who waited for whom when the ranks came apart in this chunk, if they did."""
+        apart = call.apart()
+        return stalls.ended(apart, self._ranks.pulses(), call.pending(), self._ranks.size) if apart else None
+
+    def _tell_stall(self, call: Call) -> None:
+        """Pause and say who waited for whom: the settings are not to blame."""
+        scene = self._scene(call)
+        why = (
+            f"{scene} (stall_limit_s={self._ranks.stall_limit_s:g})"
+            if scene
+            else "Horovod was shut down while ranks trained, by a cell or by the model's own code"
+        )
+        with self._changed:
+            self._stalled = True
+            self._wanted = 0
+            self._failure = TrainingFailed(
+                f"{why}.\nThe step was discarded on all ranks, which join again by themselves, and training paused. "
+                "Mend the cause, then go on with %hvd_play."
+            )
+            self._announce()
+        self._history.mark("stall", why)
+
+    def _strand(self, why: str) -> None:
+        """A chunk may never be answered: nobody shall wait for it."""
+        with self._changed:
+            self._stalled = True
+            self._stuck = f"{why}. Start the ranks again with %hvd_restart."
+            self._wanted = 0
+            before = f"{self._failure}\n" if self._failure else ""
+            self._failure = TrainingFailed(f"{before}{self._stuck}")
+            self._announce()
+        self._history.mark("stall", why)
 
     def _unsent_steps(self) -> float:
         return self._wanted - sum(chunk.steps for chunk, _ in self._in_flight)
@@ -267,7 +341,8 @@ class Training:
         done = [sample for sample in samples if sample.event in ("", "flip")]
         failure = next((reply.failure for reply in replies if reply.failure), None)
         with self._changed:
-            self._in_flight.popleft()
+            call = self._in_flight.popleft()[1]
+            self._stuck = ""
             self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)
             if self._recording is not None:
                 self._recording.extend(samples)
@@ -280,7 +355,12 @@ class Training:
                     # Short after a flip, when people look closely, then longer, which costs less.
                     self._chunk_steps = max(1, min(2 * chunk.steps, LARGEST_CHUNK, int(CHUNK_SECONDS / slowest)))
             self._wanted = max(0, self._wanted - len({sample.step for sample in done}))
-            if failure:
+            if _came_apart(replies):
+                if not self._stalled:
+                    self._tell_stall(call)
+                if chunk.settings_id == self._settings_id:
+                    self._adopt(self._settings)  # the ranks hold the old number for broken
+            elif failure:
                 self._handle(failure, chunk, max(sample.step_s for sample in samples) if samples else 0.0)
             self._announce()
 
@@ -332,11 +412,16 @@ class Training:
 
     def _learn(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
         with self._changed:
-            self._in_flight.popleft()
+            call = self._in_flight.popleft()[1]
+            self._stuck = ""
             self._snapshots.received(0.0, replies)
-            fits = not any(reply.failure for reply in replies)
-            peak = max(sample.live_peak_bytes for reply in replies for sample in reply.samples)
-            self._history.tried_out(Fit(chunk.settings, peak if fits else None))
+            if _came_apart(replies):
+                if not self._stalled:
+                    self._tell_stall(call)
+            else:
+                fits = not any(reply.failure for reply in replies)
+                peak = max(sample.live_peak_bytes for reply in replies for sample in reply.samples)
+                self._history.tried_out(Fit(chunk.settings, peak if fits else None))
             self._announce()
 
     def _give_up(self, error: GpumemError) -> None:
@@ -370,6 +455,10 @@ class Training:
         if self._workload:
             return f"paused at step {self._history.steps}"
         return "no workload loaded"
+
+
+def _came_apart(replies: list[ChunkReply]) -> bool:
+    return any(reply.failure and reply.failure.kind == "stall" for reply in replies)
 
 
 def _describe(before: Settings, after: Settings) -> str:

@@ -14,7 +14,7 @@ from ipyparallel.error import EngineError, RemoteError
 
 from ..errors import ClusterDied, RankError
 from ..ranklist import name_ranks
-from ..sample import Raised
+from ..sample import Answer, Apart, Pulse, Raised
 
 
 class Call:
@@ -24,9 +24,11 @@ class Call:
         ranks: whom it went to, in rank order.
     """
 
-    def __init__(self, ranks: Sequence[int], results: Sequence[AsyncResult]) -> None:
+    def __init__(self, ranks: Sequence[int], results: Sequence[AsyncResult], pulse: str) -> None:
         self.ranks = tuple(ranks)
+        self._apart: dict[int, Apart] = {}
         self._results = list(results)
+        self._pulse = pulse
         self._answers: dict[int, Any] = {}
 
     def wait(self, timeout: float | None) -> bool:
@@ -41,6 +43,19 @@ class Call:
     def pending(self) -> list[int]:
         """The ranks that have not answered yet."""
         return [rank for rank, result in zip(self.ranks, self._results, strict=True) if not result.done()]
+
+    def apart(self) -> dict[int, Apart]:
+        """The ranks that have answered that they came apart from the others."""
+        for rank, result in zip(self.ranks, self._results, strict=True):
+            if result.done():
+                self._answer(rank, result)
+        return dict(self._apart)
+
+    def pulses(self) -> dict[int, Pulse]:
+        """The latest sign of life of each rank that has worked on this for more than a second."""
+        waiting = [(rank, result) for rank, result in zip(self.ranks, self._results, strict=True) if not result.done()]
+        data = {rank: result.metadata["data"] for rank, result in waiting}
+        return {rank: beside[self._pulse] for rank, beside in data.items() if self._pulse in beside}
 
     def first_error(self) -> Exception | None:
         """What the first rank that failed had to say, as soon as it did."""
@@ -89,7 +104,14 @@ class Call:
 
     def _answer(self, rank: int, result: AsyncResult) -> Any:
         if rank not in self._answers:
-            self._answers[rank] = _decode(rank, result)
+            answer = _decode(rank, result)
+            if isinstance(answer, Answer):
+                if answer.apart:
+                    self._apart[rank] = answer.apart
+                answer = answer.value
+            if isinstance(answer, Raised):
+                answer = RankError(rank, answer.ename, answer.evalue, answer.traceback)
+            self._answers[rank] = answer
         return self._answers[rank]
 
     def displays(self) -> list[list[dict[str, Any]]]:
@@ -101,10 +123,7 @@ def _decode(rank: int, result: AsyncResult) -> Any:
     """What a rank answered; an exception stands for its failure."""
     error = result.exception(0)
     if error is None:
-        answer = cloudpickle.loads(result.get(0))
-        if isinstance(answer, Raised):
-            return RankError(rank, answer.ename, answer.evalue, answer.traceback)
-        return answer
+        return cloudpickle.loads(result.get(0))
     if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":
         return ClusterDied(f"Rank {rank} ended while it was working. Start again with %hvd_restart.")
     if isinstance(error, RemoteError):

@@ -11,11 +11,14 @@ from typing import Any
 
 import cloudpickle
 
-from ..errors import ClusterDied, GpumemError, StartError
+from ..errors import ClusterDied, GpumemError, RankError, StartError
+from ..sample import Pulse
 from .calls import Call
 from .launch import Launched, Progress, environment
 
 INTERRUPT_PATIENCE_S = 2.0
+REJOIN_PATIENCE_S = 10.0
+IN_PASSING_S = 1.0  # how long a request waits for those before it, when the ranks must be joined again
 
 
 class Ranks:
@@ -29,13 +32,19 @@ class Ranks:
             ``start_up_code``).
         set_up: name and argument of the function that joins the ranks.
         timeout: seconds for the whole start.
+
+    Attributes:
+        stall_limit_s: how long ranks wait for one another.
     """
 
     def __init__(
         self, n: int, threads: int, device: str, entry: Any, set_up: tuple[str, Any], timeout: float, progress: Progress
     ) -> None:
         self._entry = entry
-        self._sending = threading.Lock()  # every rank gets the requests of several threads in the same order
+        self._calls: list[Call] = []
+        self._apart = False
+        self.stall_limit_s: float = set_up[1].stall_limit_s
+        self._sending = threading.RLock()  # every rank gets the requests of several threads in the same order
         self.size = n
         deadline = time.monotonic() + timeout
         self._launched = Launched(n, environment(threads, device), entry.start_up_code)
@@ -76,8 +85,47 @@ class Ranks:
         """Run code among the ranks' variables."""
         return self._send(self._entry.run_cell, source, title, result, ranks=ranks)
 
-    def interrupt_until(self, stopped: Callable[[float], bool]) -> None:
-        """Interrupt every rank until ``stopped(timeout)`` says that they did, for two seconds at most.
+    def pulses(self) -> dict[int, Pulse]:
+        """What each rank does that has worked for more than a second on one request."""
+        return {rank: pulse for call in self._calls for rank, pulse in call.pulses().items()}
+
+    def pending(self) -> list[int]:
+        """The ranks that have not answered everything yet."""
+        return sorted({rank for call in self._calls for rank in call.pending()})
+
+    def set_stall_limit(self, seconds: float) -> None:
+        """Let ranks wait for one another no longer than this."""
+        self.stall_limit_s = seconds
+        self.call("set_stall_limit", seconds)
+
+    def rejoin(self, patience_s: float = 0.0) -> bool:
+        """Join the ranks again if Horovod was shut down; says whether they are joined.
+
+        They are not while a rank still works (``patience_s`` is how long that is waited for): the others would wait for
+        it where no interrupt reaches them.
+        """
+        with self._sending:
+            self._apart = self._apart or any(call.apart() for call in self._calls)
+            if not self._apart:
+                self._calls = [call for call in self._calls if call.pending()]
+                return True
+            deadline = time.monotonic() + patience_s
+            if not all(call.finished(max(0.0, deadline - time.monotonic())) for call in self._calls):
+                return False
+            self._calls = []
+            try:
+                self._post(self._entry.call, "rejoin", cloudpickle.dumps(()), ranks=range(self.size)).get(
+                    REJOIN_PATIENCE_S
+                )
+            except (TimeoutError, RankError) as error:
+                raise ClusterDied(
+                    f"The ranks could not be joined again ({error}). Start them again with %hvd_restart."
+                ) from None
+            self._apart = False
+            return True
+
+    def interrupt_until(self, stopped: Callable[[float], bool], ranks: Sequence[int] | None = None) -> None:
+        """Interrupt ranks (all by default) until ``stopped(timeout)`` says that they did, for two seconds at most.
 
         A signal that comes before a rank has begun what it is to stop is lost, hence more than one. It goes through the
         engines' nannies: a signal to mpiexec would end the job.
@@ -85,7 +133,9 @@ class Ranks:
         deadline = time.monotonic() + INTERRUPT_PATIENCE_S
         while True:
             client = self._launched.client
-            delivery = client.send_signal(signal.SIGINT, targets=list(client.ids), block=False)
+            delivery = client.send_signal(
+                signal.SIGINT, targets=list(client.ids if ranks is None else ranks), block=False
+            )
             done = stopped(0.3) or time.monotonic() > deadline
             concurrent.futures.wait([delivery], timeout=1.0)  # a signal still on its way would hit what runs next
             if done:
@@ -113,6 +163,13 @@ class Ranks:
         chosen = range(self.size) if ranks is None else ranks
         if missing := [rank for rank in self.dead() if rank in chosen]:
             raise ClusterDied(f"Rank {missing[0]} has ended. Start again with %hvd_restart. {self.last_words()}")
-        client = self._launched.client
         with self._sending:
-            return Call(list(chosen), [client[rank].apply_async(function, *arguments) for rank in chosen])
+            self.rejoin(IN_PASSING_S)
+            return self._post(function, *arguments, ranks=chosen)
+
+    def _post(self, function: Any, *arguments: Any, ranks: Sequence[int]) -> Call:
+        client = self._launched.client
+        results = [client[rank].apply_async(function, *arguments) for rank in ranks]
+        call = Call(list(ranks), results, self._entry.PULSE)
+        self._calls.append(call)
+        return call

@@ -6,22 +6,26 @@ import re
 import traceback
 from types import TracebackType
 
-import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
 from ..errors import InvalidInput, WorkloadError
 from ..memory.device import Device
 from ..memory.units import parse_size
 from ..sample import Failure
+from . import collectives
 from .checkpointing import Segment
 
 
-def failure_of(error: BaseException, phase: str, model: nn.Module, latest: Tensor | None, device: Device) -> Failure:
+def failure_of(
+    error: BaseException, rank: int, phase: str, model: nn.Module, latest: Tensor | None, device: Device
+) -> Failure:
     """Describe an exception and let go of what it keeps alive: the frames of its traceback hold activations.
 
     Args:
         error: what was raised in the step.
+        rank: this one, which Horovod forgets when it is shut down.
         phase: the part of the step.
         model: where modules are looked up.
         latest: in backward, the parameter whose gradient came last.
@@ -29,6 +33,8 @@ def failure_of(error: BaseException, phase: str, model: nn.Module, latest: Tenso
     """
     oom = isinstance(error, torch.OutOfMemoryError)
     kind = "oom" if oom else "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+    if isinstance(error, HorovodInternalError | collectives.Separated) and collectives.separated():
+        kind = "stall"
     message = str(error) if oom or isinstance(error, WorkloadError) else f"{type(error).__name__}: {error}"
     module = _innermost_module(error.__traceback__, model)
     if phase == "backward":
@@ -41,9 +47,7 @@ def failure_of(error: BaseException, phase: str, model: nn.Module, latest: Tenso
     free = max(0, reading.limit - reading.reserved) if known else None  # type: ignore[operator]
     text = "".join(traceback.format_exception(error))
     _let_go(error)
-    return Failure(
-        hvd.rank(), kind, phase, message, text, module, _asked(message) if oom else None, free if oom else None
-    )
+    return Failure(rank, kind, phase, message, text, module, _asked(message) if oom else None, free if oom else None)
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -18,12 +18,16 @@ from typing import Any
 import cloudpickle
 
 from ..errors import GpumemError
-from ..sample import Raised
-from . import nudge, owner
+from ..sample import Answer, Apart, Raised
+from . import nudge, owner, pulse
 from .interrupts import held_back, interruptible
 
 NUDGE = nudge.SIGNAL
 """Sent to a rank that trains, asks all ranks to end the chunk under way at the next step."""
+PULSE = pulse.KEY
+"""Names the pulse among the data that travel beside an answer."""
+CELL = "a cell"
+_WORDS = {"run_chunk": "", "load": "loading a workload", "attach": "attaching a model"}
 
 
 def start_up_code(kernel_pid: int, controller_pid: int, profile: str) -> str:
@@ -40,7 +44,11 @@ def start_up(kernel: tuple[int, float], controller: tuple[int, float], profile: 
 
 def call(function: str, arguments: bytes) -> bytes:
     """Call a function of :mod:`gpumem_nb.engine.rank` by name."""
-    return _answer(lambda: getattr(import_module("gpumem_nb.engine.rank"), function)(*cloudpickle.loads(arguments)))
+
+    def run() -> Any:
+        return getattr(import_module("gpumem_nb.engine.rank"), function)(*cloudpickle.loads(arguments))
+
+    return _answer(run, _WORDS.get(function, function.replace("_", " ")))
 
 
 def call_function(blob: bytes) -> bytes:
@@ -51,7 +59,7 @@ def call_function(blob: bytes) -> bytes:
         with interruptible():
             return function(*args)
 
-    return _answer(run)
+    return _answer(run, CELL)
 
 
 def run_cell(source: str, title: str, result: str) -> bytes:
@@ -68,7 +76,7 @@ def run_cell(source: str, title: str, result: str) -> bytes:
             value = _execute(source, title)
         return value if result == "value" or value is None else repr(value)
 
-    return _answer(run)
+    return _answer(run, CELL)
 
 
 def _execute(source: str, title: str) -> Any:
@@ -84,16 +92,25 @@ def _execute(source: str, title: str) -> Any:
     return eval(compile(ast.Expression(last.value), title, "eval"), variables)
 
 
-def _answer(work: Callable[[], Any]) -> bytes:
-    try:
-        with held_back():
-            return cloudpickle.dumps(work())  # type: ignore[no-any-return]
-    except GpumemError as error:
-        answer: Any = error.with_traceback(None)
-    except (Exception, KeyboardInterrupt) as error:
-        answer = Raised(type(error).__name__, str(error), _readable(error))
-        traceback.clear_frames(error.__traceback__)
-    return cloudpickle.dumps(answer)  # type: ignore[no-any-return]
+def _answer(work: Callable[[], Any], what: str) -> bytes:
+    shell = vars(sys.modules["__main__"])["get_ipython"]()
+    with pulse.request(what, shell.parent_header):
+        try:
+            with held_back():
+                value = work()
+                return cloudpickle.dumps(Answer(value, _apart(what)))  # type: ignore[no-any-return]
+        except GpumemError as error:
+            answer: Any = error.with_traceback(None)
+        except (Exception, KeyboardInterrupt) as error:
+            answer = Raised(type(error).__name__, str(error), _readable(error))
+            traceback.clear_frames(error.__traceback__)
+        return cloudpickle.dumps(Answer(answer, _apart(what)))  # type: ignore[no-any-return]
+
+
+def _apart(what: str) -> Apart | None:
+    """Whether this request left the rank apart from the others."""
+    rank = sys.modules.get("gpumem_nb.engine.rank")
+    return rank.apart(what) if rank else None
 
 
 def _readable(error: BaseException) -> str:

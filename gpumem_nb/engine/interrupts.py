@@ -34,6 +34,11 @@ def interruptible() -> Iterator[None]:
         _interruptible = False
 
 
+def can_raise() -> bool:
+    """Whether an interrupt would raise here and now."""
+    return _interruptible
+
+
 @contextmanager
 def held_back() -> Iterator[None]:
     """Inside, an interrupt waits for the next :func:`interruptible` part; one from before is forgotten."""

@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,14 +15,14 @@ import torch
 
 from ..errors import StartError, WorkloadError
 from ..memory.device import Device, open_device
-from ..sample import Chunk, ChunkReply, RankConfig, RankInfo, Reading, SnapshotOrder, Stored, WorkloadInfo
+from ..sample import Apart, Chunk, ChunkReply, RankConfig, RankInfo, Reading, SnapshotOrder, Stored, WorkloadInfo
 from ..workload import Workload
-from . import keeping, nudge, state
+from . import collectives, keeping, nudge, state
 from .agreement import any_rank
 from .attach import attached
 from .data import ShardedStream, as_dataset
 from .interrupts import interruptible, take_over
-from .priority import new_threads_give_way
+from .pulse import PulseThread
 from .snapshots import Snapshots
 from .streams import flush_only_what_was_written
 from .trainer import Trainer
@@ -32,6 +31,7 @@ Result = TypeVar("Result")
 
 _config: RankConfig
 _device: Device
+_pulse: PulseThread | None = None
 _trainer: Trainer | None = None
 _snapshots = Snapshots()
 _checked: state.Checked | None = None  # between the two phases of resuming
@@ -39,22 +39,22 @@ _checked: state.Checked | None = None  # between the two phases of resuming
 
 def set_up(config: RankConfig) -> RankInfo:
     """Join the other ranks, take hold of the device, and prove the connection with a real all-reduce."""
-    global _config, _device
+    global _config, _device, _pulse
     torch.set_num_threads(config.threads)
     cpu = config.device == "cpu"
-    with new_threads_give_way() if cpu else nullcontext():
-        hvd.init()
+    collectives.join(on_cpu=cpu)
     for stream in (sys.stdout, sys.stderr):
         flush_only_what_was_written(stream)
-    take_over(namespace()["get_ipython"]().kernel)
+    kernel = namespace()["get_ipython"]().kernel
+    take_over(kernel)
     nudge.listen()
     _config = config
     if not cpu:
         check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
-    total = hvd.allreduce(torch.ones(1, device=_device.torch_device), op=hvd.Sum, name="gpumem_nb.hello")
-    if total.item() != hvd.size():
-        raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")
+    _greet()
+    _pulse = PulseThread(kernel, collectives, step, reading, config.stall_limit_s)
+    _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
     return RankInfo(
         rank=hvd.rank(),
@@ -68,6 +68,30 @@ def set_up(config: RankConfig) -> RankInfo:
         threads=torch.get_num_threads(),
         note=_device.note,
     )
+
+
+def rejoin() -> None:
+    """Join the other ranks again after Horovod was shut down; what is trained stays as it is."""
+    collectives.join_again()
+    _greet()
+
+
+def apart(what: str) -> Apart | None:
+    """What this rank was doing when it came apart from the others; ``None`` while it is joined to them."""
+    return Apart(what or step()[0], collectives.left()) if _pulse and collectives.separated() else None
+
+
+def step() -> tuple[str, float]:
+    """The part of the step under way, in words, and when that step began."""
+    if _trainer is None:
+        return "training", 0.0
+    return f"the {_trainer.phase} part of step {_trainer.steps + 1}", _trainer.began_s
+
+
+def set_stall_limit(seconds: float) -> None:
+    """Wait for other ranks no longer than this."""
+    if _pulse:
+        _pulse.limit_s = seconds
 
 
 def check_sharing(ranks: int, gpus: int, nccl: bool) -> None:
@@ -183,6 +207,13 @@ def _loaded_trainer() -> Trainer:
     if _trainer is None:
         raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
     return _trainer
+
+
+def _greet() -> None:
+    """Prove the connection to the other ranks with a real all-reduce."""
+    total = hvd.allreduce(torch.ones(1, device=_device.torch_device), op=hvd.Sum, name="gpumem_nb.hello")
+    if total.item() != hvd.size():
+        raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")
 
 
 def _train(make: Callable[[], Workload]) -> WorkloadInfo | None:

@@ -69,6 +69,13 @@ class GradientReduction:
             self._receive(bucket)
         return [share > 0 for share in ballot.tolist()]
 
+    def forget(self) -> None:
+        """Let go of what was sent: Horovod was shut down, and nothing will come back."""
+        self._armed = False
+        for bucket in self._buckets:
+            bucket.handle = None
+            bucket.wire = []
+
     def remove(self) -> None:
         """Take the hooks off the parameters again."""
         for hook in self._hooks:

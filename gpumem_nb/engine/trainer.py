@@ -10,6 +10,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,7 +19,7 @@ from ..memory.device import Device
 from ..sample import Chunk, ChunkReply, Failure, Sample, WorkloadInfo
 from ..settings import Settings
 from ..workload import Workload
-from . import nudge, optimizers
+from . import collectives, nudge, optimizers
 from .agreement import any_rank, same_everywhere
 from .blame import failure_of
 from .checkpointing import Checkpointing, find_blocks
@@ -66,6 +67,7 @@ class Trainer:
         settings: what the last step ran under.
         steps: optimizer steps done.
         phase: the part of the step under way, for messages.
+        began_s: when that step began, on the clock of ``time.monotonic``.
     """
 
     def __init__(self, workload: Workload, stream: ShardedStream, device: Device, started_s: float) -> None:
@@ -75,6 +77,7 @@ class Trainer:
         self.settings = Settings()
         self.steps = 0
         self.phase = "settings"
+        self.began_s = time.monotonic()
         self._started_s = started_s
         self._settings_id = -1
         self._failed_id = -1
@@ -83,7 +86,7 @@ class Trainer:
         torch.manual_seed(0)
         with interruptible():
             self.model = _checked_model(workload.model()).to(device.torch_device).train()
-        torch.manual_seed(1 + hvd.rank())
+        torch.manual_seed(1 + stream.rank)
         self._own_optimizer = workload.optimizer(self.model.parameters()) if workload.optimizer else None
         if self._own_optimizer:
             own_rate = self._own_optimizer.param_groups[0]["lr"]
@@ -157,7 +160,7 @@ class Trainer:
         Ends early, on every rank at the same step, when any rank could not finish a step or was nudged.
         """
         if chunk.settings_id == self._failed_id:
-            return ChunkReply(hvd.rank(), (), self.device.reading(), skipped=True)
+            return ChunkReply(self.stream.rank, (), self.device.reading(), skipped=True)
         if chunk.trial:
             return self._try_out(chunk)
         nudge.catch_up(chunk.nudges)
@@ -171,7 +174,7 @@ class Trainer:
             if outcomes[-1].last:
                 break
         samples = tuple(outcome.sample_with_loss() for outcome in outcomes)
-        return ChunkReply(hvd.rank(), samples, self.device.reading(), failure)
+        return ChunkReply(self.stream.rank, samples, self.device.reading(), failure)
 
     def _try_out(self, chunk: Chunk) -> ChunkReply:
         """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""
@@ -181,21 +184,23 @@ class Trainer:
         self._settings_id = -1  # whatever of it could be applied is taken back
         self._apply(Chunk(settings, settings_id, 0))
         self._flipped = flipped
-        return ChunkReply(hvd.rank(), (outcome.sample,), self.device.reading(), outcome.failure)
+        return ChunkReply(self.stream.rank, (outcome.sample,), self.device.reading(), outcome.failure)
 
     def _step(self, failure: Failure | None, chunk: Chunk) -> _Outcome:
         """One step and what it measured. A failure to apply the settings fails it from the start, on all ranks."""
         self.device.reset_peak()
         start_s = time.perf_counter()
+        self.began_s = time.monotonic()
         before = ForwardUndo(self.model)
         loss = None
         if failure is None:
             try:
+                collectives.check()
                 with self.device.step_scope():
                     loss = self._forward_backward()
             except (Exception, KeyboardInterrupt) as error:
                 failure = self._failure(error)
-        votes = self._reduce(failure, loss, chunk)
+        votes, failure = self._reduce(failure, loss, chunk)
         if votes.nonfinite and failure is None and loss is not None and not loss.isfinite():
             failure = self._nonfinite(loss)
         discarded = votes.failed or votes.nonfinite
@@ -236,17 +241,21 @@ class Trainer:
                 self.phase = "data"
         return total
 
-    def _reduce(self, failure: Failure | None, loss: Tensor | None, chunk: Chunk) -> _Votes:
-        """Average the gradients over all ranks, and learn what any of them votes for."""
+    def _reduce(self, failure: Failure | None, loss: Tensor | None, chunk: Chunk) -> tuple[_Votes, Failure | None]:
+        """Average the gradients over all ranks, and learn what any of them votes for; this rank may fail in it."""
         self.phase = "reduction"
         # A loss scaled for fp16 may overflow: then the scaler skips the update by itself.
         watched = loss is not None and self.settings.precision != "fp16"
         nonfinite = ~torch.isfinite(loss) if watched and loss is not None else False
         careful = chunk.trial or self._update_may_fail()
-        # A failed rank has room for the zeros it sends: whatever its step held is gone by now.
-        with self.device.exempt():
-            votes = (failure is not None, nudge.newer_than(chunk.nudges), careful, nonfinite)
-            return _Votes(*self._reduction.finish(votes))
+        votes = (failure is not None, nudge.newer_than(chunk.nudges), careful, nonfinite)
+        try:
+            # A failed rank has room for the zeros it sends: whatever its step held is gone by now.
+            with self.device.exempt():
+                return _Votes(*self._reduction.finish(votes)), failure
+        except HorovodInternalError as error:  # on every rank, because Horovod was shut down
+            self._reduction.forget()
+            return _Votes(failed=True, leave=True, careful=False, nonfinite=False), self._failure(error)
 
     def _update_may_fail(self) -> bool:
         """Whether this update could end half way: on its first try, short of memory, or in somebody's own code."""
@@ -266,7 +275,10 @@ class Trainer:
                 self._update()
         except Exception as error:
             failure = self._failure(error)
-        undone = any_rank(failure is not None, "update") or trial
+        try:
+            undone = any_rank(failure is not None, "update") or trial
+        except HorovodInternalError as error:
+            failure, undone = self._failure(error), True
         if undone:
             undo.undo()
             # An update that ended half way leaves the scaler believing that it has unscaled already.
@@ -338,11 +350,11 @@ class Trainer:
         return self.workload.blocks(self.model) if self.workload.blocks else find_blocks(self.model)
 
     def _failure(self, error: BaseException) -> Failure:
-        return failure_of(error, self.phase, self.model, self._reduction.latest, self.device)
+        return failure_of(error, self.stream.rank, self.phase, self.model, self._reduction.latest, self.device)
 
     def _nonfinite(self, loss: Tensor) -> Failure:
         return Failure(
-            hvd.rank(),
+            self.stream.rank,
             "error",
             "forward",
             f"the loss became {loss.item()}. Look at its data on this rank, lower learning_rate or set clip_norm",
@@ -352,7 +364,7 @@ class Trainer:
         reading = self.device.reading()
         step_s = time.perf_counter() - start_s
         return Sample(
-            rank=hvd.rank(),
+            rank=self.stream.rank,
             step=self.steps,
             time_s=time.time() - self._started_s,
             loss=None,

@@ -24,10 +24,12 @@ def status(session: Session, silent_s: float) -> str:
     if session.ended:
         again = "%hvd_start" if session.ended == "stopped" else "%hvd_restart"
         return f"{_sentence(session.ended)} Start again with {again}."
+    if scene := session.scene:
+        # Seconds are for the eyes: a screen reader would announce every one of them.
+        return f'{_sentence(scene.text)} <small aria-hidden="true">{scene.seconds:.0f} s</small>'
     if (waiting := session.waiting_for) and silent_s > PATIENCE_S:
         named = ", ".join(map(str, waiting))
         why = "their step takes long, or a cell runs there" if len(waiting) > 1 else "it may be busy with a cell"
-        # Seconds are for the eyes: a screen reader would announce every one of them.
         return (
             f"Waiting for rank{'s' * (len(waiting) > 1)} {named}: {why} "
             f'<small aria-hidden="true">{silent_s:.0f} s</small>'

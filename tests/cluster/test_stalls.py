@@ -1,0 +1,251 @@
+"""Ranks that wait for ranks that do not come are freed, joined again, and keep what they trained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from gpumem_nb.errors import RankError, TrainingFailed
+from gpumem_nb.session import Session
+from tests.conftest import weights
+
+pytestmark = pytest.mark.cluster
+
+LIMIT_S = 2
+# Freed at the limit, give or take a second, and two seconds for an interrupt; the rest is for a busy machine.
+PATIENCE_S = LIMIT_S + 10
+
+
+@contextmanager
+def limited(session: Session) -> Iterator[Session]:
+    session.set(stall_limit_s=LIMIT_S)
+    yield session
+    session.set(stall_limit_s=30)
+
+
+@pytest.fixture
+def impatient(two_ranks: Session) -> Iterator[Session]:
+    with limited(two_ranks) as session:
+        yield session
+
+
+STUCK = """
+import time
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+stuck = None
+import ctypes, threading
+libc = ctypes.CDLL(None)
+def in_c(seconds):  # C code that no signal ends: a mutex that the thread holds itself
+    mutex = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    threading.Timer(seconds, libc.pthread_mutex_unlock, [mutex]).start()
+    libc.pthread_mutex_lock(mutex)
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        while stuck == "data" and rank == 1:
+            pass
+        return torch.randn(4)
+rows = Rows()
+def loss(model, batch):
+    if stuck == "sleep" and rank == 1:
+        time.sleep(1000)
+    if stuck == "c" and rank == 1:
+        in_c(8)
+    if stuck == "all":
+        time.sleep(4)
+    return model(batch).square().mean()
+"""
+
+
+def attach(session: Session) -> Session:
+    session.run(STUCK)
+    session.attach(model="net", loss="loss", data="rows")
+    session.set(batch_size=2)
+    session.train(2)
+    return session
+
+
+def goes_on(session: Session, fingerprint: set[str] | None = None) -> None:
+    if fingerprint:
+        assert weights(session) == fingerprint
+    assert session.train(2).steps == 2
+    assert len(weights(session)) == 1
+
+
+def test_one_rank_alone_in_a_collective_is_freed(impatient: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(impatient)
+    session.train(2)
+    before = weights(session)
+    start_s = time.monotonic()
+    with pytest.raises(RankError, match=r"Rank 0 was without work, rank 1 waited in all-reduce 'mine' of a cell"):
+        session.run("hvd.allreduce(torch.ones(3), name='mine')", ranks="1")
+    assert time.monotonic() - start_s < PATIENCE_S
+    assert session.history.events[-1].kind == "stall"
+    assert session.run("hvd.allreduce(torch.ones(1), op=hvd.Sum).item()") == [2.0, 2.0]
+    goes_on(session, before)
+
+
+def test_ranks_in_different_collectives_are_freed(impatient: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(impatient)
+    with pytest.raises(RankError, match=r"(?s)[Rr]ank 0 waited in broadcast 'n0'.*rank 1 waited in all-gather 'n1'"):
+        session.run(
+            "hvd.broadcast(torch.ones(1), 0, name='n0') if rank == 0 else hvd.allgather(torch.ones(1), name='n1')"
+        )
+    goes_on(session)
+
+
+@pytest.mark.parametrize(("how", "part"), [("data", "data"), ("sleep", "forward")])
+def test_a_rank_stuck_in_its_step_is_named_and_interrupted(impatient: Session, how: str, part: str) -> None:
+    session = attach(impatient)
+    before = weights(session)
+    session.run(f"stuck = {how!r}")
+    start_s = time.monotonic()
+    with pytest.raises(TrainingFailed, match=f"Rank 1 was in the {part} part of step 3, rank 0 waited in the grad"):
+        session.train(5)
+    assert time.monotonic() - start_s < PATIENCE_S
+    session.run("stuck = None", timeout=PATIENCE_S)
+    goes_on(session, before)
+
+
+def test_a_stall_while_playing_pauses_and_is_told(impatient: Session) -> None:
+    session = attach(impatient)
+    session.set(stall_limit_s=4)  # long enough to be seen waiting
+    session.run("stuck = 'data'")
+    session.play()
+    deadline = time.monotonic() + PATIENCE_S
+    seen = set()
+    while session.playing and time.monotonic() < deadline:
+        seen.add(session.doing.split(" for ")[0])
+        time.sleep(0.1)
+    assert not session.playing
+    assert "Rank 1 is in the data part of step 3, rank 0 waits in the gradient reduction of step 3" in seen
+    assert "stall" in [event.kind for event in session.history.events]
+    session.run("stuck = None", timeout=PATIENCE_S)
+    goes_on(session)
+
+
+def test_a_step_that_is_long_on_all_ranks_is_no_stall(impatient: Session) -> None:
+    session = attach(impatient)
+    session.run("stuck = 'all'")
+    events = len(session.history.events)
+    readings = session.history.readings
+    done = threading.Event()
+
+    def train() -> None:
+        session.train(1)
+        done.set()
+
+    threading.Thread(target=train).start()
+    while not done.is_set() and session.history.readings is readings:
+        done.wait(0.05)
+    assert not done.is_set(), "device readings must come while the step is under way"
+    assert done.wait(30)
+    session.run("stuck = None")
+    assert len(session.history.events) == events
+    goes_on(session)
+
+
+def test_a_cell_that_shuts_horovod_down_is_made_up_for(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    before = weights(session)
+    session.run("hvd.shutdown()")
+    goes_on(session, before)
+    session.run("hvd.shutdown()", ranks="1")
+    goes_on(session)
+
+
+def test_an_interrupt_reaches_a_rank_in_a_collective(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    start_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        session.run("hvd.allreduce(torch.ones(3))", ranks="1", timeout=0.5)
+    assert time.monotonic() - start_s < 4
+    goes_on(session)
+
+
+def test_a_cell_stuck_on_one_rank_is_interrupted(impatient: Session) -> None:
+    session = impatient
+    with pytest.raises(RankError, match="Rank 1 was in a cell, rank 0 waited in barrier of a cell for"):
+        session.run("while rank == 1: pass\nhvd.barrier()")
+    assert session.run("hvd.allreduce(torch.ones(1), op=hvd.Sum).item()", timeout=PATIENCE_S) == [2.0, 2.0]
+
+
+def test_a_long_cell_on_one_rank_is_left_alone(impatient: Session) -> None:
+    session = attach(impatient)
+    session.play()
+    assert session.run("time.sleep(5)\nrank", ranks="1") == [1]
+    assert not session.playing
+    assert "Rank 1 was in a cell, rank 0 waited in the gradient reduction" in session.doing
+    goes_on(session)
+
+
+def test_a_rank_that_no_interrupt_reaches_is_named_with_the_way_out(impatient: Session) -> None:
+    session = attach(impatient)
+    session.run("stuck = 'c'")
+    with pytest.raises(TrainingFailed, match="Rank 1 was in the forward part"):
+        session.train(5)
+    waited = time.monotonic() + PATIENCE_S
+    while "could not be interrupted" not in session.history.events[-1].text and time.monotonic() < waited:
+        time.sleep(0.05)
+    with pytest.raises(TrainingFailed, match=r"rank 1 could not be interrupted. Start .* %hvd_restart"):
+        session.train(1)
+    session.run("stuck = None", timeout=PATIENCE_S)
+    goes_on(session)
+
+
+def test_a_rank_that_is_stopped_is_named_with_the_way_out(impatient: Session) -> None:
+    session = attach(impatient)
+    os.kill(session.ranks[1].pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TrainingFailed, match=r"(?s)Rank 1 is without a sign of life, rank 0 waits .* %hvd_restart"):
+            session.train(10_000)
+        with pytest.raises(TrainingFailed, match="%hvd_restart"):
+            session.play()
+    finally:
+        os.kill(session.ranks[1].pid, signal.SIGCONT)
+    session.run("rank", timeout=PATIENCE_S)
+    goes_on(session)
+
+
+def test_a_stall_in_the_update_leaves_the_weights_as_they_were(impatient: Session) -> None:
+    session = attach(impatient)
+    session.run(
+        """
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        if stuck == "update" and rank == 1:
+            time.sleep(5)
+own = Slow(net.parameters(), lr=0.01)
+"""
+    )
+    session.attach(model="net", loss="loss", data="rows", optimizer="own")
+    session.train(2)
+    before = weights(session)
+    session.run("stuck = 'update'")
+    with pytest.raises(TrainingFailed, match="Rank 1 was in the update part of step 3, rank 0 waited in the agreement"):
+        session.train(1)
+    session.run("stuck = None", timeout=PATIENCE_S)
+    goes_on(session, before)
+
+
+def test_three_ranks_wait_for_the_fourth(four_ranks: Session) -> None:
+    with limited(four_ranks) as session:
+        attach(session)
+        before = weights(session)
+        session.run("stuck = 'data'")
+        with pytest.raises(TrainingFailed, match=r"Rank 1 was in the data part of step 3, ranks 0,2-3 waited"):
+            session.train(5)
+        session.run("stuck = None", timeout=PATIENCE_S)
+        goes_on(session, before)
