@@ -135,7 +135,7 @@ def test_ranks_that_take_long_are_named(panel: PanelPage) -> None:
     run = "{'target': s.run, 'args': ('import time; time.sleep(4)',), 'kwargs': {'ranks': [1]}}"
     panel.notebook.evaluate(f"__import__('threading').Thread(**{run}).start()")
     panel.press("Play")
-    expect(panel.status).to_contain_text("Waiting for ranks 0, 1: their step takes long, or a cell runs there")
+    expect(panel.status).to_contain_text("Rank 1 is in a cell, rank 0 waits in the gradient reduction of step")
     panel.wait_for_steps(1)
     expect(panel.status).to_contain_text("Training")
     panel.pause()
