@@ -366,8 +366,11 @@ class Training:
 
     def _handle(self, failure: Failure, chunk: Chunk, step_s: float) -> None:
         """Go on with other settings, as the policy says; without any, or when they are not to blame, stop."""
+        newer = chunk.settings_id != self._settings_id
         if failure.kind == "interrupted":
             self._wanted = 0
+            if not newer:
+                self._adopt(self._settings)  # the ranks hold the old number for broken
             return
         tried = self._history.configuration(chunk.settings_id)
         if tried:
@@ -375,7 +378,6 @@ class Training:
         rescue = Rescue(failure, self._history.steps + 1, chunk.settings)
         self._history.rescued(rescue)
         self._notes.append(rescue)
-        newer = chunk.settings_id != self._settings_id
         other = None if newer else self._way_out(failure, chunk.settings)
         if failure.kind == "oom" and self.policy.on_oom != "shrink":
             self._try_out(rescue, step_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -229,11 +230,14 @@ class Scene:
     def _listen(self) -> None:
         """Wait until what happened is told by the session."""
         session = self.session
-        if self.fault.ends == "survived":
-            return
-        wait_until(lambda: "yes" if not session.playing else "")
-        news = list(session.history.events)[self._events :]
-        self._keep("\n".join([session.doing, *(event.text for event in news)]))
+        if self.fault.ends != "survived":
+            self._keep(wait_until(lambda: next(filter(self._fits, [session.doing, *self._news()]), "")))
+
+    def _news(self) -> list[str]:
+        return [event.text for event in list(self.session.history.events)[self._events :]]
+
+    def _fits(self, text: str) -> bool:
+        return bool(re.search(self.fault.says, text))
 
     def _keep(self, said: str) -> None:
         self.said.append(said)

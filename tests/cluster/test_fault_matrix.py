@@ -16,11 +16,6 @@ pytestmark = pytest.mark.cluster
 SITUATIONS = ("foreground", "background", "flip", "cell")
 
 
-@pytest.fixture(scope="module")
-def kept() -> dict[str, Session]:
-    return {}
-
-
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_fault(fault: Fault, situation: str) -> None:
