@@ -496,13 +496,14 @@ class Session:
         self.load(header.workload, **header.options)
 
     def _resume_from(self, source: Path) -> state_file.Header:
-        self.pause()
+        # Training goes on while the ranks look at the file: one that is refused changes nothing.
         try:
             self._call("resume_check", str(source))
         except BaseException:
             with suppress(GpumemError):
                 self._call("resume_drop")
             raise
+        self.pause()
         info: WorkloadInfo = self._call("resume_apply")[0]
         header = state_file.read_header(source)
         self._resumed_from, self.history.seen_before = source, header.position

@@ -134,8 +134,10 @@ FAULTS = [
     Fault("SIGSTOP", "[Rr]ank 1 .*stopped", 5.0, act=_stop_and_continue, ends="survived"),
     Fault("hang in loader", STALLED, STALL_LIMIT_S + 4.0, "plant('data', 'hang')"),
     Fault("mismatched collective", r"(?s)waited in .*'alone'", STALL_LIMIT_S + 4.0, "plant('collate', 'collective')"),
-    Fault("disk full while saving", "the disk is full|too large", 3.0, act=_save_to_a_full_disk, ends="survived"),
-    Fault("truncated snapshot", "is not complete|truncated", 3.0, act=_resume_from_a_truncated_file, ends="survived"),
+    Fault("disk full while saving", "cannot be written", 3.0, act=_save_to_a_full_disk, ends="survived"),
+    Fault(
+        "truncated snapshot", "is cut off: its end is missing", 3.0, act=_resume_from_a_truncated_file, ends="survived"
+    ),
     Fault("controller death", "(?s)controller .*SIGKILL", 3.0, act=_kill(controller), ends="dies"),
     Fault("interrupt", "(?i)interrupted|paused", 2.0, act=_interrupt),
 ]
@@ -241,7 +243,8 @@ class Scene:
 
     def _keep(self, said: str) -> None:
         self.said.append(said)
-        self.heard_s = time.monotonic()
+        if self._fits(said) and not self.heard_s:
+            self.heard_s = time.monotonic()
 
 
 def leaves_all_well(session: Session, fault: Fault, before: list[tuple[str, int]], pids: list[psutil.Process]) -> None:

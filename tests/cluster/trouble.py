@@ -132,4 +132,4 @@ def same_memory(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> 
     """Live bytes of each rank as before."""
     for (_, live_before), (_, live_after) in zip(before, after, strict=True):
         # Horovod's thread lets go of the votes (16 bytes) a moment later.
-        assert abs(live_after - live_before) <= 64
+        assert abs(live_after - live_before) <= 64, (before, after)
