@@ -78,8 +78,15 @@ class Checkpointing:
             )
         self._restore_cache = _switch_off_generation_cache(model)
 
+    def abandon(self) -> None:
+        """Forget a forward pass that was left half way: torch calls no hooks after a ``KeyboardInterrupt``."""
+        if self._open:
+            self._open[1].__exit__()
+        self._open = self._last = None
+
     def remove(self) -> None:
         """Take everything off the model again."""
+        self.abandon()
         for hook in self._hooks:
             hook.remove()
         self._restore_cache()

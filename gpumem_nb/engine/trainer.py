@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 import zlib
 from dataclasses import dataclass
@@ -200,6 +201,8 @@ class Trainer:
                     loss = self._forward_backward()
             except (Exception, KeyboardInterrupt) as error:
                 failure = self._failure(error)
+                if self._checkpointing:
+                    self._checkpointing.abandon()
         votes, failure = self._reduce(failure, loss, chunk)
         if votes.nonfinite and failure is None and loss is not None and not loss.isfinite():
             failure = self._nonfinite(loss)
@@ -211,6 +214,8 @@ class Trainer:
         self.model.zero_grad()
         if discarded:
             before.undo()
+            if failure:
+                gc.collect()  # what was under way may hang together in circles, with activations among them
             event = failure.kind if failure else "trial" if chunk.trial else "discarded"
             return _Outcome(self._sample(start_s, event), loss, failure, True, True)
         self.stream.advance(self.settings.batch_size, self.settings.accumulation_steps)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 
@@ -186,9 +187,12 @@ class Scene:
         """While a cell runs between steps of a training that plays."""
         self.session.play()
         self._wait_for_steps()
-        actor = self._actor("cell")
-        self._hear(lambda: str(self.session.run(f"{self.fault.plant or 'pass'}\ntime.sleep(0.5)")))
-        self._join(actor)
+        with TemporaryDirectory() as folder:
+            self._begun = Path(folder) / "begun"
+            actor = self._actor("cell")
+            cell = f"{self.fault.plant or 'pass'}\nimport pathlib; pathlib.Path({str(self._begun)!r}).touch()"
+            self._hear(lambda: str(self.session.run(f"{cell}\ntime.sleep(0.5)")))
+            self._join(actor)
         self._listen()
 
     def _plant(self) -> None:
@@ -205,6 +209,8 @@ class Scene:
             assert self.fault.act is not None
             if situation == "foreground":
                 self._wait_for_steps()
+            if situation == "cell":
+                wait_until(lambda: "yes" if self._begun.exists() else "")
             self.struck_s = time.monotonic()
             if said := self.fault.act(self.session, situation):
                 self._keep(said)
@@ -232,7 +238,7 @@ class Scene:
     def _listen(self) -> None:
         """Wait until what happened is told by the session."""
         session = self.session
-        if self.fault.ends != "survived":
+        if self.fault.ends != "survived" and not self.heard_s:
             self._keep(wait_until(lambda: next(filter(self._fits, [session.doing, *self._news()]), "")))
 
     def _news(self) -> list[str]:

@@ -172,3 +172,32 @@ def test_generation_cache_is_off_only_while_checkpointing() -> None:
     assert model.config.use_cache is False
     checkpointing.remove()
     assert model.config.use_cache is True
+
+
+def test_an_interrupted_forward_leaves_no_hooks_behind() -> None:
+    class Stopped(nn.Module):
+        stop = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if Stopped.stop:
+                raise KeyboardInterrupt
+            return self.linear(x).tanh()
+
+    model = nn.Sequential(Stopped(), Stopped())
+    checkpointing = Checkpointing(model, list(model), "blocks")
+    x = torch.randn(4, 8)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    checkpointing.abandon()
+    Stopped.stop = False
+    model(x).sum().backward()
+    checkpointed = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    checkpointing.remove()
+    model.zero_grad()
+    model(x).sum().backward()
+    for param, gradient in zip(model.parameters(), checkpointed, strict=True):
+        assert torch.equal(param.grad, gradient)  # type: ignore[arg-type]
