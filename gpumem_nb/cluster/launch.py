@@ -131,6 +131,8 @@ class Launched:
             self.client = self.cluster.connect_client_sync()
             self._await_engines(deadline, progress)
             self.record_all()
+            for path in (self.profile / "security").iterdir():
+                path.chmod(0o600)
 
     @property
     def processes(self) -> tuple[Identity, ...]:
