@@ -590,7 +590,8 @@ class Session:
                 f"{steps!r} steps cannot be trained: it must be a whole number of at least 1, such as 100."
             )
         self._check_loaded()
-        with self._interruptible():
+        # What training could not interrupt by itself will not be by a second try.
+        with self._interruptible(lambda: not self.waiting_for):
             return self._training.train(steps)
 
     def play(self) -> None:

@@ -27,6 +27,7 @@ class Notebook:
     """A kernel of its own, as JupyterLab starts one."""
 
     def __init__(self) -> None:
+        self._closed = False
         self._manager = KernelManager(kernel_name="python3")
         self._manager.kernel_spec.argv[0] = sys.executable
         self._manager.start_kernel()
@@ -51,6 +52,10 @@ class Notebook:
         return "".join(printed).strip()
 
     def close(self) -> None:
+        """Once, or again to no effect."""
+        if self._closed:
+            return
+        self._closed = True
         self._client.stop_channels()
         self._manager.shutdown_kernel(now=False)
         self._manager.cleanup_resources()
