@@ -77,7 +77,22 @@ class Stalled(RankError):
 
 
 class ClusterDied(GpumemError):
-    """A rank, the controller or mpiexec ended while it was needed."""
+    """A rank, the controller or mpiexec ended while it was needed.
+
+    Attributes:
+        cause: what ended and why, as a sentence.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"{cause} Start again with %hvd_restart.")
+        self.cause = cause
+
+
+class Interrupted(KeyboardInterrupt):
+    """Somebody pressed stop; says what became of the ranks, and what helps when they do not stop."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"KeyboardInterrupt: {self}"]
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -293,7 +294,13 @@ def _loaded(session: Session) -> str:
     return str(session.status()).split("\nsettings: ")[0].splitlines()[-1] + f"\nsettings: {session.settings}"
 
 
+def _somebody_works(info: object) -> None:
+    with suppress(NoSession):
+        current().touch()
+
+
 def register(shell: InteractiveShell) -> None:
     """Make the magics and their completion known to IPython."""
     shell.register_magics(HvdMagics)
+    shell.events.register("pre_run_cell", _somebody_works)
     shell.set_hook("complete_command", complete_hvd, re_key=r"%{0,2}hvd")

@@ -7,8 +7,8 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from . import snapshot_folder, stalls, state_file
+from . import records, snapshot_folder, stalls, state_file
 from .cluster import resources
 from .cluster.calls import Call
 from .cluster.launch import Progress
@@ -26,6 +26,7 @@ from .engine import entry
 from .errors import (
     ClusterDied,
     GpumemError,
+    Interrupted,
     InvalidInput,
     NoSession,
     RankError,
@@ -35,6 +36,8 @@ from .errors import (
     nearest,
 )
 from .history import History, Run, Runs
+from .idle import IdleWatch
+from .interruption import Presses, finish_anyway
 from .memory.report import MemoryReport, RankMemory
 from .memory.units import format_bytes, parse_size
 from .policy import RULES, Policy
@@ -67,6 +70,7 @@ class Status:
     steps: int
     snapshots: str
     start_seconds: Mapping[str, float]
+    others: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The same for programs."""
@@ -91,6 +95,8 @@ class Status:
         if self.workload:
             lines.append(self.snapshots)
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.start_seconds.items())
+        if self.others:
+            lines.append(f"other processes: {'; '.join(self.others)}")
         lines.append(f"started in {sum(self.start_seconds.values()):.1f} s ({phases})")
         return "\n".join(lines)
 
@@ -153,6 +159,8 @@ def start(
         InvalidInput: an argument that cannot be used, or ranks that are running already.
         StartError, SetupError: the start failed; nothing is left running.
     """
+    if _current is not None and _current.ended:
+        _current.stop()
     if _current is not None:
         raise InvalidInput(
             f"{_current.size} ranks are running already. Use them, or stop them first with %hvd_stop "
@@ -167,7 +175,11 @@ def start(
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise InvalidInput(f"threads={threads!r} cannot be used: it must be a whole number of at least 1, such as 2.")
     limit = None if memory_limit is None else parse_size(memory_limit)
+    for left in records.clean_up_after_others():
+        progress(f"ended what kernel {left.kernel.pid} had left behind", 0.0)
     size, kind = resources.choose(n, device)
+    for other in _others(kind):
+        progress(f"besides, {other}", 0.0)
     plan = _Plan(size, kind, limit, threads or max(1, resources.cores() // size), float(timeout))
     return Session(plan, progress)
 
@@ -182,7 +194,9 @@ class _Plan:
 
     def start(self, history: History, stall_limit_s: float, progress: Progress) -> Ranks:
         config = RankConfig(self.device, self.memory_limit, self.threads, history.started_s, stall_limit_s)
-        return Ranks(self.size, self.threads, self.device, entry, ("set_up", config), self.timeout, progress)
+        return Ranks(
+            self.size, self.threads, self.device, entry, ("set_up", config), self.timeout, progress, self.memory_limit
+        )
 
 
 class Session:
@@ -208,6 +222,8 @@ class Session:
         self.restored = ""
         self._ended = ""
         self._panel: Panel | None = None
+        self._presses = Presses()
+        self._foreground = 0  # calls that somebody waits for
         self._connect(progress)
         with suppress(OSError):
             snapshot_folder.make_room(self._snapshots.folder, 0, self._policy.snapshot_space)
@@ -215,9 +231,15 @@ class Session:
     def _connect(self, progress: Progress) -> None:
         global _current
         self.history = History(self._plan.size)
-        self._ranks = self._plan.start(self.history, self._policy.stall_limit_s, progress)
+        try:
+            self._ranks = self._plan.start(self.history, self._policy.stall_limit_s, progress)
+        except KeyboardInterrupt:
+            raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
         self._training = Training(self._ranks, self.history, self._snapshots, self._lost)
         self._training.policy = self._policy
+        self._ended = ""
+        self._ranks.look_after(self._training.lose)
+        self._idle = IdleWatch(lambda: self._policy.idle_minutes, self._works, self._stop_idle)
         _current = self
 
     # Who runs ---------------------------------------------------------------------------------------------------
@@ -243,12 +265,19 @@ class Session:
             steps=self.history.steps,
             snapshots=self._snapshots.describe(),
             start_seconds=dict(self._ranks.seconds),
+            others=tuple(_others(self._plan.device)),
         )
 
     @property
     def doing(self) -> str:
         """What is happening, in one line of words."""
-        return self._ended or str(self.scene or self._training.describe())
+        if self._ended:
+            return self._ended
+        stopped = [
+            f"rank {rank} is stopped (SIGSTOP): continue it with kill -CONT {pid}, or start again with %hvd_restart"
+            for rank, pid in self._ranks.stopped().items()
+        ]
+        return "; ".join([*stopped, str(self.scene or self._training.describe()), *filter(None, [self._idle.notice()])])
 
     @property
     def scene(self) -> stalls.Scene | None:
@@ -321,20 +350,21 @@ class Session:
     ) -> Call:
         """Wait for a call. The first error is raised at once; an interrupt or a time-out reaches the ranks."""
         self._training.make_way()
-        try:
-            for finished in call.slices(timeout):
-                if finished:
-                    call.settle(1.0)
-                show(call)
-                if not finished and stalls.out_of_reach(call.pulses(), self._ranks.stall_limit_s):
-                    raise ClusterDied(f"{self.scene}, and could not be freed. Use %hvd_restart.")
-        except (KeyboardInterrupt, TimeoutError):
-            self._ranks.interrupt_until(call.finished)
-            raise
-        except RankError as error:
-            if what := self._after_stall(call):
-                raise Stalled(error, what) from None
-            raise
+        with self._interruptible(lambda: self._ranks.interrupt_until(call.finished), call.pending):
+            try:
+                for finished in call.slices(timeout):
+                    if finished:
+                        call.settle(1.0)
+                    show(call)
+                    if not finished and stalls.out_of_reach(call.pulses(), self._ranks.stall_limit_s):
+                        raise ClusterDied(f"{self.scene}, and could not be freed.")
+            except TimeoutError:
+                self._ranks.interrupt_until(call.finished)
+                raise
+            except RankError as error:
+                if what := self._after_stall(call):
+                    raise Stalled(error, what) from None
+                raise
         return call
 
     def _after_stall(self, call: Call) -> str:
@@ -549,7 +579,8 @@ class Session:
         if "snapshot_space" in rules:
             with suppress(OSError):
                 snapshot_folder.make_room(self._snapshots.folder, 0, policy.snapshot_space)
-        self._training.set(settings)
+        with self._interruptible():
+            self._training.set(settings)
         return self.settings
 
     def train(self, steps: int) -> Run:
@@ -559,7 +590,9 @@ class Session:
                 f"{steps!r} steps cannot be trained: it must be a whole number of at least 1, such as 100."
             )
         self._check_loaded()
-        return self._training.train(steps)
+        # What training could not interrupt by itself will not be by a second try.
+        with self._interruptible(lambda: not self.waiting_for):
+            return self._training.train(steps)
 
     def play(self) -> None:
         """Train in the background until :meth:`pause`."""
@@ -569,7 +602,8 @@ class Session:
     def pause(self) -> None:
         """Stop training after the steps under way, and wait for them."""
         self._check_alive()
-        self._training.pause()
+        with self._interruptible():
+            self._training.pause()
 
     def step(self) -> None:
         """Train one step in the background."""
@@ -622,13 +656,19 @@ class Session:
         Ranks that still answer are asked for a snapshot first; otherwise the last automatic one is used.
         :attr:`restored` says what came back.
         """
+        global _current
         steps, settings, loaded = self.history.steps, self.settings, self._training.workload is not None
-        up_to_date = loaded and not self._ended and self._take_last_snapshot()
+        hopeless = self._ended or self._ranks.stopped() or (self._presses.in_vain and self._ranks.pending())
+        up_to_date = loaded and not hopeless and self._take_last_snapshot()
         snapshots = snapshot_folder.newest_first(self._snapshots.folder, self._snapshots.generation)
         snapshots += [self._resumed_from] if self._resumed_from else []
         self._end()
-        self._ended = ""
-        self._connect(progress)
+        try:
+            self._connect(progress)
+        except BaseException:
+            self._ended = "the ranks were ended and could not be started again"
+            _current = self
+            raise
         self.restored = self._restore(snapshots, steps) if loaded else ""
         if self.workload and (up_to_date or not self.history.steps):
             self.set(**settings.changed_from(self.settings))
@@ -679,6 +719,10 @@ class Session:
         if _current is self:
             _current = None
         self._ended = self._ended or "stopped"
+        self._idle.stop()
+        finish_anyway(self._shut_down, "gpumem_nb ending")
+
+    def _shut_down(self) -> None:
         self._training.close()
         self._ranks.stop()
 
@@ -696,11 +740,41 @@ class Session:
     def _lost(self, why: str) -> None:
         self._ended = f"the ranks are gone: {why}"
 
+    def touch(self) -> None:
+        """Somebody works here: the session is not idle."""
+        self._idle.touch()
+
+    def _works(self) -> bool:
+        return self._foreground > 0 or self._training.busy
+
+    def _stop_idle(self) -> None:
+        why = f"stopped after {self._policy.idle_minutes:g} minutes without work (%hvd_set idle_minutes=never keeps it)"
+        if not self._ended:
+            self.history.mark("note", why)
+            self._ended = why
+            self._shut_down()
+
+    @contextmanager
+    def _interruptible(
+        self, stop_ranks: Callable[[], bool] | None = None, busy: Callable[[], list[int]] | None = None
+    ) -> Iterator[None]:
+        """While somebody waits for the ranks inside, an interrupt reaches them, and says what came of it."""
+        self._foreground += 1
+        try:
+            yield
+        except KeyboardInterrupt:
+            training = self._training
+            raise self._presses.explain(stop_ranks or training.interrupt, busy or training.waiting_for) from None
+        finally:
+            self._foreground -= 1
+            self._idle.touch()
+
     def _check_alive(self) -> None:
         if self._ended == "stopped":
             raise NoSession
         if self._ended:
-            raise ClusterDied(f"{self._ended} Start again with %hvd_restart.")
+            raise ClusterDied(f"{self._ended[:1].upper()}{self._ended[1:].rstrip('.')}.")
+        self._idle.touch()
 
     def _check_loaded(self) -> None:
         self._check_alive()
@@ -727,6 +801,11 @@ def _as_path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise InvalidInput(f"{path!r} is not a file's path. Give one such as digits.state.")
     return Path(path).expanduser().absolute()
+
+
+def _others(device: str) -> list[str]:
+    """Who else uses this machine's memory for ranks, and its GPUs."""
+    return [*map(str, records.others()), *(resources.gpus_in_use() if device == "cuda" else [])]
 
 
 def _pickled(value: Any, what: str) -> bytes:

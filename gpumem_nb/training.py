@@ -25,6 +25,7 @@ from .snapshot_plan import SnapshotPlan
 CHUNK_SECONDS = 1.0
 CHUNKS_IN_FLIGHT = 2
 LARGEST_CHUNK = 1000
+PAUSE_PATIENCE_S = 0.4  # for the step under way, before an interrupt discards it
 TRIAL_ID = -2  # and below: trials are no configurations of their own
 TRIAL_SECONDS = 2.0  # that finding out what would have fit may take
 IDLE_READING_SECONDS = 1.0
@@ -163,18 +164,26 @@ class Training:
             # After a stall some rank may be busy for long with what the others were freed from.
             self._wait_until(lambda: not self.busy or (self._stalled and self._failure is not None))
         except KeyboardInterrupt:
-            if not self.pause(timeout=1.0):
-                self.interrupt()
+            if not self.pause(timeout=PAUSE_PATIENCE_S) and not self.interrupt():
+                raise
             self._notes.append("Interrupted.")
-        with self._changed:
-            samples, self._recording = self._recording or [], None
+        finally:
+            with self._changed:
+                samples, self._recording = self._recording or [], None
         self._raise_failure()
         return Run(samples, dict(self._known_settings), [str(note) for note in self._notes])
 
-    def interrupt(self) -> None:
-        """Stop training and interrupt what the ranks are doing; a step under way is discarded."""
+    def interrupt(self) -> bool:
+        """Stop training and interrupt what the ranks are doing; a step under way is discarded.
+
+        Says whether they stopped in time.
+        """
         self.pause(timeout=0)
-        self._ranks.interrupt_until(self.pause)
+        return self._ranks.interrupt_until(self.pause)
+
+    def lose(self, error: ClusterDied) -> None:
+        """The cluster is gone, for this reason."""
+        self._give_up(error)
 
     def close(self) -> None:
         """Send nothing any more and end the thread."""
@@ -428,13 +437,15 @@ class Training:
 
     def _give_up(self, error: GpumemError) -> None:
         with self._changed:
+            if self._closing:
+                return
+            self._closing = isinstance(error, ClusterDied)
             self._wanted = 0
             self._in_flight.clear()
             self._failure = error
             self._announce()
         if isinstance(error, ClusterDied):
-            self._closing = True
-            self._lost(str(error))
+            self._lost(error.cause)
         self._history.mark("error", str(error))
 
     def _read_devices(self) -> None:

@@ -30,6 +30,14 @@ class Call:
         self._results = list(results)
         self._pulse = pulse
         self._answers: dict[int, Any] = {}
+        self._aborted: ClusterDied | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def abort(self, error: ClusterDied) -> None:
+        """Nobody will answer any more: let everyone who waits know why, within a tenth of a second."""
+        self._aborted = error
+        for callback in self._callbacks:
+            callback()
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until all ranks answered or one failed; says whether all answered."""
@@ -38,7 +46,7 @@ class Call:
 
     def finished(self, timeout: float) -> bool:
         """Whether all ranks have answered, in one way or another, within ``timeout`` s."""
-        return not concurrent.futures.wait(self._results, timeout)[1]
+        return self._aborted is not None or not concurrent.futures.wait(self._results, timeout)[1]
 
     def pending(self) -> list[int]:
         """The ranks that have not answered yet."""
@@ -58,7 +66,9 @@ class Call:
         return {rank: beside[self._pulse] for rank, beside in data.items() if self._pulse in beside}
 
     def first_error(self) -> Exception | None:
-        """What the first rank that failed had to say, as soon as it did."""
+        """What the first rank that failed had to say, as soon as it did, or why nobody will."""
+        if self._aborted:
+            return ClusterDied(self._aborted.cause)
         for rank, result in zip(self.ranks, self._results, strict=True):
             if result.done() and isinstance(answer := self._answer(rank, result), Exception):
                 return answer
@@ -88,7 +98,8 @@ class Call:
         return [self._answer(rank, result) for rank, result in zip(self.ranks, self._results, strict=True)]
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call back (on another thread) each time a rank has answered."""
+        """Call back (on another thread) each time a rank has answered, and when nobody will any more."""
+        self._callbacks.append(callback)
         for result in self._results:
             result.add_done_callback(lambda _: callback())
 
@@ -125,7 +136,7 @@ def _decode(rank: int, result: AsyncResult) -> Any:
     if error is None:
         return cloudpickle.loads(result.get(0))
     if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":
-        return ClusterDied(f"Rank {rank} ended while it was working. Start again with %hvd_restart.")
+        return ClusterDied(f"Rank {rank} ended while it was working.")
     if isinstance(error, RemoteError):
         return RankError(rank, error.ename, error.evalue, error.traceback or "")
     return error

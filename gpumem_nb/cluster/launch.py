@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
+import itertools
 import logging
 import os
-import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,11 +20,18 @@ import ipyparallel
 import psutil
 from traitlets.config import Config
 
+from .. import records
 from ..errors import StartError
+from ..processes import STOPPED, Identity, identify
 from .mpi_tools import LAUNCH_VARIABLES, require_tool
 
 Progress = Callable[[str, float], None]
 """Told what is being waited for, and how much of the start is done (0 to 1)."""
+
+GRACE_S = 1.0
+"""Between asking processes to end and ending them."""
+SHARED_MEMORY = Path("/dev/shm")
+_numbers = itertools.count(1)
 
 _PHASES = ("controller", "engines", "horovod")
 _LABELS = {
@@ -30,138 +41,175 @@ _LABELS = {
 }
 
 
-class Processes:
-    """The operating system processes of one cluster, known by pid and creation time."""
-
-    def __init__(self) -> None:
-        self._processes: dict[tuple[int, float], psutil.Process] = {}
-
-    def record(self, pid: int) -> None:
-        """Remember a process and everything below it."""
-        with suppress(psutil.NoSuchProcess):
-            root = psutil.Process(pid)
-            for process in (root, *root.children(recursive=True)):
-                self._processes[process.pid, process.create_time()] = process
-
-    def end(self, patience_s: float) -> None:
-        """Wait for all of them to end; kill those that do not. psutil refuses pids that were given to someone else."""
-        for process in list(self._processes.values()):
-            self.record(process.pid)
-        if self._all_gone(patience_s):
-            return
-        for process in self._processes.values():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._all_gone(patience_s)
-
-    def _all_gone(self, patience_s: float) -> bool:
-        deadline = time.monotonic() + patience_s
-        while any(_runs(process) for process in self._processes.values()):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-        return True
-
-
-def _runs(process: psutil.Process) -> bool:
-    """A zombie has ended: only its parent has not asked how yet, and in a container that parent may never ask."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _pid_runs(pid: int) -> bool:
-    try:
-        return _runs(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return False
-
-
 class Launched:
     """A running cluster.
 
     Args:
         n: number of engines.
         variables: what they find in their environment.
-        start_up: makes the code that each runs first, from the pids of this kernel and of the controller and the
-            profile folder, so that ranks can end when their kernel is gone.
+        start_up: makes the code that each runs first, from this kernel and the cluster's record, so that ranks can end
+            when their kernel is gone.
+        device, memory_limit: for the record.
 
     Attributes:
         client: connected ipyparallel client; engine id = MPI rank = Horovod rank.
         seconds: how long each phase of the start took.
+        controller, mpiexec: who they are, once they were started.
+        profile: folder of connection files, logs and MPI's own files, readable by its owner only.
     """
 
-    def __init__(self, n: int, variables: dict[str, str], start_up: Callable[[int, int, str], str]) -> None:
+    def __init__(
+        self,
+        n: int,
+        variables: dict[str, str],
+        start_up: Callable[[Identity, Path], str],
+        device: str,
+        memory_limit: int | None,
+    ) -> None:
         mpiexec = str(require_tool("mpiexec"))
         self.n = n
         self.seconds: dict[str, float] = {}
-        self.processes = Processes()
-        # A profile of its own, readable by its owner only: connection files and logs go with the cluster.
-        try:
-            self.profile = Path(tempfile.mkdtemp(prefix="gpumem_nb-ranks-"))
-        except OSError as error:
-            raise StartError(
-                f"No folder for connection files could be made ({error}). Free some disk, or set TMPDIR to a folder "
-                "that you can write to, and start again."
-            ) from None
+        self.folders = _make_folders()
+        self.profile = self.folders[0]
+        kernel = records.this_process()
+        self._record = records.Record(
+            machine=records.machine(),
+            kernel=kernel,
+            processes=(),
+            folders=tuple(map(str, self.folders)),
+            ranks=n,
+            device=device,
+            memory_limit=memory_limit,
+        )
+        self._record_path = records.shelf() / f"{kernel.pid}-{kernel.started}-{next(_numbers)}.json"
         self._start_up = start_up
+        self._ending = threading.Lock()
+        self._ended = False
         self.client: Any = None
+        self.controller: Identity | None = None
+        self.mpiexec: Identity | None = None
+        mpi_folders = {
+            "OMPI_MCA_btl_sm_backing_directory": str(self.folders[-1]),
+            "PRTE_MCA_prte_tmpdir_base": str(self.profile),
+            "PMIX_MCA_pmix_server_tmpdir": str(self.profile),
+        }
         self.cluster = ipyparallel.Cluster(
             n=n,
             engines="mpi",
             profile_dir=str(self.profile),
             delay=0,
             load_profile=False,
+            shutdown_atexit=False,
             controller_args=[
                 "--log-level=ERROR",
                 "--HeartMonitor.period=300",
                 "--HeartMonitor.max_heartmonitor_misses=100",
             ],
-            config=Config({"MPILauncher": {"mpi_cmd": [mpiexec], "environment": variables}}),
+            config=Config({"MPILauncher": {"mpi_cmd": [mpiexec], "environment": variables | mpi_folders}}),
             parent=None,
             log=_quiet_log(),
         )
+        self._record.write(self._record_path)
+        atexit.register(self.stop)
 
     def start(self, deadline: float, progress: Progress) -> None:
         """Start controller and engines and connect. ``deadline`` is on the clock of ``time.monotonic``."""
         with self.phase("controller", progress):
             self.cluster.start_controller_sync()
-            self.processes.record(self.cluster.controller.pid)
+            self.controller = identify(self.cluster.controller.pid)
+            self.record_all()
         with self.phase("engines", progress):
-            code = self._start_up(os.getpid(), self.cluster.controller.pid, str(self.profile))
             self.cluster.config.MPIEngineSetLauncher.engine_args = [
                 "--log-level=ERROR",
-                f"--IPEngine.startup_command={code}",
+                # Signals go to the ranks themselves, and cluster/watch.py looks after them.
+                "--IPEngine.enable_nanny=False",
+                f"--IPEngine.startup_command={self._start_up(self._record.kernel, self._record_path)}",
             ]
             self.cluster.start_engines_sync(self.n)
+            self.mpiexec = identify(self.cluster.engine_set.pid)
+            self.record_all()
             self.client = self.cluster.connect_client_sync()
             self._await_engines(deadline, progress)
-            self.processes.record(self.cluster.engine_set.pid)
+            self.record_all()
+            for path in (self.profile / "security").iterdir():
+                path.chmod(0o600)
 
-    def stop(self) -> None:
-        """End all processes, wait until they are gone, and remove the profile."""
-        self.record_all()
-        if self.client is not None:
-            self.client.close()
-        if self.cluster.controller is not None:
-            self.cluster.stop_cluster_sync()
-        self.processes.end(patience_s=5.0)
-        shutil.rmtree(self.profile, ignore_errors=True)
+    @property
+    def processes(self) -> tuple[Identity, ...]:
+        """Every process recorded so far."""
+        return self._record.processes
+
+    @property
+    def essential(self) -> dict[Identity, str]:
+        """Processes that the cluster cannot do without, the ranks themselves aside, and what they are."""
+        schedulers = dict.fromkeys(_family(self.controller), "The controller")
+        return schedulers | ({self.mpiexec: "The launcher mpiexec"} if self.mpiexec else {})
+
+    def mpiexec_exit_code(self) -> int | None:
+        """How mpiexec ended, negative for a signal; ``None`` while it runs or when nobody can tell."""
+        code = None
+        with suppress(psutil.Error):
+            code = self.cluster.engine_set.process.wait(0)
+        return code if code is None else int(code)
+
+    def stop(self, patience_s: float = GRACE_S) -> None:
+        """End all processes, wait until they are gone, and remove every trace.
+
+        With patience they are asked first; who does not end in time, or cannot because it is stopped, is killed.
+        """
+        with self._ending:
+            if self._ended:
+                return
+            self.record_all()
+            if self.client is not None:
+                self.client.close(linger=0)
+            if patience_s and not any(who.state == STOPPED for who in self.processes):
+                for who in (self.mpiexec, self.controller):
+                    if who:
+                        who.signal(signal.SIGTERM)
+                records.await_end(self.processes, patience_s)
+            self._record.end()
+            self._record_path.unlink(missing_ok=True)
+            atexit.unregister(self.stop)
+            self._ended = True
 
     def record_all(self) -> None:
         """Take note of every process that belongs to the cluster right now."""
-        for launcher in (self.cluster.controller, self.cluster.engine_set):
-            if launcher is not None and launcher.pid > 0:
-                self.processes.record(launcher.pid)
+        family = {*_family(self.controller), *_family(self.mpiexec)}
+        if new := family - set(self._record.processes):
+            known = tuple(who for who in self._record.processes if who.runs)
+            self._record = dataclasses.replace(self._record, processes=(*known, *new))
+            self._record.write(self._record_path)
 
-    def log_tail(self, lines: int = 4) -> str:
-        """The last lines that mpiexec and the engines wrote themselves."""
+    def log(self) -> str:
+        """What mpiexec and the engines wrote themselves."""
         # ipyparallel takes the file away when mpiexec has ended, and keeps what was in it.
         text = "".join(log.read_text(errors="replace") for log in self.profile.glob("log/ipengine*"))
         if not text and self.cluster.engine_set is not None:
             text = self.cluster.engine_set.get_output()
-        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+        return text
+
+    def fault(self, pid: int) -> str:
+        """What Python left of an engine's crash."""
+        file = records.fault_file(self.profile, pid)
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def log_tail(self, lines: int = 4) -> str:
+        """The last lines of :meth:`log`."""
+        return "\n".join([line for line in self.log().splitlines() if line.strip()][-lines:])
+
+    def identify_rank(self, rank: int, pid: int) -> Identity:
+        """Who a rank is; raises ``StartError`` when it has ended already."""
+        who = identify(pid)
+        if who is None:
+            raise StartError(f"Rank {rank} (pid {pid}) ended while it was starting. {self.log_tail()}")
+        return who
+
+    def check_up(self) -> None:
+        """Raise ``StartError`` when a process that the start needs has ended."""
+        for what, who in (("mpiexec", self.mpiexec), ("The controller", self.controller)):
+            if who is None or not who.runs:
+                raise StartError(f"{what} ended before all ranks were up. It said: {self.log_tail()}")
 
     @contextmanager
     def phase(self, name: str, progress: Progress) -> Iterator[None]:
@@ -175,14 +223,40 @@ class Launched:
         while len(self.client.ids) < self.n:
             up = len(self.client.ids)
             progress(f"{up} of {self.n} ranks are up", (1 + up / self.n) / len(_PHASES))
-            if not _pid_runs(self.cluster.engine_set.pid):
-                raise StartError(f"mpiexec ended before all ranks were up. It said: {self.log_tail()}")
+            self.check_up()
             if time.monotonic() > deadline:
                 raise StartError(
                     f"Only {up} of {self.n} ranks were up in time. Give them longer with --timeout, or start fewer. "
                     f"{self.log_tail()}"
                 )
             time.sleep(0.02)
+
+
+def _make_folders() -> tuple[Path, ...]:
+    """The cluster's own, and one for memory that its ranks share: in memory, where there is a place for that."""
+    try:
+        profile = Path(tempfile.mkdtemp(prefix=records.FOLDER_PREFIX))
+    except OSError as error:
+        raise StartError(
+            f"No folder for connection files could be made ({error}). Free some disk, or set TMPDIR to a folder "
+            "that you can write to, and start again."
+        ) from None
+    shared = SHARED_MEMORY / profile.name
+    try:
+        shared.mkdir(mode=0o700)
+    except OSError:
+        return (profile,)
+    return (profile, shared)
+
+
+def _family(top: Identity | None) -> tuple[Identity, ...]:
+    """A process, while it runs, and everything below it."""
+    if top is None or not top.runs:
+        return ()
+    with suppress(psutil.NoSuchProcess):
+        below = [identify(child.pid) for child in psutil.Process(top.pid).children(recursive=True)]
+        return (top, *(who for who in below if who))
+    return ()
 
 
 def environment(threads: int, device: str) -> dict[str, str]:
@@ -203,5 +277,5 @@ def environment(threads: int, device: str) -> dict[str, str]:
 
 def _quiet_log() -> logging.Logger:
     log = logging.getLogger("gpumem_nb.cluster")
-    log.setLevel(logging.ERROR)
+    log.setLevel(logging.CRITICAL)  # how a cluster ended is told by cluster/autopsy.py
     return log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import signal
 import threading
 import time
@@ -15,8 +14,11 @@ from ..errors import ClusterDied, GpumemError, RankError, StartError
 from ..sample import Pulse
 from .calls import Call
 from .launch import Launched, Progress, environment
+from .watch import Watch
 
-INTERRUPT_PATIENCE_S = 2.0
+INTERRUPT_PATIENCE_S = 1.2
+"""For ranks to stop what they do after an interrupt: the notebook gives the prompt back within 2 s in any case."""
+INTERRUPT_PERIOD_S = 0.3
 REJOIN_PATIENCE_S = 10.0
 IN_PASSING_S = 1.0  # how long a request waits for those before it, when the ranks must be joined again
 
@@ -32,13 +34,22 @@ class Ranks:
             ``start_up_code``).
         set_up: name and argument of the function that joins the ranks.
         timeout: seconds for the whole start.
+        memory_limit: of each rank in bytes, for other notebooks to know.
 
     Attributes:
         stall_limit_s: how long ranks wait for one another.
     """
 
     def __init__(
-        self, n: int, threads: int, device: str, entry: Any, set_up: tuple[str, Any], timeout: float, progress: Progress
+        self,
+        n: int,
+        threads: int,
+        device: str,
+        entry: Any,
+        set_up: tuple[str, Any],
+        timeout: float,
+        progress: Progress,
+        memory_limit: int | None = None,
     ) -> None:
         self._entry = entry
         self._calls: list[Call] = []
@@ -47,17 +58,23 @@ class Ranks:
         self._sending = threading.RLock()  # every rank gets the requests of several threads in the same order
         self.size = n
         deadline = time.monotonic() + timeout
-        self._launched = Launched(n, environment(threads, device), entry.start_up_code)
+        self._death: ClusterDied | None = None
+        self._watch: Watch | None = None
+        self._launched = Launched(n, environment(threads, device), entry.start_up_code, device, memory_limit)
         try:
             self._launched.start(deadline, progress)
             with self._launched.phase("horovod", progress):
                 name, argument = set_up
                 left = max(1.0, deadline - time.monotonic())
-                self.infos: list[Any] = self.call(name, argument).get(left)
+                joining = self.call(name, argument)
+                for _ in joining.slices(left):
+                    self._launched.check_up()
+                self.infos: list[Any] = joining.get()
+            self._identities = [self._launched.identify_rank(info.rank, info.pid) for info in self.infos]
             progress("ready", 1.0)
         except BaseException as error:
             tail = self._launched.log_tail()
-            self._launched.stop()
+            self._launched.stop(patience_s=0)
             if isinstance(error, GpumemError) and not isinstance(error, ClusterDied):
                 raise
             if isinstance(error, TimeoutError):
@@ -118,52 +135,60 @@ class Ranks:
                     REJOIN_PATIENCE_S
                 )
             except (TimeoutError, RankError) as error:
-                raise ClusterDied(
-                    f"The ranks could not be joined again ({error}). Start them again with %hvd_restart."
-                ) from None
+                raise ClusterDied(f"The ranks could not be joined again ({error}).") from None
             self._apart = False
             return True
 
-    def interrupt_until(self, stopped: Callable[[float], bool], ranks: Sequence[int] | None = None) -> None:
-        """Interrupt ranks (all by default) until ``stopped(timeout)`` says that they did, for two seconds at most.
+    def look_after(self, died: Callable[[ClusterDied], None]) -> None:
+        """Notice from now on when a process ends that the cluster needs: every call fails, ``died`` is told why."""
 
-        A signal that comes before a rank has begun what it is to stop is lost, hence more than one. It goes through the
-        engines' nannies: a signal to mpiexec would end the job.
+        def abort(error: ClusterDied) -> None:
+            self._death = error
+            for call in list(self._calls):
+                call.abort(error)
+            died(error)
+
+        self._watch = Watch(self._launched, self._identities, self._last_output, abort)
+
+    def interrupt_until(self, stopped: Callable[[float], bool], ranks: Sequence[int] | None = None) -> bool:
+        """Interrupt ranks (all by default) until ``stopped(timeout)`` says that they did; says whether in time.
+
+        A signal that comes before a rank has begun what it is to stop is lost, hence more than one. It goes to the
+        ranks themselves: a signal to mpiexec would end the job.
         """
+        chosen = range(self.size) if ranks is None else ranks
         deadline = time.monotonic() + INTERRUPT_PATIENCE_S
-        while True:
-            client = self._launched.client
-            delivery = client.send_signal(
-                signal.SIGINT, targets=list(client.ids if ranks is None else ranks), block=False
-            )
-            done = stopped(0.3) or time.monotonic() > deadline
-            concurrent.futures.wait([delivery], timeout=1.0)  # a signal still on its way would hit what runs next
-            if done:
-                return
+        while (left := deadline - time.monotonic()) > 0:
+            for rank in chosen:
+                self._identities[rank].signal(signal.SIGINT)
+            if stopped(min(INTERRUPT_PERIOD_S, left)):
+                return True
+        return False
 
     def nudge(self) -> None:
         """Ask the ranks to end the chunks under way; one of them is enough, because they agree on it."""
-        with self._sending:
-            self._launched.client.send_signal(self._entry.NUDGE, targets=[0], block=False)
+        self._identities[0].signal(self._entry.NUDGE)
 
-    def dead(self) -> list[int]:
-        """Ranks that are gone."""
-        alive = set(self._launched.client.ids)
-        return [rank for rank in range(self.size) if rank not in alive]
-
-    def last_words(self) -> str:
-        """What the processes wrote last."""
-        return self._launched.log_tail()
+    def stopped(self) -> dict[int, int]:
+        """Ranks that somebody has stopped (SIGSTOP), with their pids."""
+        frozen = self._watch.stopped() if self._watch else []
+        return {rank: who.pid for rank, who in enumerate(self._identities) if who in frozen}
 
     def stop(self) -> None:
         """End everything."""
+        if self._watch:
+            self._watch.stop()
         self._launched.stop()
+
+    def _last_output(self, rank: int) -> str:
+        calls = [call for call in list(self._calls) if rank in call.pending()]
+        return "\n".join(call.outputs()[call.ranks.index(rank)] for call in calls)
 
     def _send(self, function: Any, *arguments: Any, ranks: Sequence[int] | None) -> Call:
         chosen = range(self.size) if ranks is None else ranks
-        if missing := [rank for rank in self.dead() if rank in chosen]:
-            raise ClusterDied(f"Rank {missing[0]} has ended. Start again with %hvd_restart. {self.last_words()}")
         with self._sending:
+            if self._death:
+                raise ClusterDied(self._death.cause)
             self.rejoin(IN_PASSING_S)
             return self._post(function, *arguments, ranks=chosen)
 
@@ -172,4 +197,6 @@ class Ranks:
         results = [client[rank].apply_async(function, *arguments) for rank in ranks]
         call = Call(list(ranks), results, self._entry.PULSE)
         self._calls.append(call)
+        if self._death:
+            call.abort(self._death)
         return call

@@ -35,6 +35,24 @@ def visible_gpus() -> int:
     return 0
 
 
+def gpus_in_use() -> list[str]:
+    """Which GPUs of this machine other processes compute on, in words; those of this kernel's ranks left out."""
+    import pynvml
+
+    own = {child.pid for child in psutil.Process().children(recursive=True)}
+    found = []
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                users = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(index))
+                if pids := sorted(user.pid for user in users if user.pid not in own):
+                    found.append(f"GPU {index} is in use by process {', '.join(map(str, pids))}")
+        finally:
+            pynvml.nvmlShutdown()
+    return found
+
+
 def most_ranks() -> int:
     """How many ranks this machine can hold: bounded by memory, and by eight ranks a core."""
     by_memory = psutil.virtual_memory().available // RANK_RESIDENT_BYTES

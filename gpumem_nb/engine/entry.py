@@ -7,20 +7,27 @@ as values: those that the toolkit raises on purpose as what they are, all others
 from __future__ import annotations
 
 import ast
+import faulthandler
 import linecache
+import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import cloudpickle
 
 from ..errors import GpumemError
+from ..processes import Identity
+from ..records import fault_file
 from ..sample import Answer, Apart, Raised
 from . import nudge, owner, pulse
 from .interrupts import held_back, interruptible
+
+_fault: TextIO  # kept open for the crash that may come
 
 NUDGE = nudge.SIGNAL
 """Sent to a rank that trains, asks all ranks to end the chunk under way at the next step."""
@@ -30,15 +37,17 @@ CELL = "a cell"
 _WORDS = {"run_chunk": "", "load": "loading a workload", "attach": "attaching a model"}
 
 
-def start_up_code(kernel_pid: int, controller_pid: int, profile: str) -> str:
-    """What an engine runs while it registers: :func:`start_up` with the processes named beyond doubt."""
-    kernel, controller = owner.identify(kernel_pid), owner.identify(controller_pid)
-    return f"from gpumem_nb.engine.entry import start_up; start_up({kernel!r}, {controller!r}, {profile!r})"
+def start_up_code(kernel: Identity, record: Path) -> str:
+    """What an engine runs while it registers: :func:`start_up` with the kernel named beyond doubt."""
+    return f"from gpumem_nb.engine.entry import start_up; start_up({tuple(kernel)!r}, {str(record)!r})"
 
 
-def start_up(kernel: tuple[int, float], controller: tuple[int, float], profile: str) -> None:
+def start_up(kernel: tuple[int, int], record: str) -> None:
     """Look after the owner, and import torch and Horovod meanwhile: that takes as long as the registration."""
-    threading.Thread(target=owner.watch, args=(kernel, controller, profile), daemon=True).start()
+    global _fault
+    _fault = fault_file(Path(os.environ["IPP_PROFILE_DIR"]), os.getpid()).open("w")
+    faulthandler.enable(_fault, all_threads=False)
+    threading.Thread(target=owner.watch, args=(Identity(*kernel), Path(record)), daemon=True).start()
     threading.Thread(target=import_module, args=("gpumem_nb.engine.rank",), daemon=True).start()
 
 

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import time
-from contextlib import suppress
+from pathlib import Path
 
-import psutil
+from .. import records
+from ..processes import Identity
 
 PERIOD_S = 2.0
 
 
-def identify(pid: int) -> tuple[int, float]:
-    """A process by pid and creation time, so that nobody else is ever taken for it."""
-    return pid, psutil.Process(pid).create_time()
+def watch(kernel: Identity, record: Path) -> None:
+    """Return never: once the kernel is gone, end the cluster as its record has it, and this process.
 
-
-def watch(kernel: tuple[int, float], controller: tuple[int, float], profile: str) -> None:
-    """Return never: end this process, the controller and the cluster's folder once the kernel is gone."""
-    while _runs(*kernel):
+    One rank does it for all, ranks that are stopped or stuck included; the others end by themselves if it cannot.
+    """
+    while kernel.runs:
         time.sleep(PERIOD_S)
-    if _runs(*controller):
-        with suppress(ProcessLookupError):
-            os.kill(controller[0], signal.SIGTERM)
-    shutil.rmtree(profile, ignore_errors=True)
+    if not records.claim_and_end(record, sparing=os.getpid()):
+        time.sleep(PERIOD_S)
     os._exit(1)
-
-
-def _runs(pid: int, created: float) -> bool:
-    try:
-        process = psutil.Process(pid)
-        return bool(process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

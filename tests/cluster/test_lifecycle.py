@@ -11,13 +11,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import ipyparallel
 import psutil
 import pytest
 
 import gpumem_nb
+from gpumem_nb import records
+from gpumem_nb import session as session_module
 from gpumem_nb.cluster import launch
-from gpumem_nb.engine import owner
-from gpumem_nb.errors import ClusterDied, GpumemError, InvalidInput, NoSession, SetupError, StartError
+from gpumem_nb.errors import Interrupted, InvalidInput, NoSession, SetupError, StartError
+from gpumem_nb.processes import Identity
+from gpumem_nb.records import await_end
 from gpumem_nb.session import Session, current
 
 pytestmark = pytest.mark.cluster
@@ -29,18 +33,22 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def profiles() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("gpumem_nb-ranks-*"))
+    """Everything of clusters that lies about on this machine: connection files, shared memory, MPI's own folders."""
+    places = [tempfile.gettempdir(), "/dev/shm"]
+    patterns = ["gpumem_nb-ranks-*", "ompi.*", "prte.*", "sm_segment.*", "sem.*"]
+    return {path for place in places for pattern in patterns for path in Path(place).glob(pattern)}
 
 
 def test_nothing_is_left_after_stop() -> None:
     before = profiles()
     session = gpumem_nb.start(2, device="cpu")
     pids = [info.pid for info in session.ranks]
-    recorded = list(session._ranks._launched.processes._processes.values())
+    recorded = session._ranks._launched.processes
     assert profiles() - before
     assert all((path.stat().st_mode & 0o777) == 0o700 for path in profiles() - before)
     session.stop()
-    assert not [process for process in recorded if launch._runs(process)]
+    assert len(recorded) >= 4, "controller, mpiexec and two ranks at least"
+    assert not [who for who in recorded if who.runs]
     assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
     assert profiles() == before
     session.stop()  # a second time is no harm
@@ -120,44 +128,28 @@ def test_restart_brings_the_same_ranks_and_workload_back(fresh: Callable[..., Se
         assert session.train(2).steps == 2
 
 
-def keep_asking(session: Session) -> None:
-    for _ in range(200):
-        session.run("rank", timeout=5)
-
-
-def test_a_killed_rank_is_noticed_and_the_session_says_so(fresh: Callable[..., Session]) -> None:
-    with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session:
-        fresh(session)
-        session.play()
-        psutil.Process(session.ranks[1].pid).kill()
-        with pytest.raises(ClusterDied):
-            keep_asking(session)
-        with pytest.raises(GpumemError, match="hvd_restart"):
-            session.train(1)
-        session.restart()
-        assert session.train(1).steps == 1
-
-
 ORPHANING = """
 import json, os, signal
 import gpumem_nb
 session = gpumem_nb.start(2, device="cpu")
 launched = session._ranks._launched
 launched.record_all()
-print(json.dumps([str(launched.profile), list(launched.processes._processes)]), flush=True)
+print(json.dumps([str(launched._record_path), launched._record.folders, launched.processes]), flush=True)
+if %r:
+    os.kill(session.ranks[1].pid, signal.SIGSTOP)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_nothing_outlives_a_kernel_that_was_killed() -> None:
-    kernel = subprocess.run([sys.executable, "-c", ORPHANING], stdout=subprocess.PIPE, text=True, timeout=90)
-    profile, identities = json.loads(kernel.stdout)
-    assert len(identities) >= 6, "kernel's cluster: controller, mpiexec, two engines and their nannies at least"
-    deadline = time.monotonic() + 15
-    while left := [pid for pid, created in identities if owner._runs(pid, created)]:
-        assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in left]
-        psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], timeout=0.2)
-    assert not Path(profile).exists()
+@pytest.mark.parametrize("one_stopped", [False, True])
+def test_nothing_outlives_a_kernel_that_was_killed(one_stopped: bool) -> None:
+    code = ORPHANING % one_stopped
+    kernel = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=90)
+    record, folders, processes = json.loads(kernel.stdout)
+    assert len(processes) >= 4, "controller, mpiexec and two ranks at least"
+    assert len(folders) == 2
+    assert await_end([Identity(*who) for who in processes], patience_s=10)
+    assert not [path for path in (record, *folders) if Path(path).exists()]
 
 
 def test_an_unwritable_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -171,7 +163,36 @@ def test_no_rank_and_no_controller_listens_beyond_loopback() -> None:
         launched = session._ranks._launched
         launched.record_all()
         # mpiexec itself (PRRTE) binds its daemons' port to every interface and has no switch against it.
-        pids = {pid for pid, _ in launched.processes._processes} - {launched.cluster.engine_set.pid}
+        pids = {who.pid for who in launched.processes} - {launched.mpiexec.pid}
         listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in pids]
         assert listening
         assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
+
+
+def test_connection_files_are_the_owners_alone_and_a_wrong_key_opens_nothing(tmp_path: Path) -> None:
+    with gpumem_nb.start(2, device="cpu") as session:
+        folder = session._ranks._launched.profile / "security"
+        files = [path for path in folder.iterdir() if path.is_file()]
+        assert files
+        assert {path.stat().st_mode & 0o077 for path in (*files, folder, folder.parent)} == {0}
+        info = json.loads(next(path for path in files if path.name.endswith("client.json")).read_text())
+        forged = tmp_path / "forged.json"
+        forged.write_text(json.dumps(info | {"key": "0" * len(info["key"])}))
+        with pytest.raises((TimeoutError, ipyparallel.error.TimeoutError, OSError)):
+            ipyparallel.Client(str(forged), timeout=2)
+        assert session.run("rank") == [0, 1]
+
+
+def test_a_start_that_is_interrupted_leaves_nothing() -> None:
+    before = profiles()
+
+    def stop_pressed(what: str, done: float) -> None:
+        if "ranks are up" in what:
+            raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match="was ended"):
+        session_module.start(2, device="cpu", progress=stop_pressed)
+    assert time.monotonic() - began < 10
+    assert profiles() == before
+    assert not [record for _, record in records._here() if record.kernel.pid == os.getpid()]

@@ -1,0 +1,127 @@
+"""Why a process of the cluster ended: one sentence from mpiexec's words, the system's and the rank's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+LAST_LINES = 3
+_BY_SIGNAL = re.compile(r"process rank (\d+) .*?exited on\s+signal (\d+)", re.DOTALL)
+_IN_SILENCE = re.compile(r"process rank (\d+) .*?exiting\s+improperly", re.DOTALL)  # with exit code 0, that is
+_BY_CODE = re.compile(r"Process name: \[\S+?,(\d+)\]\s+Exit code:\s+(\d+)")
+# From here on the other ranks, or mpiexec, talk about the end of one of them.
+_END_OF_OTHERS = re.compile(r"^.*received signal 15, stopping.*$|^-{40,}$", re.MULTILINE)
+
+
+def verdict(log: str) -> tuple[int, int] | None:
+    """The rank that mpiexec names as the first that ended, and how: its exit code, negative for a signal.
+
+    ``None`` before it has said so.
+    """
+    if said := _BY_SIGNAL.search(log):
+        return int(said[1]), -int(said[2])
+    if said := _BY_CODE.search(log):
+        return int(said[1]), int(said[2])
+    return (int(said[1]), 0) if (said := _IN_SILENCE.search(log)) else None
+
+
+def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, words: str) -> str:
+    """What ended, how, perhaps why, and what it said last.
+
+    Args:
+        who: such as ``Rank 2``.
+        exit_code: when it is known; negative for a signal.
+        oom_kills: processes that the out-of-memory killer ended since the cluster started; ``None`` if unknown.
+        words: what it said last, perhaps nothing.
+    """
+    return f"{who} (pid {pid}) {_how(pid, exit_code, oom_kills)}." + (f" Its last lines: “{words}”." if words else "")
+
+
+def last_words(fault: str, output: str, log: str) -> str:
+    """The lines that say most, on one line.
+
+    Args:
+        fault: what Python left of a crash, with the latest call first.
+        output: what the rank printed.
+        log: what mpiexec and the ranks wrote past all capturing.
+    """
+    if fault:
+        said = [line for line in _lines_of(fault) if "most recent call first" not in line]
+        return " | ".join(said[: LAST_LINES + 1])
+    return " | ".join(_lines_of(output + _END_OF_OTHERS.split(log)[0])[-LAST_LINES:])
+
+
+def _lines_of(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def oom_kills() -> int | None:
+    """How many processes of this control group the system's out-of-memory killer has ended so far."""
+    for file in _counters():
+        with suppress(OSError, ValueError):
+            for line in file.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return None
+
+
+def _counters() -> list[Path]:
+    root, files = Path("/sys/fs/cgroup"), []
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, place = line.split(":", 2)
+            if not controllers:
+                files += [root / place.lstrip("/") / "memory.events", root / "memory.events"]
+            elif "memory" in controllers.split(","):
+                files += [root / "memory" / place.lstrip("/") / "memory.oom_control"]
+                files += [root / "memory" / "memory.oom_control"]
+    return files
+
+
+def _system_log_blames_memory(pid: int) -> bool | None:
+    """Whether the kernel's log says that this process was killed for memory; ``None`` where it cannot be read."""
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return any(f"Killed process {pid} " in line for line in _lines(log))
+    finally:
+        os.close(log)
+
+
+def _lines(log: int) -> list[str]:
+    lines = []
+    while True:
+        try:
+            lines.append(os.read(log, 8192).decode(errors="replace"))  # one message each
+        except BlockingIOError:
+            return lines
+        except BrokenPipeError:  # overwritten meanwhile; the next one is there
+            continue
+        except OSError:
+            return lines
+
+
+def _how(pid: int, exit_code: int | None, oom_kills: int | None) -> str:
+    if exit_code is None:
+        return "has ended"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    how = f"was killed by signal {-exit_code} ({_name(-exit_code)})"
+    if exit_code != -signal.SIGKILL:
+        return how
+    blamed = _system_log_blames_memory(pid)
+    if blamed or oom_kills:
+        return f"{how} by the system's out-of-memory killer: this machine's memory is full"
+    return how if blamed is False and oom_kills == 0 else f"{how}, perhaps by the system's out-of-memory killer"
+
+
+def _name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return "unknown"

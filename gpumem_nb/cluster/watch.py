@@ -1,0 +1,82 @@
+"""Looking after the processes of a cluster: the first that ends ends them all, and says why."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ..errors import ClusterDied
+from ..processes import STOPPED, Identity
+from . import autopsy
+from .launch import Launched
+
+PERIOD_S = 0.25
+VERDICT_PATIENCE_S = 1.0
+"""How long mpiexec may take to say how a rank ended."""
+
+
+class Watch:
+    """A thread that looks at every process that the cluster cannot do without.
+
+    Args:
+        launched: the cluster; ended at once when one of its processes has.
+        ranks: who they are, in rank order.
+        last_output: what a rank has printed in requests that it has not answered.
+        died: told why, before the rest is ended.
+    """
+
+    def __init__(
+        self,
+        launched: Launched,
+        ranks: Sequence[Identity],
+        last_output: Callable[[int], str],
+        died: Callable[[ClusterDied], None],
+    ) -> None:
+        self._launched = launched
+        self._ranks = ranks
+        self._names = launched.essential | {who: f"Rank {rank}" for rank, who in enumerate(ranks)}
+        self._last_output = last_output
+        self._died = died
+        self._oom_kills = autopsy.oom_kills()
+        self._done = threading.Event()
+        threading.Thread(target=self._look, name="gpumem_nb watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more: the processes are about to be ended on purpose."""
+        self._done.set()
+
+    def stopped(self) -> list[Identity]:
+        """Processes that somebody has stopped (SIGSTOP): not dead, but they will not answer."""
+        return [who for who in self._names if who.state == STOPPED]
+
+    def _look(self) -> None:
+        while not self._done.wait(PERIOD_S):
+            gone = [who for who in self._names if not who.runs]
+            if gone and not self._done.is_set():
+                self._done.set()
+                self._died(ClusterDied(self._explain(gone)))
+                self._launched.stop(patience_s=0)
+
+    def _explain(self, gone: list[Identity]) -> str:
+        """The first that ended: mpiexec names the rank, and ends itself and the others because of it."""
+        launched = self._launched
+        if any(who in self._ranks for who in gone) and launched.controller not in gone:
+            self._await_verdict()
+        log = launched.log()
+        kills = autopsy.oom_kills()
+        kills = None if kills is None or self._oom_kills is None else kills - self._oom_kills
+        if said := autopsy.verdict(log):
+            rank, code = said
+            who = self._ranks[rank]
+            words = autopsy.last_words(launched.fault(who.pid), self._last_output(rank), log)
+            return autopsy.explain(f"Rank {rank}", who.pid, code, kills, words)
+        who = launched.mpiexec if launched.mpiexec in gone else gone[0]
+        assert who
+        code_of_mpiexec = launched.mpiexec_exit_code() if who == launched.mpiexec else None
+        return autopsy.explain(self._names[who], who.pid, code_of_mpiexec, kills, "")
+
+    def _await_verdict(self) -> None:
+        deadline = time.monotonic() + VERDICT_PATIENCE_S
+        while autopsy.verdict(self._launched.log()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)

@@ -1,0 +1,189 @@
+"""What is written down of every cluster, so that whoever finds it orphaned can end it, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import platformdirs
+
+from .processes import Identity, identify, marked
+
+FOLDER_PREFIX = "gpumem_nb-ranks-"
+PATIENCE_S = 2.0
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One cluster: its kernel, its processes, the folders that go with it, and what others may know of it.
+
+    ``machine`` names the boot and the container that the pids belong to; the first of ``folders`` has a name of its
+    own, which every process of the cluster carries in its environment. ``memory_limit`` of each rank in bytes.
+    """
+
+    machine: str
+    kernel: Identity
+    processes: tuple[Identity, ...]
+    folders: tuple[str, ...]
+    ranks: int
+    device: str
+    memory_limit: int | None
+
+    def write(self, path: Path) -> None:
+        """Put it down in one piece, readable by its owner only."""
+        draft = path.with_name(path.name + ".new")
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(dataclasses.asdict(self), file)
+        draft.replace(path)
+
+    def end(self, sparing: int = 0) -> None:
+        """End what still runs, except the process with pid ``sparing``, and remove the folders."""
+        mark = Path(self.folders[0]).name
+        end([who for who in {*self.processes, *marked(mark)} if who.pid != sparing])
+        for folder in self.folders:
+            if _ours(Path(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def __str__(self) -> str:
+        kind = "virtual GPUs" if self.device == "cpu" else "GPUs"
+        limit = "" if self.memory_limit is None else f" of {self.memory_limit / 2**30:.3g} GiB each"
+        return f"kernel {self.kernel.pid} has {self.ranks} rank{'s' * (self.ranks != 1)} ({kind}{limit})"
+
+
+def end(processes: Iterable[Identity], patience_s: float = PATIENCE_S) -> bool:
+    """Kill these processes and wait until they are gone; says whether they are. SIGKILL ends stopped ones too."""
+    left = [who for who in processes if who.signal(signal.SIGKILL)]
+    return await_end(left, patience_s)
+
+
+def await_end(processes: Iterable[Identity], patience_s: float) -> bool:
+    """Wait until these processes are gone; says whether they are."""
+    left = list(processes)
+    deadline = time.monotonic() + patience_s
+    while left := [who for who in left if who.runs]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def machine() -> str:
+    """The boot and the container that pids belong to here: a home folder may be shared with others."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def read(path: Path) -> Record | None:
+    """What a file says; ``None`` for anything but a whole record that this user wrote."""
+    try:
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+            return None
+        said = json.loads(path.read_text())
+        record = Record(
+            machine=_is(said["machine"], str),
+            kernel=_identity(said["kernel"]),
+            processes=tuple(_identity(who) for who in said["processes"]),
+            folders=tuple(_is(folder, str) for folder in said["folders"]),
+            ranks=_is(said["ranks"], int),
+            device=_is(said["device"], str),
+            memory_limit=None if said["memory_limit"] is None else _is(said["memory_limit"], int),
+        )
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    named = [Path(folder) for folder in record.folders]
+    whole = bool(named) and all(folder.is_absolute() and folder.name.startswith(FOLDER_PREFIX) for folder in named)
+    return record if whole else None
+
+
+def shelf() -> Path:
+    """The folder of this user's records, made when it is not there; the temporary one where that cannot be."""
+    folder = platformdirs.user_cache_path("gpumem_nb") / "sessions"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.gettempdir())
+
+
+def fault_file(profile: Path, pid: int) -> Path:
+    """Where Python leaves the lines at which an engine crashed: its own output may be lost on the way."""
+    return profile / "log" / f"fault-{pid}.txt"
+
+
+def others() -> list[Record]:
+    """The other clusters of this user that live on this machine."""
+    return [record for _, record in _here() if record.kernel.runs and record.kernel.pid != os.getpid()]
+
+
+def clean_up_after_others() -> list[Record]:
+    """End what kernels left behind that are gone; says which."""
+    return [record for path, record in _here() if not record.kernel.runs and claim_and_end(path)]
+
+
+def claim_and_end(path: Path, sparing: int = 0) -> Record | None:
+    """End an orphaned cluster, unless somebody else is at it or has done it; says which one it was."""
+    try:
+        file = open(path)  # noqa: SIM115 - closed below, which gives the lock back
+    except OSError:
+        return None
+    with file, suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        record = read(path)
+        if record and not record.kernel.runs:
+            record.end(sparing)
+            path.unlink(missing_ok=True)
+            return record
+    return None
+
+
+def _here() -> Iterator[tuple[Path, Record]]:
+    for path in sorted(shelf().glob("*.json")):
+        record = read(path)
+        if record and record.machine == machine():
+            yield path, record
+
+
+def _ours(folder: Path) -> bool:
+    try:
+        about = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+
+
+def _identity(said: object) -> Identity:
+    if not isinstance(said, list) or len(said) != 2:
+        raise TypeError(said)
+    who = Identity(_is(said[0], int), _is(said[1], int))
+    if who.pid <= 1:
+        raise ValueError(who)
+    return who
+
+
+def _is(value: object, kind: type[Kind]) -> Kind:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(value)
+    return value
+
+
+def this_process() -> Identity:
+    """The kernel, which is always there."""
+    who = identify(os.getpid())
+    assert who
+    return who

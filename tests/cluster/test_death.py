@@ -1,0 +1,186 @@
+"""A process of the cluster that ends is noticed, named and explained; nothing of the cluster stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import gpumem_nb
+from gpumem_nb.errors import ClusterDied, GpumemError
+from gpumem_nb.processes import Identity, identify
+from gpumem_nb.records import await_end
+from gpumem_nb.session import Session
+from tests.cluster.test_flips import wait_for_steps
+from tests.conftest import ranks
+
+pytestmark = pytest.mark.cluster
+NOTICED_S = 3.0
+
+
+def pid_of(session: Session, who: str) -> int:
+    launched = session._ranks._launched
+    assert launched.controller
+    assert launched.mpiexec
+    return {"rank": session.ranks[1].pid, "controller": launched.controller.pid, "mpiexec": launched.mpiexec.pid}[who]
+
+
+def train(session: Session) -> None:
+    session.train(1_000_000)
+
+
+def cell(session: Session) -> None:
+    session.run("import time\nprint('almost there', flush=True)\nwhile True: time.sleep(0.05)")
+
+
+def alternate(session: Session) -> None:
+    """A flip while training, again and again."""
+    session.play()
+    while True:
+        session.set(batch_size=16)
+        session.set(batch_size=32)
+
+
+@pytest.fixture
+def traces() -> Iterator[list[object]]:
+    """The cluster's processes and folders of the test, which must be gone at its end."""
+    kept: list[object] = []
+    yield kept
+    assert kept
+    processes = [who for who in kept if isinstance(who, Identity)]
+    assert await_end(processes, patience_s=2)
+    deadline = time.monotonic() + 2
+    while left := [path for path in kept if isinstance(path, str) and os.path.exists(path)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def remember(session: Session, traces: list[object]) -> None:
+    launched = session._ranks._launched
+    launched.record_all()
+    traces += [*launched.processes, *launched._record.folders, str(launched._record_path)]
+
+
+@pytest.mark.parametrize("doing", [train, cell, alternate])
+@pytest.mark.parametrize(
+    ("victim", "number", "sentence"),
+    [
+        ("rank", signal.SIGKILL, r"Rank 1 \(pid {pid}\) was killed by signal 9 \(SIGKILL\)"),
+        ("rank", signal.SIGSEGV, r"Rank 1 \(pid {pid}\) was killed by signal 11 \(SIGSEGV\).*Segmentation fault"),
+        ("controller", signal.SIGKILL, r"The controller \(pid {pid}\) has ended"),
+        ("mpiexec", signal.SIGKILL, r"The launcher mpiexec \(pid {pid}\) was killed by signal 9"),
+    ],
+    ids=["rank killed", "rank segfault", "controller killed", "mpiexec killed"],
+)
+def test_a_death_is_noticed_named_and_cleaned_up(
+    victim: str,
+    number: int,
+    sentence: str,
+    doing: Callable[[Session], None],
+    fresh: Callable[..., Session],
+    traces: list[object],
+) -> None:
+    session = fresh(ranks(2))
+    remember(session, traces)
+    pid = pid_of(session, victim)
+    killed_s: list[float] = []
+
+    def kill() -> None:
+        if doing is cell:
+            wait_for_output(session)
+        else:
+            wait_for_steps(session, 3)
+        killed_s.append(time.monotonic())
+        os.kill(pid, number)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(ClusterDied, match=sentence.format(pid=pid)) as caught:
+        doing(session)
+    killer.join()
+    assert time.monotonic() - killed_s[0] < NOTICED_S
+    assert "%hvd_restart" in str(caught.value)
+    if doing is cell and number == signal.SIGKILL and victim == "rank":
+        assert "Its last lines: “almost there”" in str(caught.value)
+    with pytest.raises(GpumemError, match="hvd_restart"):
+        session.train(1)
+    assert "Traceback" not in session.doing
+
+
+def wait_for_output(session: Session) -> None:
+    deadline = time.monotonic() + 20
+    while not any("almost there" in text for call in list(session._ranks._calls) for text in call.outputs()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_restart_after_a_death_brings_the_ranks_and_the_workload_back(fresh: Callable[..., Session]) -> None:
+    session = fresh(ranks(2))
+    session.set(batch_size=16)
+    os.kill(session.ranks[0].pid, signal.SIGKILL)
+    await_words(session, "Rank 0")
+    session.restart()
+    assert session.settings.batch_size == 16
+    assert session.train(1).steps == 1
+
+
+def test_a_rank_that_exits_by_itself_is_named_with_its_code() -> None:
+    session = ranks(2)
+    with pytest.raises(ClusterDied, match=r"Rank 1 \(pid \d+\) ended with exit code 3"):
+        session.run("import os\nif rank == 1: os._exit(3)\nimport time\ntime.sleep(60)")
+
+
+def test_a_stopped_rank_is_not_dead_and_does_not_hold_up_the_end(traces: list[object]) -> None:
+    session = ranks(2)
+    remember(session, traces)
+    pid = session.ranks[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    await_words(session, f"rank 1 is stopped (SIGSTOP): continue it with kill -CONT {pid}, or start again with %hvd_re")
+    assert "SIGSTOP" in str(session.status())
+    os.kill(pid, signal.SIGCONT)
+    assert session.run("rank") == [0, 1]
+    assert "SIGSTOP" not in session.doing
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    session.stop()
+    assert time.monotonic() - began < 3
+
+
+def test_an_idle_session_stops_itself_and_says_so(traces: list[object]) -> None:
+    session = ranks(2)
+    session.set(idle_minutes=0.03)
+    remember(session, traces)
+    session.run("import time; time.sleep(2.5)")  # work counts, however quiet
+    assert not session.ended
+    await_words(session, "the ranks stop in")
+    await_words(session, "stopped after 0.03 minutes without work")
+    assert "idle_minutes=never" in session.history.events[-1].text
+    with pytest.raises(GpumemError, match=r"without work.*hvd_restart"):
+        session.run("rank")
+
+
+def await_words(session: Session, words: str) -> None:
+    deadline = time.monotonic() + 10
+    while words not in session.doing:
+        assert time.monotonic() < deadline, session.doing
+        time.sleep(0.02)
+
+
+def test_starting_after_a_death_needs_no_stop() -> None:
+    session = ranks(2)
+    os.kill(session.ranks[0].pid, signal.SIGKILL)
+    await_words(session, "Rank 0")
+    with gpumem_nb.start(1, device="cpu") as again:
+        assert again.run("rank") == [0]
+
+
+def test_pids_that_were_given_to_someone_else_are_left_alone() -> None:
+    me = identify(os.getpid())
+    assert me
+    former = Identity(me.pid, me.started - 1)
+    assert not former.runs
+    assert not former.signal(signal.SIGKILL), "or this line is never reached"

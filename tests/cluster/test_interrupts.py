@@ -1,0 +1,200 @@
+"""The stop button gives the prompt back within two seconds, reaches the ranks, and names the hard way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gpumem_nb.errors import Interrupted
+from gpumem_nb.session import Session
+from tests.cluster.test_flips import wait_for_steps
+from tests.conftest import ranks, weights
+
+pytestmark = pytest.mark.cluster
+PROMPT_S = 2.0
+STUCK = """
+from torch import nn
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+rows = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(0, 3, (64,)))
+stuck = False
+def loss(model, batch):
+    if rank == 1 and stuck == "python":
+        while stuck: pass
+    if rank == 1 and stuck == "C":
+        sum(range(10**11))  # minutes, without a look at signals
+    return model(batch[0]).square().mean()
+"""
+
+
+class Stop:
+    """Presses stop once something is true; says how long the prompt took to come back."""
+
+    def __init__(self, when: Callable[[], bool], times: int = 1) -> None:
+        self._when = when
+        self._times = times
+        self._pressed_s = 0.0
+        self._thread = threading.Thread(target=self._press)
+        self._thread.start()
+
+    def _press(self) -> None:
+        deadline = time.monotonic() + 20
+        while not self._when() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._pressed_s = time.monotonic()
+        for number in range(self._times):
+            if number:
+                time.sleep(0.3)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def took_s(self) -> float:
+        back_s = time.monotonic()
+        self._thread.join()
+        return back_s - self._pressed_s
+
+
+def asked(session: Session) -> Callable[[], bool]:
+    """Whether a rank has a request of somebody who waits for it."""
+    return lambda: session._foreground > 0 and any(call.pending() for call in list(session._ranks._calls))
+
+
+def stuck_session(kind: str) -> Session:
+    session = ranks(2)
+    session.run(STUCK)
+    session.attach(model="net", loss="loss", data="rows")
+    session.train(1)
+    session.run(f"stuck = {kind!r}")
+    return session
+
+
+@pytest.mark.parametrize(
+    "doing",
+    [
+        lambda session: (session.play(), wait_until_waiting(session), session.pause()),
+        lambda session: (session.play(), wait_until_waiting(session), session.memory()),
+        lambda session: (session.play(), wait_until_waiting(session), session.push({"a": 1})),
+        lambda session: (session.play(), wait_until_waiting(session), session.load("digits-resnet")),
+    ],
+    ids=["pause", "memory", "push", "load"],
+)
+def test_a_rank_stuck_in_python_is_interrupted(doing: Callable[[Session], object]) -> None:
+    session = stuck_session("python")
+    stop = Stop(asked(session))
+    with pytest.raises(Interrupted, match="are ready"):
+        doing(session)
+    assert stop.took_s() < PROMPT_S
+    session.pause()
+    session.run("stuck = False")
+    assert len(weights(session)) == 1
+    assert session.train(1).steps == 1
+
+
+def test_training_stuck_in_python_is_interrupted_and_goes_on() -> None:
+    session = stuck_session("python")
+    stop = Stop(asked(session))
+    assert "Interrupted." in str(session.train(5))
+    assert stop.took_s() < PROMPT_S
+    session.run("stuck = False")
+    assert len(weights(session)) == 1
+    assert session.train(1).steps == 1
+
+
+def wait_until_waiting(session: Session) -> None:
+    deadline = time.monotonic() + 10
+    while session.waiting_for != [1] and session.waiting_for != [0, 1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_cell_is_interrupted_on_all_ranks(two_ranks: Session) -> None:
+    stop = Stop(asked(two_ranks))
+    with pytest.raises(Interrupted, match="are ready"):
+        two_ranks.run("import time\nfor _ in range(1000): time.sleep(0.1)")
+    assert stop.took_s() < PROMPT_S
+    assert two_ranks.run("rank") == [0, 1]
+
+
+@pytest.mark.parametrize("how", ["train", "cell"])
+def test_a_rank_stuck_in_c_code_is_named_and_can_be_restarted(how: str) -> None:
+    session = stuck_session("C")
+    stop = Stop(asked(session))
+    with pytest.raises(Interrupted, match=r"Ranks? (0-)?1 ha\w+ not stopped yet.*%hvd_restart"):
+        session.train(5) if how == "train" else session.run("sum(range(10**11))", ranks="1")
+    assert stop.took_s() < PROMPT_S
+    began = time.monotonic()
+    session.stop()
+    assert time.monotonic() - began < 3
+
+
+def test_a_stopped_rank_is_named() -> None:
+    session = ranks(2)
+    os.kill(session.ranks[1].pid, signal.SIGSTOP)
+    stop = Stop(asked(session))
+    with pytest.raises(Interrupted, match=r"Rank 1 has not stopped yet"):
+        session.run("rank")
+    assert stop.took_s() < PROMPT_S
+    session.stop()
+
+
+def test_a_second_interrupt_gives_the_prompt_at_once_and_names_the_hard_way() -> None:
+    session = ranks(2)
+    os.kill(session.ranks[1].pid, signal.SIGSTOP)
+    stop = Stop(asked(session), times=2)
+    with pytest.raises(Interrupted, match=r"Interrupted twice.*%hvd_restart .* restores"):
+        session.run("rank")
+    assert stop.took_s() < 1.0
+    session.stop()
+
+
+def test_a_flip_that_waits_is_interrupted() -> None:
+    session = ranks(2)
+    session.run(STUCK)
+    session.attach(model="net", loss="loss", data="rows")
+    session.train(1)
+    os.kill(session.ranks[0].pid, signal.SIGSTOP)
+    stop = Stop(asked(session))
+    with pytest.raises(Interrupted, match="Rank"):
+        session.set(learning_rate=0.123)
+    assert stop.took_s() < PROMPT_S
+    os.kill(session.ranks[0].pid, signal.SIGCONT)
+    assert session.train(1).steps == 1
+
+
+def test_an_interrupted_end_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = ranks(2)
+    processes = session._ranks._launched.processes
+    ending, go_on = threading.Event(), threading.Event()
+    end = session._shut_down
+
+    def slow_end() -> None:
+        ending.set()
+        go_on.wait(10)
+        end()
+
+    monkeypatch.setattr(session, "_shut_down", slow_end)
+    stop = Stop(ending.is_set)
+    with pytest.raises(KeyboardInterrupt):
+        session.stop()
+    assert stop.took_s() < PROMPT_S
+    go_on.set()
+    deadline = time.monotonic() + 5
+    while any(who.runs for who in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_interrupts_at_random_moments_leave_the_ranks_together(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    for number in range(10):
+        before = session.history.steps
+        stop = Stop(lambda before=before, number=number: session.history.steps > before + number)  # type: ignore[misc]
+        session.train(100_000)
+        assert stop.took_s() < PROMPT_S
+        assert len(weights(session)) == 1
+    wait_for_steps(session, 1)

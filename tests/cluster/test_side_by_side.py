@@ -1,0 +1,100 @@
+"""Two notebooks on one machine: they see each other, and neither can disturb the other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from jupyter_client.manager import KernelManager
+
+from gpumem_nb import records
+
+pytestmark = pytest.mark.cluster
+
+START = """
+import gpumem_nb
+session = gpumem_nb.start(2, device="cpu", memory_limit="96MiB")
+session.load("digits-resnet", width=8, depth=1, resolution=8)
+session.play()
+"""
+
+
+class Notebook:
+    """A kernel of its own, as JupyterLab starts one."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._manager = KernelManager(kernel_name="python3")
+        self._manager.kernel_spec.argv[0] = sys.executable
+        self._manager.start_kernel()
+        self._client = self._manager.client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=30)
+
+    @property
+    def pid(self) -> int:
+        return int(self._manager.provisioner.pid)
+
+    def run(self, code: str) -> str:
+        """What a cell prints; an error in it fails the test."""
+        printed: list[str] = []
+
+        def take(message: dict[str, dict[str, str]]) -> None:
+            if message["header"]["msg_type"] == "stream" and message["content"]["name"] == "stdout":
+                printed.append(message["content"]["text"])
+
+        reply = self._client.execute_interactive(code, timeout=60, output_hook=take)
+        assert reply["content"]["status"] == "ok", reply["content"]
+        return "".join(printed).strip()
+
+    def close(self) -> None:
+        """Once, or again to no effect."""
+        if self._closed:
+            return
+        self._closed = True
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=False)
+        self._manager.cleanup_resources()
+
+
+@pytest.fixture
+def notebooks() -> Iterator[tuple[Notebook, Notebook]]:
+    both = (Notebook(), Notebook())
+    yield both
+    for notebook in both:
+        notebook.close()
+
+
+def clusters(notebook: Notebook) -> list[records.Record]:
+    return [record for record in records.others() if record.kernel.pid == notebook.pid]
+
+
+def test_two_notebooks_train_side_by_side_and_one_survives_the_other(notebooks: tuple[Notebook, Notebook]) -> None:
+    first, second = notebooks
+    for notebook in notebooks:
+        notebook.run(START)
+    limit = "2 ranks (virtual GPUs of 0.0938 GiB each)"
+    assert f"other processes: kernel {second.pid} has {limit}" in first.run("print(session.status())")
+    assert f"other processes: kernel {first.pid} has {limit}" in second.run("print(session.status())")
+    (orphans,), (others,) = clusters(first), clusters(second)
+    assert not set(orphans.processes) & set(others.processes)
+
+    steps = int(second.run("print(session.history.steps)"))
+    os.kill(first.pid, signal.SIGKILL)
+    assert records.await_end(orphans.processes, patience_s=10)
+    assert not [folder for folder in orphans.folders if os.path.exists(folder)]
+    assert all(who.runs for who in others.processes)
+    deadline = time.monotonic() + 20
+    while int(second.run("print(session.history.steps)")) < steps + 20:
+        assert time.monotonic() < deadline
+    assert second.run("print(session.playing, session.ended)") == "True"
+    assert "other processes" not in second.run("print(session.status())")
+
+    # The notebook is closed: its kernel is asked to end, and does not stop the session first.
+    second.close()
+    assert records.await_end(others.processes, patience_s=10)
+    assert not [folder for folder in others.folders if os.path.exists(folder)]

@@ -1,0 +1,71 @@
+"""What ended a process, from the words that Open MPI and the system have for it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from gpumem_nb.cluster import autopsy
+
+KILLED = """\
+something the rank said
+2026-01-01 00:00:00.000 [IPEngine.0.0] CRITICAL | received signal 15, stopping
+RuntimeError: Event loop stopped before Future completed.
+--------------------------------------------------------------------------
+prterun noticed that process rank 1 with PID 7327 on node vm exited on
+signal 9 (Killed).
+--------------------------------------------------------------------------
+"""
+EXITED = """\
+--------------------------------------------------------------------------
+prterun detected that one or more processes exited with non-zero status,
+thus causing the job to be terminated. The first process to do so was:
+
+   Process name: [prterun-vm-15800@1,12]
+   Exit code:    3
+--------------------------------------------------------------------------
+"""
+SILENT = """\
+prterun has exited due to process rank 0 with PID 17164 on node vm exiting
+improperly. There are three reasons this could occur:
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "verdict"),
+    [(KILLED, (1, -9)), (EXITED, (12, 3)), (SILENT, (0, 0)), ("nothing of the kind", None), ("", None)],
+)
+def test_mpiexec_names_the_rank_and_how_it_ended(log: str, verdict: tuple[int, int] | None) -> None:
+    assert autopsy.verdict(log) == verdict
+
+
+def test_the_last_words_are_the_rank_s_own() -> None:
+    assert autopsy.last_words("", "step 1\nstep 2\n", KILLED) == "step 1 | step 2 | something the rank said"
+    fault = (
+        'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 1'
+    )
+    assert autopsy.last_words(fault, "", KILLED) == 'Fatal Python error: Segmentation fault | File "a.py", line 1'
+
+
+@pytest.mark.parametrize(
+    ("blamed", "oom_kills", "words"),
+    [
+        (True, 0, "by the system's out-of-memory killer: this machine's memory is full"),
+        (False, 1, "by the system's out-of-memory killer: this machine's memory is full"),
+        (None, None, "perhaps by the system's out-of-memory killer"),
+        (False, None, "perhaps by the system's out-of-memory killer"),
+        (None, 0, "perhaps by the system's out-of-memory killer"),
+        (False, 0, "signal 9 (SIGKILL)."),
+    ],
+)
+def test_the_out_of_memory_killer_is_named_as_surely_as_it_is_known(
+    blamed: bool | None, oom_kills: int | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autopsy, "_system_log_blames_memory", lambda pid: blamed)
+    assert words in autopsy.explain("Rank 1", 7, -signal.SIGKILL, oom_kills, "")
+
+
+def test_other_signals_do_not_bring_up_memory() -> None:
+    said = autopsy.explain("Rank 1", 7, -signal.SIGTERM, 1, "bye")
+    assert said == "Rank 1 (pid 7) was killed by signal 15 (SIGTERM). Its last lines: “bye”."
