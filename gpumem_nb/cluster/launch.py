@@ -145,11 +145,13 @@ class Launched:
         schedulers = dict.fromkeys(_family(self.controller), "The controller")
         return schedulers | ({self.mpiexec: "The launcher mpiexec"} if self.mpiexec else {})
 
-    def mpiexec_exit_code(self) -> int | None:
-        """How mpiexec ended, negative for a signal; ``None`` while it runs or when nobody can tell."""
+    def exit_code(self, who: Identity) -> int | None:
+        """How controller or mpiexec ended, negative for a signal; ``None`` while it runs or when nobody can tell."""
         code = None
-        with suppress(psutil.Error):
-            code = self.cluster.engine_set.process.wait(0)
+        for launcher in (self.cluster.controller, self.cluster.engine_set):
+            if launcher is not None and launcher.pid == who.pid:
+                with suppress(psutil.Error):
+                    code = launcher.process.wait(0)
         return code if code is None else int(code)
 
     def stop(self, patience_s: float = GRACE_S) -> None:

@@ -73,8 +73,7 @@ class Watch:
             return autopsy.explain(f"Rank {rank}", who.pid, code, kills, words)
         who = launched.mpiexec if launched.mpiexec in gone else gone[0]
         assert who
-        code_of_mpiexec = launched.mpiexec_exit_code() if who == launched.mpiexec else None
-        return autopsy.explain(self._names[who], who.pid, code_of_mpiexec, kills, "")
+        return autopsy.explain(self._names[who], who.pid, launched.exit_code(who), kills, "")
 
     def _await_verdict(self) -> None:
         deadline = time.monotonic() + VERDICT_PATIENCE_S

@@ -139,7 +139,7 @@ FAULTS = [
     Fault(
         "truncated snapshot", "is cut off: its end is missing", 3.0, act=_resume_from_a_truncated_file, ends="survived"
     ),
-    Fault("controller death", "(?s)controller .*SIGKILL", 3.0, act=_kill(controller), ends="dies"),
+    Fault("controller death", "controller .* killed by signal 9", 3.0, act=_kill(controller), ends="dies"),
     Fault("interrupt", "(?i)interrupted|paused", 2.0, act=_interrupt),
 ]
 
@@ -259,7 +259,7 @@ def leaves_all_well(session: Session, fault: Fault, before: list[tuple[str, int]
         _, alive = psutil.wait_procs(pids, timeout=10)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
         session.restart()
-        assert "restored" in session.restored
+        assert re.match(r"step \d+ restored", session.restored), session.restored
     else:
         session.pause()
         assert {process.pid for process in family(session)} == {process.pid for process in pids}

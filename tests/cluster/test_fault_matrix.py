@@ -20,7 +20,7 @@ SITUATIONS = ("foreground", "background", "flip", "cell")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_fault(fault: Fault, situation: str) -> None:
     session = trouble.prepared(ranks(2))
-    session.set(stall_limit_s=faults.STALL_LIMIT_S)
+    session.set(stall_limit_s=faults.STALL_LIMIT_S, snapshot_steps=2)
     session.train(3)
     before, processes = trouble.everything(session), faults.family(session)
     scene = Scene(session, fault)
