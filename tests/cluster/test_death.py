@@ -163,6 +163,11 @@ def test_an_idle_session_stops_itself_and_says_so(traces: list[object]) -> None:
         session.run("rank")
 
 
+def keep_asking(session: Session) -> None:
+    for _ in range(200):
+        session.run("rank", timeout=5)
+
+
 def await_words(session: Session, words: str) -> None:
     deadline = time.monotonic() + 10
     while words not in session.doing:
