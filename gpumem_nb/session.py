@@ -750,6 +750,8 @@ class Session:
     def _stop_idle(self) -> None:
         why = f"stopped after {self._policy.idle_minutes:g} minutes without work (%hvd_set idle_minutes=never keeps it)"
         if not self._ended:
+            if self.workload:
+                self._take_last_snapshot()
             self.history.mark("note", why)
             self._ended = why
             self._shut_down()

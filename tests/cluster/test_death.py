@@ -150,17 +150,28 @@ def test_a_stopped_rank_is_not_dead_and_does_not_hold_up_the_end(traces: list[ob
     assert time.monotonic() - began < 3
 
 
-def test_an_idle_session_stops_itself_and_says_so(traces: list[object]) -> None:
-    session = ranks(2)
-    session.set(idle_minutes=0.03)
+def test_an_idle_session_stops_itself_says_so_and_can_go_on(
+    fresh: Callable[..., Session], traces: list[object]
+) -> None:
+    session = fresh(ranks(2))
+    session.train(3)
+    session.set(idle_minutes=0.05)
     remember(session, traces)
-    session.run("import time; time.sleep(2.5)")  # work counts, however quiet
+    session.run("import time; time.sleep(3.5)")  # work counts, however quiet
     assert not session.ended
     await_words(session, "the ranks stop in")
-    await_words(session, "stopped after 0.03 minutes without work")
+    await_words(session, "stopped after 0.05 minutes without work")
     assert "idle_minutes=never" in session.history.events[-1].text
     with pytest.raises(GpumemError, match=r"without work.*hvd_restart"):
         session.run("rank")
+    session.restart()
+    assert session.restored == "step 3 restored"
+    session.set(idle_minutes="never")
+
+
+def keep_asking(session: Session) -> None:
+    for _ in range(200):
+        session.run("rank", timeout=5)
 
 
 def await_words(session: Session, words: str) -> None:

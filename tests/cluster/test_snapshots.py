@@ -16,7 +16,7 @@ import gpumem_nb
 from gpumem_nb import snapshot_folder, state_file
 from gpumem_nb.errors import ClusterDied, StateFileError
 from gpumem_nb.session import Session
-from tests.cluster.test_lifecycle import keep_asking
+from tests.cluster.test_death import keep_asking
 from tests.cluster.test_save import LIMIT, LIVE, attach_own, losses
 from tests.conftest import ranks, weights
 
