@@ -40,6 +40,7 @@ make lab     set up, then open JupyterLab on the quickstart (LAB_ARGS="--no-brow
 make demo    set up, then run the quickstart without a browser and print what it measured
 make test    set up, then run every check (needs Chromium; CHROMIUM=/path/to/chromium names one)
 make bench   set up, then print the measured ratios beside their targets
+make soak    set up, then half an hour of random flips and faults on four ranks (docs/reliability.md)
 make lint    set up, then run ruff, mypy and the import rules
 make clean   remove .venv and caches from the checkout (the built Horovod stays in your cache)
 
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         "test": test,
         "demo": lambda: in_environment("-m", "gpumem_nb.demo"),
         "bench": lambda: in_environment("tests/bench/run.py"),
+        "soak": lambda: in_environment("-m", "tests.soak.run"),
         "lint": lambda: set_up() or lint(),
         "clean": clean,
     }

@@ -125,7 +125,7 @@ def wait_until(found: Callable[[], str]) -> str:
     return text
 
 
-STALLED = r"(?s)[Rr]ank 1 was in .*, rank 0 waited in"
+STALLED = r"(?s)[Rr]ank 1 was in .*, ranks? 0\S* waited in"
 FAULTS = [
     Fault("OOM", "rank 1 ran out of memory in the forward part .* Tried to allocate", 3.0, "plant('forward', 'oom')"),
     Fault("exception", "rank 1 failed in the backward part .* planted", 3.0, "plant('backward', 'error')"),

@@ -114,12 +114,25 @@ def test_any_other_pip_error_is_passed_on_with_the_log() -> None:
 
 
 def test_unknown_target_names_the_known_ones(checkout: Path) -> None:
-    assert "setup, lab, test, demo, bench, lint, clean" in one_sentence(run(checkout, "tset"))
+    assert "setup, lab, test, demo, bench, soak, lint, clean" in one_sentence(run(checkout, "tset"))
 
 
 def test_help_names_every_target_and_variable(checkout: Path) -> None:
     shown = run(checkout, "help").stdout
-    words = ["setup", "lab", "test", "demo", "bench", "lint", "clean", "TORCH=", "PYTHON=", "LAB_ARGS", "CHROMIUM="]
+    words = [
+        "setup",
+        "lab",
+        "test",
+        "demo",
+        "bench",
+        "soak",
+        "lint",
+        "clean",
+        "TORCH=",
+        "PYTHON=",
+        "LAB_ARGS",
+        "CHROMIUM=",
+    ]
     assert [word for word in words if word not in shown] == []
 
 
