@@ -18,6 +18,7 @@ import gpumem_nb
 
 from .completion import complete_hvd
 from .errors import InvalidInput, NoSession
+from .policy import RULES
 from .session import Session, current
 from .ui.cells import CellOutput
 from .ui.progress import progress_bar
@@ -162,10 +163,12 @@ class HvdMagics(Magics):
     @line_magic
     @_says_usage
     def hvd_set(self, line: str) -> None:
-        """Change knobs of the live model, also while it trains."""
+        """Change knobs of the live model, also while it trains, and what the session does by itself (on_oom=shrink)."""
         session = current()
         knobs = _pairs(parse_argstring(self.hvd_set, line))
         print(session.set(**knobs) if knobs else session.settings)
+        if not knobs or set(knobs) & set(RULES):
+            print(session.policy)
 
     @magic_arguments()
     @argument("steps", nargs="?", type=int, default=100, help="optimizer steps (100)")

@@ -71,7 +71,7 @@ def remember(session: Session, traces: list[object]) -> None:
     [
         ("rank", signal.SIGKILL, r"Rank 1 \(pid {pid}\) was killed by signal 9 \(SIGKILL\)"),
         ("rank", signal.SIGSEGV, r"Rank 1 \(pid {pid}\) was killed by signal 11 \(SIGSEGV\).*Segmentation fault"),
-        ("controller", signal.SIGKILL, r"The controller \(pid {pid}\) has ended"),
+        ("controller", signal.SIGKILL, r"The controller \(pid {pid}\) was killed by signal 9 \(SIGKILL\)"),
         ("mpiexec", signal.SIGKILL, r"The launcher mpiexec \(pid {pid}\) was killed by signal 9"),
     ],
     ids=["rank killed", "rank segfault", "controller killed", "mpiexec killed"],

@@ -68,6 +68,9 @@ def test_a_lesson_by_magic(shell: InteractiveShell, capsys: pytest.CaptureFixtur
     assert run(shell, "%hvd_train 5").steps == 5
     run(shell, "%hvd_set batch_size=8 accumulation_steps=2 checkpointing=blocks")
     assert "batch_size=8" in capsys.readouterr().out
+    run(shell, "%hvd_set on_oom=shrink stall_limit_s=20")
+    assert "on_oom=shrink stall_limit_s=20.0" in capsys.readouterr().out
+    run(shell, "%hvd_set on_oom=revert stall_limit_s=30")
     run(shell, "%hvd_play")
     assert current().playing
     run(shell, "%hvd_pause")
@@ -135,6 +138,8 @@ def test_an_error_on_one_rank_names_it_and_shows_its_line(
     [
         ("%hvd_set precison=fp16", "did you mean 'precision'"),
         ("%hvd_set precision", "not of the form name=value"),
+        ("%hvd_set on_oom=shrnk", "did you mean 'shrink'"),
+        ("%hvd_set stall_limit=5", "did you mean 'stall_limit_s'"),
         ("%hvd_set batch_size=", "not of the form name=value"),
         ("%hvd_train many", "invalid int value"),
         ("%hvd_train 0", "whole number of at least 1"),
