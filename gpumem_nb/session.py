@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -39,12 +36,13 @@ from .history import History, Run, Runs
 from .idle import IdleWatch
 from .interruption import Presses, finish_anyway
 from .memory.report import MemoryReport, RankMemory
-from .memory.units import format_bytes, parse_size
+from .memory.units import parse_size
 from .policy import RULES, Policy
 from .ranklist import name_ranks, parse_ranks
 from .sample import RankConfig, RankInfo, WorkloadInfo
 from .settings import KNOBS, Settings
 from .snapshot_plan import SnapshotPlan
+from .status import StateFile, Status
 from .training import Training
 from .workload import Workload
 from .workloads import catalog
@@ -57,69 +55,6 @@ LONGEST_TRAINING_STEPS = 10**9
 RESTART_PATIENCE_S = 10.0
 ATTACHED = "attached.pickle"
 _numbers = itertools.count(1)
-
-
-@dataclass(frozen=True)
-class Status:
-    """Who runs where, on what, doing what."""
-
-    doing: str
-    ranks: tuple[RankInfo, ...]
-    workload: WorkloadInfo | None
-    settings: Settings
-    steps: int
-    snapshots: str
-    start_seconds: Mapping[str, float]
-    others: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """The same for programs."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
-
-    def __str__(self) -> str:
-        lines = [self.doing]
-        for info in self.ranks:
-            kind = "virtual, " if info.virtual else ""
-            lines.append(
-                f"rank {info.rank}: {info.device_name} ({kind}limit {format_bytes(info.memory_limit)}), "
-                f"{info.threads} thread{'s' * (info.threads != 1)}, {info.host} pid {info.pid}"
-                + (f" ({info.note})" if info.note else "")
-            )
-        if self.workload:
-            w = self.workload
-            lines.append(
-                f"workload {w.name}: {w.parameters:,} parameters ({format_bytes(w.parameter_bytes)}), "
-                f"{w.dataset_len:,} samples, {w.blocks} blocks"
-            )
-        lines.append(f"settings: {self.settings}")
-        if self.workload:
-            lines.append(self.snapshots)
-        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.start_seconds.items())
-        if self.others:
-            lines.append(f"other processes: {'; '.join(self.others)}")
-        lines.append(f"started in {sum(self.start_seconds.values()):.1f} s ({phases})")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
-
-
-@dataclass(frozen=True)
-class StateFile:
-    """A training state that was saved or resumed; ``bytes`` is the file's size, ``seconds`` what it took."""
-
-    done: str
-    path: Path
-    bytes: int
-    steps: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.done} {self.path}: step {self.steps}, {format_bytes(self.bytes)}, {self.seconds:.1f} s"
-
-    __repr__ = __str__
 
 
 _current: Session | None = None
