@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -80,11 +82,18 @@ def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 def _tensors_of_this_process() -> Iterator[torch.Tensor]:
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):  # isinstance would wake lazy modules and proxies
-            yield thing
-            if thing.is_leaf and thing.grad is not None:
-                yield thing.grad
+    # Python cannot finish a tuple that another thread is building while somebody holds it, so nobody else runs here.
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        # isinstance would wake lazy modules and proxies
+        found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    finally:
+        sys.setswitchinterval(interval_s)
+    for tensor in found:
+        yield tensor
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
 
 
 class _Accounting(TorchDispatchMode):
@@ -120,16 +129,19 @@ class StandIn:
         self._limit = memory_limit or DEFAULT_LIMIT_BYTES
         self.name = f"virtual GPU {local_rank} ({format_bytes(self._limit)}, stand-in)"
         self._enforced = True
+        self._thread = threading.get_ident()
+        self._live = 0
         self._stepped = False
         self._ledger = _Ledger()
 
     def reading(self) -> Reading:
         """The memory at this moment, in bytes; looks for tensors itself when no step has run since the last time."""
-        if not self._stepped:
-            self._ledger.see(_tensors_of_this_process())
-        self._stepped = False
-        live = self._ledger.live()
-        return Reading(live, self._ledger.peak, None, None, None, self._limit or None)
+        if threading.get_ident() == self._thread:  # other threads get what was known last
+            if not self._stepped:
+                self._ledger.see(_tensors_of_this_process())
+            self._stepped = False
+            self._live = self._ledger.live()
+        return Reading(self._live, self._ledger.peak, None, None, None, self._limit or None)
 
     def reset_peak(self) -> None:
         """Let the peak count from here."""
