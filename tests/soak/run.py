@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class Tally:
 
     times: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     lost: Counter[str] = field(default_factory=Counter)
+    minutes: float = 0.0
     flips: int = 0
     steps: int = 0
     kernel: list[int] = field(default_factory=list)
@@ -55,11 +57,12 @@ def main() -> int:
     parser.add_argument("--no-report", action="store_true", help="print only, leave docs/reliability.md alone")
     args = parser.parse_args()
     cells = {(fault.name, situation): cell(fault, situation) for fault in FAULTS for situation in SITUATIONS}
-    tally = soak(args.minutes, random.Random(args.seed))
-    text = report(cells, tally, args.minutes, args.seed)
+    for tally in soak(args.minutes, random.Random(args.seed)):
+        # Written again and again: whoever ends it early has the figures up to then.
+        text = report(cells, tally, args.seed)
+        if not args.no_report:
+            REPORT.write_text(text)
     print(text)
-    if not args.no_report:
-        REPORT.write_text(text)
     return 0
 
 
@@ -85,12 +88,13 @@ def inject(session: Session, fault: Fault, situation: str) -> tuple[float, int]:
     return scene.heard_s - scene.struck_s, max(0, steps - int(restored[1])) if restored else 0
 
 
-def soak(minutes: float, dice: random.Random) -> Tally:
-    """Random flips and faults on four ranks."""
+def soak(minutes: float, dice: random.Random) -> Iterator[Tally]:
+    """Random flips and faults on four ranks; what was counted up to each measurement."""
     tally, kernel = Tally(), psutil.Process()
     session = trouble.prepared(ranks(4))
     tally.resident.append([])
-    deadline, measured_s = time.monotonic() + 60 * minutes, 0.0
+    began_s, measured_s = time.monotonic(), 0.0
+    deadline = began_s + 60 * minutes
     while time.monotonic() < deadline:
         for _ in range(FLIPS_EACH):
             session.set(**random_settings(dice))
@@ -117,8 +121,9 @@ def soak(minutes: float, dice: random.Random) -> Tally:
             print(f"{left_min:.0f} min left, {sum(map(len, tally.times.values()))} faults, {tally.flips} flips, "
                   f"kernel {format_bytes(tally.kernel[-1])}, rank {format_bytes(tally.resident[-1][-1])}, "
                   f"live {format_bytes(tally.live[-1])}", flush=True)  # fmt: skip
+            tally.minutes = (time.monotonic() - began_s) / 60
+            yield tally
     session.stop()
-    return tally
 
 
 def random_settings(dice: random.Random) -> dict[str, object]:
@@ -134,7 +139,7 @@ def random_settings(dice: random.Random) -> dict[str, object]:
     }
 
 
-def report(cells: dict[tuple[str, str], float], tally: Tally, minutes: float, seed: int) -> str:
+def report(cells: dict[tuple[str, str], float], tally: Tally, seed: int) -> str:
     """docs/reliability.md."""
     matrix = [
         f"| {fault.name} | " + " | ".join(f"{cells[fault.name, situation]:.2f}" for situation in SITUATIONS)
@@ -164,7 +169,7 @@ def report(cells: dict[tuple[str, str], float], tally: Tally, minutes: float, se
             "|---|---|---|---|---|---|",
             *matrix,
             "",
-            f"## {minutes:g} minutes of random flips and faults on four ranks",
+            f"## {tally.minutes:.0f} minutes of random flips and faults on four ranks",
             "",
             f"{tally.flips} flips of several knobs at once, {sum(map(len, tally.times.values()))} faults, seed {seed}. "
             "Steps lost are those since the last",
