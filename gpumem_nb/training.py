@@ -27,7 +27,7 @@ CHUNKS_IN_FLIGHT = 2
 LARGEST_CHUNK = 1000
 PAUSE_PATIENCE_S = 0.4  # for the step under way, before an interrupt discards it
 TRIAL_ID = -2  # and below: trials are no configurations of their own
-TRIAL_SECONDS = 2.0  # that finding out what would have fit may take
+TRIAL_SECONDS = 5.0  # that finding out what would have fit may take
 IDLE_READING_SECONDS = 1.0
 
 
