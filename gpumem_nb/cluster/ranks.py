@@ -197,6 +197,7 @@ class Ranks:
         results = [client[rank].apply_async(function, *arguments) for rank in ranks]
         call = Call(list(ranks), results, self._entry.PULSE)
         self._calls.append(call)
+        client.history.clear()  # the client would keep the id of every message for good
         if self._death:
             call.abort(self._death)
         return call
