@@ -6,8 +6,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
 from . import stalls
@@ -20,6 +20,7 @@ from .ranklist import name_ranks
 from .rescue import Fit, Rescue, flips, lighter_than, shrunk
 from .sample import Chunk, ChunkReply, Failure, Pulse, Sample, WorkloadInfo
 from .settings import Settings
+from .shield import shielded
 from .snapshot_plan import SnapshotPlan
 
 CHUNK_SECONDS = 1.0
@@ -91,12 +92,12 @@ class Training:
 
     def waiting_for(self) -> list[int]:
         """The ranks that have not answered the oldest chunk."""
-        with self._changed:
+        with self._locked():
             return self._in_flight[0][1].pending() if self._in_flight else []
 
     def begin(self, workload: WorkloadInfo, settings: Settings) -> None:
         """A workload was loaded; train it under these settings from now on."""
-        with self._changed:
+        with self._locked():
             self._workload = workload
             self._applied, self._proven = settings, None
             self._failure = None
@@ -104,12 +105,12 @@ class Training:
 
     def unload(self) -> None:
         """There is no workload any more."""
-        with self._changed:
+        with self._locked():
             self._workload = None
 
     def set(self, settings: Settings) -> None:
         """Change the settings from the next chunk on. While nothing trains, apply them now and raise if that fails."""
-        with self._changed:
+        with self._locked():
             if not settings.changed_from(self._settings):
                 return
             before = self._settings
@@ -121,7 +122,7 @@ class Training:
 
     def apply(self) -> None:
         """While nothing trains, let the ranks switch to the settings now, and raise if they cannot."""
-        with self._changed:
+        with self._locked():
             apply_now = self._workload is not None and not self.busy
             if apply_now:
                 self._failure = None
@@ -133,7 +134,7 @@ class Training:
 
     def play(self, steps: float = math.inf) -> None:
         """Train in the background, for some steps or until :meth:`pause`."""
-        with self._changed:
+        with self._locked():
             if self._stuck and self.waiting_for():
                 raise TrainingFailed(self._stuck)
             self._failure = None
@@ -142,14 +143,14 @@ class Training:
 
     def pause(self, timeout: float | None = None) -> bool:
         """Stop after the chunks under way; says whether they ended in time."""
-        with self._changed:
+        with self._locked():
             self._wanted = 0
         self.make_way()
         return self._wait_until(lambda: not self.busy or bool(self._stuck), timeout)
 
     def make_way(self) -> None:
         """Let the ranks end the chunks under way at the next step, because something else waits for them."""
-        with self._changed:
+        with self._locked():
             if not any(chunk.steps > 1 and chunk.nudges == self._nudges for chunk, _ in self._in_flight):
                 return
             self._nudges += 1
@@ -157,7 +158,7 @@ class Training:
 
     def train(self, steps: int) -> Run:
         """Train that many steps and wait for them. An interrupt pauses and returns what was done by then."""
-        with self._changed:
+        with self._locked():
             self._recording, self._notes = [], []
         try:
             self.play(steps)
@@ -168,7 +169,7 @@ class Training:
                 raise
             self._notes.append("Interrupted.")
         finally:
-            with self._changed:
+            with self._locked():
                 samples, self._recording = self._recording or [], None
         self._raise_failure()
         return Run(samples, dict(self._known_settings), [str(note) for note in self._notes])
@@ -187,7 +188,7 @@ class Training:
 
     def close(self) -> None:
         """Send nothing any more and end the thread."""
-        with self._changed:
+        with self._locked():
             self._closing = True
             self._wanted = 0
             self._announce()
@@ -207,8 +208,13 @@ class Training:
         finally:
             self._listeners.remove(news)
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with shielded(), self._changed:
+            yield
+
     def _announce(self) -> None:
-        with self._changed:
+        with self._locked():
             self._changed.notify_all()
         for news in list(self._listeners):
             news.put(None)
@@ -247,7 +253,7 @@ class Training:
                 self._give_up(error)
 
     def _turn(self) -> None:
-        with self._changed:
+        with self._locked():
             while len(self._in_flight) < CHUNKS_IN_FLIGHT and (unsent := self._unsent_steps()) > 0:
                 if not self._ranks.rejoin():
                     break
@@ -312,7 +318,7 @@ class Training:
             if scene
             else "Horovod was shut down while ranks trained, by a cell or by the model's own code"
         )
-        with self._changed:
+        with self._locked():
             self._stalled = True
             self._wanted = 0
             self._failure = TrainingFailed(
@@ -324,7 +330,7 @@ class Training:
 
     def _strand(self, why: str) -> None:
         """A chunk may never be answered: nobody shall wait for it."""
-        with self._changed:
+        with self._locked():
             self._stalled = True
             self._stuck = f"{why}. Start the ranks again with %hvd_restart."
             self._wanted = 0
@@ -349,7 +355,7 @@ class Training:
         self._history.add(samples, [reply.reading for reply in replies])
         done = [sample for sample in samples if sample.event in ("", "flip")]
         failure = next((reply.failure for reply in replies if reply.failure), None)
-        with self._changed:
+        with self._locked():
             call = self._in_flight.popleft()[1]
             self._stuck = ""
             self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)
@@ -422,7 +428,7 @@ class Training:
             self._dispatch(Chunk(settings, TRIAL_ID - number, 1, self._nudges, trial=True))
 
     def _learn(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
-        with self._changed:
+        with self._locked():
             call = self._in_flight.popleft()[1]
             self._stuck = ""
             self._snapshots.received(0.0, replies)
@@ -436,7 +442,7 @@ class Training:
             self._announce()
 
     def _give_up(self, error: GpumemError) -> None:
-        with self._changed:
+        with self._locked():
             if self._closing:
                 return
             self._closing = isinstance(error, ClusterDied)

@@ -15,6 +15,7 @@ from ipyparallel.error import EngineError, RemoteError
 from ..errors import ClusterDied, RankError
 from ..ranklist import name_ranks
 from ..sample import Answer, Apart, Pulse, Raised
+from ..shield import shielded
 
 
 class Call:
@@ -41,8 +42,9 @@ class Call:
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until all ranks answered or one failed; says whether all answered."""
-        _, pending = concurrent.futures.wait(self._results, timeout, return_when=concurrent.futures.FIRST_EXCEPTION)
-        return not pending
+        with shielded():
+            done = concurrent.futures.wait(self._results, timeout, return_when=concurrent.futures.FIRST_EXCEPTION)
+        return not done.not_done
 
     def finished(self, timeout: float) -> bool:
         """Whether all ranks have answered, in one way or another, within ``timeout`` s."""

@@ -12,6 +12,7 @@ import cloudpickle
 
 from ..errors import ClusterDied, GpumemError, RankError, StartError
 from ..sample import Pulse
+from ..shield import shielded
 from .calls import Call
 from .launch import Launched, Progress, environment
 from .watch import Watch
@@ -194,7 +195,8 @@ class Ranks:
 
     def _post(self, function: Any, *arguments: Any, ranks: Sequence[int]) -> Call:
         client = self._launched.client
-        results = [client[rank].apply_async(function, *arguments) for rank in ranks]
+        with shielded():
+            results = [client[rank].apply_async(function, *arguments) for rank in ranks]
         call = Call(list(ranks), results, self._entry.PULSE)
         self._calls.append(call)
         client.history.clear()  # the client would keep the id of every message for good

@@ -153,7 +153,7 @@ class Scene:
         self.said: list[str] = []
         self.struck_s = 0.0
         self.heard_s = 0.0
-        self._events = len(session.history.events)
+        self._began_s = session.history.now_s()
         self._first = session.history.steps
 
     def foreground(self) -> None:
@@ -242,7 +242,7 @@ class Scene:
             self._keep(wait_until(lambda: next(filter(self._fits, [session.doing, *self._news()]), "")))
 
     def _news(self) -> list[str]:
-        return [event.text for event in list(self.session.history.events)[self._events :]]
+        return [event.text for event in list(self.session.history.events) if event.time_s >= self._began_s]
 
     def _fits(self, text: str) -> bool:
         return bool(re.search(self.fault.says, text))
