@@ -6,12 +6,14 @@ import threading
 import time
 from pathlib import Path
 
+from horovod.common.exceptions import HorovodInternalError
+
 from .. import snapshot_folder
 from ..errors import StateFileError
 from ..memory.device import Device
 from ..memory.units import format_bytes
 from ..sample import SnapshotOrder, Stored
-from . import state
+from . import collectives, state
 from .priority import give_way
 from .trainer import Trainer
 
@@ -26,8 +28,12 @@ class Snapshots:
     def take(self, trainer: Trainer, device: Device, order: SnapshotOrder) -> float:
         """Copy the state and start writing it; all ranks call it together. Returns the seconds it held training up."""
         began = time.perf_counter()
+        if collectives.separated():  # the ranks join again before anything else; the next snapshot is not far
+            return 0.0
         try:
             captured = state.capture(trainer, device, order.options)
+        except HorovodInternalError:  # they came apart in this very moment: the step will say so
+            pass
         except StateFileError as error:
             path = Path(order.folder) / snapshot_folder.file_name(order.generation, trainer.steps)
             self._stored = Stored(str(path), trainer.steps, 0, 0.0, f"No snapshot was taken. {error}")
