@@ -173,7 +173,7 @@ class Session:
         self._training = Training(self._ranks, self.history, self._snapshots, self._lost)
         self._training.policy = self._policy
         self._ended = ""
-        self._ranks.look_after(self._training.lose)
+        self._ranks.look_after(self._training.give_up)
         self._idle = IdleWatch(lambda: self._policy.idle_minutes, self._works, self._stop_idle)
         _current = self
 

@@ -182,10 +182,6 @@ class Training:
         self.pause(timeout=0)
         return self._ranks.interrupt_until(self.pause)
 
-    def lose(self, error: ClusterDied) -> None:
-        """The cluster is gone, for this reason."""
-        self._give_up(error)
-
     def close(self) -> None:
         """Send nothing any more and end the thread."""
         with self._locked():
@@ -234,8 +230,7 @@ class Training:
             self._history.begin(self._settings_id, self._workload.name, settings)
 
     def _send(self, steps: int) -> None:
-        under_way = sum(chunk.steps for chunk, _ in self._in_flight)
-        snapshot = self._snapshots.order(self._history.steps + under_way)
+        snapshot = self._snapshots.order(self._history.steps + self._steps_under_way())
         chunk = Chunk(self._settings, self._settings_id, steps, self._nudges, snapshot)
         self._dispatch(chunk)
 
@@ -250,7 +245,7 @@ class Training:
             try:
                 self._turn()
             except GpumemError as error:
-                self._give_up(error)
+                self.give_up(error)
 
     def _turn(self) -> None:
         with self._locked():
@@ -276,7 +271,7 @@ class Training:
             self._read_devices()
 
     def _steps_to_snapshot(self) -> float:
-        return self._snapshots.steps_left(self._history.steps + sum(chunk.steps for chunk, _ in self._in_flight))
+        return self._snapshots.steps_left(self._history.steps + self._steps_under_way())
 
     def _hear(self) -> None:
         """Readings come with the pulses of ranks that are busy for long."""
@@ -340,7 +335,10 @@ class Training:
         self._history.mark("stall", why)
 
     def _unsent_steps(self) -> float:
-        return self._wanted - sum(chunk.steps for chunk, _ in self._in_flight)
+        return self._wanted - self._steps_under_way()
+
+    def _steps_under_way(self) -> int:
+        return sum(chunk.steps for chunk, _ in self._in_flight)
 
     def _answered(self) -> tuple[Chunk, list[ChunkReply]] | None:
         if not self._in_flight:
@@ -441,7 +439,8 @@ class Training:
                 self._history.tried_out(Fit(chunk.settings, peak if fits else None))
             self._announce()
 
-    def _give_up(self, error: GpumemError) -> None:
+    def give_up(self, error: GpumemError) -> None:
+        """Training cannot go on, for this reason; it may be that the cluster is gone."""
         with self._locked():
             if self._closing:
                 return

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import WorkloadError
+from .copies import tensors_in
 
 SEGMENT_BLOCKS: dict[str, Callable[[int], int]] = {
     "blocks": lambda count: 1,
@@ -180,7 +181,7 @@ class Segment:
     def returned(self, output: Any) -> None:
         """Note what the block called last gave: a later block that gets the same tensor need not hold it."""
         call = len(self._calls) - 1
-        for index, tensor in enumerate(_tensors(output)):
+        for index, tensor in enumerate(tensors_in(output)):
             self._outputs.append((weakref.ref(tensor), tensor._version, _Link(call, index)))
 
     def _hold(self, tensor: Tensor) -> _Held | _Link:
@@ -230,7 +231,7 @@ class Segment:
                 for call in self._calls:
                     with call.context(), _copied_statistics(call.block):
                         args, kwargs = _map_held(resolve, (call.args, call.kwargs))
-                        outputs.append(list(_tensors(call.block(*args, **kwargs))))
+                        outputs.append(list(tensors_in(call.block(*args, **kwargs))))
         except _Replayed:
             pass
         finally:
@@ -292,17 +293,6 @@ def _switch_off_generation_cache(model: nn.Module) -> Callable[[], None]:
         return lambda: None
     config.use_cache = False
     return lambda: setattr(config, "use_cache", True)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _map(kind: Any, function: Callable[[Any], Any], value: Any) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +23,7 @@ from ..memory.device import Device
 from ..settings import Settings
 from ..version import __version__
 from . import optimizers
-from .copies import host_copy
+from .copies import host_copy, tensors_in
 from .trainer import Trainer
 
 _LENGTH_BYTES = 8
@@ -43,7 +43,7 @@ class Captured:
     @property
     def nbytes(self) -> int:
         """About what a file of it takes."""
-        return sum(tensor.nbytes + 512 for tensor in _tensors(self.payload)) + 2**14
+        return sum(tensor.nbytes + 512 for tensor in tensors_in(self.payload)) + 2**14
 
     def write(self, path: Path) -> int:
         """Write it to a file; returns its bytes."""
@@ -300,17 +300,6 @@ def _unexpected(error: Exception) -> str:
         f"The training state on rank {hvd.rank()} cannot be copied ({type(error).__name__}: {error}). "
         "Only plain tensors can be stored: look at the model's buffers and the optimizer's state."
     )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def clone_onto_device(model: nn.Module) -> None:

@@ -30,9 +30,8 @@ from .precision import autocast
 from .reduction import GradientReduction
 from .undo import ForwardUndo, KeptState, UpdateUndo
 
-UPDATE_COPIES = (
-    3  # of the parameters: more than any of torch's optimizers allocates in an update, once it has its state
-)
+# Of the parameters: more than any of torch's optimizers allocates in an update, once it has its state.
+UPDATE_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
