@@ -15,6 +15,7 @@ from ..memory.device import Device
 from ..memory.units import parse_size
 from ..sample import Failure
 from . import collectives
+from .ambient import let_go
 from .checkpointing import Segment
 
 
@@ -46,15 +47,8 @@ def failure_of(
     known = reading.limit is not None and reading.reserved is not None
     free = max(0, reading.limit - reading.reserved) if known else None  # type: ignore[operator]
     text = "".join(traceback.format_exception(error))
-    _let_go(error)
+    let_go(error)
     return Failure(rank, kind, phase, message, text, module, _asked(message) if oom else None, free if oom else None)
-
-
-def _let_go(error: BaseException | None) -> None:
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def _innermost_module(trace: TracebackType | None, model: nn.Module) -> str:

@@ -80,7 +80,8 @@ class Checkpointing:
         self._restore_cache = _switch_off_generation_cache(model)
 
     def abandon(self) -> None:
-        """Forget a forward pass that was left half way: torch calls no hooks after a ``KeyboardInterrupt``."""
+        """Forget a pass that was left half way: torch calls no hooks after a ``KeyboardInterrupt``."""
+        Segment.replaying = False
         if self._open:
             self._open[1].__exit__()
         self._open = self._last = None

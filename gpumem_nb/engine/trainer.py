@@ -22,6 +22,7 @@ from ..settings import Settings
 from ..workload import Workload
 from . import collectives, nudge, optimizers
 from .agreement import any_rank, same_everywhere
+from .ambient import Ambient
 from .blame import failure_of
 from .checkpointing import Checkpointing, find_blocks
 from .data import ShardedStream, to_device
@@ -191,7 +192,7 @@ class Trainer:
         self.device.reset_peak()
         start_s = time.perf_counter()
         self.began_s = time.monotonic()
-        before = ForwardUndo(self.model)
+        before, ambient = ForwardUndo(self.model), Ambient()
         loss = None
         if failure is None:
             try:
@@ -202,6 +203,8 @@ class Trainer:
                 failure = self._failure(error)
                 if self._checkpointing:
                     self._checkpointing.abandon()
+                with self.device.exempt():
+                    ambient.restore()
         votes, failure = self._reduce(failure, loss, chunk)
         if votes.nonfinite and failure is None and loss is not None and not loss.isfinite():
             failure = self._nonfinite(loss)
@@ -213,8 +216,7 @@ class Trainer:
         self.model.zero_grad()
         if discarded:
             before.undo()
-            if failure:
-                gc.collect()  # what was under way may hang together in circles, with activations among them
+            gc.collect()  # what was under way may hang together in circles, with activations among them
             event = failure.kind if failure else "trial" if chunk.trial else "discarded"
             return _Outcome(self._sample(start_s, event), loss, failure, True, True)
         self.stream.advance(self.settings.batch_size, self.settings.accumulation_steps)

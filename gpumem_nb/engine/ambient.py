@@ -1,0 +1,66 @@
+"""What torch keeps for the whole thread, put back after an exception left it as it was in the middle of a step."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from typing import Any
+
+import torch
+from torch._C import _autograd
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+
+
+class Ambient:
+    """Modes of the calling thread at one moment: between steps, when nothing of a step is under way.
+
+    An interrupt can hit inside a context manager's ``__enter__``, after it switched a mode on and before Python will
+    call its ``__exit__``. Autocast's depth would then never come back to zero, and its cached copies of the weights
+    would be used, out of date, for ever.
+    """
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._autocast = {device: _autocast(device) for device in ("cpu", "cuda")}
+        self._hooks = _autograd._top_saved_tensors_default_hooks(True)
+        self._modes = len(_get_current_dispatch_mode_stack())
+
+    def restore(self) -> None:
+        """Put everything back, and let go of what the unfinished forward and backward keep alive."""
+        torch.set_grad_enabled(self._grad)
+        for device, (enabled, dtype) in self._autocast.items():
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        for _ in range(torch.autocast_increment_nesting()):
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+        while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None and top != self._hooks:
+            _autograd._pop_saved_tensors_default_hooks()
+        for _ in range(len(_get_current_dispatch_mode_stack()) - self._modes):
+            _pop_mode()
+        _empty_ready_queue()
+
+
+def let_go(error: BaseException | None) -> None:
+    """Drop what an exception and those before it keep alive: the frames of their tracebacks hold activations."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _empty_ready_queue() -> None:
+    """A backward that raised leaves the nodes that were ready in its thread's queue, and the graph with them.
+
+    The next backward drops those of higher priority than its own nodes. Priorities are numbers that each thread counts
+    for itself, so the nodes of a new thread come last.
+    """
+    last: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: last.append(torch.ones(1, requires_grad=True).sum()))
+    thread.start()
+    thread.join()
+    last[0].backward()
+
+
+def _autocast(device: str) -> tuple[bool, Any]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
