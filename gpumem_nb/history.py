@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from .memory.categories import CATEGORIES
 from .memory.units import format_bytes
 from .rescue import Fit, Rescue
 from .sample import Reading, Sample
@@ -309,18 +310,24 @@ class Run:
         self.steps = len({sample.step for sample in self._samples if sample.event in ("", "flip")})
 
     def frame(self) -> pd.DataFrame:
-        """One row per rank and step; bytes, seconds and samples/s as the column names say."""
+        """One row per rank and step; bytes, seconds and samples/s as the column names say.
+
+        The columns of categories hold their bytes at the peak of the steps that were looked into, else nothing.
+        """
         import dataclasses
 
         import pandas as pd
 
+        left_out = ("settings_id", "event", "ledger")
+        columns = [field.name for field in dataclasses.fields(Sample) if field.name not in left_out]
         rows: list[dict[str, Any]] = []
         for sample in self._samples:
-            row = dataclasses.asdict(sample)
-            settings = self._settings[row.pop("settings_id")]
-            rows.append(row | dataclasses.asdict(settings))
-        columns = [field.name for field in dataclasses.fields(Sample) if field.name not in ("settings_id", "event")]
-        return pd.DataFrame(rows, columns=[*columns, *(field.name for field in dataclasses.fields(Settings)), "event"])
+            row = {name: getattr(sample, name) for name in columns}
+            settings = self._settings[sample.settings_id]
+            at_peak = sample.ledger.at_peak if sample.ledger else {}
+            shares = {f"{category.replace(' ', '_')}_bytes": at_peak.get(category) for category in CATEGORIES}
+            rows.append(row | dataclasses.asdict(settings) | {"event": sample.event} | shares)
+        return pd.DataFrame(rows)
 
     def __str__(self) -> str:
         if not self.steps:

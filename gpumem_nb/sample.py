@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .settings import Settings
@@ -25,12 +25,80 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where the bytes of one step were, on one rank.
+
+    Categories are those of :mod:`gpumem_nb.memory.categories`. ``at_peak`` adds up to ``peak``, the highest live bytes
+    of the step, and ``at_rest`` to the live bytes after it. ``phase`` and ``module`` say what ran at the peak;
+    ``modules`` splits the peak as ``(module, category, bytes)``, largest first, for what belongs to a module.
+    ``virtual`` bytes are a virtual GPU's; ``exact`` says that every allocation was seen, not only tensors.
+    """
+
+    peak: int
+    phase: str
+    module: str
+    at_peak: dict[str, int]
+    at_rest: dict[str, int]
+    modules: tuple[tuple[str, str, int], ...]
+    virtual: bool
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a step: from when to when, in milliseconds, which phase, and in which module (may be empty)."""
+
+    begin_ms: float
+    end_ms: float
+    phase: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One step at the level of allocations, on one rank.
+
+    ``time_ms`` counts from the step's start; ``live`` has for each category the live bytes at those times, thinned out
+    so that the peak stays; ``spans`` cover the step without gaps; ``step_s`` is how long the recorded step took.
+    """
+
+    rank: int
+    step: int
+    step_s: float
+    time_ms: tuple[float, ...]
+    live: dict[str, tuple[int, ...]]
+    spans: tuple[Span, ...]
+    ledger: Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What NVML says about a device at one moment; what cannot be read is ``None``, and ``missing`` says why by field.
+
+    ``used``, ``total``, ``own`` (this process: context, libraries and its allocator's reserved bytes) and ``others``
+    (all other processes) in bytes, ``utilisation`` in percent, ``temperature`` in degrees Celsius, ``power`` in watts,
+    ``clock`` of the multiprocessors in MHz.
+    """
+
+    used: int | None = None
+    total: int | None = None
+    own: int | None = None
+    others: int | None = None
+    utilisation: int | None = None
+    temperature: int | None = None
+    power: float | None = None
+    clock: int | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One optimizer step on one rank.
 
     ``time_s`` counts from the session's start, ``step_s`` is the step's duration, bytes are as in :class:`Reading`
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
     first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
+    ``ledger`` is there for the steps that were looked into.
     """
 
     rank: int
@@ -46,6 +114,7 @@ class Sample:
     device_used_bytes: int | None
     settings_id: int
     event: str = ""
+    ledger: Ledger | None = None
 
 
 @dataclass(frozen=True, slots=True)
