@@ -24,6 +24,7 @@ STEPS_KEPT = 2000
 EVENTS_KEPT = 200
 # A configuration is judged by its last steps, without the first one: that one still warms caches up.
 STEPS_JUDGED = 50
+LATE_STEPS = 3  # configurations that steps under way may still belong to
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ class Tried:
     steps: int = 0
     loss: float | None = None
     outcome: str = "not run"
-    peaks: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
-    reserved: deque[int | None] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
-    throughputs: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    peaks: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    reserved: deque[int | None] | list[int | None] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    throughputs: deque[float] | list[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Take in one finished step of all ranks."""
@@ -73,6 +74,12 @@ class Tried:
         self.throughputs.append(sum(sample.samples_per_s for sample in samples))
         losses = [sample.loss for sample in samples if sample.loss is not None]
         self.loss = statistics.fmean(losses) if losses else None
+
+    def settle(self) -> None:
+        """Keep the figures alone: there are thousands of configurations in a long session."""
+        self.peaks = [self.peak_bytes] if self.peak_bytes is not None else []
+        self.reserved = [self.reserved_peak_bytes]
+        self.throughputs = [self.samples_per_s] if self.samples_per_s is not None else []
 
     @property
     def peak_bytes(self) -> int | None:
@@ -198,6 +205,8 @@ class History:
         """A configuration is about to be tried."""
         with self._lock:
             self.tried.append(Tried(settings_id, workload, settings))
+            for old in self.tried[-LATE_STEPS - 1 : -LATE_STEPS]:
+                old.settle()
             self.version += 1
 
     def configuration(self, settings_id: int) -> Tried | None:

@@ -246,6 +246,8 @@ class Training:
                 self._turn()
             except GpumemError as error:
                 self.give_up(error)
+            except Exception as error:  # nobody shall wait for a thread that is gone
+                self.give_up(TrainingFailed(f"Training stopped, by a mistake in gpumem_nb itself: {error!r}."))
 
     def _turn(self) -> None:
         with self._locked():

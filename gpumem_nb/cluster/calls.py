@@ -136,7 +136,7 @@ def _decode(rank: int, result: AsyncResult) -> Any:
     """What a rank answered; an exception stands for its failure."""
     error = result.exception(0)
     if error is None:
-        return cloudpickle.loads(result.get(0))
+        return cloudpickle.loads(result.result())  # get() may not be ready yet, a moment after done()
     if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":
         return ClusterDied(f"Rank {rank} ended while it was working.")
     if isinstance(error, RemoteError):

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from gpumem_nb.history import History
+from gpumem_nb.sample import Reading, Sample
+from gpumem_nb.settings import Settings
+
+
+def sample(step: int, settings_id: int) -> Sample:
+    return Sample(
+        0, step, float(step), 1.0, 0.1, 10.0 * settings_id, 1, 100 + settings_id, None, None, None, settings_id
+    )
+
+
+def test_figures_of_old_configurations_stay_when_their_steps_are_let_go() -> None:
+    history = History(1)
+    for settings_id in range(1, 11):
+        history.begin(settings_id, "w", Settings())
+        steps = [sample(4 * settings_id + step, settings_id) for step in range(4)]
+        history.add(steps, [Reading(1, 1, None, None, None, None)])
+    assert [tried.peak_bytes for tried in history.tried] == [101 + index for index in range(10)]
+    assert [tried.samples_per_s for tried in history.tried] == [10.0 * index for index in range(1, 11)]
+    assert [tried.steps for tried in history.tried] == [4] * 10
+    assert [len(tried.throughputs) for tried in history.tried] == [1] * 7 + [3] * 3
