@@ -26,12 +26,16 @@ def _minutes_or_never(value: Any) -> float | None:
     return number
 
 
-def _steps_or_word(value: Any) -> int | str:
-    if value in ("auto", "never"):
-        return str(value)
+def _steps_or_never(value: Any) -> int | str:
+    if value == "never":
+        return "never"
     if isinstance(value, bool) or int(value) != float(value) or int(value) < 1:
         raise ValueError(value)
     return int(value)
+
+
+def _steps_auto_or_never(value: Any) -> int | str:
+    return "auto" if value == "auto" else _steps_or_never(value)
 
 
 RULES: dict[str, Knob] = {
@@ -52,13 +56,18 @@ RULES: dict[str, Knob] = {
     ),
     "snapshot_steps": Knob(
         "steps between automatic snapshots; auto takes them as often as costs less than 1 % of the time",
-        parse=_steps_or_word,
+        parse=_steps_auto_or_never,
         allowed="a whole number of at least 1, such as 100, or auto, or never",
     ),
     "snapshot_space": Knob(
         "disk space for automatic snapshots",
         parse=parse_size,
         allowed="a size, such as 4GiB",
+    ),
+    "ledger_steps": Knob(
+        "one step in so many is looked into, to see what the memory is filled with; never for none",
+        parse=_steps_or_never,
+        allowed="a whole number of at least 1, such as 20, or never",
     ),
 }
 
@@ -68,7 +77,7 @@ class Policy:
     """What the session does by itself.
 
     ``stall_limit_s`` in seconds, ``idle_minutes`` in minutes (``None``: never), ``snapshot_steps`` a number, ``auto``
-    or ``never``, ``snapshot_space`` in bytes.
+    or ``never``, ``snapshot_space`` in bytes, ``ledger_steps`` a number or ``never``.
     """
 
     on_oom: str = "revert"
@@ -76,6 +85,7 @@ class Policy:
     idle_minutes: float | None = 60.0
     snapshot_steps: int | str = "auto"
     snapshot_space: int = 4 * 2**30
+    ledger_steps: int | str = 20
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():

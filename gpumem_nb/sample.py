@@ -172,6 +172,7 @@ class Chunk:
 
     ``nudges`` counts the nudges sent before it: a later one ends the chunk at the next step boundary. A ``trial`` is
     one step that is measured and then undone on all ranks. ``snapshot`` is taken before the settings are applied.
+    One step in ``ledger_steps`` is looked into, and the first two under new settings; none with 0.
     """
 
     settings: Settings
@@ -180,6 +181,7 @@ class Chunk:
     nudges: int = 0
     snapshot: SnapshotOrder | None = None
     trial: bool = False
+    ledger_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from .memory.report import MemoryReport, RankMemory
 from .memory.units import parse_size
 from .policy import RULES, Policy
 from .ranklist import name_ranks, parse_ranks
-from .sample import RankConfig, RankInfo, WorkloadInfo
+from .sample import RankConfig, RankInfo, Timeline, WorkloadInfo
 from .settings import KNOBS, Settings
 from .snapshot_plan import SnapshotPlan
 from .status import StateFile, Status
@@ -564,6 +564,15 @@ class Session:
         """Live, reserved and device bytes of every rank, and its limit."""
         readings = self._call("reading")
         return MemoryReport(tuple(RankMemory(i, r) for i, r in zip(self.ranks, readings, strict=True)))
+
+    def timeline(self) -> list[Timeline]:
+        """Record one step of every rank, allocation by allocation; the step is undone."""
+        self._check_loaded()
+        self._training.apply()
+        found = self._call("record_step")
+        if missing := [rank for rank, timeline in enumerate(found) if timeline is None]:
+            raise WorkloadError(f"The step could not be recorded on {name_ranks(missing)}. Try again.")
+        return found
 
     @property
     def runs(self) -> Runs:

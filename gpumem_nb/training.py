@@ -231,7 +231,8 @@ class Training:
 
     def _send(self, steps: int) -> None:
         snapshot = self._snapshots.order(self._history.steps + self._steps_under_way())
-        chunk = Chunk(self._settings, self._settings_id, steps, self._nudges, snapshot)
+        every = 0 if self.policy.ledger_steps == "never" else int(self.policy.ledger_steps)
+        chunk = Chunk(self._settings, self._settings_id, steps, self._nudges, snapshot, ledger_steps=every)
         self._dispatch(chunk)
 
     def _dispatch(self, chunk: Chunk) -> None:

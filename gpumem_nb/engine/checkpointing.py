@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import WorkloadError
+from ..memory.recorder import Recorder
 from .copies import tensors_in
 
 SEGMENT_BLOCKS: dict[str, Callable[[int], int]] = {
@@ -189,6 +190,8 @@ class Segment:
         for reference, version, link in self._outputs:
             if reference() is tensor and tensor._version == version:
                 return link
+        if Recorder.current:
+            Recorder.current.saved(tensor)
         return _Held(tensor.detach(), tensor._version, tensor.requires_grad)
 
     def pack(self, tensor: Tensor) -> _Slot:
@@ -200,7 +203,11 @@ class Segment:
     def unpack(self, slot: _Slot) -> Tensor:
         """The dropped tensor, recomputed."""
         if slot.index not in self._recomputed:
+            if Recorder.current:
+                Recorder.current.mark("recomputation")
             self.replay()
+            if Recorder.current:
+                Recorder.current.backward_of(self.block)
         try:
             return self._recomputed.pop(slot.index)
         except KeyError:
@@ -217,6 +224,8 @@ class Segment:
             nonlocal count
             if count < len(self._slots) and self._slots[count]() is not None:
                 self._recomputed[count] = tensor.detach()
+                if Recorder.current:
+                    Recorder.current.saved(tensor)
             count += 1
             if count == len(self._slots):
                 raise _Replayed

@@ -15,7 +15,18 @@ import torch
 
 from ..errors import StartError, WorkloadError
 from ..memory.device import Device, open_device
-from ..sample import Apart, Chunk, ChunkReply, RankConfig, RankInfo, Reading, SnapshotOrder, Stored, WorkloadInfo
+from ..sample import (
+    Apart,
+    Chunk,
+    ChunkReply,
+    RankConfig,
+    RankInfo,
+    Reading,
+    SnapshotOrder,
+    Stored,
+    Timeline,
+    WorkloadInfo,
+)
 from ..workload import Workload
 from . import collectives, keeping, nudge, state
 from .agreement import any_rank
@@ -126,6 +137,11 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     reply = trainer.run(chunk)
     stored = _snapshots.stored()
     return dataclasses.replace(reply, snapshot_s=held_up_s, stored=stored) if held_up_s or stored else reply
+
+
+def record_step() -> Timeline | None:
+    """Record one step of the workload, which all ranks undo."""
+    return _loaded_trainer().record()
 
 
 def save(path: str, options: dict[str, float] | None) -> Stored | None:

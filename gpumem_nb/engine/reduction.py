@@ -8,6 +8,9 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
+from ..memory.categories import COMMUNICATION
+from ..memory.recorder import Recorder
+
 # A bucket is one Horovod group: negotiated once instead of once a tensor. Large enough to keep the number of
 # negotiations small, small enough that the first ones travel while backward still runs.
 BUCKET_BYTES = 4 * 2**20
@@ -96,6 +99,9 @@ class GradientReduction:
         bucket.wire = [_to_wire(param.grad) for param in bucket.params if param.grad is not None]
         if ballot is not None:
             bucket.wire.append(ballot)
+        if Recorder.current:
+            gradients = {id(param.grad) for param in bucket.params}
+            Recorder.current.claim(COMMUNICATION, (wire for wire in bucket.wire if id(wire) not in gradients))
         bucket.handle = hvd.grouped_allreduce_async_(bucket.wire, name=bucket.name, op=hvd.Average)
 
     def _receive(self, bucket: _Bucket) -> None:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import WorkloadError
+from ..memory.categories import INPUTS
 from ..memory.device import Device
-from ..sample import Chunk, ChunkReply, Failure, Sample, WorkloadInfo
+from ..memory.recorder import Record, Recorder
+from ..sample import Chunk, ChunkReply, Failure, Sample, Timeline, WorkloadInfo
 from ..settings import Settings
 from ..workload import Workload
 from . import collectives, nudge, optimizers
@@ -25,12 +27,14 @@ from .agreement import any_rank, same_everywhere
 from .ambient import Ambient
 from .blame import failure_of
 from .checkpointing import Checkpointing, find_blocks
+from .copies import tensors_in
 from .data import ShardedStream, to_device
 from .interrupts import interruptible
 from .precision import autocast
 from .reduction import GradientReduction
 from .undo import ForwardUndo, KeptState, UpdateUndo
 
+FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
 # Of the parameters: more than any of torch's optimizers allocates in an update, once it has its state.
 UPDATE_COPIES = 3
 
@@ -67,7 +71,6 @@ class Trainer:
         model, optimizer, stream: what is being trained, live; cells that run on the rank may look at them.
         settings: what the last step ran under.
         steps: optimizer steps done.
-        phase: the part of the step under way, for messages.
         began_s: when that step began, on the clock of ``time.monotonic``.
     """
 
@@ -77,13 +80,15 @@ class Trainer:
         self.device = device
         self.settings = Settings()
         self.steps = 0
-        self.phase = "settings"
+        self._phase = "settings"
         self.began_s = time.monotonic()
         self._started_s = started_s
         self._settings_id = -1
         self._failed_id = -1
         self._proven_id = -1  # under which a step was finished
         self._flipped = False
+        self._looked_into = 0  # steps under these settings
+        self._record: Record | None = None
         torch.manual_seed(0)
         with interruptible():
             self.model = _checked_model(workload.model()).to(device.torch_device).train()
@@ -155,6 +160,17 @@ class Trainer:
             self._checkpointing.remove()
         self.model.zero_grad()
 
+    @property
+    def phase(self) -> str:
+        """The part of the step under way."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        if Recorder.current:
+            Recorder.current.mark(phase)
+
     def run(self, chunk: Chunk) -> ChunkReply:
         """Train one chunk.
 
@@ -177,6 +193,20 @@ class Trainer:
         samples = tuple(outcome.sample_with_loss() for outcome in outcomes)
         return ChunkReply(self.stream.rank, samples, self.device.reading(), failure)
 
+    def record(self) -> Timeline | None:
+        """One step, looked into allocation by allocation and undone on all ranks; ``None`` when another rank failed.
+
+        Raises:
+            WorkloadError: this rank could not finish it.
+        """
+        flipped = self._flipped
+        outcome = self._step(None, Chunk(self.settings, self._settings_id, 1, trial=True, ledger_steps=1))
+        self._flipped = flipped
+        if outcome.failure:
+            raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
+        ledger, record, self._record = outcome.sample.ledger, self._record, None
+        return record.timeline(self.stream.rank, self.steps + 1, ledger) if ledger and record else None
+
     def _try_out(self, chunk: Chunk) -> ChunkReply:
         """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""
         settings, settings_id = self.settings, self._settings_id
@@ -192,6 +222,17 @@ class Trainer:
         self.device.reset_peak()
         start_s = time.perf_counter()
         self.began_s = time.monotonic()
+        if failure or not self._looks_into(chunk):
+            return self._attempt(failure, chunk, start_s)
+        with Recorder(self.device, self.model).watching():
+            return self._attempt(failure, chunk, start_s)
+
+    def _looks_into(self, chunk: Chunk) -> bool:
+        """Whether this step gets a ledger: some regularly, and the first ones under new settings."""
+        first = self._looked_into < FIRST_LEDGERS
+        return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)
+
+    def _attempt(self, failure: Failure | None, chunk: Chunk, start_s: float) -> _Outcome:
         before, ambient = ForwardUndo(self.model), Ambient()
         loss = None
         if failure is None:
@@ -222,6 +263,7 @@ class Trainer:
         self.stream.advance(self.settings.batch_size, self.settings.accumulation_steps)
         self.steps += 1
         self._proven_id, self._parked = self._settings_id, None
+        self._looked_into += Recorder.current is not None
         event = "flip" if self._flipped else ""
         self._flipped = False
         return _Outcome(self._sample(start_s, event), loss, None, False, votes.leave)
@@ -235,6 +277,8 @@ class Trainer:
             batches = self.stream.micro_batches(settings.batch_size, settings.accumulation_steps)
             for index, batch in enumerate(batches):
                 batch = to_device(batch, self.device.torch_device)
+                if Recorder.current:
+                    Recorder.current.claim(INPUTS, tensors_in(batch))
                 self.phase = "forward"
                 with autocast(settings.precision, self.device.torch_device.type):
                     loss = _checked_loss(self.workload.loss(self.model, batch)) / settings.accumulation_steps
@@ -305,6 +349,8 @@ class Trainer:
             self._scaler.update()
         else:
             self.optimizer.step()
+        if Recorder.current:
+            Recorder.current.claim_model(self._params, self.optimizer.state)
 
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done."""
@@ -326,7 +372,7 @@ class Trainer:
         except Exception as error:
             return self._failure(error)
         self.settings, self._settings_id = wanted, chunk.settings_id
-        self._flipped = self._flipped or bool(changed)
+        self._flipped, self._looked_into = self._flipped or bool(changed), 0
         return None
 
     def _set_checkpointing(self, mode: str) -> None:
@@ -367,7 +413,10 @@ class Trainer:
         )
 
     def _sample(self, start_s: float, event: str) -> Sample:
-        reading = self.device.reading()
+        reading, ledger = self.device.reading(), None
+        if Recorder.current and event in ("", "flip", "trial"):
+            self._record = Recorder.current.end()
+            ledger = self._record.ledger(reading.live_peak)
         step_s = time.perf_counter() - start_s
         return Sample(
             rank=self.stream.rank,
@@ -383,6 +432,7 @@ class Trainer:
             device_used_bytes=reading.device_used,
             settings_id=self._settings_id,
             event=event,
+            ledger=ledger,
         )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import InvalidInput, SetupError
 from ..sample import Reading
+from .events import TensorLog
 from .units import format_bytes
 
 
@@ -83,6 +84,10 @@ class CudaDevice:
     def step_scope(self) -> AbstractContextManager[None]:
         """Nothing to do: torch's allocator sees every step."""
         return nullcontext()
+
+    def event_log(self) -> TensorLog:
+        """The tensors that come and go; memory inside operators is not seen."""
+        return TensorLog("cuda", lambda: self.reading().live)
 
     def _allow(self, limit: int) -> None:
         torch.cuda.set_per_process_memory_fraction(limit / self._total, self.torch_device)

@@ -12,6 +12,8 @@ from ..sample import Reading
 if TYPE_CHECKING:
     import torch
 
+    from .events import EventLog
+
 STAND_IN_VARIABLE = "GPUMEM_NB_VIRTUAL"  # "python" chooses the stand-in where the allocator could be built
 
 
@@ -52,6 +54,10 @@ class Device(Protocol):
 
     def step_scope(self) -> AbstractContextManager[None]:
         """Wraps one training step; only the Python stand-in needs it, to see the step's tensors."""
+        ...
+
+    def event_log(self) -> EventLog:
+        """A new log of allocations and releases; one at a time may run."""
         ...
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..sample import Reading
+from .events import TensorLog
 from .units import format_bytes
 from .virtual import DEFAULT_LIMIT_BYTES
 
@@ -171,6 +172,10 @@ class StandIn:
         self._stepped = True
         with _Accounting(self):
             yield
+
+    def event_log(self) -> TensorLog:
+        """The tensors that come and go; memory inside operators is not seen."""
+        return TensorLog("cpu", lambda: self.reading().live)
 
     def admits(self, values: Iterable[object]) -> bool:
         """Count the tensors among ``values``; false when the limit is enforced and they pass it."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from ..errors import SetupError
 from ..sample import Reading
+from .events import Base, Events
 from .units import format_bytes
 from .virtual_build import build
 
@@ -24,7 +28,7 @@ class _CReading(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_uint64)
-        for name in ("live", "live_peak", "reserved", "reserved_peak", "limit", "allocations", "over_limit")
+        for name in ("live", "live_peak", "reserved", "reserved_peak", "limit", "allocations", "over_limit", "foreign")
     ]
     live: int
     live_peak: int
@@ -33,6 +37,64 @@ class _CReading(ctypes.Structure):
     limit: int
     allocations: int
     over_limit: int
+    foreign: int
+
+
+# ``GpumemEvent`` and ``GpumemCast`` of virtual_allocator.cpp.
+_EVENT = np.dtype([("id", "u8"), ("bytes", "i8"), ("time_ns", "u8"), ("foreign", "u4"), ("call", "u4")])
+_CAST = np.dtype([("parameter", "u8"), ("allocation", "u8")])
+
+
+class AllocatorLog:
+    """Events as the allocator itself sees them: every allocation of every thread."""
+
+    exact = True
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._handle: int | None = None
+        self._params: dict[int, int] = {}
+
+    def begin(self, params: Sequence[Tensor]) -> Base:
+        """Log from now on."""
+        now = _CReading()
+        self._params = {param._cdata: index for index, param in enumerate(params)}
+        addresses = (ctypes.c_void_p * len(self._params))(*sorted(self._params))
+        self._handle = self._library.gpumem_log_begin(addresses, len(addresses), ctypes.byref(now))
+        return Base(now.live, now.foreign)
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Nothing to do: the allocator sees everything."""
+        return nullcontext()
+
+    def allocation(self, tensor: Tensor) -> int:
+        """The number of the allocation in which a tensor lies; 0 for one that was not counted."""
+        if tensor.layout is not torch.strided:
+            return 0
+        return int(self._library.gpumem_allocation(tensor.untyped_storage()._cdata))
+
+    def end(self) -> Events:
+        """What happened since :meth:`begin`; nothing when it has been asked before."""
+        if self._handle is None:
+            return _events(np.empty(0, _EVENT), {})
+        events, casts = ctypes.c_void_p(), ctypes.c_void_p()
+        lengths = ctypes.c_size_t(), ctypes.c_size_t()
+        handle, self._handle = self._handle, None
+        places = (ctypes.byref(value) for value in (events, lengths[0], casts, lengths[1]))
+        self._library.gpumem_log_end(handle, *places)
+        copies = _copied(casts, lengths[1].value, _CAST)
+        of = {int(row["allocation"]): self._params[int(row["parameter"])] for row in copies}
+        return _events(_copied(events, lengths[0].value, _EVENT), of)
+
+
+def _copied(start: ctypes.c_void_p, length: int, kind: np.dtype[np.void]) -> NDArray[np.void]:
+    raw = ctypes.string_at(start, length * kind.itemsize) if length else b""
+    return np.frombuffer(raw, dtype=kind)
+
+
+def _events(rows: NDArray[np.void], casts: dict[int, int]) -> Events:
+    allocation, time_ns, call = (rows[name].astype(np.int64) for name in ("id", "time_ns", "call"))
+    return Events(allocation, rows["bytes"], time_ns, rows["foreign"].astype(np.bool_), call, casts)
 
 
 class VirtualGPU:
@@ -106,6 +168,10 @@ class VirtualGPU:
         """Nothing to do: the allocator sees every step."""
         return nullcontext()
 
+    def event_log(self) -> AllocatorLog:
+        """Its allocations and releases, one by one."""
+        return AllocatorLog(self._library)
+
     def _read(self) -> _CReading:
         now = _CReading()
         self._library.gpumem_read(ctypes.byref(now))
@@ -127,5 +193,11 @@ def _load(path: Path) -> ctypes.CDLL:
     library.gpumem_enforce_on_this_thread.restype = ctypes.c_bool
     library.gpumem_read.argtypes, library.gpumem_read.restype = [ctypes.POINTER(_CReading)], None
     library.gpumem_reset_peak.restype = None
+    library.gpumem_log_begin.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(_CReading)]
+    library.gpumem_log_begin.restype = ctypes.c_uint64
+    address, length = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
+    library.gpumem_log_end.argtypes = [ctypes.c_uint64, address, length, address, length]
+    library.gpumem_log_end.restype = None
+    library.gpumem_allocation.argtypes, library.gpumem_allocation.restype = [ctypes.c_void_p], ctypes.c_uint64
     library.gpumem_empty_cache.restype = None
     return library

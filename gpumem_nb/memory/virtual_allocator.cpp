@@ -6,8 +6,11 @@
 // before. Not seen: memory that torch does not ask of its current CPU allocator, which are shared memory of data
 // loaders, NumPy arrays, and storages that Python code makes (deepcopy and unpickling of tensors) until cloned.
 
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/core/alignment.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
@@ -18,9 +21,12 @@
 #endif
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -35,6 +41,20 @@ extern "C" struct GpumemReading {  // bytes, and counts since install
   uint64_t limit;        // 0: none
   uint64_t allocations;
   uint64_t over_limit;   // allocations that passed the limit on a thread where it is not enforced
+  uint64_t foreign;      // of the live bytes, those that threads which never enforced the limit have asked for
+};
+
+extern "C" struct GpumemEvent {  // an allocation or a release
+  uint64_t id;       // of the allocation: 1 for the first one of the process
+  int64_t bytes;     // negative for a release
+  uint64_t time_ns;  // on the monotonic clock
+  uint32_t foreign;  // 1: asked for by a thread which never enforced the limit
+  uint32_t call;     // of an operator, during which it happened; 0 for none
+};
+
+extern "C" struct GpumemCast {  // a parameter and the allocation of its copy of another type
+  const void* parameter;
+  uint64_t allocation;
 };
 
 namespace {
@@ -191,6 +211,11 @@ struct State {
   uint64_t limit = 0;
   uint64_t allocations = 0;
   uint64_t over_limit = 0;
+  uint64_t foreign = 0;
+  bool logging = false;
+  std::vector<GpumemEvent> log;
+  std::vector<const void*> parameters;  // sorted
+  std::vector<GpumemCast> casts;
 };
 
 State& state() {
@@ -199,6 +224,13 @@ State& state() {
 }
 
 thread_local bool enforced = false;
+thread_local bool foreign = true;  // until it enforces the limit for the first time
+
+// Operators call one another: only the outermost one counts.
+thread_local uint32_t depth = 0;
+thread_local uint32_t calls = 0;
+
+constexpr size_t kLongestLog = size_t{4} << 20;  // 128 MiB; what happens after that is not logged
 
 std::string in_words(uint64_t bytes) {
   char text[32];
@@ -224,10 +256,31 @@ std::string in_words(uint64_t bytes) {
 }
 
 GpumemReading read_locked(const State& s) {
-  return {s.live, s.live_peak, s.cache.reserved, s.cache.reserved_peak, s.limit, s.allocations, s.over_limit};
+  return {s.live, s.live_peak, s.cache.reserved, s.cache.reserved_peak, s.limit, s.allocations, s.over_limit, s.foreign};
 }
 
-Block* count_in(size_t nbytes) {
+// In front of every tensor's bytes, so that a pointer is all the deleter needs.
+constexpr uint64_t kMagic = 0x6770756d656d6e62;  // "gpumemnb"
+struct alignas(c10::gAlignment) Header {
+  uint64_t magic;
+  size_t nbytes;
+  Block* block;
+  uint64_t id;
+  bool foreign;
+};
+static_assert(sizeof(Header) == c10::gAlignment, "tensors must stay aligned");
+
+void note(State& s, const Header& header, bool release) {
+  const auto bytes = static_cast<int64_t>(header.nbytes);
+  if (header.foreign) s.foreign += release ? -bytes : bytes;
+  if (!s.logging || s.log.size() >= kLongestLog) return;
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  const auto time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+  s.log.push_back(
+      {header.id, release ? -bytes : bytes, static_cast<uint64_t>(time_ns), header.foreign, depth ? calls : 0});
+}
+
+Header count_in(size_t nbytes) {
   const size_t size = round_up(nbytes, kMinBlockSize);
   const size_t segment = segment_size(size);
   State& s = state();
@@ -246,27 +299,20 @@ Block* count_in(size_t nbytes) {
     }
     block = s.cache.from_new_segment(size);
   }
-  ++s.allocations;
   s.live += nbytes;
   s.live_peak = std::max(s.live_peak, s.live);
-  return block;
+  const Header header{kMagic, nbytes, block, ++s.allocations, foreign};
+  note(s, header, false);
+  return header;
 }
 
-void count_out(Block* block, size_t nbytes) {
+void count_out(const Header& header) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  s.live -= nbytes;
-  s.cache.give_back(block);
+  s.live -= header.nbytes;
+  s.cache.give_back(header.block);
+  note(s, header, true);
 }
-
-// In front of every tensor's bytes, so that a pointer is all the deleter needs.
-constexpr uint64_t kMagic = 0x6770756d656d6e62;  // "gpumemnb"
-struct alignas(c10::gAlignment) Header {
-  uint64_t magic;
-  size_t nbytes;
-  Block* block;
-};
-static_assert(sizeof(Header) == c10::gAlignment, "tensors must stay aligned");
 
 void release(void* data) {
   if (!data) return;
@@ -276,7 +322,7 @@ void release(void* data) {
     c10::free_cpu(data);
     return;
   }
-  count_out(header->block, header->nbytes);
+  count_out(*header);
   header->magic = 0;
   c10::free_cpu(header);
 }
@@ -288,6 +334,39 @@ void keep_freed_memory() {
   mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the largest value that glibc takes
   mallopt(M_TRIM_THRESHOLD, INT32_MAX);
 #endif
+}
+
+uint64_t allocation_of(const c10::StorageImpl* storage) {
+  const c10::DataPtr& data = storage->data_ptr();
+  if (!data.get() || data.get_deleter() != &release) return 0;
+  const Header* header = static_cast<const Header*>(data.get()) - 1;
+  return header->magic == kMagic ? header->id : 0;
+}
+
+// Autocast copies a parameter with aten::_to_copy; nothing else would tell the copy from an activation.
+struct Copying final : at::ObserverContext {
+  const void* parameter;
+  explicit Copying(const void* of) : parameter(of) {}
+};
+
+std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction& function) {
+  if (depth++ == 0) ++calls;
+  if (std::strcmp(function.name(), "aten::_to_copy") != 0) return nullptr;
+  const auto inputs = function.inputs();
+  if (inputs.empty() || !inputs[0].isTensor()) return nullptr;
+  const void* source = inputs[0].toTensor().unsafeGetTensorImpl();
+  const auto& parameters = state().parameters;
+  if (!std::binary_search(parameters.begin(), parameters.end(), source)) return nullptr;
+  return std::make_unique<Copying>(source);
+}
+
+void operator_ends(const at::RecordFunction& function, at::ObserverContext* context) {
+  --depth;
+  if (!context) return;
+  const auto& outputs = function.outputs();
+  if (outputs.empty() || !outputs[0].isTensor() || !outputs[0].toTensor().has_storage()) return;
+  const uint64_t copy = allocation_of(outputs[0].toTensor().storage().unsafeGetStorageImpl());
+  state().casts.push_back({static_cast<Copying*>(context)->parameter, copy});
 }
 
 struct VirtualAllocator final : c10::Allocator {
@@ -302,14 +381,14 @@ struct VirtualAllocator final : c10::Allocator {
 
  private:
   static void* counted(size_t nbytes) {
-    Block* block = count_in(nbytes);
+    const Header counted_as = count_in(nbytes);
     try {
       auto* header = static_cast<Header*>(c10::alloc_cpu(nbytes + sizeof(Header)));
-      *header = Header{kMagic, nbytes, block};
+      *header = counted_as;
       c10::profiledCPUMemoryReporter().New(header + 1, nbytes);
       return header + 1;
     } catch (...) {  // the host itself is out of memory
-      count_out(block, nbytes);
+      count_out(counted_as);
       throw;
     }
   }
@@ -347,6 +426,7 @@ void gpumem_set_limit(uint64_t bytes) {
 bool gpumem_enforce_on_this_thread(bool enforce) {
   const bool before = enforced;
   enforced = enforce;
+  if (enforce) foreign = false;
   return before;
 }
 
@@ -360,6 +440,38 @@ void gpumem_reset_peak() {
   state().live_peak = state().live;
   state().cache.reserved_peak = state().cache.reserved;
 }
+
+// From now on allocations and releases are logged, and copies of these parameters, given as sorted TensorImpl addresses.
+// To be called, and ended, on the thread that computes. The reading is that of the same moment.
+uint64_t gpumem_log_begin(const void* const* parameters, size_t count, GpumemReading* out) {
+  const uint64_t handle = at::addThreadLocalCallback(at::RecordFunctionCallback(&operator_begins, &operator_ends)
+                                                         .needsInputs(true)
+                                                         .needsOutputs(true)
+                                                         .scopes({at::RecordScope::FUNCTION}));
+  depth = calls = 0;
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().parameters.assign(parameters, parameters + count);
+  state().casts.clear();
+  state().log.clear();
+  state().logging = true;
+  *out = read_locked(state());
+  return handle;
+}
+
+// Ends the log; events and casts stay until it is begun again.
+void gpumem_log_end(uint64_t handle, const GpumemEvent** events, size_t* length, const GpumemCast** casts,
+                    size_t* cast_count) {
+  at::removeCallback(handle);
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().logging = false;
+  *events = state().log.data();
+  *length = state().log.size();
+  *casts = state().casts.data();
+  *cast_count = state().casts.size();
+}
+
+// Which allocation a storage lies in; 0 for one that was not counted here.
+uint64_t gpumem_allocation(const c10::StorageImpl* storage) { return allocation_of(storage); }
 
 void gpumem_empty_cache() {
   std::lock_guard<std::mutex> lock(state().mutex);

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..errors import GpumemError, SetupError
 
 _SOURCE = Path(__file__).with_name("virtual_allocator.cpp")
-_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility-inlines-hidden")
+_FLAGS = ("-O2", "-DNDEBUG", "-std=c++20", "-fPIC", "-shared", "-fvisibility-inlines-hidden")
 _COMPILE_TIMEOUT_S = 600
 
 
@@ -88,12 +88,24 @@ def _command(output: Path) -> list[str]:
     import torch
     from torch.utils import cpp_extension
 
-    # cpp_extension.load would also link libtorch_python; only libc10, which torch has loaded already, is needed.
+    # cpp_extension.load would also link libtorch_python; only C++ libraries that torch has loaded already are needed.
     includes = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     compiler = shlex.split(os.environ.get("CXX") or "c++")
-    return [*compiler, *_FLAGS, abi, *includes, str(_SOURCE), "-o", str(output), *libraries, "-lc10", "-lpthread"]
+    return [
+        *compiler,
+        *_FLAGS,
+        abi,
+        *includes,
+        str(_SOURCE),
+        "-o",
+        str(output),
+        *libraries,
+        "-ltorch_cpu",
+        "-lc10",
+        "-lpthread",
+    ]
 
 
 def _first_error(stderr: str) -> str:
