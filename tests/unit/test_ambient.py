@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import sys
 from types import FrameType
 from typing import Any
@@ -28,8 +29,9 @@ class Interrupter:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        # CPython 3.11 loses references when tracing raises where a with statement handles an exception.
-        if event == "line" and sys.exc_info()[0] is None:
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        # CPython 3.11 loses references when tracing raises while a with statement ends by an exception.
+        if event == "line" and not source.startswith("with "):
             self.seen += 1
             if self.seen == self.at:
                 raise KeyboardInterrupt
