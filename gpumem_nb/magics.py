@@ -83,6 +83,7 @@ class HvdMagics(Magics):
     @argument("--ranks", help="where to run, such as 0 or 0,2-3; by default everywhere")
     @argument("--out", help="keep what the last expression gives, a list in rank order, under this name here")
     @argument("--quiet", action="store_true", help="show no output")
+    @argument("--memory", action="store_true", help="report what the cell does to memory: peak, categories, leftovers")
     @cell_magic
     @_says_usage
     def hvd(self, line: str, cell: str) -> None:
@@ -96,6 +97,7 @@ class HvdMagics(Magics):
             ranks=args.ranks,
             title="<%%hvd cell>",
             result="value" if args.out else "text",
+            memory=args.memory,
             show=output,
         )
         results = call.get()

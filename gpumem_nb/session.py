@@ -261,6 +261,7 @@ class Session:
         timeout: float | None = None,
         title: str = "<code>",
         result: str = "value",
+        memory: bool = False,
         show: Callable[[Call], None] = lambda call: None,
     ) -> Call:
         """Run code on ranks, showing its output while it runs; returns the finished call.
@@ -270,6 +271,7 @@ class Session:
             ranks, timeout: as in :meth:`run`.
             title: stands in tracebacks in place of a file name.
             result: ``value`` to send back what the last expression gives, ``text`` for its representation.
+            memory: let each rank print what the code did to its memory.
             show: called ten times a second and at the end.
         """
         self._check_alive()
@@ -277,7 +279,7 @@ class Session:
             compile(source, title, "exec")
         except SyntaxError as error:
             raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
-        call = self._ranks.run_cell(source, title, result, self._choose_ranks(ranks))
+        call = self._ranks.run_cell(source, title, result, memory, self._choose_ranks(ranks))
         return self._finish(call, timeout, show)
 
     def _finish(

@@ -99,9 +99,9 @@ class Ranks:
         """Call a pickled function."""
         return self._send(self._entry.call_function, blob, ranks=ranks)
 
-    def run_cell(self, source: str, title: str, result: str, ranks: Sequence[int] | None = None) -> Call:
+    def run_cell(self, source: str, title: str, result: str, memory: bool, ranks: Sequence[int] | None = None) -> Call:
         """Run code among the ranks' variables."""
-        return self._send(self._entry.run_cell, source, title, result, ranks=ranks)
+        return self._send(self._entry.run_cell, source, title, result, memory, ranks=ranks)
 
     def pulses(self) -> dict[int, Pulse]:
         """What each rank does that has worked for more than a second on one request."""

@@ -13,7 +13,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -71,21 +72,33 @@ def call_function(blob: bytes) -> bytes:
     return _answer(run, CELL)
 
 
-def run_cell(source: str, title: str, result: str) -> bytes:
+def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
     """Run code among the rank's variables.
 
     Args:
         source: plain Python, magics already transformed.
         title: stands in tracebacks in place of a file name.
         result: ``value`` to send back what the last expression gives, ``text`` for its representation only.
+        memory: print at the end what the code did to the memory.
     """
 
     def run() -> Any:
-        with interruptible():
+        with interruptible(), _memory_printed() if memory else nullcontext():
             value = _execute(source, title)
         return value if result == "value" or value is None else repr(value)
 
     return _answer(run, CELL)
+
+
+@contextmanager
+def _memory_printed() -> Iterator[None]:
+    report = None
+    try:
+        with import_module("gpumem_nb.memory.tracking").track() as report:
+            yield
+    finally:
+        if report is not None:
+            print(report)
 
 
 def _execute(source: str, title: str) -> Any:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from .events import EventLog
 
+_opened: Device | None = None
+
 STAND_IN_VARIABLE = "GPUMEM_NB_VIRTUAL"  # "python" chooses the stand-in where the allocator could be built
 
 
@@ -73,13 +75,28 @@ def open_device(kind: str, local_rank: int, memory_limit: int | None) -> Device:
         InvalidInput: an unknown kind, or a limit the device cannot keep.
         SetupError: ``cuda`` without a usable GPU.
     """
+    global _opened
     if kind == "cuda":
         from .cuda import CudaDevice
 
-        return CudaDevice(local_rank, memory_limit)
-    if kind == "virtual":
-        return _open_virtual(local_rank, memory_limit)
-    raise InvalidInput(f"There is no device kind {kind!r}: {nearest(kind, ('virtual', 'cuda'))}.")
+        _opened = CudaDevice(local_rank, memory_limit)
+    elif kind == "virtual":
+        _opened = _open_virtual(local_rank, memory_limit)
+    else:
+        raise InvalidInput(f"There is no device kind {kind!r}: {nearest(kind, ('virtual', 'cuda'))}.")
+    return _opened
+
+
+def opened() -> Device:
+    """The device that this process has opened; outside of ranks the GPU, or else a virtual one without a limit."""
+    if _opened is not None:
+        return _opened
+    import torch
+
+    device = open_device("cuda" if torch.cuda.is_available() else "virtual", 0, None)
+    if device.kind == "virtual":
+        device.set_limit(None)
+    return device
 
 
 def _open_virtual(local_rank: int, memory_limit: int | None) -> Device:

@@ -53,9 +53,9 @@ class Recorder:
 
     current: Recorder | None = None
 
-    def __init__(self, device: Device, model: nn.Module | None = None) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()} if model else {}
-        params = list(model.named_parameters()) if model else []
+    def __init__(self, device: Device, *models: nn.Module) -> None:
+        self._names = {id(module): name for model in models for name, module in model.named_modules()}
+        params = [named for model in models for named in model.named_parameters()]
         self._homes = [name.rpartition(".")[0] for name, _ in params]  # the modules that parameters lie in
         self._home_of = {id(param): home for (_, param), home in zip(params, self._homes, strict=True)}
         self._virtual = device.kind == "virtual"

@@ -1,0 +1,140 @@
+"""What any code does to the memory: for people who write their own training loop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import InvalidInput
+from ..sample import Ledger
+from .births import Birth, Births
+from .categories import CATEGORIES
+from .device import opened
+from .holders import Holders, holder_on
+from .recorder import Recorder
+from .stand_in import tensors_of_this_process
+from .units import format_bytes
+
+MOST_LEFT = 10  # tensors that are named, the largest ones
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A tensor that outlived the code that made it: where it was made, and what holds it (both may be empty)."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    made_at: str
+    holder: str
+
+    def __str__(self) -> str:
+        made = f", made at {self.made_at}" if self.made_at else ""
+        held = f", held by {self.holder}" if self.holder else ""
+        return f"{format_bytes(self.nbytes)}: {self.dtype} {list(self.shape)}{made}{held}"
+
+
+class Tracked:
+    """What some code did to this rank's memory; filled when it has ended.
+
+    Attributes:
+        ledger: where the bytes were at the peak and at the end; ``None`` while the code runs.
+        before, after: live bytes.
+        left: the largest tensors that were made inside and are still alive.
+    """
+
+    def __init__(self) -> None:
+        self.ledger: Ledger | None = None
+        self.before = self.after = 0
+        self.left: tuple[Left, ...] = ()
+
+    @property
+    def peak(self) -> int | None:
+        """Highest live bytes; ``None`` while the code runs."""
+        return self.ledger.peak if self.ledger else None
+
+    def __str__(self) -> str:
+        if self.ledger is None:
+            return "not ended yet"
+        ledger, kind = self.ledger, " (virtual)" if self.ledger.virtual else ""
+        where = f", in {ledger.module}" if ledger.module else ""
+        above = format_bytes(ledger.peak - self.before)
+        lines = [f"live peak {format_bytes(ledger.peak)}{kind}, {above} above the start{where}"]
+        lines += [
+            f"  {category:<17} {format_bytes(ledger.at_peak[category]):>10} {ledger.at_peak[category] / ledger.peak:>5.0%}"
+            for category in CATEGORIES
+            if ledger.at_peak.get(category)
+        ]
+        change = self.after - self.before
+        lines += [f"left behind: {format_bytes(change)}" if change > 0 else f"left behind: nothing ({change:+,} B)"]
+        return "\n".join([*lines, *(f"  {left}" for left in self.left)])
+
+    __repr__ = __str__
+
+
+@contextmanager
+def track() -> Iterator[Tracked]:
+    """Report the memory of the code inside: ``with track() as report: ...``, then ``print(report)``.
+
+    Peak and categories as in a training step, as far as they can be told: parameters and their gradients are those of
+    all modules that exist, optimizer states those of all optimizers. Watching every operator takes time: twice or three
+    times that of a small model.
+
+    Raises:
+        InvalidInput: a training step or another ``track`` is being recorded around it.
+    """
+    if Recorder.current is not None:
+        raise InvalidInput("track() cannot be used inside another one, nor in a step that is being recorded.")
+    device, tracked = opened(), Tracked()
+    gc.collect()
+    recorder, births = Recorder(device, *_modules()), Births(device.torch_device)
+    device.reset_peak()
+    tracked.before = device.reading().live
+    with recorder.watching():
+        recorder.mark("")
+        try:
+            with births:
+                yield tracked
+        finally:  # what ran out of memory is of interest most of all
+            gc.collect()  # circles of garbage are not left behind
+            _claim_all(recorder)
+            tracked.ledger = recorder.end().ledger(device.reading().live_peak)
+            tracked.after = device.reading().live
+            births.prune()
+            tracked.left = tuple(_left(births.births))
+
+
+def _modules() -> list[nn.Module]:
+    """All modules that no other module holds."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _claim_all(recorder: Recorder) -> None:
+    state: dict[Any, dict[str, Any]] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Optimizer):
+            state |= thing.state
+    recorder.claim_model((param for module in _modules() for param in module.parameters()), state)
+
+
+def _left(births: list[Birth]) -> Iterator[Left]:
+    largest = sorted(births, key=lambda birth: birth.nbytes, reverse=True)[:MOST_LEFT]
+    places = {birth.address for birth in largest}
+    tensors: dict[int, Tensor] = {}
+    for tensor in tensors_of_this_process():
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in places:
+            tensors.setdefault(tensor.untyped_storage()._cdata, tensor)
+    ways = dict(zip(tensors, Holders({}).ways(list(tensors.values())), strict=True))
+    for birth in largest:
+        way = ways.get(birth.address)
+        holder = holder_on(way, len(way.objects) - 1).text if way else ""
+        yield Left(birth.nbytes, birth.shape, birth.dtype.removeprefix("torch."), birth.made_at, holder)
