@@ -14,18 +14,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from ..sample import Leak, Sample
 from .births import Birth, Births
 from .graphs import Graphs
 from .growth import Growth
 from .holders import UNSEEN, Holder, Holders, Way, holder_on
-from .stand_in import tensors_in, tensors_of_this_process
+from .stand_in import tensors_of_this_process
 
 BLOCKS_WATCHED = 3
-PATIENCE_STEPS = 4  # that what was made must outlive: a model may keep its latest results
+PATIENCE_STEPS = 8  # that what was made must outlive: a model may keep its latest results
 # Of each step: less without a graph are numbers that somebody writes down, such as detached losses.
 SMALLEST_BYTES_PER_STEP = 1024
 SEARCHED_TENSORS = 48  # the largest, of all steps watched together
@@ -61,7 +60,7 @@ class LeakWatch:
     Args:
         rank: this one.
         device: of the tensors.
-        known: what is trained and with what, by the names that people know.
+        known: what is trained, by the names that people know.
     """
 
     def __init__(self, rank: int, device: torch.device, known: Mapping[str, object]) -> None:
@@ -128,8 +127,7 @@ class LeakWatch:
     def _name(self, births: Births) -> None:
         gc.collect()  # circles of garbage are no leak
         births.prune()
-        ours = {tensor.untyped_storage()._cdata for tensor in self._trained()}
-        kept = _held([birth for birth in births.births if birth.address not in ours], Holders(self._known))
+        kept = _held(births.births, Holders(self._known))
         groups: dict[str, list[tuple[_Kept, Holder]]] = defaultdict(list)
         for one, holder in zip(kept, _common_holders(kept), strict=True):
             groups[holder.name].append((one, holder))
@@ -141,7 +139,8 @@ class LeakWatch:
         rate = sum(one.birth.nbytes for one in kept) / self._ends_after
         graph = any(one.tensor is not None and one.tensor.grad_fn is not None for one in kept)
         worth_it = graph or holder.kind in ("hooks", "traceback") or rate >= SMALLEST_BYTES_PER_STEP
-        if len(steps) < 2 or not worth_it or holder.bounded or holder.name in self._told:
+        is_cache = holder.kind == "dict" and self._growth.every != 1  # in some steps its entries were used again
+        if len(steps) < 2 or not worth_it or is_cache or holder.bounded or holder.name in self._told:
             return
         self._told.add(holder.name)
         largest = max((one.birth for one in kept), key=lambda birth: birth.nbytes)
@@ -160,17 +159,6 @@ class LeakWatch:
                 fix=_fix(holder, graph),
             )
         )
-
-    def _trained(self) -> list[Tensor]:
-        """What is meant to stay: parameters, buffers, gradients and the optimizer's state."""
-        staying: list[Tensor] = []
-        for thing in self._known.values():
-            if isinstance(thing, nn.Module):
-                params = list(thing.parameters())
-                staying += [*params, *thing.buffers(), *(param.grad for param in params if param.grad is not None)]
-            elif isinstance(thing, Optimizer):
-                staying += tensors_in([dict(thing.state)])
-        return [tensor for tensor in staying if tensor.layout is torch.strided]
 
 
 def _fix(holder: Holder, graph: bool) -> str:
