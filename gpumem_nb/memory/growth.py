@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # are compared: what comes and goes within one does not count, such as garbage in circles, a batch of another length
 # that is kept until the next, or Horovod's votes. What merely varies rises 12 times in a row once in 13! tries.
 BLOCKS = {1: 24, 2: 13, 4: 12, 16: 12}
-SLOWEST = 0.5  # of its pace at first: a cache that fills gets slower
+SLOWEST = 0.7  # of its pace at first: a cache that fills gets slower
 QUIET_STEPS = 2  # after a start or a flip: the optimizer's state appears, buffers are made
 
 

@@ -128,7 +128,8 @@ def leak(found: Sequence[Leak]) -> str:
     so_far = format_bytes(max(leak.bytes_so_far for leak in found))
     heading = leaks.headline(found)
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in (leaks.what(found[0]), found[0].fix))
-    return f"<div><h4>{escape(heading[:1].upper() + heading[1:])}</h4><span>grown by <b>{escape(so_far)}</b></span>{sentences}</div>"
+    grown = f"<span>grown by <b>{escape(so_far)}</b></span>"
+    return f"<div><h4>{escape(heading[:1].upper() + heading[1:])}</h4>{grown}{sentences}</div>"
 
 
 def alert(text: str) -> str:

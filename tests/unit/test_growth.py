@@ -61,14 +61,6 @@ def garbage_in_circles() -> list[int]:
     return [REST + step % 14 * 4000 for step in range(2000)]
 
 
-def a_cache_that_fills() -> list[int]:
-    dice, seen, live = random.Random(3), set(), []
-    for _ in range(2000):
-        seen.add(dice.randrange(40))
-        live.append(REST + len(seen) * 5000)
-    return live
-
-
 def votes_on_their_way() -> list[int]:
     dice = random.Random(4)
     return [REST + 16 * dice.randrange(3) for _ in range(5000)]
@@ -84,7 +76,6 @@ def accumulation_that_alternates() -> list[int]:
         warm_up,
         batches_of_varying_length,
         garbage_in_circles,
-        a_cache_that_fills,
         votes_on_their_way,
         accumulation_that_alternates,
     ],

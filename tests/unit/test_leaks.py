@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -169,6 +170,16 @@ def test_what_is_meant_to_stay_or_goes_by_itself_is_no_leak(
 ) -> None:
     module.ring, module.numbers, module.slots = deque(maxlen=1000), [], {}
     assert watched(lambda number: keep(module, number), lambda number: 4000 * number) == []
+
+
+@pytest.mark.parametrize("keys", [20, 60, 200])
+def test_a_cache_that_fills_is_no_leak(module: ModuleType, keys: int) -> None:
+    dice, module.cache = random.Random(keys), {}
+
+    def step(number: int) -> None:
+        module.cache.setdefault(dice.randrange(keys), torch.ones(1000))
+
+    assert watched(step, lambda number: 4000 * len(module.cache), steps=600) == []
 
 
 def circle() -> None:
