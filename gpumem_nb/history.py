@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from .leaks import in_words
 from .memory.categories import CATEGORIES
 from .memory.units import format_bytes
 from .rescue import Fit, Rescue
-from .sample import Reading, Sample
+from .sample import Leak, Reading, Sample
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 STEPS_KEPT = 2000
 EVENTS_KEPT = 200
+LEAKS_KEPT = 20
 # A configuration is judged by its last steps, without the first one: that one still warms caches up.
 STEPS_JUDGED = 50
 LATE_STEPS = 3  # configurations that steps under way may still belong to
@@ -31,7 +33,7 @@ LATE_STEPS = 3  # configurations that steps under way may still belong to
 class Event:
     """Something worth a mark on the charts.
 
-    ``kind`` is ``load``, ``flip``, ``oom``, ``error``, ``stall`` or ``note``.
+    ``kind`` is ``load``, ``flip``, ``oom``, ``error``, ``stall``, ``leak`` or ``note``.
     """
 
     time_s: float
@@ -134,6 +136,7 @@ class History:
     Attributes:
         steps: optimizer steps done since the workload was loaded.
         rescue: the latest step that was discarded, until something is flipped or loaded.
+        leaks: by its holder, what ranks found that they keep from step to step; since the workload was loaded.
         loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
         seen_before: samples that all ranks had seen when training was resumed.
         version: grows with every change.
@@ -147,6 +150,7 @@ class History:
         self.readings: list[Reading | None] = [None] * size
         self.steps = 0
         self.rescue: Rescue | None = None
+        self.leaks: dict[str, tuple[Leak, ...]] = {}
         self.loaded_as = 0
         self.seen_before = 0
         self.version = 0
@@ -185,14 +189,27 @@ class History:
             self.events.append(Event(self.now_s(), self.steps, kind, text))
             if kind in ("flip", "load"):
                 self.rescue = None
-            if kind == "load" and self.tried:
-                self.loaded_as = self.tried[-1].settings_id
+            if kind == "load":
+                self.leaks = {}
+                if self.tried:
+                    self.loaded_as = self.tried[-1].settings_id
             self.version += 1
 
     def rescued(self, rescue: Rescue) -> None:
         """A step was discarded."""
         self.mark(rescue.failure.kind, rescue.headline)
         self.rescue = rescue
+
+    def leaked(self, leaks: Sequence[Leak]) -> list[str]:
+        """Take in what ranks found that they keep from step to step; returns what that says of holders new here."""
+        known, found = self.leaks, dict(self.leaks)
+        for leak in leaks:
+            found[leak.name] = (*found.get(leak.name, ()), leak)
+        self.leaks = dict(list(found.items())[-LEAKS_KEPT:])
+        news = [in_words(found[name]) for name in found if name not in known]
+        for sentence in news:
+            self.mark("leak", sentence)
+        return news
 
     def tried_out(self, trial: Fit) -> None:
         """The ranks found out whether other settings would have let the latest discarded step fit."""

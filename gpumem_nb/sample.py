@@ -138,6 +138,29 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Leak:
+    """Memory that one rank keeps from step to step.
+
+    ``bytes_per_step`` are those of what was found with one holder, ``bytes_so_far`` by how much live bytes have grown
+    in all. ``tensor_bytes``, ``shape`` and ``dtype`` are the largest tensor's that a step leaves behind, ``made_at``
+    the line that made it (empty where there is none). ``name`` is an expression for the holder, ``holder`` what it is
+    in words, ``fix`` one sentence.
+    """
+
+    rank: int
+    step: int
+    bytes_per_step: int
+    bytes_so_far: int
+    tensor_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    made_at: str
+    name: str
+    holder: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotOrder:
     """Take an automatic snapshot.
 
@@ -189,7 +212,7 @@ class ChunkReply:
     """What one rank did with a chunk. ``skipped``: an earlier chunk under the same settings had failed already.
 
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
-    writing has ended since the last reply.
+    writing has ended since the last reply; ``leaks`` are those found since then.
     """
 
     rank: int
@@ -199,6 +222,7 @@ class ChunkReply:
     skipped: bool = False
     snapshot_s: float = 0.0
     stored: Stored | None = None
+    leaks: tuple[Leak, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

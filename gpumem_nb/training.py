@@ -356,7 +356,9 @@ class Training:
         self._history.add(samples, [reply.reading for reply in replies])
         done = [sample for sample in samples if sample.event in ("", "flip")]
         failure = next((reply.failure for reply in replies if reply.failure), None)
+        leaks = self._history.leaked([leak for reply in replies for leak in reply.leaks])
         with self._locked():
+            self._notes += leaks
             call = self._in_flight.popleft()[1]
             self._stuck = ""
             self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)

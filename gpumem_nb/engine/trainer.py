@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..errors import WorkloadError
 from ..memory.categories import INPUTS
 from ..memory.device import Device
+from ..memory.leaks import LeakWatch
 from ..memory.recorder import Record, Recorder
 from ..sample import Chunk, ChunkReply, Failure, Sample, Timeline, WorkloadInfo
 from ..settings import Settings
@@ -102,6 +103,8 @@ class Trainer:
         self._params = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._param_bytes = sum(param.nbytes for param in self._params)
         self._reduction = GradientReduction(self._params)
+        known = {"model": self.model, "dataset": stream.dataset, "workload": workload}
+        self._leaks = LeakWatch(stream.rank, device.torch_device, known)
         self._checkpointing: Checkpointing | None = None
         # One scaler for the whole life of the workload: leaving fp16 and coming back keeps its scale.
         self._scaler = torch.amp.GradScaler(device.torch_device.type)
@@ -182,16 +185,18 @@ class Trainer:
             return self._try_out(chunk)
         nudge.catch_up(chunk.nudges)
         failure = self._apply(chunk)
+        self._leaks.chunk_begins(self.device.reading().live)
         outcomes: list[_Outcome] = []
         for _ in range(chunk.steps):
             outcomes.append(self._step(failure, chunk))
+            self._leaks.step_ended(outcomes[-1].sample, losses=len(outcomes))
             failure = outcomes[-1].failure
             if outcomes[-1].discarded:
                 self._failed_id = chunk.settings_id
             if outcomes[-1].last:
                 break
         samples = tuple(outcome.sample_with_loss() for outcome in outcomes)
-        return ChunkReply(self.stream.rank, samples, self.device.reading(), failure)
+        return ChunkReply(self.stream.rank, samples, self.device.reading(), failure, leaks=self._leaks.take())
 
     def record(self) -> Timeline | None:
         """One step, looked into allocation by allocation and undone on all ranks; ``None`` when another rank failed.
@@ -238,7 +243,7 @@ class Trainer:
         if failure is None:
             try:
                 collectives.check()
-                with self.device.step_scope():
+                with self.device.step_scope(), self._leaks.step():
                     loss = self._forward_backward()
             except (Exception, KeyboardInterrupt) as error:
                 failure = self._failure(error)

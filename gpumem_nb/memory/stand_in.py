@@ -49,7 +49,7 @@ class _Ledger:
     def see(self, values: Iterable[object]) -> int:
         """Count the storages of all tensors in ``values``, however nested, and return the live bytes."""
         self.live()
-        for tensor in _tensors(values):
+        for tensor in tensors_in(values):
             self._see_storage(tensor)
         self.peak = max(self.peak, self._live)
         return self._live
@@ -72,17 +72,19 @@ class _Ledger:
         watch.nbytes = nbytes
 
 
-def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """All tensors among lists, tuples and dicts, however nested."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
         elif isinstance(value, dict):
-            yield from _tensors(value.values())
+            yield from tensors_in(value.values())
 
 
-def _tensors_of_this_process() -> Iterator[torch.Tensor]:
+def tensors_of_this_process() -> Iterator[torch.Tensor]:
+    """All tensors that Python knows, and gradients."""
     # Python cannot finish a tuple that another thread is building while somebody holds it, so nobody else runs here.
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(60)
@@ -139,7 +141,7 @@ class StandIn:
         """The memory at this moment, in bytes; looks for tensors itself when no step has run since the last time."""
         if threading.get_ident() == self._thread:  # other threads get what was known last
             if not self._stepped:
-                self._ledger.see(_tensors_of_this_process())
+                self._ledger.see(tensors_of_this_process())
             self._stepped = False
             self._live = self._ledger.live()
         return Reading(self._live, self._ledger.peak, None, None, None, self._limit or None)
@@ -168,7 +170,7 @@ class StandIn:
     def step_scope(self) -> Iterator[None]:
         """Account for the operators inside; the first time also for everything that existed before."""
         if not self._stepped:
-            self._ledger.see(_tensors_of_this_process())
+            self._ledger.see(tensors_of_this_process())
         self._stepped = True
         with _Accounting(self):
             yield

@@ -132,7 +132,8 @@ class Panel:
         status = wording.status(session, time.monotonic() - self._heard_s)
         self._controls.follow()
         self._status.html = status
-        self._alert.html = wording.alert(self._refusal) or wording.rescue(history.rescue)
+        cards = wording.rescue(history.rescue) + "".join(map(wording.leak, history.leaks.values()))
+        self._alert.html = wording.alert(self._refusal) or cards
         state = (history, history.version)
         if state == self._shown:
             return

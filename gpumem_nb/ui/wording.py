@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
+from .. import leaks
 from ..history import Effect, format_rate
 from ..memory.units import format_bytes
 from ..rescue import Rescue
-from ..sample import Reading, Sample
+from ..sample import Leak, Reading, Sample
 from ..session import Session
 from .series import GOOD
 
@@ -120,6 +121,15 @@ def rescue(rescue: Rescue | None) -> str:
     did = f"<p>The step was discarded on all ranks; {escape(rescue.did)}.</p>" if rescue.did else ""
     advice = f"<p>{escape(rescue.advice)}</p>" if rescue.advice else ""
     return f"<div><h4>Step {rescue.step}: rank {failure.rank} {what}</h4>{shown}{message}{did}{advice}</div>"
+
+
+def leak(found: Sequence[Leak]) -> str:
+    """A card about memory that ranks keep from step to step with one holder."""
+    so_far = format_bytes(max(leak.bytes_so_far for leak in found))
+    heading = leaks.headline(found)
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in (leaks.what(found[0]), found[0].fix))
+    grown = f"<span>grown by <b>{escape(so_far)}</b></span>"
+    return f"<div><h4>{escape(heading[:1].upper() + heading[1:])}</h4>{grown}{sentences}</div>"
 
 
 def alert(text: str) -> str:

@@ -1,0 +1,29 @@
+"""Memory that ranks keep from step to step, in words. All leaks here have the same holder, each on another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .memory.units import format_bytes
+from .ranklist import name_ranks
+from .sample import Leak
+
+
+def in_words(leaks: Sequence[Leak]) -> str:
+    """What grows, how fast, what holds it, and what to do about it."""
+    return f"{headline(leaks)}. {what(leaks[0])} {leaks[0].fix}"
+
+
+def headline(leaks: Sequence[Leak]) -> str:
+    """Whose memory grows, and how fast."""
+    fastest = max(leak.bytes_per_step for leak in leaks)
+    who, verb = name_ranks([leak.rank for leak in leaks]), "keeps" if len(leaks) == 1 else "keep"
+    return f"{who} {verb} {format_bytes(fastest)} more after every step"
+
+
+def what(leak: Leak) -> str:
+    """What is kept, where it was made, and what holds it."""
+    shape = "×".join(map(str, leak.shape)) or "a number"
+    made_at = f", made at {leak.made_at}" if leak.made_at else ""
+    largest = f"{leak.dtype.removeprefix('torch.')} {shape} ({format_bytes(leak.tensor_bytes)}{made_at})"
+    return f"The largest of a step is {largest}, held by {leak.holder}."

@@ -1,0 +1,118 @@
+"""Which storages a step makes, and where in somebody's code; only on while a leak is looked for."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .stand_in import tensors_in
+
+_PACKAGE = str(Path(__file__).parents[1])
+# The innermost frame outside of all of them is somebody's own code.
+_LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, _PACKAGE)
+# Where none is, a frame of a library that is neither torch nor what calls the model says more than nothing.
+_MACHINERY = (str(Path(torch.__file__).parent), f"{_PACKAGE}/engine", f"{_PACKAGE}/memory")
+
+
+class Birth:
+    """A storage, for as long as it lives, and what it was made as."""
+
+    __slots__ = ("_code", "_line", "_storage", "dtype", "nbytes", "shape", "step")
+
+    def __init__(self, tensor: Tensor, step: int) -> None:
+        storage = tensor.untyped_storage()
+        self._storage = weakref.ref(storage)
+        self.nbytes, self.shape, self.dtype = storage.nbytes(), tuple(tensor.shape), str(tensor.dtype)
+        self.step = step
+        self._code, self._line = _caller()
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything still holds it, autograd's graphs included."""
+        return self._storage() is not None
+
+    @property
+    def address(self) -> int:
+        """Of the storage, while it lives."""
+        storage = self._storage()
+        return 0 if storage is None else storage._cdata
+
+    @property
+    def made_at(self) -> str:
+        """The line of code, for people; empty when it was made in backward or on a path without any."""
+        if self._code is None:
+            return ""
+        name = self._code.co_filename
+        where = name if name.startswith("<") else Path(name).name
+        function = "" if self._code.co_name == "<module>" else f" in {self._code.co_qualname}"
+        return f"{where}:{self._line}{function}"
+
+
+class Births(TorchDispatchMode):
+    """Notes every storage that an operator makes on the device; reading operators changes nothing about them.
+
+    Attributes:
+        step: the number that new births get.
+        births: those of the steps seen so far; :meth:`prune` drops the dead.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._type = device.type
+        self.step = 0
+        self.births: list[Birth] = []
+
+    def prune(self) -> None:
+        """Forget what has died."""
+        self.births = [birth for birth in self.births if birth.alive]
+
+    def forget_step(self) -> None:
+        """The step under way was discarded."""
+        self.births = [birth for birth in self.births if birth.step != self.step]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # torch.tensor() makes its storage where no mode looks, and shows it here.
+        lifts = func is torch.ops.aten.lift_fresh.default
+        known = set() if lifts else {address for _, address in self._storages([args, kwargs])}
+        for tensor, address in self._storages([result]):
+            if address not in known:
+                self.births.append(Birth(tensor, self.step))
+        return result
+
+    def _storages(self, values: list[Any]) -> Iterator[tuple[Tensor, int]]:
+        for tensor in tensors_in(values):
+            if tensor.layout is torch.strided and tensor.device.type == self._type:
+                yield tensor, tensor.untyped_storage()._cdata
+
+
+def _caller() -> tuple[CodeType | None, int]:
+    """The innermost frame of somebody's own code, else of a library that is not torch."""
+    frame = sys._getframe(1)
+    second: tuple[CodeType | None, int] = (None, 0)
+    while frame is not None:
+        code = frame.f_code
+        kind = _kind(code.co_filename)
+        if kind == "own":
+            return code, frame.f_lineno
+        if kind == "library" and second[0] is None:
+            second = code, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return second
+
+
+@cache
+def _kind(file: str) -> str:
+    if file.startswith(_MACHINERY):
+        return "machinery"
+    return "library" if file.startswith((*_LIBRARIES, "<frozen")) else "own"

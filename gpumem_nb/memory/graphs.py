@@ -1,0 +1,91 @@
+"""What autograd's graphs hold: Python's garbage collector cannot look into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+NODES_SEEN = 50_000  # at most: a graph that grew for thousands of steps would take too long
+
+
+class Graphs:
+    """The graphs that hang on Python's tensors, and which of these tensors keeps a storage or a Python object alive.
+
+    A tensor that lies in another one's graph is not to blame for it: only the outermost ones are named.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._nodes: dict[int, Any] = {}  # kept, so that an id stays one node's
+        self._owner: dict[int, int] = {}  # of a node: the number of the root from which it was seen
+        self._inside: dict[int, int] = {}  # of a root: the root whose graph it lies in
+        self._starts: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
+        self._objects: dict[int, int] = {}
+        self._roots = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        for number, root in enumerate(self._roots):
+            self._walk(number, root.grad_fn)
+
+    def root_of_storage(self, address: int) -> Tensor | None:
+        """The tensor in whose graph the storage is saved."""
+        return self._root(self._storages.get(address))
+
+    def root_of_object(self, thing: object) -> Tensor | None:
+        """The tensor in whose graph the object is: a node written in Python, or what was saved in a tensor's place."""
+        return self._root(self._objects.get(id(thing)))
+
+    def _root(self, number: int | None) -> Tensor | None:
+        if number is None:
+            return None
+        while number in self._inside:
+            number = self._inside[number]
+        return self._roots[number]
+
+    def _walk(self, number: int, start: Any) -> None:
+        if id(start) in self._owner:
+            if self._owner[id(start)] != number and id(start) not in self._starts:
+                self._inside[number] = self._owner[id(start)]
+            return
+        self._starts[id(start)] = number
+        waiting = [start]
+        while waiting and len(self._nodes) < NODES_SEEN:
+            node = waiting.pop()
+            if id(node) in self._owner:
+                inner = self._starts.get(id(node), number)
+                if inner != number and self._outermost(inner) != self._outermost(number):
+                    self._inside[self._outermost(inner)] = number
+                continue
+            self._nodes[id(node)], self._owner[id(node)] = node, number
+            self._look_into(node, number)
+            waiting += [following for following, _ in node.next_functions if following is not None]
+
+    def _outermost(self, number: int) -> int:
+        while number in self._inside:
+            number = self._inside[number]
+        return number
+
+    def _look_into(self, node: Any, number: int) -> None:
+        self._objects[id(node)] = number
+        for saved in _saved(node):
+            held = saved.data  # as it lies there: unpacking could run the model again
+            if isinstance(held, Tensor):
+                self._storages.setdefault(held.untyped_storage()._cdata, number)
+            elif held is not None:
+                self._objects[id(held)] = number
+            if saved.unpack_hook is not None:
+                self._objects[id(saved.unpack_hook)] = number
+
+
+def _saved(node: Any) -> Iterator[Any]:
+    for name in _names(type(node)):  # type: ignore[arg-type]
+        with suppress(RuntimeError):  # a node written in Python says that a backward has been there
+            found = getattr(node, name)
+            yield from (item for item in (found if isinstance(found, list | tuple) else [found]) if item is not None)
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
