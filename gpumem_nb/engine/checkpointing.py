@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import WorkloadError
 from ..memory.recorder import Recorder
-from .copies import tensors_in
+from ..memory.tensors import tensors_in
 
 SEGMENT_BLOCKS: dict[str, Callable[[int], int]] = {
     "blocks": lambda count: 1,

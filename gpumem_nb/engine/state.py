@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from .. import state_file
 from ..errors import InvalidInput, StateFileError
 from ..memory.device import Device
+from ..memory.tensors import tensors_in
 from ..settings import Settings
 from ..version import __version__
 from . import optimizers
-from .copies import host_copy, tensors_in
+from .copies import host_copy
 from .trainer import Trainer
 
 _LENGTH_BYTES = 8

@@ -20,6 +20,7 @@ from ..memory.categories import INPUTS
 from ..memory.device import Device
 from ..memory.leaks import LeakWatch
 from ..memory.recorder import Record, Recorder
+from ..memory.tensors import tensors_in
 from ..sample import Chunk, ChunkReply, Failure, Sample, Timeline, WorkloadInfo
 from ..settings import Settings
 from ..workload import Workload
@@ -28,7 +29,6 @@ from .agreement import any_rank, same_everywhere
 from .ambient import Ambient
 from .blame import failure_of
 from .checkpointing import Checkpointing, find_blocks
-from .copies import tensors_in
 from .data import ShardedStream, to_device
 from .interrupts import interruptible
 from .precision import autocast

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .stand_in import tensors_in
+from .tensors import tensors_in
 
 _PACKAGE = str(Path(__file__).parents[1])
 # The innermost frame outside of all of them is somebody's own code.

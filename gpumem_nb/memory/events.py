@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .tensors import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,9 @@ class TensorLog:
 
     def see(self, operator: Any, args: Any, result: Any) -> None:
         """Take note of what went into an operator and what came out."""
-        for tensor in _flat(args):
+        for tensor in tensors_in(args):
             self._number(tensor, new=False)
-        for tensor in _flat((result,)):
+        for tensor in tensors_in(result):
             number = self._number(tensor, new=True)
             if operator is torch.ops.aten._to_copy.default and id(args[0]) in self._params:
                 self._casts[number] = self._params[id(args[0])]
@@ -142,14 +144,6 @@ class TensorLog:
 
 
 _numbers = itertools.count(1)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _flat(value)
 
 
 class _Operators(TorchDispatchMode):

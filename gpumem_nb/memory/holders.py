@@ -44,7 +44,7 @@ class Holders:
             if isinstance(value, nn.Module):
                 parts = [*value.named_modules(), *value.named_parameters(), *value.named_buffers()]
                 self._known |= {id(part): f"{name}{_dotted(path)}" for path, part in parts}
-        modules = {**sys.modules, "__main__": sys.modules["__main__"]}
+        modules = {**sys.modules, "__mp_main__": None, "__main__": sys.modules["__main__"]}
         self._modules = {id(vars(module)): name for name, module in modules.items() if module is not None}
         self._above: dict[int, list[Any]] = {}
 

@@ -21,7 +21,7 @@ from .births import Birth, Births
 from .graphs import Graphs
 from .growth import Growth
 from .holders import UNSEEN, Holder, Holders, Way, holder_on
-from .stand_in import tensors_of_this_process
+from .tensors import tensors_of_this_process
 
 BLOCKS_WATCHED = 3
 PATIENCE_STEPS = 8  # that what was made must outlive: a model may keep its latest results

@@ -135,7 +135,8 @@ class Recorder:
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, str]:
         self.saved(tensor)
-        return tensor, self._here
+        # A result that a node saves refers to the node: together they would outlive a step that is given up.
+        return tensor.detach(), self._here
 
     def _unpack(self, packed: tuple[Tensor, str]) -> Tensor:
         tensor, module = packed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
 import weakref
 from collections import deque
@@ -16,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..sample import Reading
 from .events import TensorLog
+from .tensors import tensors_in, tensors_of_this_process
 from .units import format_bytes
 from .virtual import DEFAULT_LIMIT_BYTES
 
@@ -49,8 +48,9 @@ class _Ledger:
     def see(self, values: Iterable[object]) -> int:
         """Count the storages of all tensors in ``values``, however nested, and return the live bytes."""
         self.live()
-        for tensor in tensors_in(values):
-            self._see_storage(tensor)
+        for value in values:
+            for tensor in tensors_in(value):
+                self._see_storage(tensor)
         self.peak = max(self.peak, self._live)
         return self._live
 
@@ -70,33 +70,6 @@ class _Ledger:
             self._watches[watch.address] = watch
         self._live += nbytes - watch.nbytes  # storages are also resized in place
         watch.nbytes = nbytes
-
-
-def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """All tensors among lists, tuples and dicts, however nested."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
-        elif isinstance(value, dict):
-            yield from tensors_in(value.values())
-
-
-def tensors_of_this_process() -> Iterator[torch.Tensor]:
-    """All tensors that Python knows, and gradients."""
-    # Python cannot finish a tuple that another thread is building while somebody holds it, so nobody else runs here.
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(60)
-    try:
-        # isinstance would wake lazy modules and proxies
-        found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    finally:
-        sys.setswitchinterval(interval_s)
-    for tensor in found:
-        yield tensor
-        if tensor.is_leaf and tensor.grad is not None:
-            yield tensor.grad
 
 
 class _Accounting(TorchDispatchMode):

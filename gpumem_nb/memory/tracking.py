@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import InvalidInput
 from ..sample import Ledger
@@ -19,7 +20,7 @@ from .categories import CATEGORIES
 from .device import opened
 from .holders import Holders, holder_on
 from .recorder import Recorder
-from .stand_in import tensors_of_this_process
+from .tensors import tensors_of_this_process
 from .units import format_bytes
 
 MOST_LEFT = 10  # tensors that are named, the largest ones
@@ -47,7 +48,7 @@ class Tracked:
     Attributes:
         ledger: where the bytes were at the peak and at the end; ``None`` while the code runs.
         before, after: live bytes.
-        left: the largest tensors that were made inside and are still alive.
+        left: the largest tensors that were made inside and are still alive, weights and optimizer state aside.
     """
 
     def __init__(self) -> None:
@@ -68,9 +69,9 @@ class Tracked:
         above = format_bytes(ledger.peak - self.before)
         lines = [f"live peak {format_bytes(ledger.peak)}{kind}, {above} above the start{where}"]
         lines += [
-            f"  {category:<17} {format_bytes(ledger.at_peak[category]):>10} {ledger.at_peak[category] / ledger.peak:>5.0%}"
+            f"  {category:<17} {format_bytes(size):>10} {size / ledger.peak:>5.0%}"
             for category in CATEGORIES
-            if ledger.at_peak.get(category)
+            if (size := ledger.at_peak.get(category))
         ]
         change = self.after - self.before
         lines += [f"left behind: {format_bytes(change)}" if change > 0 else f"left behind: nothing ({change:+,} B)"]
@@ -97,18 +98,34 @@ def track() -> Iterator[Tracked]:
     recorder, births = Recorder(device, *_modules()), Births(device.torch_device)
     device.reset_peak()
     tracked.before = device.reading().live
-    with recorder.watching():
+    with recorder.watching(), _optimizers_seen(recorder):
         recorder.mark("")
         try:
             with births:
                 yield tracked
         finally:  # what ran out of memory is of interest most of all
             gc.collect()  # circles of garbage are not left behind
-            _claim_all(recorder)
+            lasting = _claim_all(recorder)
             tracked.ledger = recorder.end().ledger(device.reading().live_peak)
             tracked.after = device.reading().live
             births.prune()
-            tracked.left = tuple(_left(births.births))
+            tracked.left = tuple(_left([birth for birth in births.births if birth.address not in lasting]))
+
+
+@contextmanager
+def _optimizers_seen(recorder: Recorder) -> Iterator[None]:
+    """Gradients are mostly gone at the end, so they are claimed when an optimizer uses them."""
+
+    def claim(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        recorder.claim_model(params, optimizer.state)
+
+    handles = register_optimizer_step_pre_hook(claim), register_optimizer_step_post_hook(claim)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _modules() -> list[nn.Module]:
@@ -118,12 +135,16 @@ def _modules() -> list[nn.Module]:
     return [module for module in modules if id(module) not in inner]
 
 
-def _claim_all(recorder: Recorder) -> None:
+def _claim_all(recorder: Recorder) -> set[int]:
+    """Claim weights, gradients and optimizer state; returns the storages of weights and state."""
     state: dict[Any, dict[str, Any]] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), Optimizer):
             state |= thing.state
-    recorder.claim_model((param for module in _modules() for param in module.parameters()), state)
+    params = [param for module in _modules() for param in module.parameters()]
+    recorder.claim_model(params, state)
+    values = [value for of_param in state.values() for value in of_param.values() if isinstance(value, Tensor)]
+    return {tensor.untyped_storage()._cdata for tensor in [*params, *values]}
 
 
 def _left(births: list[Birth]) -> Iterator[Left]:

@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import default_collate
 
 from gpumem_nb.engine.checkpointing import Checkpointing, find_blocks
-from gpumem_nb.engine.copies import tensors_in
 from gpumem_nb.memory.categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
 from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.recorder import Recorder
+from gpumem_nb.memory.tensors import tensors_in
 from gpumem_nb.memory.virtual import VirtualGPU
 from gpumem_nb.sample import Ledger
 from gpumem_nb.workloads import catalog
@@ -256,3 +256,14 @@ def test_without_the_allocator_tensors_tell_nearly_the_same(gpu: VirtualGPU, pre
     assert sum(ledger.at_peak.values()) == ledger.peak == exact.peak
     for category in (PARAMETERS, OPTIMIZER_STATE, ACTIVATIONS):
         assert ledger.at_peak[category] == exact.at_peak[category]
+
+
+def test_a_step_that_is_given_up_leaves_nothing(gpu: VirtualGPU) -> None:
+    training = MODELS["text-gpt"]()
+    training.step("fp32")
+    gc.collect()
+    before = gpu.reading().live
+    recorder = Recorder(gpu, training.model)
+    with recorder.watching():
+        training.loss(training.model, training.batch)
+    assert gpu.reading().live == before
