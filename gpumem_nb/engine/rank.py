@@ -19,6 +19,7 @@ from ..sample import (
     Apart,
     Chunk,
     ChunkReply,
+    DeviceUse,
     RankConfig,
     RankInfo,
     Reading,
@@ -42,6 +43,7 @@ Result = TypeVar("Result")
 
 _config: RankConfig
 _device: Device
+_device_use: DeviceUse | None = None  # as NVML had it when it was last asked
 _pulse: PulseThread | None = None
 _trainer: Trainer | None = None
 _snapshots = Snapshots()
@@ -64,7 +66,7 @@ def set_up(config: RankConfig) -> RankInfo:
         check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
     _greet()
-    _pulse = PulseThread(kernel, collectives, step, reading, config.stall_limit_s)
+    _pulse = PulseThread(kernel, collectives, step, reading, device_use, config.stall_limit_s)
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
     return RankInfo(
@@ -135,8 +137,7 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     trainer = _loaded_trainer()
     held_up_s = _snapshots.take(trainer, _device, chunk.snapshot) if chunk.snapshot else 0.0
     reply = trainer.run(chunk)
-    stored = _snapshots.stored()
-    return dataclasses.replace(reply, snapshot_s=held_up_s, stored=stored) if held_up_s or stored else reply
+    return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
 
 
 def record_step() -> Timeline | None:
@@ -195,6 +196,19 @@ def bring_attached(names: dict[str, str | None], path: str) -> None:
 def reading() -> Reading:
     """The device's memory right now."""
     return _device.reading()
+
+
+def device_use() -> DeviceUse | None:
+    """What NVML says of the device right now; takes milliseconds, and chunks send on what it said."""
+    global _device_use
+    _device_use = _device.use()
+    return _device_use
+
+
+def look() -> tuple[Reading, DeviceUse | None]:
+    """All that can be read of the device right now."""
+    use = device_use()
+    return reading(), use
 
 
 def push(variables: dict[str, Any]) -> None:

@@ -143,6 +143,9 @@ class VirtualGPU:
         """How many allocations there have been."""
         return self._read().allocations
 
+    def use(self) -> None:
+        """Nothing: there is no device that NVML could read."""
+
     def reset_peak(self) -> None:
         """Let the peaks count from here."""
         self._library.gpumem_reset_peak()
