@@ -14,6 +14,7 @@ import horovod.torch as hvd
 import torch
 
 from ..errors import StartError, WorkloadError
+from ..memory import cuda
 from ..memory.device import Device, open_device
 from ..sample import (
     Apart,
@@ -209,6 +210,16 @@ def look() -> tuple[Reading, DeviceUse | None]:
     """All that can be read of the device right now."""
     use = device_use()
     return reading(), use
+
+
+def record_allocations(enabled: bool) -> None:
+    """Begin or end the history that a GPU's memory snapshot shows."""
+    cuda.record_allocations(enabled)
+
+
+def write_snapshot(path: str) -> None:
+    """Write torch's own snapshot of this rank's GPU memory."""
+    cuda.write_snapshot(path)
 
 
 def push(variables: dict[str, Any]) -> None:

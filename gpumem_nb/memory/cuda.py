@@ -14,6 +14,8 @@ from .events import TensorLog
 from .nvml import Nvml
 from .units import format_bytes
 
+MOST_ENTRIES = 100_000  # a step of a large model has some ten thousand; each takes up to several KB of host memory
+
 
 class CudaDevice:
     """The GPU with index ``local_rank`` among the visible ones; ranks beyond the last GPU share them in turn.
@@ -99,3 +101,23 @@ class CudaDevice:
 
     def _allow(self, limit: int) -> None:
         torch.cuda.set_per_process_memory_fraction(limit / self._total, self.torch_device)
+
+
+def record_allocations(enabled: bool) -> None:
+    """Let torch's allocator keep or forget a history of allocations and releases, with their Python stacks."""
+    torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python", max_entries=MOST_ENTRIES)
+
+
+def write_snapshot(path: str) -> None:
+    """Write torch's own snapshot of its allocator, history included, for its visualiser (pytorch.org/memory_viz).
+
+    Raises:
+        InvalidInput: the file cannot be written.
+    """
+    try:
+        torch.cuda.memory._dump_snapshot(path)
+    except OSError as error:
+        raise InvalidInput(
+            f"The snapshot cannot be written to {path}: {error.strerror}. Name a file such as step.pickle in a folder "
+            "that you may write to."
+        ) from None
