@@ -1,0 +1,124 @@
+"""NVML's account of the ranks' devices on its way to the notebook, and torch's snapshot of a GPU's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumem_nb.errors import InvalidInput
+from gpumem_nb.sample import DeviceUse
+from gpumem_nb.session import Session
+
+pytestmark = pytest.mark.cluster
+
+# A device that NVML could read: what it says counts how often it was asked, and on which thread.
+READABLE = """
+import itertools, threading
+from gpumem_nb.engine import rank as _rank
+from gpumem_nb.sample import DeviceUse
+_asked = []
+def _use():
+    _asked.append(threading.current_thread().name)
+    return DeviceUse(used=len(_asked), own=rank, missing={"power": "of no interest"})
+_rank._device.use = _use
+"""
+
+# torch's functions of that name need a GPU: what is asked of them, and after which step.
+RECORDED = """
+from unittest.mock import patch
+from gpumem_nb.engine import rank as _rank
+_calls = []
+def _record(enabled, **_): _calls.append((enabled, _rank._trainer.steps))
+def _dump(path): _calls.append((path, _rank._trainer.steps))
+_memory = "torch.cuda.memory."
+_patches = [patch(_memory + "_record_memory_history", _record), patch(_memory + "_dump_snapshot", _dump)]
+for _each in _patches:
+    _each.start()
+"""
+
+
+@pytest.fixture
+def readable(two_ranks: Session) -> Iterator[Session]:
+    two_ranks.run(READABLE)
+    yield two_ranks
+    two_ranks.run("del _rank._device.use; _rank._device_use = None")
+
+
+def uses(session: Session) -> list[DeviceUse | None]:
+    return list(session.history.device_uses)
+
+
+def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_of_a_virtual_gpu_nothing_is_invented(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    fresh(two_ranks).train(2)
+    until(lambda: None not in two_ranks.history.readings)
+    assert uses(two_ranks) == [None, None]
+
+
+def test_while_nothing_trains_the_notebook_asks_about_once_a_second(readable: Session) -> None:
+    until(lambda: None not in uses(readable))
+    (before,) = set(readable.run("len(_asked)", ranks=[1]))
+    began = time.monotonic()
+    until(lambda: uses(readable)[1].used >= before + 2)  # type: ignore[union-attr,operator]
+    assert time.monotonic() - began > 0.5
+    assert [use.own for use in uses(readable) if use] == [0, 1]
+    assert uses(readable)[0].missing == {"power": "of no interest"}  # type: ignore[union-attr]
+
+
+def test_while_training_it_comes_with_the_chunks_and_is_asked_beside_the_steps(
+    readable: Session, fresh: Callable[..., Session]
+) -> None:
+    fresh(readable)
+    readable.run("_asked.clear()")
+    began = time.monotonic()
+    readable.play()
+    until(lambda: (uses(readable)[0].used or 0) >= 3)  # type: ignore[union-attr]
+    readable.pause()
+    asked = readable.run("list(_asked)", ranks=[0])[0]
+    assert len(asked) <= 2 + 2 * (time.monotonic() - began)
+    assert asked.count("gpumem_nb pulse") >= 2
+
+
+def test_of_a_rank_in_a_long_cell_it_comes_with_the_pulses(readable: Session) -> None:
+    readable.run("_asked.clear()")
+    readable.run("import time\nwhile len(_asked) < 4: time.sleep(0.02)", ranks=[1])
+    assert set(readable.run("set(_asked)", ranks=[1])[0]) >= {"gpumem_nb pulse"}
+    assert uses(readable)[1].used >= 2  # type: ignore[union-attr,operator]
+
+
+def test_a_snapshot_of_virtual_gpus_is_refused_in_one_sentence(two_ranks: Session, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="of real GPUs only, and these ranks have virtual ones"):
+        two_ranks.memory_snapshot(tmp_path / "step.pickle")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_of_a_real_gpu_holds_one_step_and_training_goes_on(
+    two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    infos = two_ranks._ranks.infos
+    monkeypatch.setattr(two_ranks._ranks, "infos", [dataclasses.replace(info, virtual=False) for info in infos])
+    two_ranks.run(RECORDED)
+    path = tmp_path / "step.pickle"
+    try:
+        fresh(two_ranks).play()
+        until(lambda: two_ranks.history.steps > 2)
+        assert two_ranks.memory_snapshot(path) == path
+        (begun, before), (written, after), (ended, _) = two_ranks.run("_calls", ranks=[0])[0]
+        assert (begun, written, ended) == ("all", str(path), None)
+        assert after == before + 1
+        assert two_ranks.run("_calls", ranks=[1]) == [[]]
+        assert two_ranks.playing
+        until(lambda: two_ranks.history.steps > after)
+    finally:
+        two_ranks.pause()
+        two_ranks.run("[each.stop() for each in _patches] and None")
