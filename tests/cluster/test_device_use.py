@@ -27,15 +27,20 @@ def _use():
 _rank._device.use = _use
 """
 
-# torch's functions of that name need a GPU: what is asked of them, and after which step.
+# torch's functions of that name need a GPU: what is asked of them, and how many steps are recorded meanwhile.
 RECORDED = """
 from unittest.mock import patch
 from gpumem_nb.engine import rank as _rank
-_calls = []
-def _record(enabled, **_): _calls.append((enabled, _rank._trainer.steps))
-def _dump(path): _calls.append((path, _rank._trainer.steps))
-_memory = "torch.cuda.memory."
-_patches = [patch(_memory + "_record_memory_history", _record), patch(_memory + "_dump_snapshot", _dump)]
+_calls, _recorded = [], 0
+def _record_step(really=_rank.record_step):
+    global _recorded
+    _recorded += 1
+    return really()
+_patches = [
+    patch("torch.cuda.memory._record_memory_history", lambda enabled, **_: _calls.append(enabled)),
+    patch("torch.cuda.memory._dump_snapshot", lambda path: _calls.append(path)),
+    patch("gpumem_nb.engine.rank.record_step", _record_step),
+]
 for _each in _patches:
     _each.start()
 """
@@ -102,23 +107,17 @@ def test_a_snapshot_of_virtual_gpus_is_refused_in_one_sentence(two_ranks: Sessio
     assert not list(tmp_path.iterdir())
 
 
-def test_a_snapshot_of_a_real_gpu_holds_one_step_and_training_goes_on(
+def test_a_snapshot_of_a_real_gpu_is_of_one_step_that_is_undone(
     two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     infos = two_ranks._ranks.infos
     monkeypatch.setattr(two_ranks._ranks, "infos", [dataclasses.replace(info, virtual=False) for info in infos])
+    fresh(two_ranks).train(2)
     two_ranks.run(RECORDED)
-    path = tmp_path / "step.pickle"
     try:
-        fresh(two_ranks).play()
-        until(lambda: two_ranks.history.steps > 2)
-        assert two_ranks.memory_snapshot(path) == path
-        (begun, before), (written, after), (ended, _) = two_ranks.run("_calls", ranks=[0])[0]
-        assert (begun, written, ended) == ("all", str(path), None)
-        assert after == before + 1
-        assert two_ranks.run("_calls", ranks=[1]) == [[]]
-        assert two_ranks.playing
-        until(lambda: two_ranks.history.steps > after)
+        assert two_ranks.memory_snapshot(tmp_path / "step.pickle") == tmp_path / "step.pickle"
+        assert two_ranks.run("_calls") == [["all", str(tmp_path / "step.pickle"), None], []]
+        assert two_ranks.run("_recorded") == [1, 1]
+        assert two_ranks.history.steps == 2
     finally:
-        two_ranks.pause()
         two_ranks.run("[each.stop() for each in _patches] and None")
