@@ -28,9 +28,6 @@ LEAKS_KEPT = 20
 STEPS_JUDGED = 50
 LATE_STEPS = 3  # configurations that steps under way may still belong to
 
-Look = tuple[Reading | None, DeviceUse | None]
-"""How a rank's device looks: its memory, and what NVML says of it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -167,7 +164,9 @@ class History:
         """Seconds since the session started, on the samples' clock."""
         return time.time() - self.started_s
 
-    def add(self, samples: Iterable[Sample], looks: Sequence[Look]) -> None:
+    def add(
+        self, samples: Iterable[Sample], readings: Sequence[Reading], device_uses: Sequence[DeviceUse | None] = ()
+    ) -> None:
         """Take in what the ranks sent with one chunk."""
         with self._lock:
             by_step: dict[int, list[Sample]] = defaultdict(list)
@@ -180,13 +179,13 @@ class History:
                 tried = self.configuration(of_step[0].settings_id)
                 if tried:
                     tried.add(of_step)
-        self.read(looks)
+        self.read(readings, device_uses)
 
-    def read(self, looks: Sequence[Look]) -> None:
+    def read(self, readings: Sequence[Reading | None], device_uses: Sequence[DeviceUse | None] = ()) -> None:
         """Take in how each rank's device looks."""
         with self._lock:
-            self.readings = [reading for reading, _ in looks]
-            self.device_uses = [use for _, use in looks]
+            self.readings = list(readings)
+            self.device_uses = list(device_uses) or [None] * self.size
             self.version += 1
 
     def mark(self, kind: str, text: str) -> None:

@@ -89,6 +89,8 @@ class Nvml:
         return listed
 
     def _others(self, processes: dict[int, int | None]) -> int:
+        if not gpus.sees_all_processes():
+            raise LookupError("inside a container NVML may not list the processes outside it")
         total = 0
         for pid, held in processes.items():
             if pid == self._pid:

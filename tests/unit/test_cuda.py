@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpumem_nb import gpus
 from gpumem_nb.errors import InvalidInput, SetupError
 from gpumem_nb.memory import cuda
 from gpumem_nb.memory.device import open_device
@@ -83,6 +84,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     fake = FakeNvml([Gpu("GPU-other"), Gpu(f"GPU-{UUID}", used=2 * GIB, compute={os.getpid(): GIB})])
     fake.install(monkeypatch)
+    monkeypatch.setattr(gpus, "sees_all_processes", lambda: True)
     return fake
 
 

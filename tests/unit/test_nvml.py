@@ -9,6 +9,7 @@ import sys
 import pynvml
 import pytest
 
+from gpumem_nb import gpus
 from gpumem_nb.memory.nvml import Nvml
 from gpumem_nb.sample import DeviceUse
 
@@ -40,6 +41,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
         ]
     )
     fake.install(monkeypatch)
+    monkeypatch.setattr(gpus, "sees_all_processes", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake
 
@@ -155,6 +157,34 @@ def test_a_foreign_process_of_our_number_is_not_taken_for_us(nvml: FakeNvml) -> 
     now = use("eeee", reserved=GIB)
     assert (now.own, now.others) == (None, None)
     assert "another one of that number, outside this container" in now.missing["own"]
+
+
+def test_in_a_container_with_its_own_numbers_the_others_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "sees_all_processes", lambda: False)
+    now = use("aaaa")
+    assert (now.own, now.others) == (GIB, None)
+    assert now.missing == {"others": "inside a container NVML may not list the processes outside it"}
+
+
+def test_a_process_that_holds_nothing_is_one_whose_bytes_are_not_told(nvml: FakeNvml) -> None:
+    nvml.gpus[1].compute = {ME: 0}
+    now = use("aaaa")
+    assert (now.own, now.others) == (None, None)
+    assert "does not tell how much each process holds" in now.missing["own"]
+
+
+@pytest.mark.parametrize(("link", "all_seen"), [("pid:[4026531836]", True), ("pid:[4026532281]", False), (None, False)])
+def test_a_containers_process_numbers_are_told_from_the_hosts(
+    link: str | None, all_seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def readlink(path: str) -> str:
+        if link is None:
+            raise PermissionError(path)
+        return link
+
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "readlink", readlink)
+    assert gpus.sees_all_processes() is all_seen
 
 
 def test_a_process_that_ended_meanwhile_holds_nothing_more(nvml: FakeNvml, one_gone: int) -> None:
