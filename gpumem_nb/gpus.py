@@ -36,7 +36,8 @@ def devices() -> Iterator[tuple[str, str, Any]]:
             gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
             if not is_split(gpu):
                 yield f"GPU {index}", pynvml.nvmlDeviceGetUUID(gpu), gpu
-            for number, instance in enumerate(instances(gpu)):
+                continue
+            for number, instance in instances(gpu).items():
                 yield f"GPU {index}, MIG instance {number}", pynvml.nvmlDeviceGetUUID(instance), instance
 
 
@@ -61,10 +62,10 @@ def find(uuid: str, visible: str) -> Any:
         return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{bare}")
     if not is_split(device):
         return device
-    parts = list(instances(device))
+    parts = instances(device)
     if len(parts) != 1:  # the GPU's own bytes would be those of all instances together
         raise LookupError("it is split by MIG: name one of its instances in CUDA_VISIBLE_DEVICES")
-    return parts[0]
+    return next(iter(parts.values()))
 
 
 def _named(beginning: str) -> Any:
@@ -96,12 +97,13 @@ def is_split(gpu: Any) -> bool:
     return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
 
 
-def instances(gpu: Any) -> Iterator[Any]:
-    """Its MIG instances that this process may use; their numbers may have gaps."""
-    if is_split(gpu):
-        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
-            with suppress(pynvml.NVMLError_NotFound):
-                yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number)
+def instances(gpu: Any) -> dict[int, Any]:
+    """The MIG instances of a split GPU that this process may use, by number; numbers may have gaps."""
+    found = {}
+    for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+        with suppress(pynvml.NVMLError_NotFound):
+            found[number] = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number)
+    return found
 
 
 def whole(device: Any) -> Any:
