@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gpumem_nb.memory.replay import replay
+from tests.gpu import prepare
 from tests.gpu.check import problems
 from tests.gpu.record import FOLDER, FORMAT, LARGE, SMALL, grid
 
@@ -132,3 +133,24 @@ def test_without_a_gpu_the_script_says_that_nothing_was_tested_and_changes_nothi
 def tree() -> dict[Path, int]:
     """Every file that the script could have made or changed here."""
     return {path: path.stat().st_mtime_ns for path in (ROOT / "tests" / "gpu").rglob("*") if path.suffix != ".pyc"}
+
+
+def test_what_the_script_installs_leaves_the_torch_at_hand_alone() -> None:
+    assert any(need.startswith("torch") for need in prepare.needs())
+    assert any(need.startswith("pytest-timeout") for need in prepare.needs())
+    assert f"torch=={torch.__version__}" in prepare.constraints().splitlines()
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_an_environment_is_made_once_and_only_if_this_python_lacks_something(
+    ready: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Path] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(prepare, "is_ready", lambda python: ready if python == Path(sys.executable) else bool(made))
+    monkeypatch.setattr(prepare, "make", made.append)
+    assert (prepare.main(), prepare.main()) == (0, 0)
+    first, second = capfd.readouterr().out.splitlines()
+    assert first == second == (sys.executable if ready else str(made[0]))
+    assert len(made) == (0 if ready else 1)
+    assert all(python.is_relative_to(tmp_path / "gpumem_nb" / "gpu-tests") for python in made)
