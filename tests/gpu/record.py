@@ -163,6 +163,7 @@ def figures(session: Session, run: Run) -> dict[str, Any]:
     """What a stretch of training took and yielded; bytes of each rank."""
     frame = run.frame()
     speeds = frame.groupby("step")["samples_per_s"].sum()
+    looks = session._call("look")
     peaks = frame.groupby("rank")[["live_peak_bytes", "reserved_peak_bytes"]].max()
     return {
         "steps": run.steps,
@@ -171,7 +172,7 @@ def figures(session: Session, run: Run) -> dict[str, Any]:
             {
                 "live_peak_bytes": int(peaks["live_peak_bytes"][rank]),
                 "reserved_peak_bytes": int(peaks["reserved_peak_bytes"][rank]),
-                "device": dataclasses.asdict(use) if (use := session.history.device_uses[rank]) else None,
+                "device": dataclasses.asdict(looks[rank][1]) if looks[rank][1] else None,
                 "ledger": latest_ledger(session.history.samples()[rank]),
             }
             for rank in range(session.size)
