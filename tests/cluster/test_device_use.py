@@ -85,8 +85,8 @@ def test_while_nothing_trains_the_notebook_asks_about_once_a_second(readable: Se
     forget(readable)
     until(lambda: latest(readable, 1) >= 1)
     began, before = time.monotonic(), latest(readable, 1)
-    until(lambda: latest(readable, 1) >= before + 2)
-    assert time.monotonic() - began > 1
+    until(lambda: latest(readable, 1) > before)
+    assert time.monotonic() - began > 0.5
     assert [use.own for use in uses(readable) if use] == [0, 1]
     assert uses(readable)[0].missing == {"power": "of no interest"}  # type: ignore[union-attr]
 
