@@ -15,7 +15,7 @@ from .leaks import in_words
 from .memory.categories import CATEGORIES
 from .memory.units import format_bytes
 from .rescue import Fit, Rescue
-from .sample import Leak, Reading, Sample
+from .sample import DeviceUse, Leak, Reading, Sample
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ class History:
     """Written by the thread that receives samples, read by panel and reports.
 
     Attributes:
+        readings: the latest of each rank's memory.
+        device_uses: what NVML last said of each rank's device; a virtual GPU has none.
         steps: optimizer steps done since the workload was loaded.
         rescue: the latest step that was discarded, until something is flipped or loaded.
         leaks: by its holder, what ranks found that they keep from step to step; since the workload was loaded.
@@ -148,6 +150,7 @@ class History:
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.tried: list[Tried] = []
         self.readings: list[Reading | None] = [None] * size
+        self.device_uses: list[DeviceUse | None] = [None] * size
         self.steps = 0
         self.rescue: Rescue | None = None
         self.leaks: dict[str, tuple[Leak, ...]] = {}
@@ -161,7 +164,9 @@ class History:
         """Seconds since the session started, on the samples' clock."""
         return time.time() - self.started_s
 
-    def add(self, samples: Iterable[Sample], readings: Sequence[Reading]) -> None:
+    def add(
+        self, samples: Iterable[Sample], readings: Sequence[Reading], device_uses: Sequence[DeviceUse | None] = ()
+    ) -> None:
         """Take in what the ranks sent with one chunk."""
         with self._lock:
             by_step: dict[int, list[Sample]] = defaultdict(list)
@@ -174,13 +179,13 @@ class History:
                 tried = self.configuration(of_step[0].settings_id)
                 if tried:
                     tried.add(of_step)
-            self.readings = list(readings)
-            self.version += 1
+        self.read(readings, device_uses)
 
-    def read(self, readings: Sequence[Reading | None]) -> None:
-        """Take in device readings made beside training."""
+    def read(self, readings: Sequence[Reading | None], device_uses: Sequence[DeviceUse | None] = ()) -> None:
+        """Take in how each rank's device looks."""
         with self._lock:
             self.readings = list(readings)
+            self.device_uses = list(device_uses) or [None] * self.size
             self.version += 1
 
     def mark(self, kind: str, text: str) -> None:

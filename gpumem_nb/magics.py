@@ -210,12 +210,15 @@ class HvdMagics(Magics):
             display(panel)
 
     @magic_arguments()
+    @argument("--snapshot", metavar="PATH", help="write torch's own snapshot of one step on rank 0's GPU to a file")
     @line_magic
     @_says_usage
     def hvd_memory(self, line: str) -> Any:
         """Show live, reserved and device bytes of every rank, and its limit."""
-        parse_argstring(self.hvd_memory, line)
-        return current().memory()
+        args = parse_argstring(self.hvd_memory, line)
+        if args.snapshot is None:
+            return current().memory()
+        return print(f"Written: {current().memory_snapshot(_unquoted(args.snapshot))} (for pytorch.org/memory_viz)")
 
     @magic_arguments()
     @line_magic

@@ -77,7 +77,7 @@ class DeviceUse:
 
     ``used``, ``total``, ``own`` (this process: context, libraries and its allocator's reserved bytes) and ``others``
     (all other processes) in bytes, ``utilisation`` in percent, ``temperature`` in degrees Celsius, ``power`` in watts,
-    ``clock`` of the multiprocessors in MHz.
+    ``clock`` of the multiprocessors in MHz. Of a MIG instance the last three are those of its whole GPU.
     """
 
     used: int | None = None
@@ -212,7 +212,7 @@ class ChunkReply:
     """What one rank did with a chunk. ``skipped``: an earlier chunk under the same settings had failed already.
 
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
-    writing has ended since the last reply; ``leaks`` are those found since then.
+    writing has ended since the last reply; ``leaks`` are those found since then. ``device_use`` is about a second old.
     """
 
     rank: int
@@ -223,6 +223,7 @@ class ChunkReply:
     snapshot_s: float = 0.0
     stored: Stored | None = None
     leaks: tuple[Leak, ...] = ()
+    device_use: DeviceUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +298,7 @@ class Pulse:
     time_s: float
     waiting: Waiting | None
     reading: Reading | None = None
+    device_use: DeviceUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

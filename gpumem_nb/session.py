@@ -576,6 +576,32 @@ class Session:
             raise WorkloadError(f"The step could not be recorded on {name_ranks(missing)}. Try again.")
         return found
 
+    def memory_snapshot(self, path: str | os.PathLike[str]) -> Path:
+        """Write torch's own snapshot of the memory of rank 0's GPU, for its visualiser (pytorch.org/memory_viz).
+
+        With something loaded it shows one step, which is undone; it is written even when that step fails.
+
+        Raises:
+            InvalidInput: the ranks have virtual GPUs, or the file cannot be written.
+        """
+        self._check_alive()
+        if self.ranks[0].virtual:
+            raise InvalidInput(
+                "torch writes memory snapshots of real GPUs only, and these ranks have virtual ones: leave --snapshot "
+                "out, %hvd_memory shows where their bytes are."
+            )
+        target = _as_path(path)
+        self._call("record_allocations", True, ranks=[0])
+        try:
+            try:
+                if self.workload:
+                    self.timeline()
+            finally:
+                self._call("write_snapshot", str(target), ranks=[0])
+        finally:
+            self._call("record_allocations", False, ranks=[0])
+        return target
+
     @property
     def runs(self) -> Runs:
         """Every configuration tried, side by side."""

@@ -281,10 +281,10 @@ class Training:
         pulses = self._ranks.pulses()
         if pulses and pulses != self._heard:
             self._heard = pulses
-            readings = list(self._history.readings)
+            readings, uses = list(self._history.readings), list(self._history.device_uses)
             for rank, pulse in pulses.items():
-                readings[rank] = pulse.reading
-            self._history.read(readings)
+                readings[rank], uses[rank] = pulse.reading, pulse.device_use
+            self._history.read(readings, uses)
 
     def _look_after(self, call: Call) -> None:
         """Interrupt ranks whose step the others have been freed from; one that is out of reach is named."""
@@ -353,7 +353,7 @@ class Training:
 
     def _receive(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
         samples = [sample for reply in replies for sample in reply.samples]
-        self._history.add(samples, [reply.reading for reply in replies])
+        self._history.add(samples, [reply.reading for reply in replies], [reply.device_use for reply in replies])
         done = [sample for sample in samples if sample.event in ("", "flip")]
         failure = next((reply.failure for reply in replies if reply.failure), None)
         leaks = self._history.leaked([leak for reply in replies for leak in reply.leaks])
@@ -461,10 +461,10 @@ class Training:
     def _read_devices(self) -> None:
         """Keep readings coming while cells run and nothing trains; at most one question is under way."""
         if self._idle_reading is None:
-            self._idle_reading = self._ranks.call("reading")
+            self._idle_reading = self._ranks.call("look")
         elif not self._idle_reading.pending():
             finished, self._idle_reading = self._idle_reading, None
-            self._history.read(finished.get())
+            self._history.read(*zip(*finished.get(), strict=True))
 
     def describe(self) -> str:
         """What is happening, in words."""

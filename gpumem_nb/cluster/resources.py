@@ -7,6 +7,7 @@ import os
 
 import psutil
 
+from .. import gpus
 from ..errors import InvalidInput, StartError
 
 # An idle rank (Python, torch, Horovod) holds about 330 MB of resident memory (measured, torch 2.13 CPU build).
@@ -36,20 +37,23 @@ def visible_gpus() -> int:
 
 
 def gpus_in_use() -> list[str]:
-    """Which GPUs of this machine other processes compute on, in words; those of this kernel's ranks left out."""
-    import pynvml
+    """Which GPUs that ranks may use other processes compute on, in words; those of this kernel's ranks left out.
 
+    In a container NVML may know processes by numbers of its own; once this kernel has ranks, those may be they.
+    """
     own = {child.pid for child in psutil.Process().children(recursive=True)}
     found = []
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        try:
-            for index in range(pynvml.nvmlDeviceGetCount()):
-                users = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(index))
-                if pids := sorted(user.pid for user in users if user.pid not in own):
-                    found.append(f"GPU {index} is in use by process {', '.join(map(str, pids))}")
-        finally:
-            pynvml.nvmlShutdown()
+    with contextlib.suppress(*gpus.ERRORS), gpus.opened():
+        for name, uuid, device in gpus.devices():
+            if not gpus.may_be_visible(name, uuid):
+                continue
+            with contextlib.suppress(*gpus.ERRORS):  # of this device only
+                pids = gpus.computing(device).keys() - own
+                seen = sorted(filter(psutil.pid_exists, pids))
+                if seen:
+                    found.append(f"{name} is in use by process {', '.join(map(str, seen))}")
+                elif pids and not own:
+                    found.append(f"{name} is in use by a process that cannot be seen from here")
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from ..sample import Pulse, Reading, Waiting
+from ..sample import DeviceUse, Pulse, Reading, Waiting
 
 PERIOD_S = 1.0
 KEY = "pulse"
@@ -39,7 +39,8 @@ class PulseThread(threading.Thread):
         kernel: the engine, which publishes.
         collectives: knows what is waited for, and ends it.
         step: the part of the step under way, in words, and when the step began (on ``time.monotonic``).
-        reading: reads the device.
+        reading: reads the device's memory.
+        use: asks NVML about the device; called once a second while there is a request.
         limit_s: how long to wait for other ranks.
     """
 
@@ -49,6 +50,7 @@ class PulseThread(threading.Thread):
         collectives: Collectives,
         step: Callable[[], tuple[str, float]],
         reading: Callable[[], Reading],
+        use: Callable[[], DeviceUse | None],
         limit_s: float,
     ) -> None:
         super().__init__(name="gpumem_nb pulse", daemon=True)
@@ -57,6 +59,7 @@ class PulseThread(threading.Thread):
         self._collectives = collectives
         self._step = step
         self._reading = reading
+        self._use = use
 
     def run(self) -> None:
         """Beat until the process ends."""
@@ -65,13 +68,14 @@ class PulseThread(threading.Thread):
             request = _request
             if request is None:
                 continue
+            use = self._use()
             doing, began_s = (request.what, request.began_s) if request.what else self._step()
             seconds = time.monotonic() - max(began_s, request.began_s)
             if seconds < PERIOD_S:
                 continue
             waiting = self._collectives.waiting()
             seen = waiting or self._collectives.left(began_s)  # freed, but has not answered yet
-            self._publish(request.message, Pulse(doing, seconds, time.time(), seen, self._reading()))
+            self._publish(request.message, Pulse(doing, seconds, time.time(), seen, self._reading(), use))
             if waiting and waiting.seconds >= self.limit_s:
                 self._collectives.free()
 

@@ -14,11 +14,13 @@ import horovod.torch as hvd
 import torch
 
 from ..errors import StartError, WorkloadError
+from ..memory import cuda
 from ..memory.device import Device, open_device
 from ..sample import (
     Apart,
     Chunk,
     ChunkReply,
+    DeviceUse,
     RankConfig,
     RankInfo,
     Reading,
@@ -42,6 +44,7 @@ Result = TypeVar("Result")
 
 _config: RankConfig
 _device: Device
+_device_use: DeviceUse | None = None  # as NVML had it when it was last asked
 _pulse: PulseThread | None = None
 _trainer: Trainer | None = None
 _snapshots = Snapshots()
@@ -64,7 +67,7 @@ def set_up(config: RankConfig) -> RankInfo:
         check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
     _greet()
-    _pulse = PulseThread(kernel, collectives, step, reading, config.stall_limit_s)
+    _pulse = PulseThread(kernel, collectives, step, reading, device_use, config.stall_limit_s)
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
     return RankInfo(
@@ -135,8 +138,7 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     trainer = _loaded_trainer()
     held_up_s = _snapshots.take(trainer, _device, chunk.snapshot) if chunk.snapshot else 0.0
     reply = trainer.run(chunk)
-    stored = _snapshots.stored()
-    return dataclasses.replace(reply, snapshot_s=held_up_s, stored=stored) if held_up_s or stored else reply
+    return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
 
 
 def record_step() -> Timeline | None:
@@ -195,6 +197,29 @@ def bring_attached(names: dict[str, str | None], path: str) -> None:
 def reading() -> Reading:
     """The device's memory right now."""
     return _device.reading()
+
+
+def device_use() -> DeviceUse | None:
+    """What NVML says of the device right now; takes milliseconds, and chunks send on what it said."""
+    global _device_use
+    _device_use = _device.use()
+    return _device_use
+
+
+def look() -> tuple[Reading, DeviceUse | None]:
+    """All that can be read of the device right now."""
+    use = device_use()
+    return reading(), use
+
+
+def record_allocations(enabled: bool) -> None:
+    """Begin or end the history that a GPU's memory snapshot shows."""
+    cuda.record_allocations(enabled)
+
+
+def write_snapshot(path: str) -> None:
+    """Write torch's own snapshot of this rank's GPU memory."""
+    cuda.write_snapshot(path)
 
 
 def push(variables: dict[str, Any]) -> None:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ..errors import InvalidInput, SetupError
-from ..sample import Reading
+from ..sample import DeviceUse, Reading
 from .events import TensorLog
+from .nvml import Nvml
 from .units import format_bytes
+
+MOST_ENTRIES = 100_000  # a step of a large model has some ten thousand; each takes up to several KB of host memory
 
 
 class CudaDevice:
     """The GPU with index ``local_rank`` among the visible ones; ranks beyond the last GPU share them in turn.
 
-    ``live`` is ``memory_allocated``, ``reserved`` is ``memory_reserved``, ``device_used`` what NVML says all processes
-    hold on it. Without a limit of its own, ``limit`` is the size of the GPU.
+    ``live`` is ``memory_allocated``, ``reserved`` is ``memory_reserved``, ``device_used`` what NVML said at the latest
+    :meth:`use` that all processes hold on it. Without a limit of its own, ``limit`` is the size of the GPU.
 
     Raises:
         SetupError: torch sees no GPU.
@@ -37,7 +39,9 @@ class CudaDevice:
         self.name: str = properties.name
         self._total: int = properties.total_memory
         self._limit = self._total
-        self._device_used, self.note = nvml_reader(str(properties.uuid))
+        self._nvml = Nvml(str(properties.uuid))
+        self.note = self._nvml.note
+        self._device_used = self.use().used
         if memory_limit is not None:
             self.set_limit(memory_limit)
 
@@ -50,9 +54,15 @@ class CudaDevice:
             live_peak=live["peak"],
             reserved=reserved["current"],
             reserved_peak=reserved["peak"],
-            device_used=self._device_used(),
+            device_used=self._device_used,
             limit=self._limit,
         )
+
+    def use(self) -> DeviceUse:
+        """What NVML says of the whole device at this moment; takes milliseconds."""
+        use = self._nvml.use(torch.cuda.memory_reserved(self.torch_device))
+        self._device_used = use.used
+        return use
 
     def reset_peak(self) -> None:
         """Let the peaks count from here."""
@@ -93,53 +103,21 @@ class CudaDevice:
         torch.cuda.set_per_process_memory_fraction(limit / self._total, self.torch_device)
 
 
-def nvml_reader(uuid: str) -> tuple[Callable[[], int | None], str]:
-    """A function that reads the used bytes of the device with this CUDA uuid, and why it reads nothing, if so.
+def record_allocations(enabled: bool) -> None:
+    """Let torch's allocator keep or forget a history of allocations and releases, with their Python stacks."""
+    torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python", max_entries=MOST_ENTRIES)
 
-    NVML numbers all GPUs of the host and ignores CUDA_VISIBLE_DEVICES, so the device is found by its uuid.
+
+def write_snapshot(path: str) -> None:
+    """Write torch's own snapshot of its allocator, history included, for its visualiser (pytorch.org/memory_viz).
+
+    Raises:
+        InvalidInput: the file cannot be written.
     """
     try:
-        import pynvml
-    except ImportError:
-        return _unknown, "Device bytes are n/a: nvidia-ml-py is not installed (pip install nvidia-ml-py)."
-    try:
-        pynvml.nvmlInit()
-        handle = _nvml_handle(pynvml, uuid)
-        pynvml.nvmlDeviceGetMemoryInfo(handle)
-    except (pynvml.NVMLError, LookupError) as error:
-        return _unknown, f"Device bytes are n/a: NVML cannot read this GPU ({error})."
-
-    def used() -> int | None:
-        try:
-            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-        except pynvml.NVMLError:
-            return None
-
-    return used, ""
-
-
-def _nvml_handle(nvml: Any, uuid: str) -> Any:
-    """The handle of a MIG instance where one is in use, else of the GPU."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible.startswith("MIG-"):  # CUDA uses one MIG instance per process: the first that is named
-        return nvml.nvmlDeviceGetHandleByUUID(visible.split(",")[0].strip())
-    bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
-    try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{bare}")
-    except nvml.NVMLError:
-        return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{bare}")
-    if _is_split(nvml, handle):  # its bytes would be those of all instances together
-        raise LookupError("it is split by MIG: name one of its instances in CUDA_VISIBLE_DEVICES")
-    return handle
-
-
-def _is_split(nvml: Any, handle: Any) -> bool:
-    try:
-        current, _ = nvml.nvmlDeviceGetMigMode(handle)
-    except nvml.NVMLError:  # a GPU without MIG
-        return False
-    return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
-
-
-def _unknown() -> int | None:
-    return None
+        torch.cuda.memory._dump_snapshot(path)
+    except OSError as error:
+        raise InvalidInput(
+            f"The snapshot cannot be written to {path}: {error.strerror}. Name a file such as step.pickle in a folder "
+            "that you may write to."
+        ) from None

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..errors import InvalidInput, SetupError, nearest
-from ..sample import Reading
+from ..sample import DeviceUse, Reading
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,10 @@ class Device(Protocol):
 
     def reading(self) -> Reading:
         """The memory at this moment, in bytes."""
+        ...
+
+    def use(self) -> DeviceUse | None:
+        """What NVML says of the whole device; takes milliseconds, so never within a step. A virtual GPU has no NVML."""
         ...
 
     def reset_peak(self) -> None:

@@ -119,6 +119,9 @@ class StandIn:
             self._live = self._ledger.live()
         return Reading(self._live, self._ledger.peak, None, None, None, self._limit or None)
 
+    def use(self) -> None:
+        """Nothing: there is no device that NVML could read."""
+
     def reset_peak(self) -> None:
         """Let the peak count from here."""
         self._ledger.reset_peak()

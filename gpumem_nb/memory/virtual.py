@@ -111,7 +111,7 @@ class VirtualGPU:
     """
 
     def __init__(self, local_rank: int, memory_limit: int | None = None) -> None:
-        self._library = _load(build())
+        self._library = library()
         self._library.gpumem_install()
         self._library.gpumem_enforce_on_this_thread(True)
         self.kind: Literal["virtual", "cuda"] = "virtual"
@@ -142,6 +142,9 @@ class VirtualGPU:
     def allocations(self) -> int:
         """How many allocations there have been."""
         return self._read().allocations
+
+    def use(self) -> None:
+        """Nothing: there is no device that NVML could read."""
 
     def reset_peak(self) -> None:
         """Let the peaks count from here."""
@@ -178,6 +181,11 @@ class VirtualGPU:
         return now
 
 
+def library() -> ctypes.CDLL:
+    """The allocator's library, built if need be; loading it alone changes nothing in this process."""
+    return _load(build())
+
+
 @cache
 def _load(path: Path) -> ctypes.CDLL:
     try:
@@ -200,4 +208,6 @@ def _load(path: Path) -> ctypes.CDLL:
     library.gpumem_log_end.restype = None
     library.gpumem_allocation.argtypes, library.gpumem_allocation.restype = [ctypes.c_void_p], ctypes.c_uint64
     library.gpumem_empty_cache.restype = None
+    library.gpumem_replay.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, ctypes.c_void_p]
+    library.gpumem_replay.restype = ctypes.c_size_t
     return library

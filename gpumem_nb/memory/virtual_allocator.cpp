@@ -106,6 +106,12 @@ class CacheModel {
   uint64_t reserved = 0;
   uint64_t reserved_peak = 0;
 
+  CacheModel() = default;
+  CacheModel(const CacheModel&) = delete;
+  ~CacheModel() {  // whoever makes one for a while has released everything
+    for (Block* block : spare_blocks_) delete block;
+  }
+
   Block* from_cache(size_t size) {
     Pool& pool = pool_for(size <= kSmallSize);
     Block key{0, size, false};
@@ -479,3 +485,44 @@ void gpumem_empty_cache() {
 }
 
 }  // extern "C"
+
+// What an allocator of its own would do with allocations and releases that were recorded elsewhere: the model without
+// tensors, without limit, and without touching what is counted here.
+
+extern "C" struct GpumemReplayed {  // bytes
+  uint64_t live;
+  uint64_t live_peak;
+  uint64_t reserved;
+  uint64_t reserved_peak;
+};
+
+// An event n > 0 allocates n bytes, an event -k releases the k-th allocation, counted from 1. Returns how many events
+// could be followed: fewer than given when one releases what is not there.
+extern "C" size_t gpumem_replay(const int64_t* events, size_t count, GpumemReplayed* out) {
+  CacheModel cache;
+  std::vector<std::pair<Block*, uint64_t>> allocations;
+  uint64_t live = 0, live_peak = 0;
+  size_t followed = 0;
+  for (; followed < count; ++followed) {
+    const int64_t event = events[followed];
+    if (event > 0) {
+      const auto nbytes = static_cast<uint64_t>(event);
+      const size_t size = round_up(nbytes, kMinBlockSize);
+      Block* block = cache.from_cache(size);
+      allocations.emplace_back(block ? block : cache.from_new_segment(size), nbytes);
+      live += nbytes;
+      live_peak = std::max(live_peak, live);
+      continue;
+    }
+    const auto place = static_cast<uint64_t>(-event) - 1;
+    if (event == 0 || place >= allocations.size() || !allocations[place].first) break;
+    cache.give_back(std::exchange(allocations[place].first, nullptr));
+    live -= allocations[place].second;
+  }
+  *out = {live, live_peak, cache.reserved, cache.reserved_peak};
+  for (const auto& [block, nbytes] : allocations) {
+    if (block) cache.give_back(block);
+  }
+  cache.release_free_segments();
+  return followed;
+}

@@ -152,6 +152,7 @@ def test_an_error_on_one_rank_names_it_and_shows_its_line(
         ("%hvd_start", "running already"),
         ("%hvd_start four", "invalid int value"),
         ("%hvd_panel --float", "unrecognized arguments"),
+        ("%hvd_memory --snapshot step.pickle", "of real GPUs only, and these ranks have virtual ones"),
         ("%hvd_stop now", "unrecognized arguments"),
         ("%%hvd --ranks 9\n1", "there are ranks"),
         ("%%hvd --out 1x\n1", "is not a variable name"),

@@ -1,93 +1,225 @@
-"""Which GPU's bytes are read, against a fake NVML: two GPUs, the second split by MIG."""
+"""What is read of a device, and why something is not, against a fake NVML with GPUs of every sort."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
-from types import SimpleNamespace
 
+import pynvml
 import pytest
 
-from gpumem_nb.memory.cuda import nvml_reader
+from gpumem_nb import gpus
+from gpumem_nb.memory.nvml import Nvml
+from gpumem_nb.sample import DeviceUse
+
+from .fake_nvml import GIB, MIB, FakeNvml, Gpu, bare, lost
+
+ME = os.getpid()
+ONE_ALIVE = os.getppid()
+EVERYTHING = {"used", "total", "own", "others", "utilisation", "temperature", "power", "clock"}
 
 
-class FakeError(Exception):
-    pass
-
-
-class FakeNvml(SimpleNamespace):
-    """NVML by uuid only: whoever asks by index asks for the wrong GPU."""
-
-    NVMLError = FakeError
-    NVML_DEVICE_MIG_ENABLE = 1
-    USED = {"GPU-aaaa": 100, "GPU-bbbb": 999, "MIG-cccc": 7}  # noqa: RUF012
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid not in self.USED:
-            raise FakeError("Not Found")
-        return uuid
-
-    def nvmlDeviceGetMigMode(self, handle: str) -> tuple[int, int]:
-        if handle.startswith("MIG"):
-            raise FakeError("Invalid Argument")
-        return (1, 1) if handle == "GPU-bbbb" else (0, 0)
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
-        return SimpleNamespace(used=self.USED[handle])
+@pytest.fixture(scope="module")
+def one_gone() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
 
 
 @pytest.fixture(autouse=True)
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    part = Gpu("MIG-11aa", used=GIB, total=5 * GIB, compute={ME: 700 * MIB, ONE_ALIVE: 200 * MIB})
+    fake = FakeNvml(
+        [
+            lost("GPU-dead"),
+            Gpu("GPU-aaaa", compute={ME: GIB, ONE_ALIVE: 512 * MIB}, graphics={1: 100 * MIB}),
+            Gpu("GPU-bbbb", split=True, parts=[None, part]),
+            Gpu("GPU-cccc", split=True, parts=[Gpu("MIG-22aa"), Gpu("MIG-22bb", used=2 * GIB)]),
+            bare("GPU-dddd"),
+            Gpu("GPU-eeee", compute={4_100_001: 2 * GIB, 4_100_002: GIB}),
+        ]
+    )
+    fake.install(monkeypatch)
+    monkeypatch.setattr(gpus, "sees_all_processes", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake
 
 
+def use(uuid: str, reserved: int = 0) -> DeviceUse:
+    return Nvml(uuid).use(reserved)
+
+
+def test_a_gpu_shared_with_other_processes_is_read_in_full() -> None:
+    assert use("GPU-aaaa", reserved=600 * MIB) == DeviceUse(
+        used=3 * GIB,
+        total=16 * GIB,
+        own=GIB,
+        others=612 * MIB,
+        utilisation=37,
+        temperature=61,
+        power=251.43,
+        clock=1410,
+        missing={},
+    )
+
+
+@pytest.mark.parametrize("visible", ["0", "1,2", "GPU-aaaa", "GPU-aa,GPU-bbbb"])
 @pytest.mark.parametrize("uuid", ["aaaa", "GPU-aaaa"])
-def test_a_gpu_is_found_by_its_uuid_whatever_its_number(uuid: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    used, note = nvml_reader(uuid)
-    assert (used(), note) == (100, "")
+def test_a_gpu_is_found_by_what_cuda_calls_it_whatever_is_visible(
+    uuid: str, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert use(uuid).own == GIB
 
 
-def test_a_mig_instance_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-cccc")
-    used, note = nvml_reader("bbbb")
-    assert (used(), note) == (7, "")
+def test_a_process_in_both_of_nvmls_lists_is_counted_once(nvml: FakeNvml) -> None:
+    nvml.gpus[1].graphics = {ME: GIB, 1: 100 * MIB}
+    assert (use("aaaa").own, use("aaaa").others) == (GIB, 612 * MIB)
 
 
-def test_a_mig_uuid_from_cuda_is_found_too() -> None:
-    used, _ = nvml_reader("cccc")
-    assert used() == 7
+# MIG ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_split_gpu_without_a_named_instance_is_not_read() -> None:
-    used, note = nvml_reader("bbbb")
-    assert used() is None
-    assert "split by MIG" in note
+@pytest.mark.parametrize(
+    ("uuid", "visible"),
+    [
+        ("bbbb", "MIG-11aa"),
+        ("bbbb", "MIG-11"),
+        ("11aa", "MIG-11aa,MIG-22aa"),
+        ("11aa", ""),
+        ("bbbb", ""),
+        ("bbbb", "2"),
+    ],
+)
+def test_of_a_mig_instance_its_own_bytes_are_read(uuid: str, visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    now = use(uuid)
+    assert (now.used, now.total, now.own, now.others) == (GIB, 5 * GIB, 700 * MIB, 200 * MIB)
+
+
+def test_what_nvml_knows_of_the_whole_gpu_only_is_said_to_be_so() -> None:
+    now = use("11aa")
+    assert now.utilisation is None
+    assert now.missing == {"utilisation": "NVML measures the utilisation of a whole GPU, not of a MIG instance"}
+    assert (now.temperature, now.power, now.clock) == (61, 251.43, 1410)
+
+
+def test_of_several_instances_none_is_taken_for_ours_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Nvml("cccc")
+    assert "name one of its instances in CUDA_VISIBLE_DEVICES" in reader.note
+    assert reader.use(0) == DeviceUse(missing=reader.use(0).missing)
+    assert set(reader.use(0).missing) == EVERYTHING
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-22bb")
+    assert use("cccc").used == 2 * GIB
+
+
+def test_a_beginning_that_fits_two_instances_names_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-22")
+    assert "2 devices are called MIG-22…" in Nvml("cccc").note
+
+
+# What cannot be read ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_gpu_does_not_report_is_none_with_the_reason() -> None:
+    now = use("dddd")
+    assert (now.used, now.total) == (3 * GIB, 16 * GIB)
+    assert set(now.missing) == EVERYTHING - {"used", "total"}
+    assert set(now.missing.values()) == {"this GPU does not report it"}
+    assert [getattr(now, name) for name in now.missing] == [None] * len(now.missing)
+
+
+def test_a_lost_gpu_says_so_and_hides_no_other() -> None:
+    reader = Nvml("dead")
+    assert "the GPU is lost" in reader.note
+    assert set(reader.use(0).missing) == EVERYTHING
+    assert use("aaaa").used == 3 * GIB
+
+
+def test_a_gpu_lost_later_reads_nothing_from_then_on(nvml: FakeNvml) -> None:
+    reader = Nvml("aaaa")
+    assert reader.use(0).missing == {}
+    nvml.gpus[1].broken = lost("").broken
+    now = reader.use(0)
+    assert now == DeviceUse(missing=dict.fromkeys(EVERYTHING, "the GPU is lost: it no longer answers the driver"))
+
+
+def test_in_a_container_with_foreign_pids_neither_share_is_guessed() -> None:
+    now = use("eeee", reserved=GIB)
+    assert (now.used, now.own, now.others) == (3 * GIB, None, None)
+    assert set(now.missing) == {"own", "others"}
+    assert "inside a container it knows processes by other numbers" in now.missing["own"]
+
+
+def test_a_foreign_process_of_our_number_is_not_taken_for_us(nvml: FakeNvml) -> None:
+    nvml.gpus[5].compute = {ME: 100 * MIB, 7: 2 * GIB}
+    now = use("eeee", reserved=GIB)
+    assert (now.own, now.others) == (None, None)
+    assert "another one of that number, outside this container" in now.missing["own"]
+
+
+def test_in_a_container_with_its_own_numbers_the_others_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "sees_all_processes", lambda: False)
+    now = use("aaaa")
+    assert (now.own, now.others) == (GIB, None)
+    assert now.missing == {"others": "inside a container NVML may not list the processes outside it"}
+
+
+def test_a_process_that_holds_nothing_is_one_whose_bytes_are_not_told(nvml: FakeNvml) -> None:
+    nvml.gpus[1].compute = {ME: 0}
+    now = use("aaaa")
+    assert (now.own, now.others) == (None, None)
+    assert "does not tell how much each process holds" in now.missing["own"]
+
+
+@pytest.mark.parametrize(("link", "all_seen"), [("pid:[4026531836]", True), ("pid:[4026532281]", False), (None, False)])
+def test_a_containers_process_numbers_are_told_from_the_hosts(
+    link: str | None, all_seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def readlink(path: str) -> str:
+        if link is None:
+            raise PermissionError(path)
+        return link
+
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "readlink", readlink)
+    assert gpus.sees_all_processes() is all_seen
+
+
+def test_a_process_that_ended_meanwhile_holds_nothing_more(nvml: FakeNvml, one_gone: int) -> None:
+    nvml.gpus[1].compute[one_gone] = None
+    assert use("aaaa").others == 612 * MIB
+
+
+def test_bytes_that_nvml_keeps_back_are_not_taken_for_none(nvml: FakeNvml) -> None:
+    nvml.gpus[1].compute[ONE_ALIVE] = None
+    now = use("aaaa")
+    assert (now.own, now.others) == (GIB, None)
+    assert now.missing == {"others": f"the driver does not tell how much process {ONE_ALIVE} holds"}
+    nvml.gpus[1].compute[ME] = None
+    assert set(use("aaaa").missing) == {"own", "others"}
+
+
+@pytest.mark.parametrize("error", [pynvml.NVMLError_NoPermission, pynvml.NVMLLibraryMismatchError])
+def test_a_refused_list_of_processes_leaves_the_rest_readable(nvml: FakeNvml, error: type[Exception]) -> None:
+    nvml.gpus[1].broken = {"nvmlDeviceGetComputeRunningProcesses": error}
+    now = use("aaaa")
+    assert (now.used, now.clock) == (3 * GIB, 1410)
+    assert set(now.missing) == {"own", "others"}
+
+
+def test_a_gpu_that_cannot_draw_has_nobody_drawing(nvml: FakeNvml) -> None:
+    nvml.gpus[1].broken = {"nvmlDeviceGetGraphicsRunningProcesses": pynvml.NVMLError_NotSupported}
+    assert use("aaaa").others == 512 * MIB
+
+
+def test_without_a_driver_everything_is_missing_and_the_note_says_why(nvml: FakeNvml) -> None:
+    nvml.broken = pynvml.NVMLError_LibraryNotFound
+    reader = Nvml("aaaa")
+    assert reader.note == "Device bytes are n/a: NVML cannot read this GPU (there is no NVIDIA driver here)."
+    assert set(reader.use(0).missing) == EVERYTHING
 
 
 def test_an_unknown_gpu_is_not_read_and_says_why() -> None:
-    used, note = nvml_reader("dddd")
-    assert used() is None
-    assert "n/a: NVML cannot read this GPU (Not Found)" in note
-
-
-def test_a_gpu_that_fails_later_reads_nothing(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    used, _ = nvml_reader("aaaa")
-
-    def lost(handle: str) -> SimpleNamespace:
-        raise FakeError("GPU is lost")
-
-    monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", lost)
-    assert used() is None
-
-
-def test_without_the_package_the_note_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    used, note = nvml_reader("aaaa")
-    assert used() is None
-    assert "nvidia-ml-py" in note
+    assert Nvml("ffff").note == "Device bytes are n/a: NVML cannot read this GPU (NVML says Not Found)."

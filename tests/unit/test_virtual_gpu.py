@@ -7,6 +7,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -462,3 +463,26 @@ def test_the_library_links_no_python() -> None:
     text = virtual_build.build().read_bytes()
     assert b"libc10.so" in text
     assert b"libtorch_python" not in text
+
+
+@on_virtual_gpu
+def test_replaying_what_happened_reserves_the_same(gpu: VirtualGPU) -> None:
+    from gpumem_nb.memory.replay import replay
+
+    chance = random.Random(4)
+    events: list[int] = []
+    held: dict[int, torch.Tensor] = {}
+    for _ in range(3000):
+        if held and chance.random() < 0.48:
+            number = chance.choice(list(held))
+            del held[number]
+            events.append(-number)
+        else:
+            size = int(2 ** chance.uniform(0, 24))
+            events.append(size)
+            held[sum(event > 0 for event in events)] = tensor(size)
+    now, replayed = gpu.reading(), replay(events)
+    assert (replayed.live, replayed.live_peak) == (now.live, now.live_peak)
+    assert (replayed.reserved, replayed.reserved_peak) == (now.reserved, now.reserved_peak)
+    assert gpu.reading() == now, "a replay is no allocation"
+    held.clear()

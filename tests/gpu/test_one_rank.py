@@ -1,0 +1,89 @@
+"""One rank on a real GPU: what is read of it, its limit, and torch's own snapshot."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpumem_nb.session import Session
+
+pytestmark = pytest.mark.gpu
+MIB = 2**20
+
+
+@pytest.fixture
+def trained(on_gpu: Callable[..., Session], fresh: Callable[..., Session]) -> Session:
+    session = fresh(on_gpu(1))
+    session.train(5)
+    return session
+
+
+def test_live_is_within_reserved_and_reserved_within_the_device(trained: Session) -> None:
+    reading = trained._call("reading")[0]
+    assert not trained.ranks[0].virtual
+    assert 0 < reading.live <= reading.live_peak
+    assert reading.live <= reading.reserved
+    assert reading.device_used is None or reading.reserved < reading.device_used
+
+
+def test_live_is_what_torch_says(trained: Session) -> None:
+    (allocated,) = trained.run("torch.cuda.memory_allocated()")
+    reading = trained._call("reading")[0]
+    assert reading.live == allocated
+    trained.run("_held = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)")
+    assert trained._call("reading")[0].live == allocated + 64 * MIB
+    trained.run("del _held")
+
+
+def test_nvml_tells_of_the_whole_device_or_why_not(trained: Session) -> None:
+    use = trained._call("look")[0][1]
+    for name in ("used", "total", "own", "others", "utilisation", "temperature", "power", "clock"):
+        assert (getattr(use, name) is None) == (name in use.missing), name
+    if use.own is not None:
+        (reserved,) = trained.run("torch.cuda.memory_reserved()")
+        assert use.own > reserved, "context and libraries take something"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("checkpointing", ["none", "blocks"])
+def test_every_precision_trains_with_and_without_checkpointing(
+    trained: Session, precision: str, checkpointing: str
+) -> None:
+    trained.set(precision=precision, checkpointing=checkpointing)
+    run = trained.train(5)
+    assert (run.steps, run.notes) == (5, [])
+    assert run.frame()["loss"].notna().all()
+
+
+def test_the_ledger_adds_up_to_the_peak(trained: Session) -> None:
+    trained.train(45)
+    ledgers = [sample.ledger for sample in trained.history.samples()[0] if sample.ledger]
+    assert ledgers
+    for ledger in ledgers:
+        assert sum(ledger.at_peak.values()) == ledger.peak
+        assert not ledger.virtual
+
+
+def test_a_batch_that_does_not_fit_is_survived(trained: Session) -> None:
+    trained.run("from gpumem_nb.engine import rank as _r; _r._device.empty_cache()")
+    limit = trained._call("reading")[0].reserved + 2 * MIB
+    trained.run(f"_r._device.set_limit({limit})")
+    try:
+        trained.set(batch_size=1024)
+        run = trained.train(3)
+    finally:
+        trained.run("_r._device.set_limit(None)")
+    assert "memory" in run.notes[0]
+    assert (run.steps, trained.settings.batch_size) == (3, 32)
+
+
+def test_a_snapshot_for_torchs_visualiser_holds_a_step(trained: Session, tmp_path: Path) -> None:
+    before = trained.history.steps
+    path = trained.memory_snapshot(tmp_path / "step.pickle")
+    assert trained.history.steps == before, "the step was undone"
+    snapshot = pickle.loads(path.read_bytes())
+    assert snapshot["segments"]
+    assert any(entry["action"] == "alloc" for trace in snapshot["device_traces"] for entry in trace)

@@ -1,0 +1,48 @@
+"""Four ranks that share one GPU, through a Horovod that reduces on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gpumem_nb.cluster.resources import visible_gpus
+from gpumem_nb.session import Session
+
+pytestmark = pytest.mark.gpu
+WEIGHTS = """
+import hashlib
+hashlib.sha1(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
+"""
+
+
+@pytest.fixture
+def trained(on_gpu: Callable[..., Session], fresh: Callable[..., Session]) -> Session:
+    session = fresh(on_gpu(4))
+    session.train(5)
+    return session
+
+
+def test_all_ranks_hold_the_same_weights_after_every_kind_of_flip(trained: Session) -> None:
+    for knobs in ({"precision": "bf16"}, {"checkpointing": "blocks"}, {"accumulation_steps": 2}, {"optimizer": "sgd"}):
+        trained.set(**knobs)
+        assert trained.train(3).steps == 3
+        assert len(set(trained.run(WEIGHTS))) == 1
+
+
+@pytest.mark.skipif(visible_gpus() != 1, reason="needs exactly one GPU for all ranks to be on it")
+def test_ranks_on_one_gpu_see_one_another(trained: Session) -> None:
+    looks = trained._call("look")
+    for _, use in looks:
+        if use.own is not None and use.others is not None:
+            assert use.others >= sum(other.own for _, other in looks if other.own) - use.own - 2**26
+    totals = {use.total for _, use in looks}
+    assert len(totals) == 1
+
+
+def test_each_rank_has_its_own_allocator(trained: Session) -> None:
+    before = [reading.live for reading in trained._call("reading")]
+    trained.run("_held = torch.empty(2**24, dtype=torch.uint8, device=device)", ranks=[2])
+    after = [reading.live for reading in trained._call("reading")]
+    trained.run("del _held", ranks=[2])
+    assert [late - early for early, late in zip(before, after, strict=True)] == [0, 0, 2**24, 0]

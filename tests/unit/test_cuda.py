@@ -1,0 +1,161 @@
+"""The CUDA device through torch's own Python functions; only the driver's functions in C, which a CPU torch lacks, are
+stood in for.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gpumem_nb import gpus
+from gpumem_nb.errors import InvalidInput, SetupError
+from gpumem_nb.memory import cuda
+from gpumem_nb.memory.device import open_device
+
+from .fake_nvml import GIB, MIB, FakeNvml, Gpu, lost
+
+UUID = "3f5b9a1c-6a0e-4a07-9b8e-8c1d2e3f4a5b"
+SNAPSHOT = {"segments": [], "device_traces": [[], []]}
+
+
+class Driver:
+    """What torch's C functions would do, and what they were asked."""
+
+    def __init__(self) -> None:
+        self.device = -1
+        self.fractions: list[tuple[float, int]] = []
+        self.peaks_reset: list[int] = []
+        self.emptied = 0
+        self.history: list[tuple[Any, ...]] = []
+        self.live, self.requested, self.reserved = 300 * MIB, 299 * MIB, 400 * MIB
+
+    def memory_stats(self, device: int) -> dict[str, Any]:
+        """As torch.cuda.memory_stats documents it, for the second GPU."""
+        assert device == 1
+
+        def stat(current: int) -> dict[str, dict[str, int]]:
+            return {"all": {"current": current, "peak": current + MIB, "allocated": 9 * current, "freed": 8 * current}}
+
+        return {
+            "allocated_bytes": stat(self.live),
+            "requested_bytes": stat(self.requested),
+            "reserved_bytes": stat(self.reserved),
+        }
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    properties = SimpleNamespace(name="Fake H1", total_memory=16 * GIB, uuid=UUID)
+    for name, stand_in in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "init": lambda: None,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "get_device_properties": lambda device: properties if device.index == 1 else None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch.cuda.memory, name, stand_in, raising=False)
+    for name, stand_in in {
+        "_cuda_setDevice": lambda index: setattr(driver, "device", index),
+        "_cuda_memoryStats": driver.memory_stats,
+        "_cuda_resetPeakMemoryStats": driver.peaks_reset.append,
+        "_cuda_emptyCache": driver.empty_cache,
+        "_cuda_setMemoryFraction": lambda fraction, index: driver.fractions.append((fraction, index)),
+        "_cuda_record_memory_history": lambda *arguments: driver.history.append(arguments),
+        "_cuda_memorySnapshot": lambda pool: SNAPSHOT,
+    }.items():
+        monkeypatch.setattr(torch._C, name, stand_in, raising=False)
+    return driver
+
+
+@pytest.fixture(autouse=True)
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake = FakeNvml([Gpu("GPU-other"), Gpu(f"GPU-{UUID}", used=2 * GIB, compute={os.getpid(): GIB})])
+    fake.install(monkeypatch)
+    monkeypatch.setattr(gpus, "sees_all_processes", lambda: True)
+    return fake
+
+
+def test_a_reading_is_torchs_statistics_of_this_ranks_gpu(driver: Driver) -> None:
+    device = open_device("cuda", local_rank=1, memory_limit=None)
+    now = device.reading()
+    assert (now.live, now.live_peak) == (300 * MIB, 301 * MIB)
+    assert (now.reserved, now.reserved_peak) == (400 * MIB, 401 * MIB)
+    assert (now.device_used, now.limit) == (2 * GIB, 16 * GIB)
+    assert (device.name, device.kind, device.note, driver.device) == ("Fake H1", "cuda", "", 1)
+
+
+def test_ranks_beyond_the_last_gpu_share_them_in_turn(driver: Driver) -> None:
+    assert open_device("cuda", local_rank=3, memory_limit=None).torch_device == torch.device("cuda", 1)
+
+
+def test_nvml_is_asked_when_its_use_is_and_never_by_a_reading(driver: Driver, nvml: FakeNvml) -> None:
+    device = open_device("cuda", 1, None)
+    nvml.gpus[1].used = 3 * GIB
+    assert device.reading().device_used == 2 * GIB
+    use = device.use()
+    assert use is not None
+    assert (use.used, use.own, use.others) == (3 * GIB, GIB, 0)
+    assert device.reading().device_used == 3 * GIB
+    driver.reserved = 2 * GIB  # more than NVML's process of our number holds
+    assert device.use().own is None  # type: ignore[union-attr]
+
+
+def test_a_lost_gpus_device_bytes_are_none_and_the_note_says_why(driver: Driver, nvml: FakeNvml) -> None:
+    nvml.gpus[1].broken = lost("").broken
+    device = open_device("cuda", 1, None)
+    assert device.reading().device_used is None
+    assert "the GPU is lost" in device.note
+
+
+def test_a_limit_is_torchs_fraction_of_the_gpu_and_lifted_inside_exempt(driver: Driver) -> None:
+    device = open_device("cuda", 1, 4 * GIB)
+    assert device.reading().limit == 4 * GIB
+    with device.exempt():
+        pass
+    device.set_limit(None)
+    assert driver.fractions == [(0.25, 1), (1.0, 1), (0.25, 1), (1.0, 1)]
+    with pytest.raises(InvalidInput, match="more than Fake H1 has: at most 16"):
+        device.set_limit(17 * GIB)
+    assert device.reading().limit == 16 * GIB
+
+
+def test_peaks_and_cache_are_this_gpus(driver: Driver) -> None:
+    device = open_device("cuda", 1, None)
+    device.reset_peak()
+    device.empty_cache()
+    with device.step_scope():
+        pass
+    assert (driver.peaks_reset, driver.emptied) == ([1], 1)
+
+
+def test_without_a_gpu_the_way_out_is_named() -> None:
+    with pytest.raises(SetupError, match="use --device cpu"):
+        open_device("cuda", 0, None)
+
+
+def test_a_snapshot_is_torchs_own_with_the_history_between(driver: Driver, tmp_path: Path) -> None:
+    cuda.record_allocations(True)
+    cuda.write_snapshot(str(tmp_path / "step.pickle"))
+    cuda.record_allocations(False)
+    assert pickle.loads((tmp_path / "step.pickle").read_bytes()) == SNAPSHOT
+    begun, ended = driver.history
+    assert begun[:4] == ("all", "all", "python", cuda.MOST_ENTRIES)
+    assert ended[0] is None
+
+
+def test_a_snapshot_that_cannot_be_written_says_what_to_do(driver: Driver, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="No such file or directory"):
+        cuda.write_snapshot(str(tmp_path / "missing" / "step.pickle"))
