@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sides import Notebook, Script, Side, rank_environment
 
@@ -185,6 +187,38 @@ def accounting(workload: str, rounds: int, slot_s: float) -> Figure:
     ratios = [b / a for a, b in zip(counted, plain, strict=True)]
     details = f"{statistics.median(counted):.0f} and {statistics.median(plain):.0f} samples/s"
     return Figure(f"accounting: step time with ÷ without, {workload}, 1 process", "≤ 1.02", "", ratios, details)
+
+
+def accuracy() -> Figure:
+    """The ledger's peak against that of torch's profiler, in a process of its own."""
+    command = [sys.executable, "-m", "tests.bench.accuracy"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, check=True)
+    values = json.loads(done.stdout.splitlines()[-1])
+    details = f"{len(values)} combinations of model, precision and checkpointing"
+    return Figure("ledger's peak, off the profiler's, virtual GPU", "≤ 0.1 %", " %", values, details)
+
+
+LEDGER = """
+session.load({workload!r})
+session.set(ledger_steps=20)
+session.train(20)
+session.train({steps})
+steps = session.history.samples(last={steps})[0]
+shares = []
+for part in range({rounds}):
+    of_part = steps[part * len(steps) // {rounds}:(part + 1) * len(steps) // {rounds}]
+    looked_into = statistics.median(sample.step_s for sample in of_part if sample.ledger)
+    others = statistics.median(sample.step_s for sample in of_part if not sample.ledger)
+    shares.append(100 * (looked_into / others - 1) / 20)
+"""
+
+
+def ledger(notebook: Notebook, ranks: int, workload: str, rounds: int) -> Figure:
+    """What looking into one step in twenty costs on average, from the durations of such steps and the others."""
+    notebook.run("import statistics")
+    notebook.run(LEDGER.format(workload=workload, steps=100 * rounds, rounds=rounds))
+    name = f"ledger: cost of looking into 1 step in 20, {workload}, {ranks} ranks"
+    return Figure(name, "≤ 2 %", " %", notebook.run("", "shares"), f"{100 * rounds} steps")
 
 
 def _number(value: float) -> str:

@@ -53,12 +53,16 @@ def measure(rounds: int, slot_s: float) -> list[Figure]:
     measured: list[Figure] = []
     say("accounting of the virtual GPU")
     measured += [figures.accounting(workload, rounds + 2, slot_s / 2) for workload in WORKLOADS]
+    say("accuracy of the ledger")
+    measured.append(figures.accuracy())
     notebook = Notebook()
     try:
         say("start of 4 ranks")
         measured.append(figures.start(notebook, 4, max(3, rounds - 1)))
         say("empty cells")
         measured.append(figures.empty_cell(notebook, 4, 30))
+        say("cost of the ledger")
+        measured += [figures.ledger(notebook, 4, workload, rounds) for workload in WORKLOADS]
         for ranks in (4, 2):
             if ranks == 2:
                 notebook.run("session.stop()")
