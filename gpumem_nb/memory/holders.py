@@ -51,7 +51,7 @@ class Holders:
     def ways(self, things: Sequence[object]) -> list[Way | None]:
         """A shortest way to each of them; ``None`` where there is none that Python can see."""
         self._climb(things)
-        return [self._way(thing) for thing in things]
+        return [self._way(thing, anonymous=True) for thing in things]
 
     def ends(self, thing: object) -> Iterator[object]:
         """Where the search for a way ended: objects that nothing in Python refers to."""
@@ -93,7 +93,8 @@ class Holders:
     def _is_start(self, holder: object) -> bool:
         return id(holder) in self._modules or id(holder) in self._known or isinstance(holder, type)
 
-    def _way(self, thing: object) -> Way | None:
+    def _way(self, thing: object, anonymous: bool = False) -> Way | None:
+        """From a name; with ``anonymous``, where there is none, from a function."""
         below: dict[int, Any] = {id(thing): None}
         waiting, function = deque([thing]), None
         while waiting:
@@ -107,7 +108,7 @@ class Holders:
                 if isinstance(holder, FunctionType) and function is None:
                     function = Way(holder.__qualname__, "", objects)
                 waiting.append(holder)
-        return function  # which something holds that has no name
+        return function if anonymous else None
 
     def _start(self, objects: tuple[Any, ...]) -> Way | None:
         first = objects[0]
