@@ -15,7 +15,7 @@ from torch import nn
 LEVELS = 16  # of containers in containers; an attribute or a closure takes two
 OBJECTS_AT_A_LEVEL = 100
 LONGEST_KEY = 40
-NOTEBOOK = "in the notebook's variables on the rank"
+NOTEBOOK = " in the notebook's variables on the rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,15 @@ class Holders:
             if isinstance(value, nn.Module):
                 parts = [*value.named_modules(), *value.named_parameters(), *value.named_buffers()]
                 self._known |= {id(part): f"{name}{_dotted(path)}" for path, part in parts}
-        modules = {**sys.modules, "__mp_main__": None, "__main__": sys.modules["__main__"]}
-        self._modules = {id(vars(module)): name for name, module in modules.items() if module is not None}
+        # The notebook's variables last: other names of the same module give way.
+        modules = [*sys.modules.items(), ("__main__", sys.modules["__main__"])]
+        self._modules = {id(vars(module)): name for name, module in modules if module is not None}
         self._above: dict[int, list[Any]] = {}
+        self._ignored: set[int] = set()
+
+    def ignore(self, *containers: object) -> None:
+        """These hold things for the search's own sake."""
+        self._ignored |= {id(container) for container in containers}
 
     def ways(self, things: Sequence[object]) -> list[Way | None]:
         """A shortest way to each of them; ``None`` where there is none that Python can see."""
@@ -67,7 +73,7 @@ class Holders:
 
     def _climb(self, things: Sequence[object]) -> None:
         # Frames that run, this one among them, hold what is looked at right now.
-        ignored = {id(things), *_running_frames()}
+        ignored = self._ignored | {id(things), *_running_frames()}
         level = [thing for thing in {id(thing): thing for thing in things}.values() if id(thing) not in self._above]
         for _ in range(LEVELS):
             level = level[:OBJECTS_AT_A_LEVEL]
@@ -77,6 +83,7 @@ class Holders:
             ignored |= {id(level), id(referrers), *(id(holders) for holders in self._above.values())}
             self._above |= {id(item): [] for item in level}
             following: list[Any] = []
+            ignored.add(id(following))
             for holder in referrers:
                 if id(holder) in ignored:
                     continue
@@ -115,7 +122,7 @@ class Holders:
         if id(first) in self._known:
             return Way(self._known[id(first)], "", objects)
         if isinstance(first, type):
-            return Way(first.__qualname__, "an attribute of the class", objects)
+            return Way(first.__qualname__, ", an attribute of the class", objects)
         if id(first) in self._modules:
             module = self._modules[id(first)]
             name = next((name for name, value in list(first.items()) if value is objects[1]), "?")
@@ -147,7 +154,7 @@ def holder_on(way: Way, index: int) -> Holder:
     last = way.objects[index]
     name, place, kind = _expression(way, index)
     count = f", {len(last):,} elements" if isinstance(last, list | dict | set | deque | tuple) else ""
-    text = " ".join(part for part in (type(last).__name__, f"`{name}`", place) if part) + count
+    text = f"{type(last).__name__} `{name}`{place}{count}"
     local = next((thing for thing in way.objects[index:] if isinstance(thing, FrameType)), None)
     if name.endswith("_hooks"):
         kind, text = "hooks", f"`{name}`, {len(last):,} hooks"
@@ -168,9 +175,9 @@ def _expression(way: Way, index: int) -> tuple[str, str, str]:
         if not isinstance(holder, FunctionType):
             name += _link(above, holder, item)
         elif variable := _captured(holder, way.objects[number + 2]) if number + 2 < len(way.objects) else "":
-            name, place, kind = variable, f"a closure variable of {holder.__qualname__}()", ""
+            name, place, kind = variable, f", a closure variable of {holder.__qualname__}()", ""
         elif variable := _default(holder, way.objects[number + 2]) if number + 2 < len(way.objects) else "":
-            name, place, kind = variable, f"a default argument of {holder.__qualname__}()", "default"
+            name, place, kind = variable, f", a default argument of {holder.__qualname__}()", "default"
     return name, place, kind
 
 

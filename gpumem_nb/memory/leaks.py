@@ -170,6 +170,7 @@ def _fix(holder: Holder, graph: bool) -> str:
 def _held(births: Sequence[Birth], holders: Holders) -> list[_Kept]:
     """By what Python holds the storages: by a tensor of its own, or by one in whose graph they are saved."""
     tensors = _tensors_by_storage({birth.address for birth in births})
+    holders.ignore(tensors, *tensors.values())
     searched = [tensor for birth in _largest(births) for tensor in tensors[birth.address]]
     ways = {id(tensor): way for tensor, way in zip(searched, holders.ways(searched), strict=True)}
     kept, graphs = [], None
