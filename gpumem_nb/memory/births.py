@@ -21,7 +21,14 @@ _PACKAGE = str(Path(__file__).parents[1])
 # The innermost frame outside of all of these is somebody's own code.
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, _PACKAGE)
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = (f"{_PACKAGE}/engine", f"{_PACKAGE}/memory")
+# What calls the model, and what torch puts around a dispatch mode.
+_NOBODYS = (
+    f"{_PACKAGE}/engine",
+    f"{_PACKAGE}/memory",
+    f"{_TORCH}/_dynamo",
+    f"{_TORCH}/_compile.py",
+    f"{_TORCH}/utils/_python_dispatch.py",
+)
 _NOBODY = 3
 
 
@@ -118,7 +125,7 @@ def _caller(outermost: int) -> tuple[CodeType | None, int]:
 @cache
 def _rank(file: str) -> int:
     """How little a file says about who made something; 0 for somebody's own code."""
-    if file.startswith(_OURS):
+    if file.startswith(_NOBODYS):
         return _NOBODY
     if file.startswith(_TORCH):
         return 2
