@@ -6,13 +6,16 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
+import gpumem_nb
 from gpumem_nb.leaks import in_words
 from gpumem_nb.memory.births import Births
 from gpumem_nb.memory.graphs import Graphs
@@ -108,6 +111,14 @@ def test_births_are_storages_that_operators_make_and_die_with_them() -> None:
     del kept, made
     births.prune()
     assert births.births == []
+
+
+def test_what_a_library_makes_is_said_to_be_made_there() -> None:
+    births = Births(torch.device("cpu"))
+    trainer = str(Path(gpumem_nb.__file__).parent / "engine" / "trainer.py")
+    code = compile("with births: collate([row])", trainer, "exec")
+    exec(code, {"births": births, "collate": default_collate, "row": torch.ones(2)})
+    assert births.births[-1].made_at.startswith("collate.py:")
 
 
 def watched(step: Callable[[int], None], live: Callable[[int], int], steps: int = STEPS) -> list[Leak]:
