@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -97,10 +98,11 @@ class Births(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         # torch.tensor() makes its storage where no mode looks, and shows it here.
         lifts = func is torch.ops.aten.lift_fresh.default
-        known = set() if lifts else {address for _, address in self._storages([args, kwargs])}
-        for tensor, address in self._storages([result]):
-            if address not in known:
-                self.births.append(Birth(tensor, self.step, self._outermost))
+        with suppress(RuntimeError):  # of tensors of somebody's own kind that have no storage
+            known = set() if lifts else {address for _, address in self._storages([args, kwargs])}
+            for tensor, address in self._storages([result]):
+                if address not in known:
+                    self.births.append(Birth(tensor, self.step, self._outermost))
         return result
 
     def _storages(self, values: list[Any]) -> Iterator[tuple[Tensor, int]]:

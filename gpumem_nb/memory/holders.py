@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import nn
 
 LEVELS = 16  # of containers in containers; an attribute or a closure takes two
 OBJECTS_AT_A_LEVEL = 100
+LONGEST_SEARCH_S = 2.0  # the other ranks wait for this one meanwhile
 LONGEST_KEY = 40
 NOTEBOOK = " in the notebook's variables on the rank"
 
@@ -75,9 +77,10 @@ class Holders:
         # Frames that run, this one among them, hold what is looked at right now.
         ignored = self._ignored | {id(things), *_running_frames()}
         level = [thing for thing in {id(thing): thing for thing in things}.values() if id(thing) not in self._above]
+        deadline = time.monotonic() + LONGEST_SEARCH_S
         for _ in range(LEVELS):
             level = level[:OBJECTS_AT_A_LEVEL]
-            if not level:
+            if not level or time.monotonic() > deadline:
                 return
             referrers = gc.get_referrers(*level)
             ignored |= {id(level), id(referrers), *(id(holders) for holders in self._above.values())}

@@ -60,7 +60,7 @@ class LeakWatch:
     Args:
         rank: this one.
         device: of the tensors.
-        known: what is trained, by the names that people know.
+        known: ``model``, ``dataset`` and whatever else has a name that people know.
     """
 
     def __init__(self, rank: int, device: torch.device, known: Mapping[str, object]) -> None:
@@ -139,7 +139,8 @@ class LeakWatch:
         rate = sum(one.birth.nbytes for one in kept) / self._ends_after
         graph = any(one.tensor is not None and one.tensor.grad_fn is not None for one in kept)
         worth_it = graph or holder.kind in ("hooks", "traceback") or rate >= SMALLEST_BYTES_PER_STEP
-        is_cache = holder.kind == "dict" and self._growth.every != 1  # in some steps its entries were used again
+        # A dict whose entries are used again in some steps, or that holds samples, is a cache.
+        is_cache = holder.kind == "dict" and (self._growth.every != 1 or self._in_dataset(kept[0]))
         if len(steps) < 2 or not worth_it or is_cache or holder.bounded or holder.name in self._told:
             return
         self._told.add(holder.name)
@@ -159,6 +160,9 @@ class LeakWatch:
                 fix=_fix(holder, graph),
             )
         )
+
+    def _in_dataset(self, kept: _Kept) -> bool:
+        return kept.way is not None and any(thing is self._known.get("dataset") for thing in kept.way.objects)
 
 
 def _fix(holder: Holder, graph: bool) -> str:

@@ -121,9 +121,9 @@ def test_what_a_library_makes_is_said_to_be_made_there() -> None:
     assert births.births[-1].made_at.startswith("collate.py:")
 
 
-def watched(step: Callable[[int], None], live: Callable[[int], int], steps: int = STEPS) -> list[Leak]:
+def watched(step: Callable[[int], None], live: Callable[[int], int], steps: int = STEPS, **known: object) -> list[Leak]:
     """What is told of steps after which live bytes are these."""
-    watch, found = LeakWatch(3, torch.device("cpu"), {}), []
+    watch, found = LeakWatch(3, torch.device("cpu"), known), []
     watch.chunk_begins(0)
     for number in range(steps):
         with watch.step():
@@ -191,6 +191,17 @@ def test_a_cache_that_fills_is_no_leak(module: ModuleType, keys: int) -> None:
         module.cache.setdefault(dice.randrange(keys), torch.ones(1000))
 
     assert watched(step, lambda number: 4000 * len(module.cache), steps=600) == []
+
+
+def test_a_dataset_that_remembers_its_samples_is_no_leak(module: ModuleType) -> None:
+    module.rows = Thing()
+    module.rows.samples = {}
+
+    def step(number: int) -> None:
+        module.rows.samples[number] = torch.ones(1000)
+
+    assert watched(step, lambda number: 4000 * number, dataset=module.rows) == []
+    assert watched(step, lambda number: 4000 * number) != []
 
 
 def circle() -> None:
