@@ -232,6 +232,19 @@ def test_a_planted_leak_is_found_within_50_steps_and_named(two_ranks: Session, c
     assert [event.text for event in session.history.events if event.kind == "leak"][-1] == note
 
 
+@pytest.mark.parametrize(
+    "knobs",
+    [{"checkpointing": "blocks"}, {"precision": "bf16", "accumulation_steps": 2}, {"precision": "fp16"}],
+    ids=str,
+)
+def test_a_leak_is_found_under_other_settings_too(two_ranks: Session, knobs: dict[str, Any]) -> None:
+    session = attached(two_ranks, CASES["losses of which no backward frees the graph"].code, **knobs)
+    session.train(50)
+    [of_ranks] = found(session)
+    assert {leak.name for leak in of_ranks} == {"history['train']"}
+    assert {leak.rank for leak in of_ranks} == {0, 1}
+
+
 def test_a_leak_is_told_once_and_another_one_too(two_ranks: Session) -> None:
     session = attached(two_ranks, CASES["a closure"].code)
     assert len(session.train(50).notes) == 1
