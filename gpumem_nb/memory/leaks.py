@@ -23,8 +23,9 @@ from .growth import Growth
 from .holders import UNSEEN, Holder, Holders, Way, holder_on
 from .tensors import tensors_of_this_process
 
-BLOCKS_WATCHED = 3
-PATIENCE_STEPS = 8  # that what was made must outlive: a model may keep its latest results
+# Steps from the first that is watched to the search, and at least from the last one: what was made must outlive them,
+# because a model may keep its latest results, and a cache must have had its chance to be hit.
+SEARCH_AFTER_STEPS, PATIENCE_STEPS = 16, 6
 # Of each step: less without a graph are numbers that somebody writes down, such as detached losses.
 SMALLEST_BYTES_PER_STEP = 1024
 SEARCHED_TENSORS = 48  # the largest, of all steps watched together
@@ -94,7 +95,7 @@ class LeakWatch:
             self._go_on_watching(self._births, done=sample.event in ("", "flip"))
         elif (every := self._growth.every) and self._is_due():
             self._births = Births(self._device)
-            self._watched_steps, self._ends_after = 0, BLOCKS_WATCHED * every
+            self._watched_steps, self._ends_after = 0, 2 * every + 1  # two of them must leave something
 
     def take(self) -> tuple[Leak, ...]:
         """What was found since the last time."""
@@ -114,7 +115,7 @@ class LeakWatch:
         births.prune()
         self._watched_steps += 1
         births.step = self._watched_steps
-        if self._watched_steps < self._ends_after + PATIENCE_STEPS:
+        if self._watched_steps < max(SEARCH_AFTER_STEPS, self._ends_after + PATIENCE_STEPS):
             return
         self._births = None
         self._rest_until, self._rest_rate = self._steps + self._rest_steps, self._growth.bytes_per_step
