@@ -23,7 +23,7 @@ def headline(leaks: Sequence[Leak]) -> str:
 
 def what(leak: Leak) -> str:
     """What is kept, where it was made, and what holds it."""
-    shape = "×".join(map(str, leak.shape)) or "a number"
+    dtype, shape = leak.dtype.removeprefix("torch."), "×".join(map(str, leak.shape))
+    tensor = f"a {dtype} tensor of {shape}" if shape else f"a {dtype} number"
     made_at = f", made at {leak.made_at}" if leak.made_at else ""
-    largest = f"{leak.dtype.removeprefix('torch.')} {shape} ({format_bytes(leak.tensor_bytes)}{made_at})"
-    return f"The largest of a step is {largest}, held by {leak.holder}."
+    return f"The largest of a step is {tensor} ({format_bytes(leak.tensor_bytes)}{made_at}), held by {leak.holder}."

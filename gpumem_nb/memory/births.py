@@ -6,9 +6,10 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -18,10 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .tensors import tensors_in
 
 _PACKAGE = str(Path(__file__).parents[1])
-# The innermost frame outside of all of them is somebody's own code.
+# The innermost frame outside of all of these is somebody's own code.
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, _PACKAGE)
-# Where none is, a frame of a library that is neither torch nor what calls the model says more than nothing.
-_MACHINERY = (str(Path(torch.__file__).parent), f"{_PACKAGE}/engine", f"{_PACKAGE}/memory")
+_TORCH = str(Path(torch.__file__).parent)
+# What calls the model, and what torch puts around a dispatch mode.
+_NOBODYS = (
+    f"{_PACKAGE}/engine",
+    f"{_PACKAGE}/memory",
+    f"{_TORCH}/_dynamo",
+    f"{_TORCH}/_compile.py",
+    f"{_TORCH}/utils/_python_dispatch.py",
+)
+_NOBODY = 3
 
 
 class Birth:
@@ -29,12 +38,12 @@ class Birth:
 
     __slots__ = ("_code", "_line", "_storage", "dtype", "nbytes", "shape", "step")
 
-    def __init__(self, tensor: Tensor, step: int) -> None:
+    def __init__(self, tensor: Tensor, step: int, outermost: int) -> None:
         storage = tensor.untyped_storage()
         self._storage = weakref.ref(storage)
         self.nbytes, self.shape, self.dtype = storage.nbytes(), tuple(tensor.shape), str(tensor.dtype)
         self.step = step
-        self._code, self._line = _caller()
+        self._code, self._line = _caller(outermost)
 
     @property
     def alive(self) -> bool:
@@ -49,7 +58,7 @@ class Birth:
 
     @property
     def made_at(self) -> str:
-        """The line of code, for people; empty when it was made in backward or on a path without any."""
+        """The line of code, for people: of their own if there is one, else of a library; empty where there is none."""
         if self._code is None:
             return ""
         name = self._code.co_filename
@@ -71,6 +80,11 @@ class Births(TorchDispatchMode):
         self._type = device.type
         self.step = 0
         self.births: list[Birth] = []
+        self._outermost = 0
+
+    def __enter__(self) -> Any:
+        self._outermost = id(sys._getframe(1))
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def prune(self) -> None:
         """Forget what has died."""
@@ -84,10 +98,11 @@ class Births(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         # torch.tensor() makes its storage where no mode looks, and shows it here.
         lifts = func is torch.ops.aten.lift_fresh.default
-        known = set() if lifts else {address for _, address in self._storages([args, kwargs])}
-        for tensor, address in self._storages([result]):
-            if address not in known:
-                self.births.append(Birth(tensor, self.step))
+        with suppress(RuntimeError):  # of tensors of somebody's own kind that have no storage
+            known = set() if lifts else {address for _, address in self._storages([args, kwargs])}
+            for tensor, address in self._storages([result]):
+                if address not in known:
+                    self.births.append(Birth(tensor, self.step, self._outermost))
         return result
 
     def _storages(self, values: list[Any]) -> Iterator[tuple[Tensor, int]]:
@@ -96,23 +111,24 @@ class Births(TorchDispatchMode):
                 yield tensor, tensor.untyped_storage()._cdata
 
 
-def _caller() -> tuple[CodeType | None, int]:
-    """The innermost frame of somebody's own code, else of a library that is not torch."""
-    frame = sys._getframe(1)
-    second: tuple[CodeType | None, int] = (None, 0)
-    while frame is not None:
-        code = frame.f_code
-        kind = _kind(code.co_filename)
-        if kind == "own":
-            return code, frame.f_lineno
-        if kind == "library" and second[0] is None:
-            second = code, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return second
+def _caller(outermost: int) -> tuple[CodeType | None, int]:
+    """The innermost frame of somebody's own code, else of a library, else of torch; not outside of a frame."""
+    frame: FrameType | None = sys._getframe(1)
+    best: tuple[CodeType | None, int] = (None, 0)
+    best_rank = _NOBODY
+    while frame is not None and best_rank:
+        rank = _rank(frame.f_code.co_filename)
+        if rank < best_rank:
+            best, best_rank = (frame.f_code, frame.f_lineno), rank
+        frame = None if id(frame) == outermost else frame.f_back
+    return best
 
 
 @cache
-def _kind(file: str) -> str:
-    if file.startswith(_MACHINERY):
-        return "machinery"
-    return "library" if file.startswith((*_LIBRARIES, "<frozen")) else "own"
+def _rank(file: str) -> int:
+    """How little a file says about who made something; 0 for somebody's own code."""
+    if file.startswith(_NOBODYS):
+        return _NOBODY
+    if file.startswith(_TORCH):
+        return 2
+    return 1 if file.startswith((*_LIBRARIES, "<frozen")) else 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Steps in a block, and how many blocks in a row must end higher than the one before. The lowest live bytes of blocks
-# are compared: what comes and goes within one does not count, such as garbage in circles, a batch of another length
-# that is kept until the next, or Horovod's votes. What merely varies rises 12 times in a row once in 13! tries.
-BLOCKS = {1: 24, 2: 13, 4: 12, 16: 12}
-SLOWEST = 0.7  # of its pace at first: a cache that fills gets slower
+# Steps in a block, and how many blocks in a row must be higher than the one before. The lowest live bytes of blocks are
+# compared: what comes and goes within one does not count, such as garbage in circles, or a batch of another length that
+# is kept until the next. From four steps on blocks may also be equal in between: then a single number that each step
+# keeps (4 bytes) shows through the votes (16 bytes) that Horovod's thread lets go of sooner or later.
+BLOCKS = {1: 22, 2: 13, 4: 5, 16: 7}
+MAY_BE_EQUAL = 4
+SLOWEST = 0.4  # of its pace at first: a cache that fills gets slower
 QUIET_STEPS = 2  # after a start or a flip: the optimizer's state appears, buffers are made
 
 
@@ -22,6 +24,7 @@ class _Scale:
     lowest: int = 0
     before: int = 0
     rises: int = -1
+    ties: int = 0
     began_at: int = 0  # live bytes before the first of the rises
     half_at: int = 0  # and after half of those wanted
 
@@ -35,8 +38,10 @@ class _Scale:
             self.rises += 1
             if self.rises == self.wanted // 2:
                 self.half_at = self.lowest
+        elif self.lowest == self.before and self.steps >= MAY_BE_EQUAL and self.ties < self.rises:
+            self.ties += 1
         else:
-            self.rises, self.began_at = 0, self.lowest
+            self.rises, self.ties, self.began_at = 0, 0, self.lowest
         self.before = self.lowest
 
     @property
@@ -47,6 +52,10 @@ class _Scale:
         at_first = (self.half_at - self.began_at) / half
         since = (self.before - self.half_at) / (self.rises - half)
         return since >= SLOWEST * at_first
+
+    @property
+    def pace(self) -> float:
+        return (self.before - self.began_at) / ((self.rises + self.ties) * self.steps)
 
 
 class Growth:
@@ -94,5 +103,4 @@ class Growth:
     @property
     def bytes_per_step(self) -> float:
         """How fast they grow; 0 while they do not."""
-        paces = ((scale.before - scale.began_at) / (scale.rises * scale.steps) for scale in self._scales if scale.grows)
-        return next(paces, 0.0)
+        return next((scale.pace for scale in self._scales if scale.grows), 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from torch import nn
 
 LEVELS = 16  # of containers in containers; an attribute or a closure takes two
 OBJECTS_AT_A_LEVEL = 100
+LONGEST_SEARCH_S = 2.0  # the other ranks wait for this one meanwhile
 LONGEST_KEY = 40
-NOTEBOOK = "in the notebook's variables on the rank"
+NOTEBOOK = " in the notebook's variables on the rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,20 @@ class Holders:
             if isinstance(value, nn.Module):
                 parts = [*value.named_modules(), *value.named_parameters(), *value.named_buffers()]
                 self._known |= {id(part): f"{name}{_dotted(path)}" for path, part in parts}
-        modules = {**sys.modules, "__mp_main__": None, "__main__": sys.modules["__main__"]}
-        self._modules = {id(vars(module)): name for name, module in modules.items() if module is not None}
+        # The notebook's variables last: other names of the same module give way.
+        modules = [*sys.modules.items(), ("__main__", sys.modules["__main__"])]
+        self._modules = {id(vars(module)): name for name, module in modules if module is not None}
         self._above: dict[int, list[Any]] = {}
+        self._ignored: set[int] = set()
+
+    def ignore(self, *containers: object) -> None:
+        """These hold things for the search's own sake."""
+        self._ignored |= {id(container) for container in containers}
 
     def ways(self, things: Sequence[object]) -> list[Way | None]:
         """A shortest way to each of them; ``None`` where there is none that Python can see."""
         self._climb(things)
-        return [self._way(thing) for thing in things]
+        return [self._way(thing, anonymous=True) for thing in things]
 
     def ends(self, thing: object) -> Iterator[object]:
         """Where the search for a way ended: objects that nothing in Python refers to."""
@@ -67,16 +75,18 @@ class Holders:
 
     def _climb(self, things: Sequence[object]) -> None:
         # Frames that run, this one among them, hold what is looked at right now.
-        ignored = {id(things), *_running_frames()}
+        ignored = self._ignored | {id(things), *_running_frames()}
         level = [thing for thing in {id(thing): thing for thing in things}.values() if id(thing) not in self._above]
+        deadline = time.monotonic() + LONGEST_SEARCH_S
         for _ in range(LEVELS):
             level = level[:OBJECTS_AT_A_LEVEL]
-            if not level:
+            if not level or time.monotonic() > deadline:
                 return
             referrers = gc.get_referrers(*level)
             ignored |= {id(level), id(referrers), *(id(holders) for holders in self._above.values())}
             self._above |= {id(item): [] for item in level}
             following: list[Any] = []
+            ignored.add(id(following))
             for holder in referrers:
                 if id(holder) in ignored:
                     continue
@@ -93,7 +103,8 @@ class Holders:
     def _is_start(self, holder: object) -> bool:
         return id(holder) in self._modules or id(holder) in self._known or isinstance(holder, type)
 
-    def _way(self, thing: object) -> Way | None:
+    def _way(self, thing: object, anonymous: bool = False) -> Way | None:
+        """From a name; with ``anonymous``, where there is none, from a function."""
         below: dict[int, Any] = {id(thing): None}
         waiting, function = deque([thing]), None
         while waiting:
@@ -107,14 +118,14 @@ class Holders:
                 if isinstance(holder, FunctionType) and function is None:
                     function = Way(holder.__qualname__, "", objects)
                 waiting.append(holder)
-        return function  # which something holds that has no name
+        return function if anonymous else None
 
     def _start(self, objects: tuple[Any, ...]) -> Way | None:
         first = objects[0]
         if id(first) in self._known:
             return Way(self._known[id(first)], "", objects)
         if isinstance(first, type):
-            return Way(first.__qualname__, "an attribute of the class", objects)
+            return Way(first.__qualname__, ", an attribute of the class", objects)
         if id(first) in self._modules:
             module = self._modules[id(first)]
             name = next((name for name, value in list(first.items()) if value is objects[1]), "?")
@@ -146,7 +157,7 @@ def holder_on(way: Way, index: int) -> Holder:
     last = way.objects[index]
     name, place, kind = _expression(way, index)
     count = f", {len(last):,} elements" if isinstance(last, list | dict | set | deque | tuple) else ""
-    text = " ".join(part for part in (type(last).__name__, f"`{name}`", place) if part) + count
+    text = f"{type(last).__name__} `{name}`{place}{count}"
     local = next((thing for thing in way.objects[index:] if isinstance(thing, FrameType)), None)
     if name.endswith("_hooks"):
         kind, text = "hooks", f"`{name}`, {len(last):,} hooks"
@@ -167,9 +178,9 @@ def _expression(way: Way, index: int) -> tuple[str, str, str]:
         if not isinstance(holder, FunctionType):
             name += _link(above, holder, item)
         elif variable := _captured(holder, way.objects[number + 2]) if number + 2 < len(way.objects) else "":
-            name, place, kind = variable, f"a closure variable of {holder.__qualname__}()", ""
+            name, place, kind = variable, f", a closure variable of {holder.__qualname__}()", ""
         elif variable := _default(holder, way.objects[number + 2]) if number + 2 < len(way.objects) else "":
-            name, place, kind = variable, f"a default argument of {holder.__qualname__}()", "default"
+            name, place, kind = variable, f", a default argument of {holder.__qualname__}()", "default"
     return name, place, kind
 
 

@@ -23,8 +23,9 @@ from .growth import Growth
 from .holders import UNSEEN, Holder, Holders, Way, holder_on
 from .tensors import tensors_of_this_process
 
-BLOCKS_WATCHED = 3
-PATIENCE_STEPS = 8  # that what was made must outlive: a model may keep its latest results
+# Steps from the first that is watched to the search, and at least from the last one: what was made must outlive them,
+# because a model may keep its latest results, and a cache must have had its chance to be hit.
+SEARCH_AFTER_STEPS, PATIENCE_STEPS = 16, 6
 # Of each step: less without a graph are numbers that somebody writes down, such as detached losses.
 SMALLEST_BYTES_PER_STEP = 1024
 SEARCHED_TENSORS = 48  # the largest, of all steps watched together
@@ -60,7 +61,7 @@ class LeakWatch:
     Args:
         rank: this one.
         device: of the tensors.
-        known: what is trained, by the names that people know.
+        known: ``model``, ``dataset`` and whatever else has a name that people know.
     """
 
     def __init__(self, rank: int, device: torch.device, known: Mapping[str, object]) -> None:
@@ -94,7 +95,7 @@ class LeakWatch:
             self._go_on_watching(self._births, done=sample.event in ("", "flip"))
         elif (every := self._growth.every) and self._is_due():
             self._births = Births(self._device)
-            self._watched_steps, self._ends_after = 0, BLOCKS_WATCHED * every
+            self._watched_steps, self._ends_after = 0, 2 * every + 1  # two of them must leave something
 
     def take(self) -> tuple[Leak, ...]:
         """What was found since the last time."""
@@ -114,7 +115,7 @@ class LeakWatch:
         births.prune()
         self._watched_steps += 1
         births.step = self._watched_steps
-        if self._watched_steps < self._ends_after + PATIENCE_STEPS:
+        if self._watched_steps < max(SEARCH_AFTER_STEPS, self._ends_after + PATIENCE_STEPS):
             return
         self._births = None
         self._rest_until, self._rest_rate = self._steps + self._rest_steps, self._growth.bytes_per_step
@@ -139,7 +140,8 @@ class LeakWatch:
         rate = sum(one.birth.nbytes for one in kept) / self._ends_after
         graph = any(one.tensor is not None and one.tensor.grad_fn is not None for one in kept)
         worth_it = graph or holder.kind in ("hooks", "traceback") or rate >= SMALLEST_BYTES_PER_STEP
-        is_cache = holder.kind == "dict" and self._growth.every != 1  # in some steps its entries were used again
+        # A dict whose entries are used again in some steps, or that holds samples, is a cache.
+        is_cache = holder.kind == "dict" and (self._growth.every != 1 or self._in_dataset(kept[0]))
         if len(steps) < 2 or not worth_it or is_cache or holder.bounded or holder.name in self._told:
             return
         self._told.add(holder.name)
@@ -160,6 +162,9 @@ class LeakWatch:
             )
         )
 
+    def _in_dataset(self, kept: _Kept) -> bool:
+        return kept.way is not None and any(thing is self._known.get("dataset") for thing in kept.way.objects)
+
 
 def _fix(holder: Holder, graph: bool) -> str:
     if graph and holder.kind in ("container", "dict", "variable"):
@@ -170,6 +175,7 @@ def _fix(holder: Holder, graph: bool) -> str:
 def _held(births: Sequence[Birth], holders: Holders) -> list[_Kept]:
     """By what Python holds the storages: by a tensor of its own, or by one in whose graph they are saved."""
     tensors = _tensors_by_storage({birth.address for birth in births})
+    holders.ignore(tensors, *tensors.values())
     searched = [tensor for birth in _largest(births) for tensor in tensors[birth.address]]
     ways = {id(tensor): way for tensor, way in zip(searched, holders.ways(searched), strict=True)}
     kept, graphs = [], None

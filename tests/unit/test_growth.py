@@ -41,6 +41,14 @@ def test_what_every_second_step_keeps_is_seen_within_50_steps() -> None:
     assert step is not None
 
 
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.5, 0.7, 0.95])
+def test_a_number_kept_at_each_step_is_seen_through_horovods_votes(share: float) -> None:
+    for seed in range(50):
+        dice = random.Random(seed)
+        _, step = follow(REST + step * 4 + 16 * (dice.random() < share) for step in range(35))
+        assert step is not None, seed
+
+
 def test_a_leak_is_seen_through_batches_of_varying_length_that_a_model_keeps() -> None:
     dice = random.Random(1)
     growth, step = follow(REST + step * 1000 + dice.randrange(3000) for step in range(400))

@@ -6,13 +6,16 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
+import gpumem_nb
 from gpumem_nb.leaks import in_words
 from gpumem_nb.memory.births import Births
 from gpumem_nb.memory.graphs import Graphs
@@ -110,9 +113,17 @@ def test_births_are_storages_that_operators_make_and_die_with_them() -> None:
     assert births.births == []
 
 
-def watched(step: Callable[[int], None], live: Callable[[int], int], steps: int = STEPS) -> list[Leak]:
+def test_what_a_library_makes_is_said_to_be_made_there() -> None:
+    births = Births(torch.device("cpu"))
+    trainer = str(Path(gpumem_nb.__file__).parent / "engine" / "trainer.py")
+    code = compile("with births: collate([row])", trainer, "exec")
+    exec(code, {"births": births, "collate": default_collate, "row": torch.ones(2)})
+    assert births.births[-1].made_at.startswith("collate.py:")
+
+
+def watched(step: Callable[[int], None], live: Callable[[int], int], steps: int = STEPS, **known: object) -> list[Leak]:
     """What is told of steps after which live bytes are these."""
-    watch, found = LeakWatch(3, torch.device("cpu"), {}), []
+    watch, found = LeakWatch(3, torch.device("cpu"), known), []
     watch.chunk_begins(0)
     for number in range(steps):
         with watch.step():
@@ -137,9 +148,9 @@ def test_a_leak_says_what_where_and_whose(module: ModuleType) -> None:
     assert (leak.bytes_per_step, leak.tensor_bytes) == (4000, 4000)
     assert leak.holder == f"list `somebodys.kept`, {len(module.kept) - (STEPS - 1 - leak.step)} elements"
     assert in_words([leak]) == (
-        f"rank 3 keeps 3.9 KiB more after every step. The largest of a step is float32 10×100 (3.9 KiB, made at "
-        f"{leak.made_at}), held by {leak.holder}. Clear it once its contents were used, or bound it, for example with "
-        "collections.deque(maxlen=10)."
+        f"rank 3 keeps 3.9 KiB more after every step. The largest of a step is a float32 tensor of 10×100 (3.9 KiB, "
+        f"made at {leak.made_at}), held by {leak.holder}. Clear it once its contents were used, "
+        "or bound it, for example with collections.deque(maxlen=10)."
     )
 
 
@@ -180,6 +191,17 @@ def test_a_cache_that_fills_is_no_leak(module: ModuleType, keys: int) -> None:
         module.cache.setdefault(dice.randrange(keys), torch.ones(1000))
 
     assert watched(step, lambda number: 4000 * len(module.cache), steps=600) == []
+
+
+def test_a_dataset_that_remembers_its_samples_is_no_leak(module: ModuleType) -> None:
+    module.rows = Thing()
+    module.rows.samples = {}
+
+    def step(number: int) -> None:
+        module.rows.samples[number] = torch.ones(1000)
+
+    assert watched(step, lambda number: 4000 * number, dataset=module.rows) == []
+    assert watched(step, lambda number: 4000 * number) != []
 
 
 def circle() -> None:
