@@ -103,8 +103,7 @@ class MemoryReport:
     timelines: tuple[Timeline, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.by is not None and self.by not in VIEWS:
-            raise InvalidInput(f"by={self.by!r} is not known: {nearest(str(self.by), VIEWS)}.")
+        check_view(self.by)
 
     @property
     def worst(self) -> RankMemory | None:
@@ -218,6 +217,12 @@ class MemoryReport:
             "peak_phase": ledger.phase if ledger else None,
             "peak_module": ledger.module if ledger else None,
         }
+
+
+def check_view(by: object) -> None:
+    """Refuse what a peak cannot be broken down into."""
+    if by is not None and by not in VIEWS:
+        raise InvalidInput(f"by={by!r} is not known: {nearest(str(by), VIEWS)}.")
 
 
 _RANK_COLUMNS = (
