@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
 VIEWS = ("category", "module")
 FRAMES = (*VIEWS, "timeline")
 
-LIVE = "Live is held by tensors; a peak is the highest since the last reset."
-RESERVED = (
+_LIVE = "Live is held by tensors; a peak is the highest since the last reset."
+_RESERVED = (
     "Reserved is more than live: the caching allocator rounds sizes up and keeps what was freed for later, maybe in "
     "pieces too small to use (reserved − live)."
 )
-DEVICE = (
+_DEVICE = (
     "Device used is more than reserved: it counts each process's CUDA context and libraries, and other processes too."
 )
-VIRTUAL = (
+_VIRTUAL = (
     "Virtual: CPU tensors accounted as on a GPU; reserved is modelled after the CUDA caching allocator and is all that "
     "a virtual device has in use."
 )
@@ -141,14 +142,9 @@ class MemoryReport:
     @property
     def sentences(self) -> tuple[str, ...]:
         """Why the numbers differ, and what each rank's readings lack."""
-        real = any(not rank.info.virtual for rank in self.ranks)
-        virtual = any(rank.info.virtual for rank in self.ranks)
         lacking = any(value is None for rank in self.ranks for value in rank.byte_values.values())
         return (
-            LIVE,
-            RESERVED,
-            *([DEVICE] if real else []),
-            *([VIRTUAL] if virtual else []),
+            *why_they_differ([rank.info for rank in self.ranks]),
             *([_NOT_READ] if lacking else []),
             *reasons([(rank.info.rank, rank.device_use) for rank in self.ranks if rank.device_use]),
             *dict.fromkeys(rank.info.note for rank in self.ranks if rank.info.note),
@@ -217,6 +213,12 @@ class MemoryReport:
             "peak_phase": ledger.phase if ledger else None,
             "peak_module": ledger.module if ledger else None,
         }
+
+
+def why_they_differ(ranks: Sequence[RankInfo]) -> tuple[str, ...]:
+    """A sentence each about live, reserved and device bytes of these ranks."""
+    real, virtual = not all(info.virtual for info in ranks), any(info.virtual for info in ranks)
+    return (_LIVE, _RESERVED, *([_DEVICE] if real else []), *([_VIRTUAL] if virtual else []))
 
 
 def check_view(by: object) -> None:
