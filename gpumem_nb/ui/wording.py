@@ -128,7 +128,8 @@ def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
     return escape(
         f"{category[:1].upper()}{category[1:]} {fill} {100 * size / max(1, ledger.peak):.0f} % of {whose} peak "
         f"({format_bytes(size)} of {format_bytes(ledger.peak)}), in {place(ledger)}. {outlier}"
-        f"{_what_helps(category, ledger.phase, history, blocks)}"
+        f"{_what_helps(category, ledger.phase, history, blocks)}",
+        quote=False,
     )
 
 
