@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, expect
 
+from gpumem_nb.memory.categories import CATEGORIES
+
 from .lab import Lab
 from .panel_page import SHOWN, PanelPage, open_panel
 
@@ -53,8 +55,9 @@ def test_play_advances_steps_and_draws_every_chart(panel: PanelPage) -> None:
         for trace in shown:
             assert len(trace["x"]) == len(trace["y"]) > 2
             assert min(trace["y"]) > 0
-    assert [trace["name"] for trace in panel.traces("x")] == ["reserved", "live peak", "live", "limit"]
-    assert panel.traces("x")[3]["y"] == [512, 512]
+    bars = {trace["name"]: trace["y"] for trace in panel.traces("x")}
+    assert list(bars) == [*CATEGORIES, "categories not known yet", "reserved", "live now", "limit"]
+    assert bars["limit"] == [512, 512]
     steps = panel.steps()
     panel.press("Step")
     panel.wait_for_steps(1)
@@ -94,6 +97,44 @@ def test_before_and_after_agree_with_history_and_chart(panel: PanelPage) -> None
     for trace in panel.traces("x2"):
         assert trace["y"][-1] == pytest.approx(now["peak"] / 2**20, rel=1e-6)  # type: ignore[operator]
     expect(panel.page.locator(".gpumem-panel .annotation-text", has_text="batch 16").first).to_be_visible()
+
+
+def test_stacks_add_up_to_the_peak_and_the_words_name_the_largest_part(panel: PanelPage) -> None:
+    at_peak = panel.notebook.evaluate(
+        "[next(x.ledger.at_peak for x in reversed(of_rank) if x.ledger) for of_rank in s.history.samples()]"
+    )
+    bars = {trace["name"]: trace["y"] for trace in panel.traces("x")}
+    for rank, categories in enumerate(at_peak):
+        drawn = {name: bars[name][rank] * 2**20 for name in CATEGORIES}
+        assert drawn == pytest.approx({name: categories.get(name, 0) for name in CATEGORIES})
+    worst = max(at_peak, key=lambda categories: sum(categories.values()))
+    largest = max(worst, key=lambda name: worst[name])
+    share = 100 * worst[largest] / sum(worst.values())
+    expect(panel.filling).to_contain_text(f"{largest[:1].upper()}{largest[1:]} fill")
+    expect(panel.filling).to_contain_text(f"{largest} {share:.1f} %")
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "band", "way"),
+    [
+        ("precision", "bf16", "activations", -1),
+        ("checkpointing", "blocks", "activations", -1),
+        ("optimizer", "sgd", "optimizer state", -1),
+        ("accumulation_steps", "2", "gradients", 1),
+    ],
+)
+def test_a_flip_moves_the_right_band(panel: PanelPage, knob: str, value: str, band: str, way: int) -> None:
+    panel.notebook.evaluate("s.set(**__import__('gpumem_nb').Settings().changed_from(s.settings)) and None")
+    panel.press("Play")
+    panel.notebook.until("s.history.tried[-1].steps > 3")
+    panel.wait_for_bands(panel.steps() - 3)
+    before = panel.bands()[band][-1]
+    panel.choose(knob, value)
+    panel.notebook.until(f"str(s.settings.{knob}) == '{value}' and s.history.tried[-1].steps > 3")
+    panel.wait_for_bands(panel.steps() - 3)
+    panel.pause()
+    after = panel.bands()[band][-1]
+    assert way * (after - before) > 0.2 * before
 
 
 @pytest.mark.parametrize(("value", "says"), [("-3", "whole number of at least 1"), ("5000", "larger than the dataset")])
