@@ -568,17 +568,13 @@ class Session:
         Args:
             by: what the report shows of the peak: ``None`` for the worst rank's categories, ``category`` for those of
                 all ranks, ``module`` for the worst rank's modules.
-            timeline: train one step and record it at the level of allocations; such a step is slow.
+            timeline: record one step, as :meth:`timeline` does.
         """
         check_view(by)
-        timelines = self._record_step() if timeline else ()
+        timelines = tuple(self.timeline()) if timeline else ()
         ledgers = [line.ledger for line in timelines] or self._ledgers()
         entries = zip(self.ranks, self._call("reading"), ledgers, strict=True)
         return MemoryReport(tuple(RankMemory(*entry) for entry in entries), by, timelines)
-
-    def _record_step(self) -> tuple[Timeline, ...]:
-        self._check_loaded()
-        return tuple(self._call("record_step"))
 
     def _ledgers(self) -> list[Ledger | None]:
         """Of each rank the latest one of what is loaded."""
