@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from ..sample import Ledger, Span, Timeline
 from .categories import CATEGORIES, MEANING
@@ -17,6 +15,8 @@ UNEXPLAINED = "not explained"
 WITHOUT_MODULE = "(no module)"
 MOST_ROWS = 20
 MOST_RANKS = 8
+MOST_PARTS = 40  # of a recorded step
+_TOO_SHORT = 0.01  # of a step, for a part of its own
 
 
 def not_explained(ledger: Ledger) -> int:
@@ -95,46 +95,60 @@ def module_table(rank: int, ledger: Ledger) -> Table:
     return Table(_title(rank, ledger), headings, tuple(rows), frozenset(headings[:2]))
 
 
-@dataclass(frozen=True, slots=True)
-class SpanPeak:
-    """A part of a recorded step and the highest live bytes in it."""
-
-    span: Span
-    peak: int
-
-
-def span_peaks(timeline: Timeline) -> list[SpanPeak]:
-    """The highest live bytes in each part of a recorded step; between two changes they stay as they are."""
-    totals = [sum(at_once) for at_once in zip(*timeline.live.values(), strict=True)]
-    found = []
-    for span in timeline.spans:
-        first = max(0, bisect_right(timeline.time_ms, span.begin_ms) - 1)
-        last = max(first + 1, bisect_left(timeline.time_ms, span.end_ms))
-        found.append(SpanPeak(span, max(totals[first:last], default=0)))
+def parts(timeline: Timeline) -> list[Span]:
+    """The step in few parts: spans of one phase in modules that begin alike are joined, no further than needed."""
+    deepest = max((span.module.count(".") + 1 for span in timeline.spans), default=0)
+    shortest_ms = timeline.step_s * 1000 * _TOO_SHORT
+    found: list[Span] = []
+    for depth in range(deepest, -1, -1):
+        found = joined(timeline.spans, depth, shortest_ms)
+        if len(found) <= MOST_PARTS:
+            break
     return found
 
 
+def joined(spans: Sequence[Span], depth: int, shortest_ms: float = 0.0) -> list[Span]:
+    """Spans that follow each other in one phase and in one module, of whose path so many names count."""
+    found: list[Span] = []
+    for span in spans:
+        module = ".".join(span.module.split(".")[:depth])
+        last = found[-1] if found else None
+        # Between two of its children a module runs for a moment itself.
+        moment = span.end_ms - span.begin_ms < shortest_ms and last is not None and last.module.startswith(module)
+        if last and last.phase == span.phase and (last.module == module or moment):
+            found[-1] = Span(last.begin_ms, span.end_ms, last.phase, last.module)
+        else:
+            found.append(Span(span.begin_ms, span.end_ms, span.phase, module))
+    return found
+
+
+def highest(timeline: Timeline, span: Span) -> int:
+    """The highest live bytes in a part of a recorded step; between two changes they stay as they are."""
+    first = max(0, bisect_right(timeline.time_ms, span.begin_ms) - 1)
+    last = max(first + 1, bisect_left(timeline.time_ms, span.end_ms))
+    return max(
+        (sum(at_once) for at_once in zip(*(v[first:last] for v in timeline.live.values()), strict=True)), default=0
+    )
+
+
 def timeline_table(timeline: Timeline) -> Table:
-    """The parts of a recorded step in order, with when, how long and how high; of many parts the highest."""
-    spans = span_peaks(timeline)
-    highest = max(spans, key=lambda entry: entry.peak, default=None)
-    kept = {id(entry) for entry in heapq.nlargest(MOST_ROWS, spans, key=lambda entry: entry.peak)}
-    rows = [
+    """The parts of a recorded step in order, with when, how long and how high."""
+    peaks = [(span, highest(timeline, span)) for span in parts(timeline)]
+    top = max(peaks, key=lambda entry: entry[1], default=None)
+    rows = tuple(
         (
-            f"{entry.span.begin_ms:.1f}",
-            f"{entry.span.end_ms - entry.span.begin_ms:.1f}",
-            entry.span.phase,
-            entry.span.module,
-            format_bytes(entry.peak),
-            "← peak" if entry is highest else "",
+            f"{span.begin_ms:.1f}",
+            f"{span.end_ms - span.begin_ms:.1f}",
+            span.phase,
+            span.module,
+            format_bytes(peak),
+            "← peak" if (span, peak) == top else "",
         )
-        for entry in spans
-        if id(entry) in kept
-    ]
-    some = f"; the highest {MOST_ROWS} of {len(spans)} parts" if len(spans) > MOST_ROWS else ""
-    title = f"Step {timeline.step} of rank {timeline.rank}, {timeline.step_s * 1000:.0f} ms while it was recorded{some}"
+        for span, peak in peaks
+    )
+    title = f"Step {timeline.step} of rank {timeline.rank}, {timeline.step_s * 1000:.0f} ms while it was recorded"
     headings = ("from ms", "ms", "phase", "module", "highest live", "")
-    return Table(title, headings, tuple(rows), frozenset({"phase", "module", ""}))
+    return Table(title, headings, rows, frozenset({"phase", "module", ""}))
 
 
 def _title(rank: int, ledger: Ledger) -> str:

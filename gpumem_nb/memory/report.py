@@ -16,7 +16,6 @@ from .breakdown import (
     module_table,
     not_explained,
     ranks_by_category,
-    span_peaks,
     timeline_table,
 )
 from .devices import device_table, reasons
@@ -276,7 +275,7 @@ def _module_rows(rank: RankMemory) -> list[dict[str, Any]]:
 
 
 def _timeline_rows(line: Timeline) -> list[dict[str, Any]]:
-    spans = [entry.span for entry in span_peaks(line)]
+    spans = line.spans
     rows: list[dict[str, Any]] = []
     at = 0
     for i, moment in enumerate(line.time_ms):

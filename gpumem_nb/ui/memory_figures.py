@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -10,11 +11,11 @@ from IPython.display import display
 from plotly import graph_objects as go
 from plotly.io import renderers
 
-from ..memory.breakdown import WITHOUT_MODULE, by_module, place, share
+from ..memory.breakdown import WITHOUT_MODULE, by_module, joined, parts, place, share
 from ..memory.categories import CATEGORIES
 from ..memory.report import MemoryReport
 from ..memory.units import format_bytes
-from ..sample import Ledger, Timeline
+from ..sample import Ledger, Span, Timeline
 from .style import BLUE, LOOKS, TEXT, UNKNOWN, VERMILION, Look
 
 _MIB = 2**20
@@ -44,7 +45,7 @@ def timeline_figure(timeline: Timeline) -> go.Figure:
     """Live bytes of the categories over a step's milliseconds, its parts below, and the peak named."""
     ends = [*timeline.time_ms, max(span.end_ms for span in timeline.spans)] if timeline.spans else timeline.time_ms
     traces = [_area(name, ends, timeline.live[name]) for name in CATEGORIES if any(timeline.live.get(name, ()))]
-    traces += [_phases(timeline), _modules(timeline)]
+    traces += [_strip("phase", joined(timeline.spans, 0)), _strip("module", parts(timeline))]
     kind = " (virtual)" if timeline.ledger.virtual else ""
     title = (
         f"Step {timeline.step} of rank {timeline.rank}: live MiB{kind}, {timeline.step_s * 1000:.0f} ms while recorded"
@@ -135,36 +136,18 @@ def _area(name: str, ends: Any, live: tuple[int, ...]) -> Any:
     )
 
 
-def _phases(timeline: Timeline) -> Any:
-    """The parts of the step with the same phase as one bar."""
-    merged: list[list[Any]] = []
-    for span in timeline.spans:
-        if merged and merged[-1][2] == span.phase:
-            merged[-1][1] = span.end_ms
-        else:
-            merged.append([span.begin_ms, span.end_ms, span.phase])
-    return _strip("phase", [(begin, end, phase, phase) for begin, end, phase in merged])
-
-
-def _modules(timeline: Timeline) -> Any:
-    return _strip(
-        "module",
-        [(span.begin_ms, span.end_ms, span.module, f"{span.phase} {span.module}".strip()) for span in timeline.spans],
-    )
-
-
-def _strip(row: str, parts: list[tuple[float, float, str, str]]) -> Any:
-    """A row of boxes over time; each with its short name, as far as it fits, and its long one on hover."""
+def _strip(row: str, spans: Sequence[Span]) -> Any:
+    """A row of boxes over time; each with its name, as far as that fits."""
     return go.Bar(
         orientation="h",
-        y=[row] * len(parts),
-        base=[begin for begin, *_ in parts],
-        x=[end - begin for begin, end, *_ in parts],
-        text=[short for *_, short, _ in parts],
-        customdata=[long for *_, long in parts],
+        y=[row] * len(spans),
+        base=[span.begin_ms for span in spans],
+        x=[span.end_ms - span.begin_ms for span in spans],
+        text=[getattr(span, row) for span in spans],
+        customdata=[f"{span.phase} {span.module}".strip() for span in spans],
         textposition="inside",
         insidetextanchor="middle",
-        marker={"color": [_SHADES[i % 2] for i in range(len(parts))], "line": {"width": 0}},
+        marker={"color": [_SHADES[i % 2] for i in range(len(spans))], "line": {"width": 0}},
         width=0.9,
         insidetextfont={"color": "black"},
         xaxis="x",

@@ -20,10 +20,14 @@ while not pathlib.Path("go").exists():
     time.sleep(0.02)
 """
 
+REPORT_CELL = "%load_ext gpumem_nb\n%hvd_memory --by module --timeline"
+
 
 @pytest.fixture(scope="module")
 def panel(lab: Lab, chrome: Browser) -> Iterator[PanelPage]:
-    panel = open_panel(lab, chrome, "two.ipynb", "s = gm.start(2, device='cpu', memory_limit='512MiB')", BUSY_CELL)
+    panel = open_panel(
+        lab, chrome, "two.ipynb", "s = gm.start(2, device='cpu', memory_limit='512MiB')", BUSY_CELL, REPORT_CELL
+    )
     yield panel
     panel.notebook.evaluate("s.stop()")
     expect(panel.status).to_contain_text("Stopped. Start again with %hvd_start.")
@@ -164,6 +168,14 @@ def test_panel_lives_and_its_controls_work_while_a_cell_runs(panel: PanelPage, l
     assert panel.notebook.evaluate("s.settings.accumulation_steps") == 1
 
 
+def test_a_memory_report_has_figures_beside_its_tables(panel: PanelPage) -> None:
+    cell = panel.notebook.run(4)
+    expect(cell.locator(".js-plotly-plot")).to_have_count(2)
+    expect(cell.locator(".js-plotly-plot .gtitle").first).to_contain_text("Step")
+    expect(cell.locator(".js-plotly-plot .treemaplayer")).to_have_count(2)
+    expect(cell.locator(".jp-RenderedHTML")).to_contain_text("At the peak of rank")
+
+
 def test_controls_follow_changes_made_in_cells(panel: PanelPage) -> None:
     panel.notebook.evaluate("s.set(precision='fp32', clip_norm=0.5) and None")
     expect(panel.control("precision")).to_have_value("fp32")
@@ -189,6 +201,7 @@ def test_a_reloaded_page_shows_the_same_and_goes_on(panel: PanelPage) -> None:
     panel.wait_until_shown()
     assert panel.steps() == steps
     assert panel.traces("x2") == peaks
+    expect(panel.page.locator(".jp-CodeCell").nth(4).locator(".js-plotly-plot")).to_have_count(2)
     assert panel.control("checkpointing").input_value() == chosen
     panel.press("Play")
     panel.wait_for_steps(2)

@@ -7,9 +7,9 @@ import pytest
 
 from gpumem_nb.errors import InvalidInput
 from gpumem_nb.memory import categories as c
-from gpumem_nb.memory.breakdown import span_peaks
+from gpumem_nb.memory.breakdown import MOST_PARTS, highest, parts
 from gpumem_nb.memory.report import MemoryReport, RankMemory
-from gpumem_nb.sample import DeviceUse, RankInfo, Reading
+from gpumem_nb.sample import DeviceUse, RankInfo, Reading, Span
 from tests.ledgers import MIB, info, ledger, reading, timeline
 
 
@@ -136,7 +136,7 @@ def test_modules_and_what_belongs_to_none_make_up_the_whole_peak() -> None:
 
 def test_a_recorded_step_is_told_part_by_part_with_the_highest_live_bytes_of_each() -> None:
     line = timeline()
-    assert [entry.peak for entry in span_peaks(line)] == pytest.approx(
+    assert [highest(line, span) for span in parts(line)] == pytest.approx(
         [24 * MIB, 40 * MIB, 40 * MIB, 20 * MIB, 4 * MIB], abs=16
     )
     report = MemoryReport((known(),), timelines=(line,))
@@ -149,6 +149,20 @@ def test_a_recorded_step_is_told_part_by_part_with_the_highest_live_bytes_of_eac
     assert list(frame[frame["category"] == c.ACTIVATIONS]["phase"]) == [
         *("forward", "forward", "forward", "backward", "update")
     ]
+
+
+def test_the_parts_of_a_deep_step_are_joined_until_they_are_few() -> None:
+    spans = []
+    for block in range(30):
+        for moment, name in enumerate(("", ".norm", "", ".mlp", "")):
+            begin = block * 10 + moment * 2
+            spans.append(Span(begin, begin + 2 - (name == ""), "forward", f"blocks.{block}{name}"))
+        spans.append(Span(block * 10 + 9, block * 10 + 9.5, "forward", ""))
+    line = dataclasses.replace(timeline(), step_s=0.3, spans=tuple(spans))
+    joined = parts(line)
+    assert [span.module for span in joined] == [f"blocks.{block}" for block in range(30)]
+    assert len(joined) <= MOST_PARTS
+    assert str(MemoryReport((known(),), timelines=(line,))).count("forward  blocks.") == 30
 
 
 def test_nvml_is_shown_beside_what_it_leaves_unexplained_and_gaps_have_their_reason() -> None:
