@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..sample import Ledger, Span, Timeline
 from .categories import CATEGORIES, MEANING
@@ -13,6 +13,7 @@ from .units import format_bytes
 
 UNEXPLAINED = "not explained"
 WITHOUT_MODULE = "(no module)"
+_NAMES = {"": "(the model itself)", "…": "(smaller ones)"}  # of modules in a ledger
 MOST_ROWS = 20
 MOST_RANKS = 8
 MOST_PARTS = 40  # of a recorded step
@@ -73,26 +74,47 @@ def ranks_by_category(worst_first: Mapping[int, Ledger]) -> Table:
 
 
 def by_module(ledger: Ledger) -> list[tuple[str, str, int]]:
-    """The whole peak as ``(module, category, bytes)``, largest first; what belongs to no module under its own name."""
+    """The whole peak as ``(module, category, bytes)``, largest first; what belongs to no module under that name."""
     rest = defaultdict(int, {name: ledger.at_peak.get(name, 0) for name in ledger.at_peak})
     for _, category, size in ledger.modules:
         rest[category] -= size
     if missing := not_explained(ledger):
         rest[UNEXPLAINED] = missing
     without = [(WITHOUT_MODULE, category, size) for category, size in rest.items() if size]
-    return sorted([*ledger.modules, *without], key=lambda entry: -entry[2])
+    named = [(_NAMES.get(module, module), category, size) for module, category, size in ledger.modules]
+    return sorted([*named, *without], key=lambda entry: -entry[2])
+
+
+def by_outer_module(ledger: Ledger) -> dict[str, dict[str, int]]:
+    """Bytes by module and category; inner modules count with those that they lie in, as far as there are too many."""
+    entries = by_module(ledger)
+    depth = max((module.count(".") + 1 for module, _, _ in entries), default=1)
+    while len(found := _by_path(entries, depth)) > MOST_ROWS and depth > 1:
+        depth -= 1
+    return found
 
 
 def module_table(rank: int, ledger: Ledger) -> Table:
-    """Module, category, bytes and share, largest first; the small ones in one row."""
-    entries = by_module(ledger)
-    shown, small = entries[:MOST_ROWS], entries[MOST_ROWS:]
-    rows = [(module, category, format_bytes(size), share(size, ledger.peak)) for module, category, size in shown]
-    if small:
-        size = sum(entry[2] for entry in small)
-        rows.append((f"{len(small)} smaller", "", format_bytes(size), share(size, ledger.peak)))
-    headings = ("module", "category", "at the peak", "share")
-    return Table(_title(rank, ledger), headings, tuple(rows), frozenset(headings[:2]))
+    """Module, bytes, share and what they are, largest first."""
+    rows = [
+        (module, format_bytes(sum(sizes.values())), share(sum(sizes.values()), ledger.peak), _in_words(sizes))
+        for module, sizes in sorted(by_outer_module(ledger).items(), key=lambda entry: -sum(entry[1].values()))
+    ]
+    headings = ("module", "at the peak", "share", "what it is")
+    return Table(_title(rank, ledger), headings, tuple(rows), frozenset({"module", "what it is"}))
+
+
+def _by_path(entries: Iterable[tuple[str, str, int]], depth: int) -> dict[str, dict[str, int]]:
+    """Bytes by module, of whose path so many names count, and category."""
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for module, category, size in entries:
+        found[".".join(module.split(".")[:depth])][category] += size
+    return found
+
+
+def _in_words(sizes: Mapping[str, int]) -> str:
+    largest = sorted(sizes.items(), key=lambda entry: -entry[1])
+    return ", ".join(f"{category} {format_bytes(size)}" for category, size in largest)
 
 
 def parts(timeline: Timeline) -> list[Span]:
@@ -113,12 +135,14 @@ def joined(spans: Sequence[Span], depth: int, shortest_ms: float = 0.0) -> list[
     for span in spans:
         module = ".".join(span.module.split(".")[:depth])
         last = found[-1] if found else None
-        # Between two of its children a module runs for a moment itself.
-        moment = span.end_ms - span.begin_ms < shortest_ms and last is not None and last.module.startswith(module)
-        if last and last.phase == span.phase and (last.module == module or moment):
-            found[-1] = Span(last.begin_ms, span.end_ms, last.phase, last.module)
-        else:
-            found.append(Span(span.begin_ms, span.end_ms, span.phase, module))
+        # Before, between and after its children a module runs for a moment itself.
+        if last and last.phase == span.phase:
+            after = span.end_ms - span.begin_ms < shortest_ms and last.module.startswith(module)
+            before = last.end_ms - last.begin_ms < shortest_ms and module.startswith(last.module)
+            if last.module == module or after or before:
+                found[-1] = Span(last.begin_ms, span.end_ms, last.phase, last.module if after else module)
+                continue
+        found.append(Span(span.begin_ms, span.end_ms, span.phase, module))
     return found
 
 

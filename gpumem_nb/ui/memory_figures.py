@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -11,7 +11,7 @@ from IPython.display import display
 from plotly import graph_objects as go
 from plotly.io import renderers
 
-from ..memory.breakdown import WITHOUT_MODULE, by_module, joined, parts, place, share
+from ..memory.breakdown import by_outer_module, joined, parts, place, share
 from ..memory.categories import CATEGORIES
 from ..memory.report import MemoryReport
 from ..memory.units import format_bytes
@@ -23,7 +23,7 @@ _NAMED_AT_PEAK = 3  # categories, in the label of the peak
 _SHADES = ("#b4b4b4", "#d4d4d4")  # parts of a step, in turns; black on them can be read
 _GRID = "rgba(136,136,136,0.3)"
 _BRANCH = Look("#555555")  # modules of the treemap; white on it can be read
-_ROOT, _NOBODY = "peak", WITHOUT_MODULE
+_ROOT = "peak"
 
 
 def show_figures(report: MemoryReport) -> None:
@@ -166,7 +166,7 @@ def _peak(timeline: Timeline) -> list[dict[str, Any]]:
     at = timeline.time_ms[totals.index(top)]
     largest = sorted(ledger.at_peak.items(), key=lambda entry: -entry[1])[:_NAMED_AT_PEAK]
     alive = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
-    right = at > timeline.time_ms[-1] / 2
+    right = at > 0.6 * max(span.end_ms for span in timeline.spans)
     return [
         {
             "x": at,
@@ -184,12 +184,17 @@ def _peak(timeline: Timeline) -> list[dict[str, Any]]:
     ]
 
 
+def _leaves(ledger: Ledger) -> Iterator[tuple[str, str, int]]:
+    for module, of_module in by_outer_module(ledger).items():
+        yield from ((module, category, size) for category, size in of_module.items() if size > 0)
+
+
 def _tree(ledger: Ledger) -> dict[str, dict[str, Any]]:
     """Nodes by id; a node's bytes are the sum of its children's."""
     sizes: dict[tuple[str, ...], int] = defaultdict(int)
     leaves: dict[tuple[str, ...], str] = {}
-    for module, category, size in (entry for entry in by_module(ledger) if entry[2] > 0):
-        path = (_ROOT, *([module] if module == _NOBODY else module.split(".")), category)
+    for module, category, size in _leaves(ledger):
+        path = (_ROOT, *module.split("."), category)
         leaves[path] = category
         for depth in range(1, len(path) + 1):
             sizes[path[:depth]] += size

@@ -126,11 +126,16 @@ def test_categories_of_all_ranks_stand_side_by_side_and_of_many_the_worst_median
 def test_modules_and_what_belongs_to_none_make_up_the_whole_peak() -> None:
     report = MemoryReport((known(),), by="module")
     text = str(report)
-    assert "blocks.3         activations          10.0 MiB  25.0 %" in text
-    assert "(no module)      optimizer state       8.0 MiB  20.0 %" in text
+    assert "blocks.3            10.0 MiB  25.0 %  activations 10.0 MiB" in text
+    assert "(no module)         16.0 MiB  40.0 %  optimizer state 8.0 MiB, gradients 2.0 MiB" in text
     frame = report.frame(by="module")
     assert frame["peak_bytes"].sum() == 40 * MIB
     assert frame["share"].sum() == pytest.approx(1)
+    leaves = tuple((f"blocks.{block}.{name}", c.ACTIVATIONS, MIB) for block in range(10) for name in ("up", "down"))
+    deep = dataclasses.replace(ledger(activations=20), modules=leaves)
+    text = str(dataclasses.replace(report, ranks=(RankMemory(info(), reading(), deep),)))
+    assert "blocks.9         2.0 MiB   5.0 %  activations 2.0 MiB" in text
+    assert "up" not in text.partition("At the peak")[2], "the modules of a block count with it"
     assert "&lt;conv&gt;" in report._repr_html_()
 
 
