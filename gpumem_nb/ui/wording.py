@@ -20,6 +20,7 @@ from .series import GOOD
 
 PATIENCE_S = 2.0  # an answer that takes longer is worth a word
 _MOST_HINTS = 2
+_WORTH_A_WORD = 0.1  # of the peak
 _LATEST_STEPS = 10  # what "now" means for speed and step time
 
 
@@ -122,13 +123,21 @@ def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
         of = f", {peak.share * 100:.0f} % of its limit" if peak.limit else ""
         return f"Rank {peak.rank} peaks at {format_bytes(peak.bytes)}{of}. {outlier}Its categories are not known yet."
     ledger = peak.ledger
-    category, size = max(ledger.at_peak.items(), key=lambda entry: entry[1])
+    parts = sorted(ledger.at_peak.items(), key=lambda entry: -entry[1])
+    category, size = parts[0]
     whose = f"rank {peak.rank}'s" if len(found) > 1 else "the"
     fill = "fill" if category.endswith("s") else "fills"
+    helps = _what_helps(category, ledger.phase, history, blocks)
+    if not helps:
+        helps = FIXED.get(category, "")
+        for other, part in parts[1:]:
+            hint = _what_helps(other, ledger.phase, history, blocks) if part >= _WORTH_A_WORD * ledger.peak else ""
+            if hint:
+                helps += f" {_sentence(other)[:-1]}: {100 * part / ledger.peak:.0f} %; {hint}"
+                break
     return escape(
-        f"{category[:1].upper()}{category[1:]} {fill} {100 * size / max(1, ledger.peak):.0f} % of {whose} peak "
-        f"({format_bytes(size)} of {format_bytes(ledger.peak)}), in {place(ledger)}. {outlier}"
-        f"{_what_helps(category, ledger.phase, history, blocks)}",
+        f"{_sentence(category)[:-1]} {fill} {100 * size / max(1, ledger.peak):.0f} % of {whose} peak "
+        f"({format_bytes(size)} of {format_bytes(ledger.peak)}), in {place(ledger)}. {outlier}{helps}",
         quote=False,
     )
 
@@ -155,7 +164,7 @@ def _what_helps(category: str, phase: str, history: History, blocks: int) -> str
     sentences = [f"{'; '.join(measured[:_MOST_HINTS])}."] if measured else []
     if maybe and len(measured) < _MOST_HINTS:
         sentences.append(f"{' or '.join(maybe[: _MOST_HINTS - len(measured)])} may free some of it.")
-    return " ".join(sentences) or FIXED.get(category, "")
+    return " ".join(sentences)
 
 
 def rescue(rescue: Rescue | None) -> str:

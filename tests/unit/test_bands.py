@@ -184,6 +184,15 @@ def test_only_knobs_that_are_not_used_yet_are_named(
     assert f"precision={settings.precision}" not in text
 
 
+def test_where_no_knob_helps_the_biggest_category_the_next_one_gets_a_hint() -> None:
+    text = says(history(Settings()), communication=30)
+    assert "Communication fills 43 % of the peak" in text
+    assert (
+        "No knob changes what Horovod keeps for exchanging gradients. Activations: 29 %; checkpointing=blocks" in text
+    )
+    assert "Optimizer state: " not in says(history(Settings(optimizer="sgd", batch_size=1)), communication=900)
+
+
 def test_what_was_tried_is_told_as_measured_and_left_out_where_it_did_not_help() -> None:
     tried = history(Settings(checkpointing="blocks"), Settings(precision="bf16"), Settings(), peak_mib=(25, 41, 40))
     text = says(tried)
