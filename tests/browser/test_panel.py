@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import nbformat
 import pytest
 from playwright.sync_api import Browser, expect
 
@@ -168,12 +169,16 @@ def test_panel_lives_and_its_controls_work_while_a_cell_runs(panel: PanelPage, l
     assert panel.notebook.evaluate("s.settings.accumulation_steps") == 1
 
 
-def test_a_memory_report_has_figures_beside_its_tables(panel: PanelPage) -> None:
+def test_a_memory_report_has_figures_beside_its_tables_and_saves_them(panel: PanelPage, lab: Lab) -> None:
     cell = panel.notebook.run(4)
     expect(cell.locator(".js-plotly-plot")).to_have_count(2)
     expect(cell.locator(".js-plotly-plot .gtitle").first).to_contain_text("Step")
     expect(cell.locator(".js-plotly-plot .treemaplayer")).to_have_count(2)
     expect(cell.locator(".jp-RenderedHTML")).to_contain_text("At the peak of rank")
+    panel.page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+    saved = [output["data"] for output in nbformat.read(lab.root / "two.ipynb", 4).cells[4].outputs]
+    assert ["application/vnd.plotly.v1+json" in data for data in saved] == [True, True, False]
+    assert "<table" in saved[2]["text/html"]
 
 
 def test_controls_follow_changes_made_in_cells(panel: PanelPage) -> None:
@@ -201,7 +206,6 @@ def test_a_reloaded_page_shows_the_same_and_goes_on(panel: PanelPage) -> None:
     panel.wait_until_shown()
     assert panel.steps() == steps
     assert panel.traces("x2") == peaks
-    expect(panel.page.locator(".jp-CodeCell").nth(4).locator(".js-plotly-plot")).to_have_count(2)
     assert panel.control("checkpointing").input_value() == chosen
     panel.press("Play")
     panel.wait_for_steps(2)
