@@ -14,7 +14,7 @@ _FLAGS = {
     "hvd_status": ["--json"],
     "hvd_pull": ["--ranks"],
     "hvd_panel": ["--dock"],
-    "hvd_memory": ["--by", "--timeline"],
+    "hvd_memory": ["--by", "--timeline", "--snapshot"],
 }
 _VALUES = {"--device": ["auto", "cuda", "cpu"], "--launcher": ["mpi"], "--by": ["category", "module"]}
 

@@ -573,8 +573,9 @@ class Session:
         check_view(by)
         timelines = tuple(self.timeline()) if timeline else ()
         ledgers = [line.ledger for line in timelines] or self._ledgers()
-        entries = zip(self.ranks, self._call("reading"), ledgers, strict=True)
-        return MemoryReport(tuple(RankMemory(*entry) for entry in entries), by, timelines)
+        entries = zip(self.ranks, self._call("look"), ledgers, strict=True)
+        ranks = tuple(RankMemory(info, reading, ledger, use) for info, (reading, use), ledger in entries)
+        return MemoryReport(ranks, by, timelines)
 
     def _ledgers(self) -> list[Ledger | None]:
         """Of each rank the latest one of what is loaded."""

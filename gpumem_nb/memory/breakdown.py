@@ -117,14 +117,14 @@ def _in_words(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{category} {format_bytes(size)}" for category, size in largest)
 
 
-def parts(timeline: Timeline) -> list[Span]:
+def parts(timeline: Timeline, most: int = MOST_PARTS) -> list[Span]:
     """The step in few parts: spans of one phase in modules that begin alike are joined, no further than needed."""
     deepest = max((span.module.count(".") + 1 for span in timeline.spans), default=0)
     shortest_ms = timeline.step_s * 1000 * _TOO_SHORT
     found: list[Span] = []
     for depth in range(deepest, -1, -1):
         found = joined(timeline.spans, depth, shortest_ms)
-        if len(found) <= MOST_PARTS:
+        if len(found) <= most:
             break
     return found
 

@@ -23,6 +23,7 @@ _NAMED_AT_PEAK = 3  # categories, in the label of the peak
 _SHADES = ("#b4b4b4", "#d4d4d4")  # parts of a step, in turns; black on them can be read
 _GRID = "rgba(136,136,136,0.3)"
 _BRANCH = Look("#555555")  # modules of the treemap; white on it can be read
+_MOST_BOXES = 200  # of modules over time; with checkpointing each block has three
 _ROOT = "peak"
 
 
@@ -45,7 +46,7 @@ def timeline_figure(timeline: Timeline) -> go.Figure:
     """Live bytes of the categories over a step's milliseconds, its parts below, and the peak named."""
     ends = [*timeline.time_ms, max(span.end_ms for span in timeline.spans)] if timeline.spans else timeline.time_ms
     traces = [_area(name, ends, timeline.live[name]) for name in CATEGORIES if any(timeline.live.get(name, ()))]
-    traces += [_strip("phase", joined(timeline.spans, 0)), _strip("module", parts(timeline))]
+    traces += [_strip("phase", joined(timeline.spans, 0)), _strip("module", parts(timeline, _MOST_BOXES))]
     kind = " (virtual)" if timeline.ledger.virtual else ""
     title = (
         f"Step {timeline.step} of rank {timeline.rank}: live MiB{kind}, {timeline.step_s * 1000:.0f} ms while recorded"
