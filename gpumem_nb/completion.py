@@ -14,8 +14,9 @@ _FLAGS = {
     "hvd_status": ["--json"],
     "hvd_pull": ["--ranks"],
     "hvd_panel": ["--dock"],
+    "hvd_memory": ["--by", "--timeline", "--snapshot"],
 }
-_VALUES = {"--device": ["auto", "cuda", "cpu"], "--launcher": ["mpi"]}
+_VALUES = {"--device": ["auto", "cuda", "cpu"], "--launcher": ["mpi"], "--by": ["category", "module"]}
 
 
 def complete_hvd(_: Any, event: Any) -> list[str]:

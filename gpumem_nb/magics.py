@@ -210,15 +210,22 @@ class HvdMagics(Magics):
             display(panel)
 
     @magic_arguments()
+    @argument("--by", help="what the peak is made of: category, for all ranks, or module, as a treemap too")
+    @argument("--timeline", action="store_true", help="record one step, allocation by allocation; it is undone")
     @argument("--snapshot", metavar="PATH", help="write torch's own snapshot of one step on rank 0's GPU to a file")
     @line_magic
     @_says_usage
     def hvd_memory(self, line: str) -> Any:
-        """Show live, reserved and device bytes of every rank, and its limit."""
+        """Show live, reserved and device bytes of every rank, its limit, and what the peak is made of."""
         args = parse_argstring(self.hvd_memory, line)
-        if args.snapshot is None:
-            return current().memory()
-        return print(f"Written: {current().memory_snapshot(_unquoted(args.snapshot))} (for pytorch.org/memory_viz)")
+        if args.snapshot is not None:
+            return print(f"Written: {current().memory_snapshot(_unquoted(args.snapshot))} (for pytorch.org/memory_viz)")
+        report = current().memory(by=args.by, timeline=args.timeline)
+        if args.by or args.timeline:
+            from .ui.memory_figures import show_figures  # plotly takes long to import
+
+            show_figures(report)
+        return report
 
     @magic_arguments()
     @line_magic

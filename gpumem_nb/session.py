@@ -35,11 +35,11 @@ from .errors import (
 from .history import History, Run, Runs
 from .idle import IdleWatch
 from .interruption import Presses, finish_anyway
-from .memory.report import MemoryReport, RankMemory
+from .memory.report import MemoryReport, RankMemory, check_view
 from .memory.units import parse_size
 from .policy import RULES, Policy
 from .ranklist import name_ranks, parse_ranks
-from .sample import RankConfig, RankInfo, Timeline, WorkloadInfo
+from .sample import Ledger, RankConfig, RankInfo, Timeline, WorkloadInfo
 from .settings import KNOBS, Settings
 from .snapshot_plan import SnapshotPlan
 from .status import StateFile, Status
@@ -562,10 +562,27 @@ class Session:
         """The ranks that have not answered yet what training asked of them."""
         return [] if self._ended else self._training.waiting_for()
 
-    def memory(self) -> MemoryReport:
-        """Live, reserved and device bytes of every rank, and its limit."""
-        readings = self._call("reading")
-        return MemoryReport(tuple(RankMemory(i, r) for i, r in zip(self.ranks, readings, strict=True)))
+    def memory(self, by: str | None = None, timeline: bool = False) -> MemoryReport:
+        """Live, reserved and device bytes of every rank, its limit, and what the latest known peak is made of.
+
+        Args:
+            by: what the report shows of the peak: ``None`` for the worst rank's categories, ``category`` for those of
+                all ranks, ``module`` for the worst rank's modules.
+            timeline: record one step, as :meth:`timeline` does.
+        """
+        check_view(by)
+        timelines = tuple(self.timeline()) if timeline else ()
+        ledgers = [line.ledger for line in timelines] or self._ledgers()
+        entries = zip(self.ranks, self._call("look"), ledgers, strict=True)
+        ranks = tuple(RankMemory(info, reading, ledger, use) for info, (reading, use), ledger in entries)
+        return MemoryReport(ranks, by, timelines)
+
+    def _ledgers(self) -> list[Ledger | None]:
+        """Of each rank the latest one of what is loaded."""
+        return [
+            next((s.ledger for s in reversed(samples) if s.ledger and s.settings_id >= self.history.loaded_as), None)
+            for samples in self.history.samples()
+        ]
 
     def timeline(self) -> list[Timeline]:
         """Record one step of every rank, allocation by allocation; the step is undone."""

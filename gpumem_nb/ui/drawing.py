@@ -14,13 +14,16 @@ _LABEL_LEVELS = 4  # labels that would cover each other go below each other
 _LETTER_WIDTH = 0.0125  # of a letter in a label, in widths of the chart; about 7 of 560 pixels
 
 
-def titles(unit: str, virtual: str) -> list[dict[str, Any]]:
+def titles(unit: str, virtual: str, worst: int, lines: Sequence[str]) -> list[dict[str, Any]]:
     """One above each chart; ``virtual`` says so where memory is accounted and not a GPU's."""
+    all_ranks = (
+        "" if len(lines) == 1 else "; lines: all ranks" if lines[0] == "rank 0" else "; lines: highest to lowest"
+    )
     left, middle, right = COLUMNS
-    over_upper, over_lower = UPPER[1] + 0.055, LOWER[1] + 0.01
+    over_upper, over_lower = UPPER[1] + 0.045, LOWER[1] + 0.01
     places = (
-        (f"VRAM now, {unit}{virtual}", left[0], over_upper),
-        (f"VRAM, live peak of each step, {unit}{virtual}", middle[0], over_upper),
+        (f"VRAM peak, {unit}{virtual}", left[0], over_upper),
+        (f"Peak of each step, {unit}: rank {worst}{all_ranks}", middle[0], over_upper),
         ("Samples/s of each rank", left[0], over_lower),
         ("Loss, mean of ranks", middle[0], over_lower),
         ("Step time, ms", right[0], over_lower),
@@ -64,7 +67,7 @@ def mark_labels(marks: Sequence[Mark], first: float, last: float) -> list[dict[s
         level = next((level for level, end in enumerate(taken_to) if end <= begin), taken_to.index(min(taken_to)))
         taken_to[level] = begin + width
         anchor = "right" if leftward else "left"
-        labels.append({"text": mark.text, "x": mark.step, "y": 1 - 0.08 * level, "xanchor": anchor, **place, **look})
+        labels.append({"text": mark.text, "x": mark.step, "y": 1 - 0.06 * level, "xanchor": anchor, **place, **look})
     return labels
 
 

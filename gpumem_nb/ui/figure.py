@@ -7,11 +7,11 @@ from typing import Any
 
 from plotly import graph_objects as go
 
-from .style import BLUE, DASHES, GREY, RANK_COLOURS, SKY, VERMILION
+from .style import DASHES, GREY, LOOKS, RANK_COLOURS, UNKNOWN, VERMILION
 
-HEIGHT_PX = 620
+HEIGHT_PX = 740
 COLUMNS = ((0.0, 0.29), (0.36, 0.65), (0.72, 1.0))  # where they begin and end, of the figure's width
-UPPER, LOWER = (0.55, 0.9), (0.04, 0.4)
+UPPER, LOWER = (0.43, 0.91), (0.04, 0.31)
 OVER_TIME = ("2", "3", "4", "5")  # the axes whose x is the optimizer step
 
 
@@ -34,20 +34,84 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
         return state
 
 
-def make_figure(names: Sequence[str]) -> LiveFigure:
-    """Four traces for the bars, then peak and throughput of each rank, the loss, and the step time of each rank."""
-    traces = [*_bars(), *_lines(names, "2", ".1f"), *_lines(names, "3", ".0f"), _loss(), *_lines(names, "5", ".1f")]
-    return LiveFigure(data=traces, layout=_layout())
+def make_figure(names: Sequence[str], real: bool) -> LiveFigure:
+    """Stacks and what belongs beside them, bands with the lines of peaks, then throughput, loss and step time.
+
+    ``names`` are those of the lines; only of ``real`` GPUs more is in use than their allocator has reserved.
+    """
+    lines = [*_peak_lines(names), *_lines(names, "3", ".0f"), _loss(), *_lines(names, "5", ".1f")]
+    return LiveFigure(data=[*_stacks(), *_truths(real), *_bands(), *lines], layout=_layout())
 
 
-def _bars() -> list[Any]:
-    place = {"xaxis": "x", "yaxis": "y", "legend": "legend2", "hovertemplate": "%{y:.1f}"}
-    limit = {"symbol": "line-ew", "size": 36, "line": {"width": 4, "color": VERMILION}}
+def _stacks() -> list[Any]:
+    """For each category what it takes of the ranks' peaks, and one for peaks that were not looked into."""
+    looks = LOOKS | {"categories not known yet": UNKNOWN}
     return [
-        go.Bar(name="reserved", width=0.8, marker={"color": "rgba(136,136,136,0.4)"}, **place),
-        go.Bar(name="live peak", width=0.56, marker={"color": SKY}, **place),
-        go.Bar(name="live", width=0.3, marker={"color": BLUE}, **place),
+        go.Bar(
+            name=name,
+            width=0.5,
+            marker={
+                "color": look.colour,
+                "line": {"width": 0},
+                **({"pattern": look.filling} if look.pattern else {}),
+            },
+            xaxis="x",
+            yaxis="y",
+            showlegend=False,
+            hovertemplate="%{y:.1f}",
+        )
+        for name, look in looks.items()
+    ]
+
+
+def _truths(real: bool) -> list[Any]:
+    """What else is known of each rank's memory: around the stack and across it."""
+    place = {"xaxis": "x", "yaxis": "y", "legend": "legend2", "hovertemplate": "%{y:.1f}"}
+    across = {"symbol": "line-ew", "size": 36}
+    spot = {"symbol": "circle", "size": 11, "color": "white", "line": {"width": 2, "color": "black"}}
+    limit, device = across | {"line": {"width": 4, "color": VERMILION}}, across | {"line": {"width": 4, "color": GREY}}
+    outline = {"color": "rgba(0,0,0,0)", "line": {"width": 2, "color": GREY}}
+    return [
+        go.Bar(name="reserved", width=0.7, marker=outline, **place | {"yaxis": "y6"}),
+        go.Scatter(name="live now", mode="markers", marker=spot, **place),
+        go.Scatter(name="device", mode="markers", marker=device, visible=real, **place),
         go.Scatter(name="limit", mode="markers", marker=limit, **place),
+    ]
+
+
+def _bands() -> list[Any]:
+    """The worst rank's categories over steps; what a step was made of holds until the next one was looked into."""
+    return [
+        go.Scatter(
+            name=name,
+            stackgroup="peak",
+            mode="lines",
+            line={"shape": "hv", "width": 0, "color": look.colour},
+            fillcolor=look.colour,
+            fillpattern=look.filling if look.pattern else None,
+            xaxis="x2",
+            yaxis="y2",
+            showlegend=False,
+            hovertemplate="step %{x}: %{y:.1f}",
+        )
+        for name, look in LOOKS.items()
+    ]
+
+
+def _peak_lines(names: Sequence[str]) -> list[Any]:
+    """Thin and told apart by their dashes only: the colours here are those of the categories."""
+    return [
+        go.Scatter(
+            name=name,
+            legendgroup=name,
+            showlegend=False,
+            mode="lines",
+            line={"color": GREY, "dash": DASHES[rank % len(DASHES)], "width": 1.5, "shape": "hv"},
+            xaxis="x2",
+            yaxis="y2",
+            hovertemplate="step %{x}: %{y:.1f}",
+        )
+        for rank, name in enumerate(names)
     ]
 
 
@@ -57,7 +121,7 @@ def _lines(names: Sequence[str], axes: str, decimals: str) -> list[Any]:
         go.Scatter(
             name=name,
             legendgroup=name,
-            showlegend=axes == "2",
+            showlegend=axes == "3",
             mode="lines",
             line={
                 "color": RANK_COLOURS[rank % colours],
@@ -95,6 +159,8 @@ def _layout() -> dict[str, Any]:
         )
         layout[f"xaxis{axes}"] = {"domain": across, "anchor": f"y{axes}", "showgrid": False, **step}
         layout[f"yaxis{axes}"] = {"domain": up, "anchor": f"x{axes}", "rangemode": "tozero", "gridcolor": GREY}
+    # A bar of its own axis is drawn around the stack instead of on top of it.
+    layout["yaxis6"] = {"overlaying": "y", "anchor": "x", "matches": "y", "visible": False}
     legend = {"orientation": "h", "yanchor": "bottom", "y": UPPER[1], "bgcolor": "rgba(0,0,0,0)"}
     return layout | {
         "height": HEIGHT_PX,
@@ -103,8 +169,8 @@ def _layout() -> dict[str, Any]:
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"size": 14},
-        "barmode": "overlay",
+        "barmode": "stack",
         "dragmode": False,
-        "legend": legend | {"x": right[1], "xanchor": "right"},
+        "legend": legend | {"x": 0.5, "xanchor": "center", "y": -0.05, "yanchor": "top"},
         "legend2": legend | {"x": left[0] - 0.02, "xanchor": "left"},
     }

@@ -11,8 +11,9 @@ import ipywidgets
 
 from ..sample import Sample
 from ..session import Session
-from . import threads, wording
+from . import legend, threads, wording
 from .actions import Actions
+from .bands import bands, peaks, worst_first
 from .charts import Charts
 from .controls import Controls
 from .region import Region
@@ -91,11 +92,15 @@ class Panel:
         self._alert = _region("gpumem-alert", "alert", "")
         self._effect = _region("gpumem-effect", "status", "before and after the latest change")
         self._tiles = _region("gpumem-numbers", "group", "numbers now")
+        self._filling = _region("gpumem-filling", "group", "what fills the memory")
+        self._truths = _region("gpumem-truths", "group", "what the numbers of memory mean")
+        self._truths.html = wording.truths(self._session.ranks)
         css = ipywidgets.HTML(CSS)
         css.add_class("gpumem-css")
         regions = [self._status, self._alert]
-        parts = [css, *regions, self._controls.buttons, self._controls.knobs, self._effect, self._tiles]
-        view = ipywidgets.VBox([*parts, self._charts.figure])
+        numbers = [self._effect, self._tiles, self._filling]
+        parts = [css, *regions, self._controls.buttons, self._controls.knobs, *numbers]
+        view = ipywidgets.VBox([*parts, self._charts.figure, self._truths])
         view.add_class("gpumem-panel")
         return view
 
@@ -142,7 +147,13 @@ class Panel:
         self._effect.html = wording.effect(history.effect())
         self._tiles.html = wording.tiles(session, samples, history.readings)
         settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
-        self._charts.update(history.readings, series(samples), marks(samples, settings.get))
+        found = peaks(samples, history.readings)
+        worst = next(iter(worst_first(found)), None)
+        blocks = session.workload.blocks if session.workload else 0
+        words = wording.filling(found, history, blocks)
+        self._filling.html = f"<p>{words}</p>{legend.key(worst)}{legend.strip(found)}" if words else ""
+        of_worst = bands(samples[worst.rank] if worst else [])
+        self._charts.update(history.readings, found, of_worst, series(samples), marks(samples, settings.get))
 
     def _samples(self) -> list[list[Sample]]:
         history = self._session.history

@@ -15,7 +15,7 @@ from ..settings import Settings
 Array = NDArray[np.float64]
 GOOD = ("", "flip")
 MOST_POINTS = 300
-MOST_POINTS_TOGETHER = 2400  # of all ranks in one chart, so that many ranks cost no more than eight
+MOST_LINES = 8  # more ranks are drawn as the highest, the median and the lowest of them at each point
 MOST_MARKS = 8
 _SHORT = {
     "precision": "",
@@ -31,7 +31,7 @@ _SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One point for each bucket of steps; peak (bytes), speed (samples/s) and seconds with one row per rank."""
+    """One point for each bucket of steps; peak (bytes), speed (samples/s) and seconds with one row per line."""
 
     step: Array
     peak: Array
@@ -45,16 +45,15 @@ def series(by_rank: Sequence[Sequence[Sample]]) -> Series:
     good = [[sample for sample in samples if sample.event in GOOD] for samples in by_rank]
     length = min(map(len, good), default=0)
     if not length:
-        none = np.empty((len(good), 0))
-        return Series(np.empty(0), none, none, none, none.mean(axis=0) if len(good) else np.empty(0))
+        none = np.empty((len(lines(len(good))), 0))
+        return Series(np.empty(0), none, none, none, np.empty(0))
     rows = [samples[-length:] for samples in good]
 
     def table(value: Callable[[Sample], Any]) -> Array:
         return np.array([[value(sample) for sample in samples] for samples in rows], dtype=np.float64)
 
     step = table(lambda sample: sample.step)[0]
-    points = min(MOST_POINTS, max(40, MOST_POINTS_TOGETHER // len(rows)))
-    width = -(-(int(step[-1] - step[0]) + 1) // points)
+    width = -(-(int(step[-1] - step[0]) + 1) // MOST_POINTS)
     starts = np.flatnonzero(np.diff(step // width, prepend=-1))
     counts = np.diff(starts, append=length)
 
@@ -64,11 +63,20 @@ def series(by_rank: Sequence[Sequence[Sample]]) -> Series:
     losses = table(lambda sample: np.nan if sample.loss is None else sample.loss)
     return Series(
         step=step[starts + counts - 1],
-        peak=np.maximum.reduceat(table(lambda sample: sample.live_peak_bytes), starts, axis=-1),
-        speed=mean(table(lambda sample: sample.samples_per_s)),
-        seconds=mean(table(lambda sample: sample.step_s)),
+        peak=_few(np.maximum.reduceat(table(lambda sample: sample.live_peak_bytes), starts, axis=-1)),
+        speed=_few(mean(table(lambda sample: sample.samples_per_s))),
+        seconds=_few(mean(table(lambda sample: sample.step_s))),
         loss=mean(losses.mean(axis=0)),
     )
+
+
+def lines(ranks: int) -> list[str]:
+    """What the rows of a :class:`Series` are."""
+    return [f"rank {rank}" for rank in range(ranks)] if ranks <= MOST_LINES else ["highest rank", "median", "lowest"]
+
+
+def _few(by_rank: Array) -> Array:
+    return by_rank if len(by_rank) <= MOST_LINES else np.quantile(by_rank, [1, 0.5, 0], axis=0)
 
 
 @dataclass(frozen=True, slots=True)

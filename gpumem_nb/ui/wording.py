@@ -7,14 +7,20 @@ from collections.abc import Sequence
 from html import escape
 
 from .. import leaks
-from ..history import Effect, format_rate
+from ..history import Effect, History, format_rate
+from ..memory.breakdown import place
+from ..memory.report import why_they_differ
 from ..memory.units import format_bytes
 from ..rescue import Rescue
-from ..sample import Leak, Reading, Sample
+from ..sample import Leak, RankInfo, Reading, Sample
 from ..session import Session
+from .advice import FIXED, easing, in_words
+from .bands import Peak, above_median, worst_first
 from .series import GOOD
 
 PATIENCE_S = 2.0  # an answer that takes longer is worth a word
+_MOST_HINTS = 2
+_WORTH_A_WORD = 0.1  # of the peak
 _LATEST_STEPS = 10  # what "now" means for speed and step time
 
 
@@ -107,6 +113,60 @@ def effect(effect: Effect | None) -> str:
     )
 
 
+def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
+    """What fills the worst rank's peak most, and which knobs may make that smaller."""
+    if not found:
+        return ""
+    peak = worst_first(found)[0]
+    outlier = _outlier(peak, found)
+    if peak.ledger is None:
+        of = f", {peak.share * 100:.0f} % of its limit" if peak.limit else ""
+        return f"Rank {peak.rank} peaks at {format_bytes(peak.bytes)}{of}. {outlier}Its categories are not known yet."
+    ledger = peak.ledger
+    parts = sorted(ledger.at_peak.items(), key=lambda entry: -entry[1])
+    category, size = parts[0]
+    whose = f"rank {peak.rank}'s" if len(found) > 1 else "the"
+    fill = "fill" if category.endswith("s") else "fills"
+    helps = _what_helps(category, ledger.phase, history, blocks)
+    if not helps:
+        helps = FIXED.get(category, "")
+        for other, part in parts[1:]:
+            hint = _what_helps(other, ledger.phase, history, blocks) if part >= _WORTH_A_WORD * ledger.peak else ""
+            if hint:
+                helps += f" {_sentence(other)[:-1]}: {100 * part / ledger.peak:.0f} %; {hint}"
+                break
+    return escape(
+        f"{_sentence(category)[:-1]} {fill} {100 * size / max(1, ledger.peak):.0f} % of {whose} peak "
+        f"({format_bytes(size)} of {format_bytes(ledger.peak)}), in {place(ledger)}. {outlier}{helps}",
+        quote=False,
+    )
+
+
+def _outlier(worst: Peak, found: Sequence[Peak]) -> str:
+    more = above_median(worst, found)
+    return f"It needs {more * 100:.0f} % more than the median rank. " if more else ""
+
+
+def _what_helps(category: str, phase: str, history: History, blocks: int) -> str:
+    """Knobs that may free some of it; of those that were tried already only what made the peak smaller, measured."""
+    if not history.tried:
+        return ""
+    now = history.tried[-1]
+    of_this_workload = [tried for tried in reversed(history.tried) if tried.settings_id >= history.loaded_as]
+    maybe, measured = [], []
+    for knobs in easing(category, phase, now.settings, blocks):
+        changed = now.settings.replace(**knobs)
+        tried = next((t for t in of_this_workload if t.settings == changed), None)
+        if tried is None or tried.peak_bytes is None:
+            maybe.append(in_words(knobs))
+        elif now.peak_bytes and tried.peak_bytes < now.peak_bytes:
+            measured.append(f"{in_words(knobs)} had a peak of {format_bytes(tried.peak_bytes)} when it was tried")
+    sentences = [f"{'; '.join(measured[:_MOST_HINTS])}."] if measured else []
+    if maybe and len(measured) < _MOST_HINTS:
+        sentences.append(f"{' or '.join(maybe[: _MOST_HINTS - len(measured)])} may free some of it.")
+    return " ".join(sentences)
+
+
 def rescue(rescue: Rescue | None) -> str:
     """A card about the latest step that was discarded."""
     if rescue is None:
@@ -130,6 +190,12 @@ def leak(found: Sequence[Leak]) -> str:
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in (leaks.what(found[0]), found[0].fix))
     grown = f"<span>grown by <b>{escape(so_far)}</b></span>"
     return f"<div><h4>{escape(heading[:1].upper() + heading[1:])}</h4>{grown}{sentences}</div>"
+
+
+def truths(ranks: Sequence[RankInfo]) -> str:
+    """Why live, reserved and device bytes differ, for those who want to know."""
+    body = "".join(f"<p>{escape(sentence)}</p>" for sentence in why_they_differ(ranks))
+    return f"<details><summary>live, reserved and device bytes: why they differ</summary>{body}</details>"
 
 
 def alert(text: str) -> str:

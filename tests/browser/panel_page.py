@@ -54,6 +54,10 @@ class PanelPage:
         return self.page.locator(".gpumem-panel .gpumem-alert")
 
     @property
+    def filling(self) -> Locator:
+        return self.page.locator(".gpumem-panel .gpumem-filling")
+
+    @property
     def effect(self) -> Locator:
         return self.page.locator(".gpumem-panel .gpumem-effect")
 
@@ -69,9 +73,20 @@ class PanelPage:
         )
 
     def traces(self, axis: str) -> list[dict[str, Any]]:
-        """What a chart shows now: name, x and y of each trace on this x axis."""
+        """What a chart shows now: name, x and y of each bar or line on this x axis."""
+        return self._traces("t.xaxis === axis && !t.stackgroup", axis)
+
+    def bands(self) -> dict[str, list[float]]:
+        """The stacked categories of the worst rank, at the steps that were looked into."""
+        return {trace["name"]: trace["y"] for trace in self._traces("t.stackgroup", "")}
+
+    def wait_for_bands(self, step: int) -> None:
+        """Wait until a step from this one on was looked into and drawn; the last point repeats the one before it."""
+        self.page.wait_for_function(f"step => {SHOWN}._fullData.find(t => t.stackgroup).x.at(-2) >= step", arg=step)
+
+    def _traces(self, which: str, axis: str) -> list[dict[str, Any]]:
         traces: list[dict[str, Any]] = self.page.evaluate(
-            f"axis => {SHOWN}._fullData.filter(t => t.xaxis === axis)"
+            f"axis => {SHOWN}._fullData.filter(t => t.visible && {which})"
             ".map(t => ({name: t.name, x: Array.from(t.x), y: Array.from(t.y)}))",
             axis,
         )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import nbformat
 import pytest
 from playwright.sync_api import Browser, expect
+
+from gpumem_nb.memory.categories import CATEGORIES
 
 from .lab import Lab
 from .panel_page import SHOWN, PanelPage, open_panel
@@ -18,10 +21,14 @@ while not pathlib.Path("go").exists():
     time.sleep(0.02)
 """
 
+REPORT_CELL = "%load_ext gpumem_nb\n%hvd_memory --by module --timeline"
+
 
 @pytest.fixture(scope="module")
 def panel(lab: Lab, chrome: Browser) -> Iterator[PanelPage]:
-    panel = open_panel(lab, chrome, "two.ipynb", "s = gm.start(2, device='cpu', memory_limit='512MiB')", BUSY_CELL)
+    panel = open_panel(
+        lab, chrome, "two.ipynb", "s = gm.start(2, device='cpu', memory_limit='512MiB')", BUSY_CELL, REPORT_CELL
+    )
     yield panel
     panel.notebook.evaluate("s.stop()")
     expect(panel.status).to_contain_text("Stopped. Start again with %hvd_start.")
@@ -53,8 +60,9 @@ def test_play_advances_steps_and_draws_every_chart(panel: PanelPage) -> None:
         for trace in shown:
             assert len(trace["x"]) == len(trace["y"]) > 2
             assert min(trace["y"]) > 0
-    assert [trace["name"] for trace in panel.traces("x")] == ["reserved", "live peak", "live", "limit"]
-    assert panel.traces("x")[3]["y"] == [512, 512]
+    bars = {trace["name"]: trace["y"] for trace in panel.traces("x")}
+    assert list(bars) == [*CATEGORIES, "categories not known yet", "reserved", "live now", "limit"]
+    assert bars["limit"] == [512, 512]
     steps = panel.steps()
     panel.press("Step")
     panel.wait_for_steps(1)
@@ -96,6 +104,44 @@ def test_before_and_after_agree_with_history_and_chart(panel: PanelPage) -> None
     expect(panel.page.locator(".gpumem-panel .annotation-text", has_text="batch 16").first).to_be_visible()
 
 
+def test_stacks_add_up_to_the_peak_and_the_words_name_the_largest_part(panel: PanelPage) -> None:
+    at_peak = panel.notebook.evaluate(
+        "[next(x.ledger.at_peak for x in reversed(of_rank) if x.ledger) for of_rank in s.history.samples()]"
+    )
+    bars = {trace["name"]: trace["y"] for trace in panel.traces("x")}
+    for rank, categories in enumerate(at_peak):
+        drawn = {name: bars[name][rank] * 2**20 for name in CATEGORIES}
+        assert drawn == pytest.approx({name: categories.get(name, 0) for name in CATEGORIES})
+    worst = max(at_peak, key=lambda categories: sum(categories.values()))
+    largest = max(worst, key=lambda name: worst[name])
+    share = 100 * worst[largest] / sum(worst.values())
+    expect(panel.filling).to_contain_text(f"{largest[:1].upper()}{largest[1:]} fill")
+    expect(panel.filling).to_contain_text(f"{largest} {share:.1f} %")
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "band", "way"),
+    [
+        ("precision", "bf16", "activations", -1),
+        ("checkpointing", "blocks", "activations", -1),
+        ("optimizer", "sgd", "optimizer state", -1),
+        ("accumulation_steps", "2", "gradients", 1),
+    ],
+)
+def test_a_flip_moves_the_right_band(panel: PanelPage, knob: str, value: str, band: str, way: int) -> None:
+    panel.notebook.evaluate("s.set(**__import__('gpumem_nb').Settings().changed_from(s.settings)) and None")
+    panel.press("Play")
+    panel.notebook.until("s.history.tried[-1].steps > 3")
+    panel.wait_for_bands(panel.steps() - 3)
+    before = panel.bands()[band][-1]
+    panel.choose(knob, value)
+    panel.notebook.until(f"str(s.settings.{knob}) == '{value}' and s.history.tried[-1].steps > 3")
+    panel.wait_for_bands(panel.steps() - 3)
+    panel.pause()
+    after = panel.bands()[band][-1]
+    assert way * (after - before) > 0.2 * before
+
+
 @pytest.mark.parametrize(("value", "says"), [("-3", "whole number of at least 1"), ("5000", "larger than the dataset")])
 def test_a_batch_size_that_cannot_be_is_explained_and_taken_back(panel: PanelPage, value: str, says: str) -> None:
     before = panel.notebook.evaluate("s.settings.batch_size")
@@ -121,6 +167,18 @@ def test_panel_lives_and_its_controls_work_while_a_cell_runs(panel: PanelPage, l
         (lab.root / "go").touch()
     expect(cell.locator(".jp-InputPrompt")).not_to_contain_text("*")
     assert panel.notebook.evaluate("s.settings.accumulation_steps") == 1
+
+
+def test_a_memory_report_has_figures_beside_its_tables_and_saves_them(panel: PanelPage, lab: Lab) -> None:
+    cell = panel.notebook.run(4)
+    expect(cell.locator(".js-plotly-plot")).to_have_count(2)
+    expect(cell.locator(".js-plotly-plot .gtitle").first).to_contain_text("Step")
+    expect(cell.locator(".js-plotly-plot .treemaplayer")).to_have_count(2)
+    expect(cell.locator(".jp-RenderedHTML")).to_contain_text("At the peak of rank")
+    panel.page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+    saved = [output["data"] for output in nbformat.read(lab.root / "two.ipynb", 4).cells[4].outputs]
+    assert ["application/vnd.plotly.v1+json" in data for data in saved] == [True, True, False]
+    assert "<table" in saved[2]["text/html"]
 
 
 def test_controls_follow_changes_made_in_cells(panel: PanelPage) -> None:

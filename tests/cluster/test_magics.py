@@ -78,6 +78,9 @@ def test_a_lesson_by_magic(shell: InteractiveShell, capsys: pytest.CaptureFixtur
     assert run(shell, "%hvd_train 2").steps == 2
     assert len(run(shell, "%hvd_runs")) >= 2
     assert len(run(shell, "%hvd_memory").ranks) == 2
+    assert run(shell, "%hvd_memory --by module --timeline").worst_timeline.step > 0
+    with pytest.raises(UsageError, match="did you mean 'module'"):
+        run(shell, "%hvd_memory --by modules")
     assert "2 ranks" in repr(current())
     shell.user_ns["answer"] = 42
     run(shell, "%hvd_push answer")

@@ -12,6 +12,7 @@ import pytest
 import gpumem_nb
 from gpumem_nb.errors import GpumemError, InvalidInput, RankError, WorkloadError
 from gpumem_nb.session import Session
+from tests.conftest import weights
 
 pytestmark = pytest.mark.cluster
 
@@ -149,6 +150,37 @@ def test_memory_gives_live_peak_reserved_and_limit_of_each_rank(
     assert len(frame) == 2
     assert "virtual" in str(session.memory())
     assert "96.0 MiB" in str(session.memory())
+
+
+def test_memory_says_what_the_peak_of_each_rank_is_made_of(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    assert "known once a step was trained" in str(session.memory())
+    session.train(2)
+    report = session.memory(by="category")
+    frame, peaks = report.frame(by="category"), report.frame()["peak_bytes"]
+    assert list(frame.groupby("rank")["peak_bytes"].sum()) == list(peaks)
+    assert list(report.frame(by="module").groupby("rank")["peak_bytes"].sum()) == list(peaks)
+    parameters = frame[frame["category"] == "parameters"]["peak_bytes"]
+    assert list(parameters) == [session.workload.parameter_bytes] * 2  # type: ignore[union-attr]
+    assert "activations" in str(report)
+    with pytest.raises(InvalidInput, match="did you mean 'module'"):
+        session.memory(by="modules")
+
+
+def test_a_recorded_step_is_in_the_report_and_undone(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    before = weights(session)
+    report = session.memory(by="module", timeline=True)
+    assert weights(session) == before
+    assert session.history.steps == 2
+    assert [line.rank for line in report.timelines] == [0, 1]
+    frame = report.frame(by="timeline")
+    assert {"forward", "backward", "update"} <= set(frame["phase"])
+    for line in report.timelines:
+        recorded = frame[frame["rank"] == line.rank]
+        assert recorded.groupby("time_ms")["live_bytes"].sum().max() == line.ledger.peak
+    assert str(report).count("← peak") == 1
 
 
 def test_memory_held_by_a_cell_shows(two_ranks: Session) -> None:

@@ -1,17 +1,26 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pandas as pd
 import pytest
 
+from gpumem_nb.errors import InvalidInput
+from gpumem_nb.memory import categories as c
+from gpumem_nb.memory.breakdown import MOST_PARTS, highest, parts
 from gpumem_nb.memory.report import MemoryReport, RankMemory
-from gpumem_nb.sample import RankInfo, Reading
-
-MIB = 2**20
+from gpumem_nb.sample import DeviceUse, RankInfo, Reading, Span
+from tests.ledgers import MIB, info, ledger, reading, timeline
 
 
 def rank(number: int, reading: Reading, *, virtual: bool, note: str = "", name: str = "GPU") -> RankMemory:
     device = "cpu" if virtual else f"cuda:{number}"
     return RankMemory(RankInfo(number, number, "here", 1, device, name, virtual, reading.limit, 1, note), reading)
+
+
+def known(number: int = 0, scale: float = 1.0, use: DeviceUse | None = None, **changed: int) -> RankMemory:
+    made = ledger(scale, **changed)
+    return RankMemory(info(number), reading(made.peak), made, use)
 
 
 @pytest.fixture
@@ -33,9 +42,12 @@ def test_frame_has_a_row_per_rank_and_keeps_unknown_apart_from_zero(report: Memo
     assert pd.isna(frame["reserved_bytes"][1])
     assert pd.isna(frame["device_used_bytes"][1])
     assert pd.isna(frame["limit_bytes"][1])
+    assert frame["fragmentation_bytes"][0] == 12 * MIB
     assert list(frame.columns) == [
         *("rank", "host", "device", "kind", "live_bytes", "live_peak_bytes", "reserved_bytes", "reserved_peak_bytes"),
-        *("device_used_bytes", "limit_bytes"),
+        *("fragmentation_bytes", "device_used_bytes", "limit_bytes", "own_bytes", "others_bytes"),
+        *("utilisation_percent", "temperature_celsius", "power_watts", "clock_mhz"),
+        *("peak_bytes", "peak_phase", "peak_module"),
     ]
 
 
@@ -46,11 +58,12 @@ def test_text_shows_every_number_with_its_name_and_what_could_not_be_read(report
     assert "10.0 MiB" in first
     assert "512.0 MiB" in first
     assert "real" in second
-    assert second.count("n/a") == 4
+    assert second.count("n/a") == 5
     assert "0 B" in second
     assert heading.index("live") + len("live") == first.index("10.0 MiB") + len("10.0 MiB")
-    assert "Live is held by tensors" in sentences[0]
-    assert sentences[-1] == "NVML is missing."
+    assert [sentence.split()[0] for sentence in sentences[1:6]] == ["Live", "Reserved", "Device", "Virtual:", "n/a"]
+    assert sentences[6] == "NVML is missing."
+    assert "known once a step was trained" in sentences[-1]
 
 
 def test_html_says_the_same_escapes_names_and_follows_the_theme(report: MemoryReport) -> None:
@@ -71,3 +84,107 @@ def test_the_virtual_sentence_is_there_only_for_virtual_ranks() -> None:
 def test_a_report_without_ranks_is_only_the_heading() -> None:
     assert len(MemoryReport(()).frame()) == 0
     assert str(MemoryReport(())).startswith("rank")
+
+
+def test_categories_of_the_worst_rank_add_up_and_are_explained() -> None:
+    report = MemoryReport((known(0), known(1, activations=30)))
+    text = str(report)
+    assert "At the peak of rank 1: 50.0 MiB (virtual) in forward of blocks.3" in text
+    assert "activations          30.0 MiB  60.0 %  results of forward that were saved for backward" in text
+    assert c.CASTS not in text, "nothing of it was alive"
+    frame = report.frame(by="category")
+    assert set(frame["category"]) == set(c.CATEGORIES)
+    assert dict(frame.groupby("rank")["peak_bytes"].sum()) == {0: 40 * MIB, 1: 50 * MIB}
+    assert (frame["rest_bytes"] <= frame["peak_bytes"]).all()
+
+
+def test_what_is_in_no_category_is_shown_as_such() -> None:
+    short = ledger()
+    short = dataclasses.replace(short, peak=short.peak + 3 * MIB)
+    report = MemoryReport((RankMemory(info(), reading(short.peak), short),))
+    assert "not explained         3.0 MiB   7.0 %" in str(report)
+    for by in ("category", "module"):
+        assert report.frame(by=by)["peak_bytes"].sum() == short.peak
+        assert "not explained" in str(dataclasses.replace(report, by=by))
+
+
+def test_a_ledger_that_saw_tensors_only_says_so() -> None:
+    seen = RankMemory(info(), reading(), ledger(exact=False))
+    assert "Only tensors were seen" in str(MemoryReport((seen,)))
+    assert "Only tensors" not in str(MemoryReport((known(),)))
+
+
+def test_categories_of_all_ranks_stand_side_by_side_and_of_many_the_worst_median_and_best() -> None:
+    few = str(MemoryReport(tuple(known(r) for r in range(3)), by="category"))
+    assert all(f" rank {r}" in few for r in range(3))
+    many = str(MemoryReport(tuple(known(r, activations=20 + r) for r in range(64)), by="category"))
+    assert "worst: rank 63" in many
+    assert "median: rank 31" in many
+    assert "best: rank 0" in many
+
+
+def test_modules_and_what_belongs_to_none_make_up_the_whole_peak() -> None:
+    report = MemoryReport((known(),), by="module")
+    text = str(report)
+    assert "blocks.3            10.0 MiB  25.0 %  activations 10.0 MiB" in text
+    assert "(no module)         16.0 MiB  40.0 %  optimizer state 8.0 MiB, gradients 2.0 MiB" in text
+    frame = report.frame(by="module")
+    assert frame["peak_bytes"].sum() == 40 * MIB
+    assert frame["share"].sum() == pytest.approx(1)
+    leaves = tuple((f"blocks.{block}.{name}", c.ACTIVATIONS, MIB) for block in range(10) for name in ("up", "down"))
+    deep = dataclasses.replace(ledger(activations=20), modules=leaves)
+    text = str(dataclasses.replace(report, ranks=(RankMemory(info(), reading(), deep),)))
+    assert "blocks.9         2.0 MiB   5.0 %  activations 2.0 MiB" in text
+    assert "up" not in text.partition("At the peak")[2], "the modules of a block count with it"
+    assert "&lt;conv&gt;" in report._repr_html_()
+
+
+def test_a_recorded_step_is_told_part_by_part_with_the_highest_live_bytes_of_each() -> None:
+    line = timeline()
+    assert [highest(line, span) for span in parts(line)] == pytest.approx(
+        [24 * MIB, 40 * MIB, 40 * MIB, 20 * MIB, 4 * MIB], abs=16
+    )
+    report = MemoryReport((known(),), timelines=(line,))
+    text = str(report)
+    assert "Step 7 of rank 0, 10 ms while it was recorded" in text
+    assert text.count("← peak") == 1
+    assert "    3.0  2.0  forward    blocks.3             40.0 MiB  ← peak" in text
+    frame = report.frame(by="timeline")
+    assert frame["live_bytes"].groupby(frame["time_ms"]).sum().max() == 40 * MIB
+    assert list(frame[frame["category"] == c.ACTIVATIONS]["phase"]) == [
+        *("forward", "forward", "forward", "backward", "update")
+    ]
+
+
+def test_the_parts_of_a_deep_step_are_joined_until_they_are_few() -> None:
+    spans = []
+    for block in range(30):
+        for moment, name in enumerate(("", ".norm", "", ".mlp", "")):
+            begin = block * 10 + moment * 2
+            spans.append(Span(begin, begin + 2 - (name == ""), "forward", f"blocks.{block}{name}"))
+        spans.append(Span(block * 10 + 9, block * 10 + 9.5, "forward", ""))
+    line = dataclasses.replace(timeline(), step_s=0.3, spans=tuple(spans))
+    joined = parts(line)
+    assert [span.module for span in joined] == [f"blocks.{block}" for block in range(30)]
+    assert len(joined) <= MOST_PARTS
+    assert str(MemoryReport((known(),), timelines=(line,))).count("forward  blocks.") == 30
+
+
+def test_nvml_is_shown_beside_what_it_leaves_unexplained_and_gaps_have_their_reason() -> None:
+    why = "this GPU does not tell"
+    use = DeviceUse(900 * MIB, 2048 * MIB, 700 * MIB, 150 * MIB, 87, missing={"temperature": why, "power": why})
+    real = dataclasses.replace(known(2, use=use), info=info(2, virtual=False))
+    text = str(MemoryReport((known(0), real)))
+    row = next(line for line in text.splitlines() if line.startswith("2 ") and "%" in line)
+    assert row.split()[1:11] == [*("900.0", "MiB", "700.0", "MiB", "656.0", "MiB", "150.0", "MiB", "50.0", "MiB")]
+    assert row.endswith("87 %          n/a    n/a    n/a")
+    assert "n/a: temperature, power of rank 2: this GPU does not tell." in text
+    frame = MemoryReport((known(0), real)).frame()
+    assert list(frame["utilisation_percent"]) == [pd.NA, 87]
+
+
+def test_an_unknown_view_is_refused_with_the_allowed_ones() -> None:
+    with pytest.raises(InvalidInput, match="did you mean 'module'"):
+        MemoryReport((), by="modules")
+    with pytest.raises(InvalidInput, match="allowed: category, module, timeline"):
+        MemoryReport(()).frame(by="x")

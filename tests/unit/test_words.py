@@ -44,6 +44,7 @@ def test_identical_output_is_one_block() -> None:
         ("%hvd_start --mem", ["--memory-limit"]),
         ("%hvd_attach lo", ["loss="]),
         ("%%hvd --r", ["--ranks"]),
+        ("%hvd_memory --by m", ["module"]),
         ("%hvd_set", []),
         ("%hvd_stop ", []),
     ],

@@ -1,0 +1,59 @@
+"""A small table: text for a terminal, HTML that follows the notebook's theme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+# JupyterLab's theme variables, with values for viewers that have none.
+_TABLE_STYLE = (
+    "color: var(--jp-ui-font-color1, inherit); background: var(--jp-layout-color1, transparent); "
+    "border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 4px 0 8px"
+)
+_CAPTION_STYLE = "color: var(--jp-ui-font-color1, inherit); text-align: left; font-weight: 600; padding: 4px 8px"
+_NOTE_STYLE = "color: var(--jp-ui-font-color2, inherit); margin: 4px 8px"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells in words; the columns named in ``words`` are set to the left, all others to the right."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: frozenset[str]
+
+    def __str__(self) -> str:
+        lines = [self.headings, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = ["  ".join(self._padded(*cell) for cell in enumerate(zip(line, widths, strict=True))) for line in lines]
+        return "\n".join(([self.title] if self.title else []) + [line.rstrip() for line in text])
+
+    def html(self) -> str:
+        """The same for a notebook."""
+        caption = f"<caption style='{_CAPTION_STYLE}'>{escape(self.title)}</caption>" if self.title else ""
+        head = "".join(
+            f"<th scope='col' style='{style}'>{escape(name)}</th>" for name, style in self._cells(self.headings)
+        )
+        lines = [
+            "".join(f"<td style='{style}'>{escape(cell)}</td>" for cell, style in self._cells(row)) for row in self.rows
+        ]
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        return f"<table style='{_TABLE_STYLE}'>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _padded(self, column: int, cell: tuple[str, int]) -> str:
+        text, width = cell
+        return text.ljust(width) if self.headings[column] in self.words else text.rjust(width)
+
+    def _cells(self, row: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        """Each cell with its style."""
+        for cell, heading in zip(row, self.headings, strict=True):
+            side = "left" if heading in self.words else "right"
+            border = "1px solid var(--jp-border-color2, currentColor)"
+            yield cell, f"text-align: {side}; padding: 2px 8px; border-bottom: {border}"
+
+
+def notes_html(sentences: Sequence[str]) -> str:
+    """Sentences under a table."""
+    return "".join(f"<p style='{_NOTE_STYLE}'>{escape(sentence)}</p>" for sentence in sentences)

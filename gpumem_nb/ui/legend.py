@@ -1,0 +1,62 @@
+"""The key to the stacked charts with the worst rank's numbers, and a strip of all ranks where there are many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from ..memory.breakdown import share
+from ..memory.categories import CATEGORIES, MEANING
+from ..memory.units import format_bytes
+from .bands import Peak, above_median
+from .series import MOST_LINES
+from .style import LOOKS, UNKNOWN
+
+# Of plotly's Cividis, which is told apart by people who are colour-blind; from nothing to the whole limit.
+_HEAT = ((0, 34, 78), (65, 77, 107), (124, 123, 120), (188, 174, 108), (254, 232, 56))
+_DARK_UP_TO = 0.45  # of the limit; white is readable on these colours, black on the others
+
+
+def key(worst: Peak | None) -> str:
+    """Every category in stacking order from the top, with its part of the worst rank's peak."""
+    ledger = worst.ledger if worst else None
+    items = []
+    for name in reversed(CATEGORIES):
+        size = ledger.at_peak.get(name, 0) if ledger else None
+        number = f"<b>{share(size, ledger.peak)}</b> {format_bytes(size)}" if ledger and size is not None else ""
+        faint = " class='gpumem-none'" if size == 0 else ""
+        items.append(
+            f"<li{faint} title='{escape(MEANING[name], quote=True)}'><i style='background: {LOOKS[name].css}'></i>"
+            f"{escape(name)} {number}</li>"
+        )
+    if ledger is None:
+        items.append(f"<li><i style='background: {UNKNOWN.css}'></i>not looked into yet</li>")
+    return f"<ul class='gpumem-key'>{''.join(items)}</ul>"
+
+
+def strip(found: Sequence[Peak]) -> str:
+    """A cell for each of many ranks, coloured by its peak as share of the limit; those that stand out have a frame."""
+    if len(found) <= MOST_LINES:
+        return ""
+    top = max(peak.bytes for peak in found) or 1
+    of_limit = all(peak.limit for peak in found)
+    cells = "".join(
+        _cell(peak, peak.share if of_limit else peak.bytes / top, above_median(peak, found) > 0) for peak in found
+    )
+    what = "the limit" if of_limit else "the highest, limit n/a"
+    label = f"All {len(found)} ranks: peak as share of {what}, from dark to bright"
+    return f"<div class='gpumem-strip' role='img' aria-label='{label}'><span>{label}</span><div>{cells}</div></div>"
+
+
+def _cell(peak: Peak, heat: float, higher: bool) -> str:
+    text = f"rank {peak.rank}: {format_bytes(peak.bytes)}, {heat * 100:.0f} %"
+    ink = "#fff" if heat <= _DARK_UP_TO else "#000"
+    frame = " class='gpumem-higher'" if higher else ""
+    return f"<i{frame} title='{text}' style='background: {_colour(heat)}; color: {ink}'>{peak.rank}</i>"
+
+
+def _colour(heat: float) -> str:
+    at = min(max(heat, 0.0), 1.0) * (len(_HEAT) - 1)
+    low = min(int(at), len(_HEAT) - 2)
+    mixed = (round(a + (b - a) * (at - low)) for a, b in zip(_HEAT[low], _HEAT[low + 1], strict=True))
+    return f"rgb({','.join(map(str, mixed))})"
