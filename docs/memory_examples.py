@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import gpumem_nb
@@ -49,8 +48,9 @@ def main() -> None:
             (", ".join(f"{name}={value}" for name, value in flip.items()) or "as loaded", measure(session, flip))
             for flip in FLIPS
         ]
-    text = re.sub(r"(<!-- measured -->\n).*?(\n<!-- end -->)", lambda m: m[1] + table(ledgers) + m[2], PAGE.read_text(), flags=re.S)
-    PAGE.write_text(text)
+    before, _, rest = PAGE.read_text().partition("<!-- measured -->\n")
+    after = rest.partition("<!-- end -->")[2]
+    PAGE.write_text(f"{before}<!-- measured -->\n{table(ledgers)}\n<!-- end -->{after}")
     print(table(ledgers))
 
 

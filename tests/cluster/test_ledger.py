@@ -146,4 +146,4 @@ def test_a_cell_reports_what_it_does_to_the_memory(two_ranks: Session) -> None:
     assert "left behind: 1.0 MiB" in text
     assert "<%%hvd cell>:1" in text
     assert "`kept` in the notebook's variables on the rank" in text
-    two_ranks.run("del kept")
+    two_ranks.run("del kept", ranks="1")
