@@ -227,6 +227,7 @@ class Trainer:
         self.device.reset_peak()
         start_s = time.perf_counter()
         self.began_s = time.monotonic()
+        self._record = None
         if failure or not self._looks_into(chunk):
             return self._attempt(failure, chunk, start_s)
         with Recorder(self.device, self.model).watching():
@@ -328,6 +329,8 @@ class Trainer:
         try:
             with self.device.step_scope():
                 self._update()
+            if trial and Recorder.current:
+                self._record = Recorder.current.end()  # undoing is no part of a step
         except Exception as error:
             failure = self._failure(error)
         try:
@@ -419,8 +422,9 @@ class Trainer:
 
     def _sample(self, start_s: float, event: str) -> Sample:
         reading, ledger = self.device.reading(), None
-        if Recorder.current and event in ("", "flip", "trial"):
+        if Recorder.current and event in ("", "flip"):
             self._record = Recorder.current.end()
+        if self._record:
             ledger = self._record.ledger(reading.live_peak)
         step_s = time.perf_counter() - start_s
         return Sample(

@@ -83,7 +83,8 @@ def _part(peak: Peak, category: str | None) -> int | None:
     """What a category takes of a peak; ``None`` stands for all of one that was not looked into."""
     if category is None:
         return None if peak.ledger else peak.bytes
-    return peak.ledger.at_peak.get(category) if peak.ledger else None
+    # Nothing is 0 here: a gap would make plotly begin the stack anew above it.
+    return peak.ledger.at_peak.get(category, 0) if peak.ledger else None
 
 
 def _scaled(value: int | None, scale: int) -> float:
