@@ -240,6 +240,22 @@ class History:
         with self._lock:
             return [list(kept)[-last:] if last else list(kept) for kept in self._by_rank]
 
+    def ledger_cost(self) -> float | None:
+        """What looking into steps costs on average, as a share of training time; ``None`` before it is known.
+
+        From the durations of rank 0's steps under the latest settings, the first ones left out: those are special.
+        """
+        with self._lock:
+            steps = [sample for sample in self._by_rank[0] if sample.event == ""]
+        latest = steps[-1].settings_id if steps else None
+        steps = [sample for sample in steps if sample.settings_id == latest][2:]
+        looked_into = [sample.step_s for sample in steps if sample.ledger]
+        others = [sample.step_s for sample in steps if not sample.ledger]
+        if not looked_into or not others:
+            return None
+        longer = statistics.median(looked_into) / statistics.median(others) - 1
+        return max(0.0, longer) * len(looked_into) / len(steps)
+
     def effect(self) -> Effect | None:
         """The latest flip between two configurations of one workload."""
         with self._lock:

@@ -199,9 +199,17 @@ class Session:
             settings=training.settings,
             steps=self.history.steps,
             snapshots=self._snapshots.describe(),
+            ledger=self._describe_ledger(),
             start_seconds=dict(self._ranks.seconds),
             others=tuple(_others(self._plan.device)),
         )
+
+    def _describe_ledger(self) -> str:
+        every, cost = self._policy.ledger_steps, self.history.ledger_cost()
+        if every == "never":
+            return "ledger: no step is looked into (%hvd_set ledger_steps=20)"
+        costs = "" if cost is None else f", which costs {cost:.1%} of the time"
+        return f"ledger: one step in {every} is looked into{costs}"
 
     @property
     def doing(self) -> str:

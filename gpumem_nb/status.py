@@ -24,6 +24,7 @@ class Status:
     settings: Settings
     steps: int
     snapshots: str
+    ledger: str
     start_seconds: Mapping[str, float]
     others: tuple[str, ...] = ()
 
@@ -48,7 +49,7 @@ class Status:
             )
         lines.append(f"settings: {self.settings}")
         if self.workload:
-            lines.append(self.snapshots)
+            lines += [self.snapshots, self.ledger]
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.start_seconds.items())
         if self.others:
             lines.append(f"other processes: {'; '.join(self.others)}")

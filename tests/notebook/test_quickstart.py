@@ -85,3 +85,9 @@ def is_rank(process: psutil.Process) -> bool:
         return "ipyparallel" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
+
+
+def test_the_memory_report_says_what_fills_the_peak(executed: dict[str, str]) -> None:
+    assert "activations" in executed["memory"]
+    assert "forward" in executed["timeline"]
+    assert "backward" in executed["timeline"]
