@@ -7,10 +7,9 @@ from gpumem_nb.sample import Ledger, Reading, Sample
 from gpumem_nb.settings import Settings
 
 
-def sample(step: int, settings_id: int) -> Sample:
-    return Sample(
-        0, step, float(step), 1.0, 0.1, 10.0 * settings_id, 1, 100 + settings_id, None, None, None, settings_id
-    )
+def sample(step: int, settings_id: int, step_s: float = 0.1, ledger: Ledger | None = None) -> Sample:
+    speed, peak = 10.0 * settings_id, 100 + settings_id
+    return Sample(0, step, float(step), 1.0, step_s, speed, 1, peak, None, None, None, settings_id, "", ledger)
 
 
 def test_figures_of_old_configurations_stay_when_their_steps_are_let_go() -> None:
