@@ -121,6 +121,11 @@ def shelf() -> Path:
     return Path(tempfile.gettempdir())
 
 
+def of(folder: Path) -> tuple[Path, Record] | None:
+    """The record of the cluster to which this folder belongs on this machine, and where it lies."""
+    return next(((path, record) for path, record in _here() if record.folders[0] == str(folder)), None)
+
+
 def fault_file(profile: Path, pid: int) -> Path:
     """Where Python leaves the lines at which an engine crashed: its own output may be lost on the way."""
     return profile / "log" / f"fault-{pid}.txt"

@@ -28,7 +28,7 @@ def verdict(log: str) -> tuple[int, int] | None:
     return (int(said[1]), 0) if (said := _IN_SILENCE.search(log)) else None
 
 
-def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, words: str) -> str:
+def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, words: str, host: str = "") -> str:
     """What ended, how, perhaps why, and what it said last.
 
     Args:
@@ -36,8 +36,11 @@ def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, wo
         exit_code: when it is known; negative for a signal.
         oom_kills: processes that the out-of-memory killer ended since the cluster started; ``None`` if unknown.
         words: what it said last, perhaps nothing.
+        host: where, if not on this machine, whose logs then say nothing about it.
     """
-    return f"{who} (pid {pid}) {_how(pid, exit_code, oom_kills)}." + (f" Its last lines: “{words}”." if words else "")
+    place = f" on host {host}" if host else ""
+    how = _how(pid, exit_code, None if host else oom_kills, here=not host)
+    return f"{who} (pid {pid}{place}) {how}." + (f" Its last lines: “{words}”." if words else "")
 
 
 def last_words(fault: str, output: str, log: str) -> str:
@@ -107,7 +110,7 @@ def _lines(log: int) -> list[str]:
             return lines
 
 
-def _how(pid: int, exit_code: int | None, oom_kills: int | None) -> str:
+def _how(pid: int, exit_code: int | None, oom_kills: int | None, here: bool) -> str:
     if exit_code is None:
         return "has ended"
     if exit_code >= 0:
@@ -115,7 +118,7 @@ def _how(pid: int, exit_code: int | None, oom_kills: int | None) -> str:
     how = f"was killed by signal {-exit_code} ({_name(-exit_code)})"
     if exit_code != -signal.SIGKILL:
         return how
-    blamed = _system_log_blames_memory(pid)
+    blamed = _system_log_blames_memory(pid) if here else None
     if blamed or oom_kills:
         return f"{how} by the system's out-of-memory killer: this machine's memory is full"
     return how if blamed is False and oom_kills == 0 else f"{how}, perhaps by the system's out-of-memory killer"
