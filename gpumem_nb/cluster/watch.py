@@ -86,8 +86,8 @@ class Watch:
             return autopsy.explain(f"Rank {rank}", who.pid, code, kills, words, place)
         first = launched.mpiexec if launched.mpiexec in gone else gone[0]
         assert not isinstance(first, RemoteHost), "it would be lost"
-        code = launched.exit_code(first) if isinstance(first, Identity) else None
-        return autopsy.explain(self._names[first], first.pid, code, kills, "")
+        how = launched.exit_code(first) if isinstance(first, Identity) else None
+        return autopsy.explain(self._names[first], first.pid, how, kills, "")
 
 
 def _await(told: Callable[[], bool]) -> None:
