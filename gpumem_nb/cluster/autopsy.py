@@ -12,6 +12,8 @@ LAST_LINES = 3
 _BY_SIGNAL = re.compile(r"process rank (\d+) .*?exited on\s+signal (\d+)", re.DOTALL)
 _IN_SILENCE = re.compile(r"process rank (\d+) .*?exiting\s+improperly", re.DOTALL)  # with exit code 0, that is
 _BY_CODE = re.compile(r"Process name: \[\S+?,(\d+)\]\s+Exit code:\s+(\d+)")
+# Ranks that talk to it over TCP end themselves, and mpiexec may take one of them for the first.
+_LEFT = re.compile(r"peer process has unexpectedly disconnected.*?Peer host:\s+(\S+)", re.DOTALL)
 # From here on the other ranks, or mpiexec, talk about the end of one of them.
 _END_OF_OTHERS = re.compile(r"^.*received signal 15, stopping.*$|^-{40,}$", re.MULTILINE)
 
@@ -26,6 +28,12 @@ def verdict(log: str) -> tuple[int, int] | None:
     if said := _BY_CODE.search(log):
         return int(said[1]), int(said[2])
     return (int(said[1]), 0) if (said := _IN_SILENCE.search(log)) else None
+
+
+def left_host(log: str) -> str:
+    """The host on which a rank ended, as ranks on other hosts noticed it; empty when they did not."""
+    said = _LEFT.search(log)
+    return said[1] if said else ""
 
 
 def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, words: str, host: str = "") -> str:

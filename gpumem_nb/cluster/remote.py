@@ -31,6 +31,7 @@ class RemoteHost:
     """One other host.
 
     Attributes:
+        names: those by which it may be called.
         machine: what :func:`gpumem_nb.records.machine` says over there.
         kernel_address: this machine's address, as seen from there.
         networks: over which the two reach each other.
@@ -40,6 +41,7 @@ class RemoteHost:
 
     def __init__(self, host: Host, errors: Path, opening: dict[str, Any]) -> None:
         self.name = host.name
+        self.names = {host.name}
         self.machine = self.kernel_address = self.lost = ""
         self.networks: set[str] = set()
         self._errors = errors
@@ -82,6 +84,7 @@ class RemoteHost:
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
         hello = json.loads(line)
+        self.names.add(hello["name"])
         self.machine, self.kernel_address = hello["machine"], hello["kernel_address"]
         mask = own_networks().get(self.kernel_address)
         if hello["version"] != __version__ or not hello["horovod"] or mask is None:

@@ -124,6 +124,7 @@ def main() -> None:
         network = ipaddress.ip_network(f"{mine}/{own_networks().get(mine, '32')}", strict=False)
         _say(
             {
+                "name": os.uname().nodename,
                 "machine": records.machine(),
                 "kernel_address": theirs,
                 "network": str(network),

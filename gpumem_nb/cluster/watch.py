@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -68,14 +69,14 @@ class Watch:
         """The first that ended: mpiexec names the rank, and ends itself and the others because of it."""
         launched = self._launched
         if launched.controller not in gone and (self._hosts or any(who in self._ranks for who in gone)):
-            _await(lambda: autopsy.verdict(launched.log()) is not None or any(host.lost for host in self._hosts))
+            _await(lambda: autopsy.verdict(launched.log()) is not None or self._no_verdict_will_come())
         for host in self._hosts:
             if host.lost:
                 return f"{self._names[host]} {host.lost}"
         log = launched.log()
         kills = autopsy.oom_kills()
         kills = None if kills is None or self._oom_kills is None else kills - self._oom_kills
-        if said := autopsy.verdict(log):
+        if said := autopsy.verdict(log) or self._first_on(autopsy.left_host(log)):
             rank, code = said
             who = self._ranks[rank]
             fault, place = launched.fault(who.pid), ""
@@ -88,6 +89,19 @@ class Watch:
         assert not isinstance(first, RemoteHost), "it would be lost"
         how = launched.exit_code(first) if isinstance(first, Identity) else None
         return autopsy.explain(self._names[first], first.pid, how, kills, "")
+
+    def _no_verdict_will_come(self) -> bool:
+        """With several hosts, one may be lost, or the ranks themselves may have noticed that one of them ended."""
+        mpiexec = self._launched.mpiexec
+        return bool(self._hosts) and (any(host.lost for host in self._hosts) or not (mpiexec and mpiexec.runs))
+
+    def _first_on(self, name: str) -> tuple[int, int | None] | None:
+        """The rank that ended on the host of this name; nobody knows how."""
+        here = {os.uname().nodename}
+        for rank, who in enumerate(self._ranks):
+            if name in (who.host.names if isinstance(who, RemoteRank) else here) and not who.runs:
+                return rank, None
+        return None
 
 
 def _await(told: Callable[[], bool]) -> None:

@@ -111,7 +111,12 @@ def dies_with_a_rank_or_a_host_and_says_which() -> None:
     session = started()
     kept = traces(session)
     pid = session.ranks[1].pid
-    says(session, rf"Rank 1 \(pid {pid} on host b\) was killed by signal 9", lambda: on_b("kill", "-9", str(pid)))
+    # With one rank a host, rank 0 may notice first that the connection broke; then nobody knows how rank 1 ended.
+    says(
+        session,
+        rf"Rank 1 \(pid {pid} on host b\) (was killed by signal 9|has ended)",
+        lambda: on_b("kill", "-9", str(pid)),
+    )
     nothing_is_left(kept, within_s=5)
     session.restart()
     kept = traces(session)
