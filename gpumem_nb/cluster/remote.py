@@ -20,6 +20,7 @@ from ..errors import StartError
 from ..processes import Identity, identify
 from ..version import __version__
 from .hosts import Host, own_networks
+from .steward import DISMISSED
 
 SILENCE_S = 2.0
 """A host that gives no sign of life for so long is lost; its steward gives one every quarter of a second."""
@@ -108,6 +109,7 @@ class RemoteHost:
 
     def dismiss(self) -> None:
         """Have the steward end everything on its host."""
+        self.order(DISMISSED)
         with suppress(OSError):
             assert self._ssh.stdin
             self._ssh.stdin.close()

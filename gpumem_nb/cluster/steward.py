@@ -21,7 +21,7 @@ from typing import Any
 import zmq
 
 from .. import records
-from ..processes import Identity, identify
+from ..processes import Identity, identify, marked
 from ..version import __version__
 from .hosts import own_networks
 
@@ -29,6 +29,8 @@ PERIOD_S = 0.25
 """Between two signs of life."""
 UNHEARD_S = 5.0
 """Without the controller's heartbeat, after which the cluster counts as gone."""
+KERNELS_HOST_FIRST_S = 5.0
+DISMISSED = "dismissed"
 
 
 class Steward:
@@ -80,7 +82,7 @@ class Steward:
             who.signal(number)
 
     def serve(self) -> None:
-        """Obey until the connection ends, or the controller is no longer heard."""
+        """Obey until dismissed, or the connection ends, or the controller is no longer heard."""
         orders: dict[str, Callable[..., None]] = {
             "connect": self.connect,
             "watch": self.watch,
@@ -94,10 +96,15 @@ class Steward:
                 self._heard_s = time.monotonic()
             if sys.stdin.fileno() in ready:
                 if not (data := os.read(sys.stdin.fileno(), 65536)):
+                    # The kernel is gone. Ranks on its own host end the controller once they see that, but would not
+                    # live to see it if those here ended before: MPI ends them for it.
+                    records.await_end(marked(self._profile.name), KERNELS_HOST_FIRST_S)
                     return
                 *lines, unread = (unread + data).split(b"\n")
                 for line in lines:
                     name, *arguments = json.loads(line)
+                    if name == DISMISSED:
+                        return
                     orders[name](*arguments)
             _say({"states": {pid: who.state if who else "" for pid, who in self._ranks.items()}} | self._faults())
 
