@@ -30,7 +30,11 @@ GONE_S = 10.0
 
 
 def started() -> Session:
-    session = start(hosts="b:1,a:1", device="cpu", memory_limit="96MiB")
+    return start(hosts="b:1,a:1", device="cpu", memory_limit="96MiB")
+
+
+def loaded() -> Session:
+    session = started()
     session.load("digits-resnet", **SMALL)
     return session
 
@@ -52,7 +56,7 @@ def nothing_is_left(kept: tuple[tuple[Identity, ...], list[Path]], within_s: flo
 
 
 def trains_is_closed_to_others_and_can_be_interrupted() -> None:
-    session = started()
+    session = loaded()
     assert [info.host for info in session.ranks] == ["a", "b"], "this machine comes first"
     assert session.train(3).steps == 3
     assert len(weights(session)) == 1
@@ -108,7 +112,7 @@ def who_does_not_know_the_keys_gets_nothing(session: Session) -> None:
 
 
 def dies_with_a_rank_or_a_host_and_says_which() -> None:
-    session = started()
+    session = loaded()
     kept = traces(session)
     pid = session.ranks[1].pid
     # With one rank a host, rank 0 may notice first that the connection broke; then nobody knows how rank 1 ended.
