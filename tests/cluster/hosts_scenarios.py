@@ -29,6 +29,13 @@ NOTICED_S = 3.0
 GONE_S = 10.0
 
 
+def records_of_stewards() -> set[Path]:
+    return set(shelf().glob("*-steward.json"))
+
+
+BEFORE = records_of_stewards()
+
+
 def started() -> Session:
     return start(hosts="b:1,a:1", device="cpu", memory_limit="96MiB")
 
@@ -50,7 +57,7 @@ def nothing_is_left(kept: tuple[tuple[Identity, ...], list[Path]], within_s: flo
     processes, paths = kept
     deadline = time.monotonic() + within_s
     assert await_end(processes, within_s), [who for who in processes if who.runs]
-    while left := [*(path for path in paths if path.exists()), *left_on_b(), *shelf().glob("*-steward.json")]:
+    while left := [*(path for path in paths if path.exists()), *left_on_b(), *(records_of_stewards() - BEFORE)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
