@@ -111,7 +111,7 @@ class Steward:
     def end(self) -> None:
         """End what runs here, and leave nothing."""
         zmq.Context.instance().destroy(linger=0)
-        self._record.end(sparing=os.getpid())
+        self._record.end(sparing=[os.getpid()])
         self._record_path.unlink(missing_ok=True)
 
     def _faults(self) -> dict[str, dict[int, str]]:

@@ -6,7 +6,10 @@ On another host than the kernel's its steward (``cluster/steward.py``) is the ow
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from .. import records
@@ -22,6 +25,16 @@ def watch(profile: Path) -> None:
     found = records.of(profile)
     while found and found[1].kernel.runs:
         time.sleep(PERIOD_S)
-    if not (found and records.claim_and_end(found[0], sparing=os.getpid())):
+    if not (found and _end_from_outside(found[0])):
         time.sleep(PERIOD_S)
     os._exit(1)
+
+
+def _end_from_outside(record: Path) -> bool:
+    """In a process that is no rank, because MPI ends ranks at once when they lose those on another host."""
+    command = [sys.executable, "-m", "gpumem_nb.records", str(record)]
+    nothing = subprocess.DEVNULL
+    with suppress(OSError):
+        done = subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+        return done.returncode == 0
+    return False
