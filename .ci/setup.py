@@ -361,6 +361,7 @@ def test() -> int:
     """Every check that needs no GPU. A missing browser is a failure, never a skip."""
     set_up()
     chromium = find_chromium()
+    prepare_two_hosts()
     if lint():
         raise Trouble("The style, type or import checks failed (above), so the tests were not run.")
     environment = dict(os.environ, CHROMIUM=chromium)
@@ -376,10 +377,8 @@ def find_chromium() -> str:
             raise Trouble(f"CHROMIUM={named} is not a program: name the browser's own file.")
         return named
     found = chromium_on_path()
-    if not found and os.geteuid() == 0 and shutil.which("apt-get"):
-        with LOG.open("ab") as log, Ticker("Installing Chromium for the browser tests"):
-            for arguments in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
-                subprocess.run(["apt-get", *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    if not found and may_install():
+        install("Installing Chromium for the browser tests", "chromium")
         found = chromium_on_path()
     if not found:
         raise Trouble(
@@ -387,6 +386,29 @@ def find_chromium() -> str:
             "(or name one: make test CHROMIUM=/path/to/chromium)."
         )
     return found
+
+
+def prepare_two_hosts() -> None:
+    """An ssh server for the tests of two hosts, which are skipped where there is none.
+
+    Only in a container: elsewhere the package would start a server that everybody can reach.
+    """
+    programs = ("sshd", "ssh", "ip", "unshare")
+    there = all(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in programs)
+    if not there and may_install() and not os.path.exists("/run/systemd/system"):
+        install("Installing an ssh server for the tests of two hosts", "openssh-server", "openssh-client", "iproute2")
+
+
+def may_install() -> bool:
+    """Whether packages can be added to this machine: root, on Debian."""
+    return os.geteuid() == 0 and shutil.which("apt-get") is not None
+
+
+def install(title: str, *packages: str) -> None:
+    """Add packages of Debian's, with a line that says so; what came of it is for the caller to see."""
+    with LOG.open("ab") as log, Ticker(title):
+        for arguments in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+            subprocess.run(["apt-get", *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def chromium_on_path() -> str | None:

@@ -58,7 +58,7 @@ class HvdMagics(Magics):
     @argument("n", nargs="?", type=int, help="number of ranks; by default one per visible GPU, or 2 without GPUs")
     @argument("--device", default="auto", help="auto, cuda, or cpu: a virtual GPU for every rank")
     @argument("--memory-limit", help="memory of each rank, such as 2GiB; by default the whole GPU, or 2 GiB if virtual")
-    @argument("--hosts", help="reserved: ranks start on this machine")
+    @argument("--hosts", help="where, such as a:2,b:2, this machine among them; by default all on it")
     @argument("--launcher", default="mpi", help="how ranks are started: mpi")
     @argument("--threads", type=int, help="CPU threads of each rank; by default the cores are shared out")
     @argument("--timeout", type=float, default=120.0, help="seconds for the whole start")

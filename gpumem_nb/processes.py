@@ -24,6 +24,11 @@ class Identity(NamedTuple):
         return state if started == self.started and state not in _ENDED else ""
 
     @property
+    def shell(self) -> str:
+        """What goes before a command that people type for it: nothing on this machine."""
+        return ""
+
+    @property
     def runs(self) -> bool:
         """Whether it has not ended."""
         return bool(self.state)

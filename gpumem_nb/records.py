@@ -9,9 +9,10 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +50,10 @@ class Record:
             json.dump(dataclasses.asdict(self), file)
         draft.replace(path)
 
-    def end(self, sparing: int = 0) -> None:
-        """End what still runs, except the process with pid ``sparing``, and remove the folders."""
+    def end(self, sparing: Collection[int] = ()) -> None:
+        """End what still runs, except processes with these pids, and remove the folders."""
         mark = Path(self.folders[0]).name
-        end([who for who in {*self.processes, *marked(mark)} if who.pid != sparing])
+        end([who for who in {*self.processes, *marked(mark)} if who.pid not in sparing])
         for folder in self.folders:
             if _ours(Path(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -121,6 +122,11 @@ def shelf() -> Path:
     return Path(tempfile.gettempdir())
 
 
+def of(folder: Path) -> tuple[Path, Record] | None:
+    """The record of the cluster to which this folder belongs on this machine, and where it lies."""
+    return next(((path, record) for path, record in _here() if record.folders[0] == str(folder)), None)
+
+
 def fault_file(profile: Path, pid: int) -> Path:
     """Where Python leaves the lines at which an engine crashed: its own output may be lost on the way."""
     return profile / "log" / f"fault-{pid}.txt"
@@ -136,7 +142,7 @@ def clean_up_after_others() -> list[Record]:
     return [record for path, record in _here() if not record.kernel.runs and claim_and_end(path)]
 
 
-def claim_and_end(path: Path, sparing: int = 0) -> Record | None:
+def claim_and_end(path: Path, sparing: Collection[int] = ()) -> Record | None:
     """End an orphaned cluster, unless somebody else is at it or has done it; says which one it was."""
     try:
         file = open(path)  # noqa: SIM115 - closed below, which gives the lock back
@@ -187,3 +193,7 @@ def this_process() -> Identity:
     who = identify(os.getpid())
     assert who
     return who
+
+
+if __name__ == "__main__":
+    sys.exit(claim_and_end(Path(sys.argv[1]), sparing=(os.getpid(), os.getppid())) is None)

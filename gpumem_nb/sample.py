@@ -242,7 +242,7 @@ class RankConfig:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Who a rank is: shown by ``%hvd_status``."""
+    """Who a rank is: shown by ``%hvd_status``. ``machine`` names the boot and the container that ``pid`` belongs to."""
 
     rank: int
     local_rank: int
@@ -254,6 +254,7 @@ class RankInfo:
     memory_limit: int | None
     threads: int
     note: str = ""
+    machine: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import cloudpickle
 from . import records, snapshot_folder, stalls, state_file
 from .cluster import resources
 from .cluster.calls import Call
+from .cluster.hosts import Host, share_out
 from .cluster.launch import Progress
 from .cluster.ranks import Ranks
 from .engine import entry
@@ -85,7 +86,9 @@ def start(
         device: ``auto``, ``cuda`` or ``cpu`` (a virtual GPU for every rank).
         memory_limit: for each rank, such as ``"2GiB"`` or a number of bytes; ``None`` for the whole GPU, or 2 GiB of a
             virtual one.
-        hosts, launcher: this version starts ranks on this machine, with ``mpi``.
+        hosts: where, such as ``"a:2,b:2"``, this machine among them; all on this machine by default. On the others
+            everything must lie at the same paths, and ssh must reach them without a password.
+        launcher: ``mpi``.
         threads: CPU threads of each rank; by default the cores are shared out evenly.
         timeout: seconds for the whole start.
         progress: told what is being waited for.
@@ -101,8 +104,6 @@ def start(
             f"{_current.size} ranks are running already. Use them, or stop them first with %hvd_stop "
             "(%hvd_restart starts afresh)."
         )
-    if hosts is not None:
-        raise InvalidInput("hosts cannot be named in this version: ranks start on this machine. Leave hosts out.")
     if launcher != "mpi":
         raise InvalidInput(f"launcher={launcher!r} is not known. Allowed: mpi.")
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
@@ -112,10 +113,13 @@ def start(
     limit = None if memory_limit is None else parse_size(memory_limit)
     for left in records.clean_up_after_others():
         progress(f"ended what kernel {left.kernel.pid} had left behind", 0.0)
-    size, kind = resources.choose(n, device)
+    places = () if hosts is None else share_out(hosts, n)
+    here, kind = resources.choose(places[0].ranks if places else n, device)
     for other in _others(kind):
         progress(f"besides, {other}", 0.0)
-    plan = _Plan(size, kind, limit, threads or max(1, resources.cores() // size), float(timeout))
+    size = sum(host.ranks for host in places) or here
+    most = max((host.ranks for host in places), default=size)  # on one host
+    plan = _Plan(size, kind, limit, threads or max(1, resources.cores() // most), float(timeout), places)
     return Session(plan, progress)
 
 
@@ -126,11 +130,20 @@ class _Plan:
     memory_limit: int | None
     threads: int
     timeout: float
+    hosts: tuple[Host, ...]
 
     def start(self, history: History, stall_limit_s: float, progress: Progress) -> Ranks:
         config = RankConfig(self.device, self.memory_limit, self.threads, history.started_s, stall_limit_s)
         return Ranks(
-            self.size, self.threads, self.device, entry, ("set_up", config), self.timeout, progress, self.memory_limit
+            self.size,
+            self.threads,
+            self.device,
+            entry,
+            ("set_up", config),
+            self.timeout,
+            progress,
+            self.memory_limit,
+            self.hosts,
         )
 
 
@@ -217,8 +230,8 @@ class Session:
         if self._ended:
             return self._ended
         stopped = [
-            f"rank {rank} is stopped (SIGSTOP): continue it with kill -CONT {pid}, or start again with %hvd_restart"
-            for rank, pid in self._ranks.stopped().items()
+            f"rank {rank} is stopped (SIGSTOP): continue it with {command}, or start again with %hvd_restart"
+            for rank, command in self._ranks.stopped().items()
         ]
         return "; ".join([*stopped, str(self.scene or self._training.describe()), *filter(None, [self._idle.notice()])])
 
@@ -696,12 +709,16 @@ class Session:
                 )
             self._call("bring_attached", self._attached, str(self._snapshots.folder / ATTACHED))
             self._begin("attach", self._attached)
+        why = "there was no snapshot yet"
         for snapshot in snapshots:
-            with suppress(StateFileError):
+            try:
                 restored = self._resume_from(snapshot).steps
-                lost = f" ({steps - restored} steps after it were lost)" if steps > restored else ""
-                return f"step {restored} restored{lost}"
-        lost = f"; {steps} steps were lost, because there was no snapshot yet" if steps else ""
+            except StateFileError as error:
+                why = f"no snapshot could be used: {error}"
+                continue
+            lost = f" ({steps - restored} steps after it were lost)" if steps > restored else ""
+            return f"step {restored} restored{lost}"
+        lost = f"; {steps} steps were lost, because {why}" if steps else ""
         return f"{self._training.workload.name if self._training.workload else ''} loaded afresh{lost}"
 
     def stop(self) -> None:

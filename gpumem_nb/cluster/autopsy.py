@@ -12,6 +12,8 @@ LAST_LINES = 3
 _BY_SIGNAL = re.compile(r"process rank (\d+) .*?exited on\s+signal (\d+)", re.DOTALL)
 _IN_SILENCE = re.compile(r"process rank (\d+) .*?exiting\s+improperly", re.DOTALL)  # with exit code 0, that is
 _BY_CODE = re.compile(r"Process name: \[\S+?,(\d+)\]\s+Exit code:\s+(\d+)")
+# Ranks that talk to it over TCP end themselves, and mpiexec may take one of them for the first.
+_LEFT = re.compile(r"peer process has unexpectedly disconnected.*?Peer host:\s+(\S+)", re.DOTALL)
 # From here on the other ranks, or mpiexec, talk about the end of one of them.
 _END_OF_OTHERS = re.compile(r"^.*received signal 15, stopping.*$|^-{40,}$", re.MULTILINE)
 
@@ -28,7 +30,13 @@ def verdict(log: str) -> tuple[int, int] | None:
     return (int(said[1]), 0) if (said := _IN_SILENCE.search(log)) else None
 
 
-def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, words: str) -> str:
+def left_host(log: str) -> str:
+    """The host on which a rank ended, as ranks on other hosts noticed it; empty when they did not."""
+    said = _LEFT.search(log)
+    return said[1] if said else ""
+
+
+def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, words: str, host: str = "") -> str:
     """What ended, how, perhaps why, and what it said last.
 
     Args:
@@ -36,8 +44,11 @@ def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, wo
         exit_code: when it is known; negative for a signal.
         oom_kills: processes that the out-of-memory killer ended since the cluster started; ``None`` if unknown.
         words: what it said last, perhaps nothing.
+        host: where, if not on this machine, whose logs then say nothing about it.
     """
-    return f"{who} (pid {pid}) {_how(pid, exit_code, oom_kills)}." + (f" Its last lines: “{words}”." if words else "")
+    place = f" on host {host}" if host else ""
+    how = _how(pid, exit_code, None if host else oom_kills, here=not host)
+    return f"{who} (pid {pid}{place}) {how}." + (f" Its last lines: “{words}”." if words else "")
 
 
 def last_words(fault: str, output: str, log: str) -> str:
@@ -107,7 +118,7 @@ def _lines(log: int) -> list[str]:
             return lines
 
 
-def _how(pid: int, exit_code: int | None, oom_kills: int | None) -> str:
+def _how(pid: int, exit_code: int | None, oom_kills: int | None, here: bool) -> str:
     if exit_code is None:
         return "has ended"
     if exit_code >= 0:
@@ -115,7 +126,7 @@ def _how(pid: int, exit_code: int | None, oom_kills: int | None) -> str:
     how = f"was killed by signal {-exit_code} ({_name(-exit_code)})"
     if exit_code != -signal.SIGKILL:
         return how
-    blamed = _system_log_blames_memory(pid)
+    blamed = _system_log_blames_memory(pid) if here else None
     if blamed or oom_kills:
         return f"{how} by the system's out-of-memory killer: this machine's memory is full"
     return how if blamed is False and oom_kills == 0 else f"{how}, perhaps by the system's out-of-memory killer"

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,11 @@ from traitlets.config import Config
 from .. import records
 from ..errors import StartError
 from ..processes import STOPPED, Identity, identify
+from ..sample import RankInfo
+from .elsewhere import Elsewhere
+from .hosts import Host
 from .mpi_tools import LAUNCH_VARIABLES, require_tool
+from .remote import RemoteRank
 
 Progress = Callable[[str, float], None]
 """Told what is being waited for, and how much of the start is done (0 to 1)."""
@@ -47,14 +51,15 @@ class Launched:
     Args:
         n: number of engines.
         variables: what they find in their environment.
-        start_up: makes the code that each runs first, from this kernel and the cluster's record, so that ranks can end
-            when their kernel is gone.
+        start_up: code that each runs first.
         device, memory_limit: for the record.
+        hosts: where they run, if not all on this machine.
 
     Attributes:
         client: connected ipyparallel client; engine id = MPI rank = Horovod rank.
         seconds: how long each phase of the start took.
         controller, mpiexec: who they are, once they were started.
+        elsewhere: the other hosts.
         profile: folder of connection files, logs and MPI's own files, readable by its owner only.
     """
 
@@ -62,9 +67,10 @@ class Launched:
         self,
         n: int,
         variables: dict[str, str],
-        start_up: Callable[[Identity, Path], str],
+        start_up: str,
         device: str,
         memory_limit: int | None,
+        hosts: Sequence[Host] = (),
     ) -> None:
         mpiexec = str(require_tool("mpiexec"))
         self.n = n
@@ -88,7 +94,10 @@ class Launched:
         self.client: Any = None
         self.controller: Identity | None = None
         self.mpiexec: Identity | None = None
-        mpi_folders = {
+        opening = {"folders": self._record.folders, "ranks": n, "device": device, "memory_limit": memory_limit}
+        self.elsewhere = Elsewhere(hosts, self.profile, opening)
+        self._variables = variables
+        self._mpi_folders = {
             "OMPI_MCA_btl_sm_backing_directory": str(self.folders[-1]),
             "PRTE_MCA_prte_tmpdir_base": str(self.profile),
             "PMIX_MCA_pmix_server_tmpdir": str(self.profile),
@@ -105,7 +114,7 @@ class Launched:
                 "--HeartMonitor.period=300",
                 "--HeartMonitor.max_heartmonitor_misses=100",
             ],
-            config=Config({"MPILauncher": {"mpi_cmd": [mpiexec], "environment": variables | mpi_folders}}),
+            config=Config({"MPILauncher": {"mpi_cmd": [mpiexec]}}),
             parent=None,
             log=_quiet_log(),
         )
@@ -115,17 +124,24 @@ class Launched:
     def start(self, deadline: float, progress: Progress) -> None:
         """Start controller and engines and connect. ``deadline`` is on the clock of ``time.monotonic``."""
         with self.phase("controller", progress):
+            self.elsewhere.open(deadline)
+            self.record_all()
+            self.cluster.controller_args = self.cluster.controller_args + self.elsewhere.controller_arguments()
             self.cluster.start_controller_sync()
             self.controller = identify(self.cluster.controller.pid)
             self.record_all()
         with self.phase("engines", progress):
-            self.cluster.config.MPIEngineSetLauncher.engine_args = [
+            launcher = self.cluster.config.MPIEngineSetLauncher
+            launcher.environment = self._variables | self._mpi_folders | self.elsewhere.variables()
+            launcher.mpi_args = self.elsewhere.mpiexec_arguments([*self._variables])
+            launcher.engine_args = [
                 "--log-level=ERROR",
                 # Signals go to the ranks themselves, and cluster/watch.py looks after them.
                 "--IPEngine.enable_nanny=False",
-                f"--IPEngine.startup_command={self._start_up(self._record.kernel, self._record_path)}",
+                f"--IPEngine.startup_command={self._start_up}",
             ]
             self.cluster.start_engines_sync(self.n)
+            self.elsewhere.hand_over(Path(self.cluster.controller.connection_files["engine"]))
             self.mpiexec = identify(self.cluster.engine_set.pid)
             self.record_all()
             self.client = self.cluster.connect_client_sync()
@@ -165,11 +181,13 @@ class Launched:
             self.record_all()
             if self.client is not None:
                 self.client.close(linger=0)
+            self.elsewhere.dismiss()
             if patience_s and not any(who.state == STOPPED for who in self.processes):
                 for who in (self.mpiexec, self.controller):
                     if who:
                         who.signal(signal.SIGTERM)
                 records.await_end(self.processes, patience_s)
+            self.elsewhere.close()
             self._record.end()
             self._record_path.unlink(missing_ok=True)
             atexit.unregister(self.stop)
@@ -177,7 +195,7 @@ class Launched:
 
     def record_all(self) -> None:
         """Take note of every process that belongs to the cluster right now."""
-        family = {*_family(self.controller), *_family(self.mpiexec)}
+        family = {*_family(self.controller), *_family(self.mpiexec), *self.elsewhere.connections}
         if new := family - set(self._record.processes):
             known = tuple(who for who in self._record.processes if who.runs)
             self._record = dataclasses.replace(self._record, processes=(*known, *new))
@@ -200,11 +218,11 @@ class Launched:
         """The last lines of :meth:`log`."""
         return "\n".join([line for line in self.log().splitlines() if line.strip()][-lines:])
 
-    def identify_rank(self, rank: int, pid: int) -> Identity:
+    def identify_rank(self, info: RankInfo) -> Identity | RemoteRank:
         """Who a rank is; raises ``StartError`` when it has ended already."""
-        who = identify(pid)
+        who = self.elsewhere.rank(info.machine, info.pid) or identify(info.pid)
         if who is None:
-            raise StartError(f"Rank {rank} (pid {pid}) ended while it was starting. {self.log_tail()}")
+            raise StartError(f"Rank {info.rank} (pid {info.pid}) ended while it was starting. {self.log_tail()}")
         return who
 
     def check_up(self) -> None:
@@ -212,6 +230,9 @@ class Launched:
         for what, who in (("mpiexec", self.mpiexec), ("The controller", self.controller)):
             if who is None or not who.runs:
                 raise StartError(f"{what} ended before all ranks were up. It said: {self.log_tail()}")
+        for host in self.elsewhere.hosts:
+            if host.lost:
+                raise StartError(f"Host {host.name} {host.lost}")
 
     @contextmanager
     def phase(self, name: str, progress: Progress) -> Iterator[None]:

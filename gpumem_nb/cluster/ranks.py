@@ -14,6 +14,7 @@ from ..errors import ClusterDied, GpumemError, RankError, StartError
 from ..sample import Pulse
 from ..shield import shielded
 from .calls import Call
+from .hosts import Host
 from .launch import Launched, Progress, environment
 from .watch import Watch
 
@@ -32,10 +33,11 @@ class Ranks:
         threads: CPU threads of each.
         device: ``cuda`` or ``cpu``.
         entry: importable module of the functions called over there (``call``, ``call_function``, ``run_cell``,
-            ``start_up_code``).
+            ``START_UP``).
         set_up: name and argument of the function that joins the ranks.
         timeout: seconds for the whole start.
         memory_limit: of each rank in bytes, for other notebooks to know.
+        hosts: where the ranks run, if not all on this machine.
 
     Attributes:
         stall_limit_s: how long ranks wait for one another.
@@ -51,6 +53,7 @@ class Ranks:
         timeout: float,
         progress: Progress,
         memory_limit: int | None = None,
+        hosts: Sequence[Host] = (),
     ) -> None:
         self._entry = entry
         self._calls: list[Call] = []
@@ -61,7 +64,7 @@ class Ranks:
         deadline = time.monotonic() + timeout
         self._death: ClusterDied | None = None
         self._watch: Watch | None = None
-        self._launched = Launched(n, environment(threads, device), entry.start_up_code, device, memory_limit)
+        self._launched = Launched(n, environment(threads, device), entry.START_UP, device, memory_limit, hosts)
         try:
             self._launched.start(deadline, progress)
             with self._launched.phase("horovod", progress):
@@ -71,7 +74,8 @@ class Ranks:
                 for _ in joining.slices(left):
                     self._launched.check_up()
                 self.infos: list[Any] = joining.get()
-            self._identities = [self._launched.identify_rank(info.rank, info.pid) for info in self.infos]
+            self._identities = [self._launched.identify_rank(info) for info in self.infos]
+            self._launched.elsewhere.look_after(self._identities)
             progress("ready", 1.0)
         except BaseException as error:
             tail = self._launched.log_tail()
@@ -170,10 +174,10 @@ class Ranks:
         """Ask the ranks to end the chunks under way; one of them is enough, because they agree on it."""
         self._identities[0].signal(self._entry.NUDGE)
 
-    def stopped(self) -> dict[int, int]:
-        """Ranks that somebody has stopped (SIGSTOP), with their pids."""
+    def stopped(self) -> dict[int, str]:
+        """Ranks that somebody has stopped (SIGSTOP), with the command that continues them."""
         frozen = self._watch.stopped() if self._watch else []
-        return {rank: who.pid for rank, who in enumerate(self._identities) if who in frozen}
+        return {rank: f"{who.shell}kill -CONT {who.pid}" for rank, who in enumerate(self._identities) if who in frozen}
 
     def stop(self) -> None:
         """End everything."""

@@ -63,12 +63,18 @@ def most_ranks() -> int:
     return max(1, min(int(by_memory), 8 * cores()))
 
 
+def check_number(n: int) -> None:
+    """Raise ``InvalidInput`` for what is no number of ranks."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InvalidInput(f"{n!r} ranks cannot be started: it must be a whole number of at least 1, such as 4.")
+
+
 def choose(n: int | None, device: str) -> tuple[int, str]:
     """The number of ranks and their kind of device (``cuda`` or ``cpu``), checked against the machine."""
     if device not in ("auto", "cuda", "cpu"):
         raise InvalidInput(f"device={device!r} is not known. Allowed: auto, cuda, cpu.")
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-        raise InvalidInput(f"{n!r} ranks cannot be started: it must be a whole number of at least 1, such as 4.")
+    if n is not None:
+        check_number(n)
     gpus = visible_gpus() if device != "cpu" else 0
     if device == "cuda" and not gpus:
         raise StartError("There is no GPU that this notebook can see. Use --device cpu for virtual GPUs on the CPU.")

@@ -1,19 +1,23 @@
-"""Looking after the processes of a cluster: the first that ends ends them all, and says why."""
+"""Looking after the processes and hosts of a cluster: the first that ends ends them all, and says why."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from ..errors import ClusterDied
 from ..processes import STOPPED, Identity
+from ..ranklist import name_ranks
 from . import autopsy
 from .launch import Launched
+from .remote import RemoteHost, RemoteRank, ranks_on
 
 PERIOD_S = 0.25
 VERDICT_PATIENCE_S = 1.0
 """How long mpiexec may take to say how a rank ended."""
+Needed = Identity | RemoteRank | RemoteHost
 
 
 class Watch:
@@ -29,13 +33,16 @@ class Watch:
     def __init__(
         self,
         launched: Launched,
-        ranks: Sequence[Identity],
+        ranks: Sequence[Identity | RemoteRank],
         last_output: Callable[[int], str],
         died: Callable[[ClusterDied], None],
     ) -> None:
         self._launched = launched
         self._ranks = ranks
-        self._names = launched.essential | {who: f"Rank {rank}" for rank, who in enumerate(ranks)}
+        self._hosts = launched.elsewhere.hosts
+        self._names: dict[Needed, str] = dict(launched.essential.items())
+        self._names |= {who: f"Rank {rank}" for rank, who in enumerate(ranks)}
+        self._names |= {host: f"Host {host.name} ({name_ranks([*ranks_on(host, ranks)])})" for host in self._hosts}
         self._last_output = last_output
         self._died = died
         self._oom_kills = autopsy.oom_kills()
@@ -46,9 +53,9 @@ class Watch:
         """Look no more: the processes are about to be ended on purpose."""
         self._done.set()
 
-    def stopped(self) -> list[Identity]:
-        """Processes that somebody has stopped (SIGSTOP): not dead, but they will not answer."""
-        return [who for who in self._names if who.state == STOPPED]
+    def stopped(self) -> list[Identity | RemoteRank]:
+        """Ranks that somebody has stopped (SIGSTOP): not dead, but they will not answer."""
+        return [who for who in self._ranks if who.state == STOPPED]
 
     def _look(self) -> None:
         while not self._done.wait(PERIOD_S):
@@ -58,24 +65,46 @@ class Watch:
                 self._died(ClusterDied(self._explain(gone)))
                 self._launched.stop(patience_s=0)
 
-    def _explain(self, gone: list[Identity]) -> str:
+    def _explain(self, gone: list[Needed]) -> str:
         """The first that ended: mpiexec names the rank, and ends itself and the others because of it."""
         launched = self._launched
-        if any(who in self._ranks for who in gone) and launched.controller not in gone:
-            self._await_verdict()
+        if launched.controller not in gone and (self._hosts or any(who in self._ranks for who in gone)):
+            _await(lambda: autopsy.verdict(launched.log()) is not None or self._no_verdict_will_come())
+        for host in self._hosts:
+            if host.lost:
+                return f"{self._names[host]} {host.lost}"
         log = launched.log()
         kills = autopsy.oom_kills()
         kills = None if kills is None or self._oom_kills is None else kills - self._oom_kills
-        if said := autopsy.verdict(log):
+        if said := autopsy.verdict(log) or self._first_on(autopsy.left_host(log)):
             rank, code = said
             who = self._ranks[rank]
-            words = autopsy.last_words(launched.fault(who.pid), self._last_output(rank), log)
-            return autopsy.explain(f"Rank {rank}", who.pid, code, kills, words)
-        who = launched.mpiexec if launched.mpiexec in gone else gone[0]
-        assert who
-        return autopsy.explain(self._names[who], who.pid, launched.exit_code(who), kills, "")
+            fault, place = launched.fault(who.pid), ""
+            if isinstance(who, RemoteRank):
+                _await(lambda: not who.runs)
+                fault, place = who.fault, who.host.name
+            words = autopsy.last_words(fault, self._last_output(rank), log)
+            return autopsy.explain(f"Rank {rank}", who.pid, code, kills, words, place)
+        first = launched.mpiexec if launched.mpiexec in gone else gone[0]
+        assert not isinstance(first, RemoteHost), "it would be lost"
+        how = launched.exit_code(first) if isinstance(first, Identity) else None
+        return autopsy.explain(self._names[first], first.pid, how, kills, "")
 
-    def _await_verdict(self) -> None:
-        deadline = time.monotonic() + VERDICT_PATIENCE_S
-        while autopsy.verdict(self._launched.log()) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+    def _no_verdict_will_come(self) -> bool:
+        """With several hosts, one may be lost, or the ranks themselves may have noticed that one of them ended."""
+        mpiexec = self._launched.mpiexec
+        return bool(self._hosts) and (any(host.lost for host in self._hosts) or not (mpiexec and mpiexec.runs))
+
+    def _first_on(self, name: str) -> tuple[int, int | None] | None:
+        """The rank that ended on the host of this name; nobody knows how."""
+        here = {os.uname().nodename}
+        for rank, who in enumerate(self._ranks):
+            if name in (who.host.names if isinstance(who, RemoteRank) else here) and not who.runs:
+                return rank, None
+        return None
+
+
+def _await(told: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + VERDICT_PATIENCE_S
+    while not told() and time.monotonic() < deadline:
+        time.sleep(0.05)

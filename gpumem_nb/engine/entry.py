@@ -22,7 +22,6 @@ from typing import Any, TextIO
 import cloudpickle
 
 from ..errors import GpumemError
-from ..processes import Identity
 from ..records import fault_file
 from ..sample import Answer, Apart, Raised
 from . import nudge, owner, pulse
@@ -38,17 +37,17 @@ CELL = "a cell"
 _WORDS = {"run_chunk": "", "load": "loading a workload", "attach": "attaching a model"}
 
 
-def start_up_code(kernel: Identity, record: Path) -> str:
-    """What an engine runs while it registers: :func:`start_up` with the kernel named beyond doubt."""
-    return f"from gpumem_nb.engine.entry import start_up; start_up({tuple(kernel)!r}, {str(record)!r})"
+START_UP = "from gpumem_nb.engine.entry import start_up; start_up()"
+"""What an engine runs while it registers."""
 
 
-def start_up(kernel: tuple[int, int], record: str) -> None:
+def start_up() -> None:
     """Look after the owner, and import torch and Horovod meanwhile: that takes as long as the registration."""
     global _fault
-    _fault = fault_file(Path(os.environ["IPP_PROFILE_DIR"]), os.getpid()).open("w")
+    profile = Path(os.environ["IPP_PROFILE_DIR"])
+    _fault = fault_file(profile, os.getpid()).open("w")
     faulthandler.enable(_fault, all_threads=False)
-    threading.Thread(target=owner.watch, args=(Identity(*kernel), Path(record)), daemon=True).start()
+    threading.Thread(target=owner.watch, args=(profile,), daemon=True).start()
     threading.Thread(target=import_module, args=("gpumem_nb.engine.rank",), daemon=True).start()
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import horovod.torch as hvd
 import torch
 
+from .. import records
 from ..errors import StartError, WorkloadError
 from ..memory import cuda
 from ..memory.device import Device, open_device
@@ -81,6 +82,7 @@ def set_up(config: RankConfig) -> RankInfo:
         memory_limit=_device.reading().limit,
         threads=torch.get_num_threads(),
         note=_device.note,
+        machine=records.machine(),
     )
 
 

@@ -68,7 +68,6 @@ def test_nothing_is_left_after_stop() -> None:
         ({"n": 2, "device": "tpu"}, "Allowed: auto, cuda, cpu"),
         ({"n": 2, "memory_limit": "2 apples"}, "is not a memory size"),
         ({"n": 2, "memory_limit": 0}, "is not a memory size"),
-        ({"n": 2, "hosts": "a:2"}, "cannot be named in this version"),
         ({"n": 2, "launcher": "slurm"}, "Allowed: mpi"),
         ({"n": 2, "threads": 0}, "at least 1"),
         ({"n": 2, "timeout": 0}, "seconds above 0"),

@@ -30,6 +30,25 @@ SILENT = """\
 prterun has exited due to process rank 0 with PID 17164 on node vm exiting
 improperly. There are three reasons this could occur:
 """
+LEFT = """\
+An MPI communication peer process has unexpectedly disconnected.  This
+usually indicates a failure in the peer process (e.g., a crash or
+otherwise exiting without calling MPI_FINALIZE first).
+
+  Local host: a
+  Local PID:  13317
+  Peer host:  b
+--------------------------------------------------------------------------
+prterun has exited due to process rank 0 with PID 0 on node a calling
+"abort". This may have caused other processes in the application to be
+terminated by signals sent by prterun (as reported here).
+"""
+
+
+def test_a_rank_that_ends_because_another_did_is_not_blamed() -> None:
+    assert autopsy.verdict(LEFT) is None
+    assert autopsy.left_host(LEFT) == "b"
+    assert autopsy.left_host(KILLED) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,213 @@
+"""Another host as the kernel sees it: a steward that stands in for the kernel there, reached over ssh."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import select
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from ..errors import StartError
+from ..processes import Identity, identify
+from ..version import __version__
+from .hosts import Host, own_networks
+from .steward import DISMISSED
+
+SILENCE_S = 2.0
+"""A host that gives no sign of life for so long is lost; its steward gives one every quarter of a second."""
+ENDING_S = 3.0
+"""For a steward to end what runs on its host."""
+
+
+class RemoteHost:
+    """One other host.
+
+    Attributes:
+        names: those by which it may be called.
+        machine: what :func:`gpumem_nb.records.machine` says over there.
+        kernel_address: this machine's address, as seen from there.
+        networks: over which the two reach each other.
+        ssh: the process that holds the connection.
+        lost: why the host cannot be reached any more, in words; empty while it can.
+    """
+
+    def __init__(self, host: Host, errors: Path, opening: dict[str, Any]) -> None:
+        self.name = host.name
+        self.names = {host.name}
+        self.machine = self.kernel_address = self.lost = ""
+        self.networks: set[str] = set()
+        self._errors = errors
+        self._states: dict[int, str] = {}
+        self._faults: dict[int, str] = {}
+        self._unread = b""
+        self._listener: threading.Thread | None = None
+        path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
+        steward = shlex.join(["env", *path, sys.executable, "-m", "gpumem_nb.cluster.steward"])
+        options = ["-4", "-T", "-a", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+        with errors.open("wb") as said:
+            self._ssh = subprocess.Popen(
+                ["ssh", *options, host.name, steward],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                bufsize=0,
+                start_new_session=True,  # the stop button signals the kernel's whole group
+            )
+        self.ssh: Identity | None = identify(self._ssh.pid)
+        self._send_line(opening)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be reached."""
+        return not self.lost
+
+    @property
+    def state(self) -> str:
+        """As of a process, for those who look after both."""
+        return "" if self.lost else "S"
+
+    def meet(self, deadline: float) -> None:
+        """Wait until the steward says who it is; raises ``StartError`` when there is none, or ranks could not run."""
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))
+            data = os.read(self._stdout.fileno(), 65536) if ready else b""
+            if not data:
+                raise StartError(self._why_no_steward(timed_out=not ready))
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        hello = json.loads(line)
+        self.names.add(hello["name"])
+        self.machine, self.kernel_address = hello["machine"], hello["kernel_address"]
+        mask = own_networks().get(self.kernel_address)
+        if hello["version"] != __version__ or not hello["horovod"] or mask is None:
+            raise StartError(self._why_not(hello))
+        here = ipaddress.ip_network(f"{self.kernel_address}/{mask}", strict=False)
+        self.networks = {hello["network"], str(here)}
+        self._listener = threading.Thread(target=self._listen, name=f"gpumem_nb host {self.name}", daemon=True)
+        self._listener.start()
+
+    def order(self, name: str, *arguments: Any) -> None:
+        """Have the steward do something."""
+        self._send_line([name, *arguments])
+
+    def state_of(self, pid: int) -> str:
+        """The state of a process over there, as of :class:`Identity`."""
+        return self._states.get(pid, "S")
+
+    def fault_of(self, pid: int) -> str:
+        """What Python left of its crash."""
+        return self._faults.get(pid, "")
+
+    def dismiss(self) -> None:
+        """Have the steward end everything on its host."""
+        self.order(DISMISSED)
+        with suppress(OSError):
+            assert self._ssh.stdin
+            self._ssh.stdin.close()
+
+    def close(self) -> None:
+        """Wait until a dismissed steward has ended, unless its host is lost."""
+        if not self.lost:
+            with suppress(subprocess.TimeoutExpired):
+                self._ssh.wait(ENDING_S)
+        self._ssh.kill()
+        self._ssh.wait()
+        if self._listener:
+            self._listener.join()
+        self._stdout.close()
+
+    @property
+    def _stdout(self) -> IO[bytes]:
+        assert self._ssh.stdout
+        return self._ssh.stdout
+
+    def _send_line(self, what: Any) -> None:
+        with suppress(OSError, ValueError):  # the connection ended; the listening thread says why
+            assert self._ssh.stdin
+            self._ssh.stdin.write(json.dumps(what).encode() + b"\n")
+
+    def _listen(self) -> None:
+        """Not this process's clock but the wait itself tells silence: a cell may keep all threads from running."""
+        while select.select([self._stdout], [], [], SILENCE_S)[0]:
+            if not (data := os.read(self._stdout.fileno(), 65536)):
+                self.lost = f"ended the connection. {self._said()}".rstrip()
+                return
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            for line in lines:
+                news = json.loads(line)
+                self._states.update({int(pid): state for pid, state in news["states"].items()})
+                self._faults.update({int(pid): fault for pid, fault in news["faults"].items()})
+        self.lost = f"gave no sign of life for {SILENCE_S:g} s: the machine or its network is down."
+        self._ssh.kill()
+
+    def _why_no_steward(self, timed_out: bool) -> str:
+        if timed_out:
+            return f"Host {self.name} did not answer in time. Give it longer with --timeout."
+        said = self._said()
+        if "No such file" in said or "not found" in said or "No module named" in said:
+            return (
+                f"Host {self.name} cannot run ranks: gpumem_nb must be installed there at the same path as here "
+                f"({sys.executable}). {said}"
+            )
+        return f"Host {self.name} cannot be reached: ssh {self.name} must work without a password. {said}"
+
+    def _why_not(self, hello: dict[str, Any]) -> str:
+        if hello["version"] != __version__:
+            return f"Host {self.name} has gpumem_nb {hello['version']}, here it is {__version__}: install the same one."
+        if not hello["horovod"]:
+            return f"Host {self.name} has no Horovod: build it there with python -m gpumem_nb.cluster.horovod_build"
+        return (
+            f"Host {self.name} sees this machine as {self.kernel_address}, which is no address of it: the hosts must "
+            "reach each other without address translation."
+        )
+
+    def _said(self) -> str:
+        text = self._errors.read_text(errors="replace") if self._errors.exists() else ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return f"It said: {lines[-1]}" if lines else ""
+
+
+class RemoteRank(NamedTuple):
+    """A process on another host, with what :class:`Identity` offers."""
+
+    host: RemoteHost
+    pid: int
+
+    @property
+    def state(self) -> str:
+        """As of :class:`Identity`."""
+        return self.host.state_of(self.pid)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended, as far as known."""
+        return bool(self.state)
+
+    def signal(self, number: int) -> bool:
+        """Have a signal sent to it; says whether somebody was there to send it."""
+        self.host.order("signal", self.pid, number)
+        return self.runs and self.host.runs
+
+    @property
+    def shell(self) -> str:
+        """What goes before a command there."""
+        return f"ssh {self.host.name} "
+
+    @property
+    def fault(self) -> str:
+        """What Python left of its crash."""
+        return self.host.fault_of(self.pid)
+
+
+def ranks_on(host: RemoteHost, ranks: Sequence[Identity | RemoteRank]) -> dict[int, RemoteRank]:
+    """Those of all ranks that run on a host, by number."""
+    return {rank: who for rank, who in enumerate(ranks) if isinstance(who, RemoteRank) and who.host is host}

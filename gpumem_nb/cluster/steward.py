@@ -1,0 +1,154 @@
+"""Stands in for the notebook kernel on another host: the ranks there belong to it, and end with it.
+
+``python -m gpumem_nb.cluster.steward``, started over ssh, whose connection is the only door: orders come in and signs
+of life go out, one JSON object a line. It ends all that runs there when the connection ends, or when it no longer hears
+the controller's heartbeat: the kernel may be busy for minutes, the controller never is. Its own end is noticed by its
+ranks, as the kernel's is on the kernel's host.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from .. import records
+from ..processes import Identity, identify, marked
+from ..version import __version__
+from .hosts import own_networks
+
+PERIOD_S = 0.25
+"""Between two signs of life."""
+UNHEARD_S = 5.0
+"""Without the controller's heartbeat, after which the cluster counts as gone."""
+KERNELS_HOST_FIRST_S = 5.0
+DISMISSED = "dismissed"
+
+
+class Steward:
+    """What runs on this host for a cluster whose kernel is elsewhere.
+
+    Args:
+        folders, ranks, device, memory_limit: as in the kernel's own record.
+    """
+
+    def __init__(self, folders: list[str], ranks: int, device: str, memory_limit: int | None) -> None:
+        self._poller = zmq.Poller()
+        self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        self._pings: Any = None
+        self._heard_s = time.monotonic()
+        self._ranks: dict[int, Identity | None] = {}
+        self._profile = Path(folders[0])
+        for folder in folders:
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        me = records.this_process()
+        self._record = records.Record(
+            records.machine(), me, (), tuple(folders), ranks=ranks, device=device, memory_limit=memory_limit
+        )
+        self._record_path = records.shelf() / f"{me.pid}-{me.started}-steward.json"
+        self._record.write(self._record_path)
+
+    def connect(self, name: str, info: dict[str, Any]) -> None:
+        """Put down the ``info`` with which engines find the controller, and listen to the controller's heartbeat."""
+        security = self._profile / "security"
+        security.mkdir(mode=0o700, exist_ok=True)
+        draft = security / f"{name}.new"
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(info, file)
+        draft.replace(security / name)  # an engine may be waiting for it
+        self._pings = zmq.Context.instance().socket(zmq.SUB)
+        self._pings.curve_serverkey = info["curve_serverkey"].encode()
+        self._pings.curve_publickey, self._pings.curve_secretkey = zmq.curve_keypair()
+        self._pings.subscribe(b"")
+        self._pings.connect(f"{info['interface']}:{info['hb_ping']}")
+        self._poller.register(self._pings, zmq.POLLIN)
+        self._heard_s = time.monotonic()
+
+    def watch(self, pids: list[int]) -> None:
+        """Look after these ranks."""
+        self._ranks = {pid: identify(pid) for pid in pids}
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a rank a signal."""
+        if who := self._ranks.get(pid):
+            who.signal(number)
+
+    def serve(self) -> None:
+        """Obey until dismissed, or the connection ends, or the controller is no longer heard."""
+        orders: dict[str, Callable[..., None]] = {
+            "connect": self.connect,
+            "watch": self.watch,
+            "signal": self.signal,
+        }
+        unread = b""
+        while self._pings is None or time.monotonic() - self._heard_s < UNHEARD_S:
+            ready = dict(self._poller.poll(int(PERIOD_S * 1000)))
+            if self._pings in ready:
+                self._pings.recv_multipart()
+                self._heard_s = time.monotonic()
+            if sys.stdin.fileno() in ready:
+                if not (data := os.read(sys.stdin.fileno(), 65536)):
+                    # The kernel is gone. Ranks on its own host end the controller once they see that, but would not
+                    # live to see it if those here ended before: MPI ends them for it.
+                    records.await_end(marked(self._profile.name), KERNELS_HOST_FIRST_S)
+                    return
+                *lines, unread = (unread + data).split(b"\n")
+                for line in lines:
+                    name, *arguments = json.loads(line)
+                    if name == DISMISSED:
+                        return
+                    orders[name](*arguments)
+            _say({"states": {pid: who.state if who else "" for pid, who in self._ranks.items()}} | self._faults())
+
+    def end(self) -> None:
+        """End what runs here, and leave nothing."""
+        zmq.Context.instance().destroy(linger=0)
+        self._record.end(sparing=[os.getpid()])
+        self._record_path.unlink(missing_ok=True)
+
+    def _faults(self) -> dict[str, dict[int, str]]:
+        """What Python left of the crashes of ranks that have ended."""
+        files = {
+            pid: records.fault_file(self._profile, pid) for pid, who in self._ranks.items() if not (who and who.runs)
+        }
+        return {"faults": {pid: file.read_text(errors="replace") for pid, file in files.items() if file.exists()}}
+
+
+def main() -> None:
+    """Say who this is, then serve."""
+    records.clean_up_after_others()
+    steward = Steward(**json.loads(sys.stdin.readline()))
+    try:
+        theirs, _, mine, _ = os.environ["SSH_CONNECTION"].split()
+        network = ipaddress.ip_network(f"{mine}/{own_networks().get(mine, '32')}", strict=False)
+        _say(
+            {
+                "name": os.uname().nodename,
+                "machine": records.machine(),
+                "kernel_address": theirs,
+                "network": str(network),
+                "version": __version__,
+                "horovod": importlib.util.find_spec("horovod") is not None,
+            }
+        )
+        steward.serve()
+    except BrokenPipeError:
+        pass
+    finally:
+        steward.end()
+
+
+def _say(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main()
