@@ -24,6 +24,7 @@ from .. import records
 from ..errors import StartError
 from ..processes import STOPPED, Identity, identify
 from ..sample import RankInfo
+from . import loopback
 from .elsewhere import Elsewhere
 from .hosts import Host
 from .mpi_tools import LAUNCH_VARIABLES, require_tool
@@ -134,6 +135,9 @@ class Launched:
             launcher = self.cluster.config.MPIEngineSetLauncher
             launcher.environment = self._variables | self._mpi_folders | self.elsewhere.variables()
             launcher.mpi_args = self.elsewhere.mpiexec_arguments([*self._variables])
+            if not self.elsewhere.hosts:
+                launcher.environment |= loopback.variables()
+                launcher.mpi_args += loopback.arguments()
             launcher.engine_args = [
                 "--log-level=ERROR",
                 # Signals go to the ranks themselves, and cluster/watch.py looks after them.

@@ -157,15 +157,21 @@ def test_an_unwritable_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch
         gpumem_nb.start(2, device="cpu")
 
 
-def test_no_rank_and_no_controller_listens_beyond_loopback() -> None:
+def test_nothing_listens_beyond_loopback_and_ranks_may_bind_what_they_like() -> None:
     with gpumem_nb.start(2, device="cpu") as session:
         launched = session._ranks._launched
         launched.record_all()
-        # mpiexec itself (PRRTE) binds its daemons' port to every interface and has no switch against it.
-        pids = {who.pid for who in launched.processes} - {launched.mpiexec.pid}
+        pids = {who.pid for who in launched.processes}
         listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in pids]
         assert listening
+        assert launched.mpiexec.pid in {c.pid for c in listening}, "PRRTE's ports, which no setting confines"
         assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
+        bound = (
+            "import os, socket\n"
+            "s = socket.socket()\ns.bind(('', 0))\n"
+            "s.getsockname()[0], os.environ.get('LD_PRELOAD', '')"
+        )
+        assert session.run(bound) == [("0.0.0.0", os.environ.get("LD_PRELOAD", ""))] * 2
 
 
 def test_connection_files_are_the_owners_alone_and_a_wrong_key_opens_nothing(tmp_path: Path) -> None:
