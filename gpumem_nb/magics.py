@@ -92,14 +92,18 @@ class HvdMagics(Magics):
         if args.out and not args.out.isidentifier():
             raise InvalidInput(f"--out {args.out!r} is not a variable name.")
         output = CellOutput(args.quiet)
-        call = current().run_cell(
-            self._shell.transform_cell(cell),
-            ranks=args.ranks,
-            title="<%%hvd cell>",
-            result="value" if args.out else "text",
-            memory=args.memory,
-            show=output,
-        )
+        try:
+            call = current().run_cell(
+                self._shell.transform_cell(cell),
+                ranks=args.ranks,
+                title="<%%hvd cell>",
+                result="value" if args.out else "text",
+                memory=args.memory,
+                show=output,
+            )
+        except BaseException:
+            output.failed()
+            raise
         results = call.get()
         output.finish(call, results if not args.out else [None] * len(results))
         if args.out:

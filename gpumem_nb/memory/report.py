@@ -90,7 +90,7 @@ _COLUMNS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MemoryReport:
     """Where the bytes are, for every rank in rank order.
 
@@ -188,6 +188,8 @@ class MemoryReport:
     def __str__(self) -> str:
         parts = [*self._overview, "\n".join(self.sentences), *self.breakdown, *self._about_breakdown]
         return "\n\n".join(map(str, parts))
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         overview = "".join(table.html() for table in self._overview) + notes_html(self.sentences)

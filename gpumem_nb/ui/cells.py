@@ -21,12 +21,19 @@ class CellOutput:
         self._quiet = quiet
         self._handle: Any = None
         self._shown = ""
+        self._latest = ""
         self._live = getattr(get_ipython(), "kernel", None) is not None
 
     def __call__(self, call: Call) -> None:
         """Show what has been printed so far."""
+        self._latest = fold(call.ranks, call.outputs())
         if self._live:
-            self._show(fold(call.ranks, call.outputs()))
+            self._show(self._latest)
+
+    def failed(self) -> None:
+        """Show what was printed before the cell failed."""
+        if self._latest:
+            self._show(self._latest)
 
     def finish(self, call: Call, results: Sequence[str | None]) -> None:
         """Show everything, and what the last expression gave."""

@@ -216,9 +216,9 @@ for part in range({rounds}):
 def ledger(notebook: Notebook, ranks: int, workload: str, rounds: int) -> Figure:
     """What looking into one step in twenty costs on average, from the durations of such steps and the others."""
     notebook.run("import statistics")
-    notebook.run(LEDGER.format(workload=workload, steps=100 * rounds, rounds=rounds))
+    notebook.run(LEDGER.format(workload=workload, steps=60 * rounds, rounds=rounds))
     name = f"ledger: cost of looking into 1 step in 20, {workload}, {ranks} ranks"
-    return Figure(name, "≤ 2 %", " %", notebook.run("", "shares"), f"{100 * rounds} steps")
+    return Figure(name, "≤ 2 %", " %", notebook.run("", "shares"), f"{60 * rounds} steps")
 
 
 def _number(value: float) -> str:

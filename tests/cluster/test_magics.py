@@ -188,6 +188,24 @@ def test_completion_works_in_the_shell(shell: InteractiveShell) -> None:
     assert "bf16" in shell.complete("b", "%hvd_set precision=b", 20)[1]
 
 
+def test_what_a_cell_did_before_it_failed_is_shown(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks(2)
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        run(shell, "%%hvd --memory\nkept = torch.zeros(2**20)\nprint('before')\n1 / 0")
+    text = capsys.readouterr().out
+    assert "before" in text
+    assert "left behind: 4.0 MiB" in text
+    assert "held by Tensor `kept`" in text
+    run(shell, "%%hvd\ndel kept")
+
+
+def test_the_memory_report_is_text_in_a_terminal(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks(2)
+    report = run(shell, "%hvd_memory")
+    assert repr(report) == str(report)
+    assert "reserved" in capsys.readouterr().out
+
+
 def test_output_streams_while_the_cell_runs_in_a_kernel() -> None:
     """The last message of a cell is not the first that shows output: it is seen before the cell can end."""
     session = gpumem_nb.session._current
