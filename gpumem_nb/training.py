@@ -51,6 +51,7 @@ class Training:
         self._in_flight: deque[tuple[Chunk, Call]] = deque()
         self._idle_reading: Call | None = None
         self._wanted: float = 0  # steps still to be done, those under way included
+        self._held = 0  # by how many that want no further chunk to be sent
         self._chunk_steps = 1
         self._nudges = 0
         self._workload: WorkloadInfo | None = None
@@ -156,6 +157,18 @@ class Training:
             self._nudges += 1
         self._ranks.nudge()
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, no further chunk is sent: ranks that went on training would wait for one that is busy otherwise."""
+        with self._locked():
+            self._held += 1
+        try:
+            yield
+        finally:
+            with self._locked():
+                self._held -= 1
+                self._announce()
+
     def train(self, steps: int) -> Run:
         """Train that many steps and wait for them. An interrupt pauses and returns what was done by then."""
         with self._locked():
@@ -252,7 +265,7 @@ class Training:
 
     def _turn(self) -> None:
         with self._locked():
-            while len(self._in_flight) < CHUNKS_IN_FLIGHT and (unsent := self._unsent_steps()) > 0:
+            while not self._held and len(self._in_flight) < CHUNKS_IN_FLIGHT and (unsent := self._unsent_steps()) > 0:
                 if not self._ranks.rejoin():
                     break
                 self._stalled = False

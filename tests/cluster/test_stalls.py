@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,17 @@ def loss(model, batch):
     if stuck == "all":
         time.sleep(4)
     return model(batch).square().mean()
+"""
+
+SLOW_DISK = f"""
+import os
+sync = os.fsync
+def slowly(file):
+    if threading.current_thread() is threading.main_thread():  # not an automatic snapshot's
+        os.fsync = sync
+        time.sleep({LIMIT_S + 2})
+    sync(file)
+os.fsync = slowly
 """
 
 
@@ -151,6 +163,18 @@ def test_a_step_that_is_long_on_all_ranks_is_no_stall(impatient: Session) -> Non
     assert done.wait(30)
     session.run("stuck = None")
     assert len(session.history.events) == events
+    goes_on(session)
+
+
+def test_a_disk_that_is_slow_while_saving_is_no_stall(impatient: Session, tmp_path: Path) -> None:
+    session = attach(impatient)
+    session.run(SLOW_DISK)
+    events = len(session.history.events)
+    session.play()
+    assert session.save(tmp_path / "slow.state").seconds > LIMIT_S
+    assert len(session.history.events) == events
+    assert session.playing
+    session.pause()
     goes_on(session)
 
 
