@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import platformdirs
+import psutil
 
 from .processes import Identity, identify, marked
 
@@ -58,10 +59,16 @@ class Record:
             if _ours(Path(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def host_memory(self) -> int:
+        """Bytes of this machine's memory that would be free without its processes; what cannot be read is left out."""
+        return sum(map(_own_memory, self.processes))
+
     def __str__(self) -> str:
         kind = "virtual GPUs" if self.device == "cpu" else "GPUs"
-        limit = "" if self.memory_limit is None else f" of {self.memory_limit / 2**30:.3g} GiB each"
-        return f"kernel {self.kernel.pid} has {self.ranks} rank{'s' * (self.ranks != 1)} ({kind}{limit})"
+        limit = "" if self.memory_limit is None else f" of {_gib(self.memory_limit)} each"
+        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
+        held = f"they hold {_gib(self.host_memory())} of this machine's memory"
+        return f"kernel {self.kernel.pid} has {ranks} ({kind}{limit}); {held}"
 
 
 def end(processes: Iterable[Identity], patience_s: float = PATIENCE_S) -> bool:
@@ -163,6 +170,18 @@ def _here() -> Iterator[tuple[Path, Record]]:
         record = read(path)
         if record and record.machine == machine():
             yield path, record
+
+
+def _own_memory(who: Identity) -> int:
+    """What nobody shares with it, in bytes: libraries that all ranks map are nobody's share."""
+    with suppress(psutil.Error):
+        if who.runs:
+            return int(psutil.Process(who.pid).memory_full_info().uss)
+    return 0
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3g} GiB"
 
 
 def _ours(folder: Path) -> bool:

@@ -77,7 +77,7 @@ def test_two_notebooks_train_side_by_side_and_one_survives_the_other(notebooks: 
     first, second = notebooks
     for notebook in notebooks:
         notebook.run(START)
-    limit = "2 ranks (virtual GPUs of 0.0938 GiB each)"
+    limit = "2 ranks (virtual GPUs of 0.0938 GiB each); they hold"
     assert f"other processes: kernel {second.pid} has {limit}" in first.run("print(session.status())")
     assert f"other processes: kernel {first.pid} has {limit}" in second.run("print(session.status())")
     (orphans,), (others,) = clusters(first), clusters(second)
