@@ -34,8 +34,11 @@ class Training:
         batch = {name: value.clone() for name, value in self.batch.items()}
         if recorder:
             recorder.claim(INPUTS, tensors_in(batch))
+            recorder.mark("forward")
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
             loss = self.loss(self.model, batch)
+        if recorder:
+            recorder.mark("backward")
         loss.backward()
         self.optimizer.step()
         if recorder:

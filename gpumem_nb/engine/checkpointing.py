@@ -203,11 +203,7 @@ class Segment:
     def unpack(self, slot: _Slot) -> Tensor:
         """The dropped tensor, recomputed."""
         if slot.index not in self._recomputed:
-            if Recorder.current:
-                Recorder.current.mark("recomputation")
             self.replay()
-            if Recorder.current:
-                Recorder.current.backward_of(self.block)
         try:
             return self._recomputed.pop(slot.index)
         except KeyError:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import bisect
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,10 +32,12 @@ from .categories import (
 )
 from .device import Device
 from .events import Events
+from .tensors import tensors_in
 
 MOST_MODULES = 40  # in a ledger; the rest is summed up
 MOST_POINTS = 600  # in a timeline
 REST = "…"
+OUTSIDE_BACKWARD = -1  # torch's number of the backward pass under way
 _CODE = {category: code for code, category in enumerate(CATEGORIES)}
 # Whom a storage belongs to when several claim it: the first one.
 _CLAIMS = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, COMMUNICATION, INPUTS, CASTS, ACTIVATIONS)
@@ -42,6 +45,8 @@ _LASTING = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, COMMUNICATION, INPUTS)
 _NOBODY = len(_CLAIMS), ""
 _CAST = _CLAIMS.index(CASTS)
 _Array = NDArray[np.int64]
+_Pack = Callable[[Tensor], Any]
+_Unpack = Callable[[Any], Tensor]
 
 
 class Recorder:
@@ -96,10 +101,6 @@ class Recorder:
         if not self._marks or self._marks[-1][1:] != (phase, module):
             self._marks.append((time.perf_counter_ns(), phase, module))
 
-    def backward_of(self, module: nn.Module) -> None:
-        """Backward has come to this module."""
-        self.mark("backward", self._names.get(id(module), type(module).__name__))
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, see every operator's tensors, what is saved for backward, and which module runs."""
@@ -108,7 +109,8 @@ class Recorder:
             Recorder.current = self
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-            stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            stack.enter_context(saved_tensors_hooks(*self._telling(Tensor.detach, lambda tensor: tensor)))
+            stack.enter_context(self._inner_hooks_told())
             stack.enter_context(self._log.watching())
             yield
 
@@ -133,15 +135,45 @@ class Recorder:
             self._running.pop()
         self.mark(self._marks[-1][1], self._here)
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, str]:
-        self.saved(tensor)
-        # A result that a node saves refers to the node: together they would outlive a step that is given up.
-        return tensor.detach(), self._here
+    def _telling(self, pack: _Pack, unpack: _Unpack) -> tuple[_Pack, _Unpack]:
+        """Saved-tensor hooks that do what these two do, and tell this recorder.
 
-    def _unpack(self, packed: tuple[Tensor, str]) -> Tensor:
-        tensor, module = packed
-        self.mark("backward", module)
-        return tensor
+        What ``pack`` returns must not be the tensor itself: a result that a node saves refers to the node, and together
+        they would outlive a step that is given up.
+        """
+
+        def told_pack(tensor: Tensor) -> tuple[Any, str]:
+            try:
+                packed = pack(tensor)
+            except Exception:  # torch.utils.checkpoint ends a recomputation so, having kept the last tensor
+                self.saved(tensor)
+                raise
+            self.claim(ACTIVATIONS, tensors_in(packed))
+            return packed, self._here
+
+        def told_unpack(saved: tuple[Any, str]) -> Tensor:
+            packed, module = saved
+            tensor = unpack(packed)
+            self.mark("backward", module)
+            return tensor
+
+        return told_pack, told_unpack
+
+    @contextmanager
+    def _inner_hooks_told(self) -> Iterator[None]:
+        """Autograd asks the innermost hooks only: those of any checkpointing or offloading inside tell as well."""
+        enter = saved_tensors_hooks.__enter__
+
+        def told_enter(hooks: saved_tensors_hooks) -> None:
+            if torch._C._current_graph_task_id() != OUTSIDE_BACKWARD:
+                self.mark("recomputation")
+            enter(saved_tensors_hooks(*self._telling(hooks.pack_hook, hooks.unpack_hook)))
+
+        saved_tensors_hooks.__enter__ = told_enter  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
 
 
 class Record:
@@ -154,6 +186,8 @@ class Record:
         for number, param in events.casts.items():
             if recorder._claims.get(number, _NOBODY)[0] > _CAST:
                 recorder._claims[number] = _CAST, recorder._homes[param]
+        for number, module in self._kept_for_backward():
+            recorder._claims.setdefault(number, (_CLAIMS.index(ACTIVATIONS), module))
         self._numbers, self._which = np.unique(events.allocation, return_inverse=True)
         self._categories = self._categorise(events)
         # One row a category, one column before the first event and after each.
@@ -201,6 +235,20 @@ class Record:
             spans=tuple(self._spans()),
             ledger=ledger,
         )
+
+    def _kept_for_backward(self) -> Iterator[tuple[int, str]]:
+        """What forward made and backward freed, and in which module: kept, whether autograd's hooks saw it or not.
+
+        The inputs of ``torch.utils.checkpoint`` are such, and what an autograd function keeps as its own attribute.
+        """
+        events, marks = self._events, self._recorder._marks
+        mark = np.searchsorted([time_ns for time_ns, _, _ in marks], events.time_ns, side="right") - 1
+        forward = np.array([phase == "forward" for _, phase, _ in marks])[mark]
+        backward = np.array([phase in ("backward", "recomputation") for _, phase, _ in marks])[mark]
+        freed = set(events.allocation[backward & (events.bytes < 0)].tolist())
+        for index in np.flatnonzero(forward & (events.bytes > 0) & ~events.foreign):
+            if (number := int(events.allocation[index])) in freed:
+                yield number, marks[mark[index]][2]
 
     def _categorise(self, events: Events) -> _Array:
         """The code of the category of each allocation that came or went."""

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from gpumem_nb.memory.categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
 from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.recorder import Recorder
 from gpumem_nb.memory.virtual import VirtualGPU
 from tests.models import MODELS, SETTINGS, Training, checkpointed, ledger_and_profiler, looked_into
+
+WIDTH = 512
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +129,6 @@ def test_the_timeline_covers_the_step_and_keeps_its_peak(gpu: VirtualGPU) -> Non
     gpu.reset_peak()
     recorder = Recorder(gpu, training.model)
     with recorder.watching():
-        recorder.mark("forward")
         training.step("fp32", recorder)
         record = recorder.end()
     ledger = record.ledger(gpu.reading().live_peak)
@@ -174,3 +176,52 @@ def test_a_step_that_is_given_up_leaves_nothing(gpu: VirtualGPU) -> None:
     with recorder.watching():
         training.loss(training.model, training.batch)
     assert gpu.reading().live == before
+
+
+class Wide(nn.Module):
+    """Three blocks, narrow between them and wide inside, the last one most, which torch itself checkpoints."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        widths = (WIDTH // 2, WIDTH // 2, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, w), nn.ReLU(), nn.Linear(w, 8)) for w in widths)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant, preserve_rng_state=False)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_own_checkpointing_shows_as_activations_too(gpu: VirtualGPU, reentrant: bool) -> None:
+    rows = 100
+    batch = {0: torch.randn(rows, 8)}
+    training = Training(Wide(reentrant), batch, lambda model, batch: model(batch[0].requires_grad_()).sum())
+    training.step("fp32")
+    gpu.reset_peak()
+    recorder = Recorder(gpu, training.model)
+    with recorder.watching():
+        training.step("fp32", recorder)
+        record = recorder.end()
+    ledger = record.ledger(gpu.reading().live_peak)
+    assert ledger.module.startswith("blocks.2")
+    inputs, result_of_relu, loss = 2 * rows * 8 * 4, rows * WIDTH * 4, 4
+    assert ledger.at_peak[ACTIVATIONS] == inputs + result_of_relu + loss
+    spans = record.timeline(0, 1, ledger).spans
+    again = {span.module[: len("blocks.0")] for span in spans if span.phase == "recomputation"}
+    assert again >= {"blocks.0", "blocks.1", "blocks.2"} or reentrant
+
+
+def test_what_is_offloaded_is_held_where_it_went(gpu: VirtualGPU) -> None:
+    """A hook that keeps something else than the tensor: half of its bytes, in another type."""
+    model = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
+    x = torch.randn(50, 8)
+    recorder = Recorder(gpu, model)
+    with recorder.watching(), saved_tensors_hooks(lambda tensor: tensor.bfloat16(), lambda kept: kept.float()):
+        loss = model(x).sum()
+        recorder.claim_model(model.parameters(), {})
+        ledger = recorder.end().ledger(gpu.reading().live_peak)
+    saved = 50 * 8 + 2 * 50 * WIDTH + 8 * WIDTH  # the input, ReLU's result for both its users, and the second weight
+    assert ledger.at_rest[ACTIVATIONS] == 2 * saved
+    loss.backward()
