@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -37,11 +38,16 @@ def no_process_left() -> Iterator[None]:
     if session_module._current is not None:
         session_module._current.stop()
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    _, alive = psutil.wait_procs(left, timeout=5)
+    _, alive = psutil.wait_procs([process for process in left if not lives_with_the_runner(process)], timeout=5)
     running = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    # multiprocessing's own helper lives as long as the test runner
-    running = [process for process in running if "resource_tracker" not in " ".join(process.cmdline())]
     assert not running, [process.cmdline() for process in running]
+
+
+def lives_with_the_runner(process: psutil.Process) -> bool:
+    """Whether it is multiprocessing's own helper."""
+    with suppress(psutil.NoSuchProcess):
+        return "resource_tracker" in " ".join(process.cmdline())
+    return False
 
 
 def ranks(n: int) -> Session:

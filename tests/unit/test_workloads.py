@@ -1,4 +1,4 @@
-"""The ready-made workloads: what they accept, what they are made of, and that they learn."""
+"""The ready-made workloads: what they accept, what they are made of, and how they are scored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from gpumem_nb.errors import InvalidInput
 from gpumem_nb.workload import Workload
@@ -23,29 +23,11 @@ from gpumem_nb.workloads.evaluate import accuracy, score, unigram_entropy
 from gpumem_nb.workloads.text import Text, held_out_text, topics_text
 
 NAMES = sorted(CATALOG)
-GLOBAL_BATCH = 128  # 4 ranks with the default batch size of 32
 SMALL = {
     "digits-resnet": {"width": 8, "depth": 1, "resolution": 8},
     "digits-separable": {"width": 8, "depth": 1, "resolution": 8},
     "text-gpt": {"width": 16, "depth": 2, "heads": 2, "sequence_length": 16},
 }
-
-
-def train(workload: Workload, steps: int) -> nn.Module:
-    torch.manual_seed(0)
-    model = workload.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(workload.data(), GLOBAL_BATCH, shuffle=True, drop_last=True)
-    done = 0
-    while done < steps:
-        for batch in loader:
-            optimizer.zero_grad()
-            workload.loss(model, batch).backward()
-            optimizer.step()
-            done += 1
-            if done == steps:
-                break
-    return model
 
 
 def first_batch(workload: Workload, size: int) -> Any:
@@ -76,20 +58,7 @@ def saved_bytes(name: str, **options: Any) -> int:
     return sum(size for pointer, size in kept.items() if pointer not in own)
 
 
-# what they learn
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("name", "steps"), [("digits-resnet", 66), ("digits-separable", 99)])
-def test_digits_are_recognised_above_95_percent(name: str, steps: int) -> None:
-    assert score(name, train(make(name), steps))["accuracy"] > 0.95
-
-
-@pytest.mark.timeout(180)
-def test_text_is_predicted_clearly_better_than_by_character_frequency() -> None:
-    scores = score("text-gpt", train(make("text-gpt"), steps=30))
-    assert scores["nats_per_character"] < 0.95 * scores["unigram_nats"]
-    assert scores["bits_per_character"] == pytest.approx(scores["nats_per_character"] / math.log(2))
+# how they are scored; that they learn is a test on real ranks
 
 
 def test_an_untrained_model_scores_as_chance_does() -> None:
@@ -98,6 +67,7 @@ def test_an_untrained_model_scores_as_chance_does() -> None:
     chance = math.log(len(set(topics_text())))
     scores = score("text-gpt", gpt.model(), **SMALL["text-gpt"])
     assert scores["nats_per_character"] == pytest.approx(chance, rel=0.1)
+    assert scores["bits_per_character"] == pytest.approx(scores["nats_per_character"] / math.log(2))
     resnet = make("digits-resnet", **SMALL["digits-resnet"])
     assert score("digits-resnet", resnet.model(), **SMALL["digits-resnet"])["accuracy"] < 0.5
 
