@@ -19,7 +19,8 @@ from ..errors import WorkloadError
 from ..memory.categories import INPUTS
 from ..memory.device import Device
 from ..memory.leaks import LeakWatch
-from ..memory.recorder import Record, Recorder
+from ..memory.record import Record
+from ..memory.recorder import Recorder
 from ..memory.tensors import tensors_in
 from ..sample import Chunk, ChunkReply, Failure, Sample, Timeline, WorkloadInfo
 from ..settings import Settings

@@ -1,50 +1,23 @@
-"""The ledger of one step: to whom each allocation belonged, from when to when."""
+"""Listening to one step: every allocation and release, and who says whose it is."""
 
 from __future__ import annotations
 
-import bisect
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ..sample import Ledger, Span, Timeline
-from .categories import (
-    ACTIVATIONS,
-    CASTS,
-    CATEGORIES,
-    COMMUNICATION,
-    GRADIENTS,
-    INPUTS,
-    INSIDE_OPERATORS,
-    OPTIMIZER_STATE,
-    OTHER,
-    PARAMETERS,
-    TEMPORARIES,
-)
+from .categories import ACTIVATIONS, CASTS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from .device import Device
-from .events import Events
+from .record import Claim, Mark, Observed, Record
 from .tensors import tensors_in
 
-MOST_MODULES = 40  # in a ledger; the rest is summed up
-MOST_POINTS = 600  # in a timeline
-REST = "…"
 OUTSIDE_BACKWARD = -1  # torch's number of the backward pass under way
-_CODE = {category: code for code, category in enumerate(CATEGORIES)}
-# Whom a storage belongs to when several claim it: the first one.
-_CLAIMS = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, COMMUNICATION, INPUTS, CASTS, ACTIVATIONS)
-_LASTING = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, COMMUNICATION, INPUTS)
-_NOBODY = len(_CLAIMS), ""
-_CAST = _CLAIMS.index(CASTS)
-_Array = NDArray[np.int64]
 _Pack = Callable[[Tensor], Any]
 _Unpack = Callable[[Any], Tensor]
 
@@ -64,10 +37,9 @@ class Recorder:
         self._homes = [name.rpartition(".")[0] for name, _ in params]  # the modules that parameters lie in
         self._home_of = {id(param): home for (_, param), home in zip(params, self._homes, strict=True)}
         self._virtual = device.kind == "virtual"
-        self._claims: dict[int, tuple[int, str]] = {}  # allocation → index in _CLAIMS, module
-        self._sizes: dict[int, int] = {}
+        self._claims: dict[int, Claim] = {}  # by the number of the allocation
         self._running: list[str] = []
-        self._marks: list[tuple[int, str, str]] = []
+        self._marks: list[Mark] = []
         self._log = device.event_log()
         self._began_ns = time.perf_counter_ns()
         self._base = self._log.begin([param for _, param in params])
@@ -75,12 +47,13 @@ class Recorder:
 
     def claim(self, category: str, tensors: Iterable[Tensor], module: str = "") -> None:
         """Say what the storages of these tensors are."""
-        rank = _CLAIMS.index(category)
         for tensor in tensors:
-            number = self._log.allocation(tensor)
-            if number and rank < self._claims.get(number, _NOBODY)[0]:
-                self._claims[number] = rank, module or self._here
-                self._sizes[number] = tensor.untyped_storage().nbytes()
+            if number := self._log.allocation(tensor):
+                self._claim(number, Claim(category, module or self._here, tensor.untyped_storage().nbytes()))
+
+    def _claim(self, number: int, claim: Claim) -> None:
+        if number not in self._claims or self._claims[number].yields_to(claim.category):
+            self._claims[number] = claim
 
     def claim_model(self, params: Iterable[Tensor], state: dict[Any, dict[str, Any]]) -> None:
         """Claim what lives from step to step: weights, their gradients and the optimizer's state of them."""
@@ -98,8 +71,8 @@ class Recorder:
 
     def mark(self, phase: str, module: str = "") -> None:
         """From now on this part of the step runs, in this module."""
-        if not self._marks or self._marks[-1][1:] != (phase, module):
-            self._marks.append((time.perf_counter_ns(), phase, module))
+        if not self._marks or (self._marks[-1].phase, self._marks[-1].module) != (phase, module):
+            self._marks.append(Mark(time.perf_counter_ns(), phase, module))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -116,7 +89,14 @@ class Recorder:
 
     def end(self) -> Record:
         """Stop recording and work out where the bytes were."""
-        return Record(self)
+        events = self._log.end()
+        ended_ns = time.perf_counter_ns()
+        for number, param in events.casts.items():
+            self._claim(number, Claim(CASTS, self._homes[param], 0))
+        exact = self._log.exact
+        return Record(
+            Observed(self._began_ns, ended_ns, self._base, events, self._claims, self._marks, self._virtual, exact)
+        )
 
     def _stop(self) -> None:
         Recorder.current = None
@@ -128,12 +108,12 @@ class Recorder:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._running.append(self._names.get(id(module), type(module).__name__))
-        self.mark(self._marks[-1][1], self._here)
+        self.mark(self._marks[-1].phase, self._here)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._running:
             self._running.pop()
-        self.mark(self._marks[-1][1], self._here)
+        self.mark(self._marks[-1].phase, self._here)
 
     def _telling(self, pack: _Pack, unpack: _Unpack) -> tuple[_Pack, _Unpack]:
         """Saved-tensor hooks that do what these two do, and tell this recorder.
@@ -174,155 +154,3 @@ class Recorder:
             yield
         finally:
             saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-
-
-class Record:
-    """What one recorder found out: live bytes by category after each event, and who owned what at the peak."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._events = events = recorder._log.end()
-        self._ended_ns = time.perf_counter_ns()
-        for number, param in events.casts.items():
-            if recorder._claims.get(number, _NOBODY)[0] > _CAST:
-                recorder._claims[number] = _CAST, recorder._homes[param]
-        for number, module in self._kept_for_backward():
-            recorder._claims.setdefault(number, (_CLAIMS.index(ACTIVATIONS), module))
-        self._numbers, self._which = np.unique(events.allocation, return_inverse=True)
-        self._categories = self._categorise(events)
-        # One row a category, one column before the first event and after each.
-        self._live = np.zeros((len(CATEGORIES), len(events.bytes) + 1), dtype=np.int64)
-        self._live[self._categories[self._which], np.arange(1, len(events.bytes) + 1)] = events.bytes
-        self._live[:, 0] = self._base()
-        np.cumsum(self._live, axis=1, out=self._live)
-        self._peak = int(self._live.sum(axis=0).argmax())
-
-    def ledger(self, live_peak: int) -> Ledger:
-        """Where the bytes were at the peak, and in the end.
-
-        Args:
-            live_peak: the allocator's own peak of live bytes; what tensors do not explain of it is inside operators.
-        """
-        exact = self._recorder._log.exact
-        at_peak = self._by_category(self._live[:, self._peak])
-        missing = 0 if exact else max(0, live_peak - sum(at_peak.values()))
-        if missing:
-            at_peak[INSIDE_OPERATORS] = at_peak.get(INSIDE_OPERATORS, 0) + missing
-        _, phase, module = self._at(self._time_ns(self._peak))
-        return Ledger(
-            peak=sum(at_peak.values()),
-            phase=phase,
-            module=module,
-            at_peak=at_peak,
-            at_rest=self._by_category(self._live[:, -1]),
-            modules=self._modules(),
-            virtual=self._recorder._virtual,
-            exact=exact,
-        )
-
-    def timeline(self, rank: int, step: int, ledger: Ledger) -> Timeline:
-        """The whole step; the bytes are thinned out so that every peak between two points stays."""
-        total, began_ns = self._live.sum(axis=0), self._recorder._began_ns
-        shown = np.unique([0, *_highest(total, MOST_POINTS), self._peak, len(total) - 1])
-        times = [(self._time_ns(index) - began_ns) / 1e6 for index in shown]
-        live = {name: tuple(self._live[code, shown].tolist()) for name, code in _CODE.items()}
-        return Timeline(
-            rank=rank,
-            step=step,
-            step_s=(self._ended_ns - began_ns) / 1e9,
-            time_ms=tuple(times),
-            live={name: values for name, values in live.items() if any(values)},
-            spans=tuple(self._spans()),
-            ledger=ledger,
-        )
-
-    def _kept_for_backward(self) -> Iterator[tuple[int, str]]:
-        """What forward made and backward freed, and in which module: kept, whether autograd's hooks saw it or not.
-
-        The inputs of ``torch.utils.checkpoint`` are such, and what an autograd function keeps as its own attribute.
-        """
-        events, marks = self._events, self._recorder._marks
-        mark = np.searchsorted([time_ns for time_ns, _, _ in marks], events.time_ns, side="right") - 1
-        forward = np.array([phase == "forward" for _, phase, _ in marks])[mark]
-        backward = np.array([phase in ("backward", "recomputation") for _, phase, _ in marks])[mark]
-        freed = set(events.allocation[backward & (events.bytes < 0)].tolist())
-        for index in np.flatnonzero(forward & (events.bytes > 0) & ~events.foreign):
-            if (number := int(events.allocation[index])) in freed:
-                yield number, marks[mark[index]][2]
-
-    def _categorise(self, events: Events) -> _Array:
-        """The code of the category of each allocation that came or went."""
-        recorder = self._recorder
-        born = np.zeros(len(self._numbers), dtype=np.bool_)
-        born[self._which[events.bytes > 0]] = True
-        gone = np.zeros(len(self._numbers), dtype=np.bool_)
-        gone[self._which[events.bytes < 0]] = True
-        foreign = np.zeros(len(self._numbers), dtype=np.bool_)
-        foreign[self._which[events.foreign]] = True
-        call = np.zeros((2, len(self._numbers)), dtype=np.int64)  # in which it was asked for, and released
-        call[(events.bytes < 0).astype(np.int64), self._which] = events.call
-        inside = (call[0] == call[1]) & (call[0] > 0)
-
-        def category(index: int) -> str:
-            number = int(self._numbers[index])
-            claim = _CLAIMS[recorder._claims[number][0]] if number in recorder._claims else ""
-            if claim and (born[index] or claim in _LASTING):
-                return claim
-            if foreign[index]:
-                return COMMUNICATION
-            if not (born[index] and gone[index]):  # it was there before, or stays
-                return OTHER
-            return INSIDE_OPERATORS if inside[index] else TEMPORARIES
-
-        return np.array([_CODE[category(index)] for index in range(len(self._numbers))], dtype=np.int64)
-
-    def _base(self) -> _Array:
-        """Live bytes by category before the first event."""
-        recorder, base = self._recorder, np.zeros(len(CATEGORIES), dtype=np.int64)
-        born = set(self._events.allocation[self._events.bytes > 0].tolist())
-        for number, (claim, _) in recorder._claims.items():
-            if number not in born and _CLAIMS[claim] in _LASTING:
-                base[_CODE[_CLAIMS[claim]]] += recorder._sizes[number]
-        base[_CODE[COMMUNICATION]] += recorder._base.foreign
-        base[_CODE[OTHER]] = recorder._base.live - base.sum()
-        return base
-
-    def _modules(self) -> tuple[tuple[str, str, int], ...]:
-        """Who owned the bytes at the peak, largest first."""
-        recorder, events, found = self._recorder, self._events, defaultdict[tuple[str, str], int](int)
-        change = np.bincount(self._which[: self._peak], events.bytes[: self._peak], minlength=len(self._numbers))
-        born = set(events.allocation[events.bytes > 0].tolist())
-        held = {int(number): int(bytes_) for number, bytes_ in zip(self._numbers, change, strict=True) if bytes_}
-        for number, (claim, _) in recorder._claims.items():
-            if number not in born and _CLAIMS[claim] in _LASTING:
-                held[number] = held.get(number, 0) + recorder._sizes[number]
-        for number, (claim, module) in recorder._claims.items():
-            if held.get(number, 0) > 0:
-                found[module, _CLAIMS[claim]] += held[number]
-        rows = sorted(((*key, size) for key, size in found.items()), key=lambda row: -row[2])
-        rest = defaultdict[str, int](int)
-        for _, category, size in rows[MOST_MODULES:]:
-            rest[category] += size
-        return (*rows[:MOST_MODULES], *((REST, category, size) for category, size in rest.items()))
-
-    def _by_category(self, values: _Array) -> dict[str, int]:
-        return {category: int(value) for category, value in zip(CATEGORIES, values, strict=True) if value}
-
-    def _time_ns(self, index: int) -> int:
-        return int(self._events.time_ns[index - 1]) if index else self._recorder._began_ns
-
-    def _at(self, time_ns: int) -> tuple[int, str, str]:
-        marks = self._recorder._marks
-        return marks[max(0, bisect.bisect_right(marks, time_ns, key=lambda mark: mark[0]) - 1)]
-
-    def _spans(self) -> Iterator[Span]:
-        marks, began_ns = self._recorder._marks, self._recorder._began_ns
-        ends = [mark[0] for mark in marks[1:]] + [self._ended_ns]
-        for (start_ns, phase, module), end_ns in zip(marks, ends, strict=True):
-            yield Span((start_ns - began_ns) / 1e6, (end_ns - began_ns) / 1e6, phase, module)
-
-
-def _highest(values: _Array, most: int) -> list[int]:
-    """The index of the highest value in each of at most so many stretches of equal length."""
-    stretches = np.array_split(np.arange(len(values)), min(most, len(values)))
-    return [int(stretch[values[stretch].argmax()]) for stretch in stretches]
