@@ -446,8 +446,7 @@ class Session:
         target, began = _as_path(path), time.perf_counter()
         progress("writing the training state", 0.5)
         self._training.apply()
-        with self._training.held():
-            stored = self._call("save", str(target), self._options)[0]
+        stored = self._finish(self._training.ask_alone("save", str(target), self._options)).get()[0]
         return StateFile("saved", target, stored.bytes, stored.steps, time.perf_counter() - began)
 
     def resume(

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from . import stalls
 from .cluster.calls import Call
@@ -51,7 +52,7 @@ class Training:
         self._in_flight: deque[tuple[Chunk, Call]] = deque()
         self._idle_reading: Call | None = None
         self._wanted: float = 0  # steps still to be done, those under way included
-        self._held = 0  # by how many that want no further chunk to be sent
+        self._alone: Call | None = None  # until it is answered no chunk is sent
         self._chunk_steps = 1
         self._nudges = 0
         self._workload: WorkloadInfo | None = None
@@ -157,17 +158,15 @@ class Training:
             self._nudges += 1
         self._ranks.nudge()
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, no further chunk is sent: ranks that went on training would wait for one that is busy otherwise."""
+    def ask_alone(self, function: str, *arguments: Any) -> Call:
+        """Ask the ranks something, and send no chunk until all have answered.
+
+        Ranks that went on training would wait in the next reduction for one that takes long to answer.
+        """
         with self._locked():
-            self._held += 1
-        try:
-            yield
-        finally:
-            with self._locked():
-                self._held -= 1
-                self._announce()
+            self._alone = self._ranks.call(function, *arguments)
+            self._alone.when_done(self._announce)
+            return self._alone
 
     def train(self, steps: int) -> Run:
         """Train that many steps and wait for them. An interrupt pauses and returns what was done by then."""
@@ -265,7 +264,7 @@ class Training:
 
     def _turn(self) -> None:
         with self._locked():
-            while not self._held and len(self._in_flight) < CHUNKS_IN_FLIGHT and (unsent := self._unsent_steps()) > 0:
+            while self._may_send() and (unsent := self._unsent_steps()) > 0:
                 if not self._ranks.rejoin():
                     break
                 self._stalled = False
@@ -285,6 +284,9 @@ class Training:
             self._look_after(self._in_flight[0][1])
         elif idle:
             self._read_devices()
+
+    def _may_send(self) -> bool:
+        return len(self._in_flight) < CHUNKS_IN_FLIGHT and not (self._alone and self._alone.pending())
 
     def _steps_to_snapshot(self) -> float:
         return self._snapshots.steps_left(self._history.steps + self._steps_under_way())
