@@ -25,6 +25,7 @@ from ..settings import Settings
 from ..version import __version__
 from . import optimizers
 from .copies import host_copy
+from .random_state import RandomState
 from .trainer import Trainer
 
 _LENGTH_BYTES = 8
@@ -132,7 +133,7 @@ class Checked:
         trainer.stream.position = self.header.position
         trainer.go_on_from(self.header.steps, self.settings, self._optimizer)
         if hvd.rank() < self.header.ranks:
-            _set_random_state(self._own["random"])
+            _opened(self._own["random"]).put_back()
         else:  # a rank that was not there then
             torch.manual_seed(1 + hvd.rank())
             random.seed(1 + hvd.rank())
@@ -219,27 +220,34 @@ def _optimizer_part(optimizer: Optimizer | None) -> dict[str, Any] | None:
 
 def _own_part(trainer: Trainer) -> dict[str, Any]:
     """What is this rank's alone."""
-    version, words, gauss = random.getstate()
-    legacy: Any = np.random.get_state(legacy=True)
     return {
         "buffers": {name: host_copy(buffer) for name, buffer in trainer.model.named_buffers()},
-        "random": {
-            "torch": host_copy(torch.get_rng_state()),
-            "cuda": host_copy(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
-            "python": [version, torch.from_numpy(np.array(words, dtype=np.int64)), gauss],
-            "numpy": [legacy[0], torch.from_numpy(legacy[1].astype(np.int64)), *legacy[2:]],
-        },
+        "random": _storable(RandomState.take()),
     }
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state["cuda"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+def _storable(state: RandomState) -> dict[str, Any]:
+    """Tensors and plain values alone, which a reader can open without running code."""
+    version, words, gauss = state.python
+    name, keys, *rest = state.numpy
+    return {
+        "torch": state.torch,
+        "cuda": state.cuda,
+        "python": [version, torch.from_numpy(np.array(words, dtype=np.int64)), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
+    }
+
+
+def _opened(stored: dict[str, Any]) -> RandomState:
+    """What :func:`_storable` made storable."""
+    version, words, gauss = stored["python"]
+    name, keys, *rest = stored["numpy"]
+    return RandomState(
+        torch=stored["torch"],
+        cuda=stored["cuda"],
+        python=(version, tuple(words.tolist()), gauss),
+        numpy=(name, keys.numpy().astype(np.uint32), *rest),
+    )
 
 
 def _plain(value: Any, what: str) -> Any:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .copies import host_copy
+from .random_state import RandomState
 
 
 class ForwardUndo:
@@ -22,20 +21,14 @@ class ForwardUndo:
     def __init__(self, model: nn.Module) -> None:
         # On a GPU the copy stays there: fetching it would wait for the device at every step.
         self._buffers = [(b, b.detach().clone() if b.is_cuda else host_copy(b)) for b in model.buffers()]
-        self._torch = host_copy(torch.get_rng_state())
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._random = RandomState.take()
 
     def undo(self) -> None:
         """Put everything back, bit by bit."""
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        self._random.put_back()
 
 
 class UpdateUndo:
