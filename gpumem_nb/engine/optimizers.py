@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +58,13 @@ def set_implementation(optimizer: Optimizer, name: str) -> None:
             if isinstance(step, Tensor):
                 # torch keeps the counter on the device for the fused kernels and on the host for the others.
                 optimizer.state[param]["step"] = step.to(param.device if flags["fused"] else "cpu")
+
+
+def put_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """``load_state_dict`` without its casts: it would turn fp32 state of bf16 parameters into bf16."""
+    optimizer.state = defaultdict(dict, state)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import random
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +127,7 @@ class Checked:
             for name, buffer in trainer.model.named_buffers():
                 buffer.copy_(self._own["buffers"][name])
         if trainer.own_optimizer and self._own_optimizer_state:
-            _put(trainer.own_optimizer, *self._own_optimizer_state)
+            optimizers.put_state(trainer.own_optimizer, *self._own_optimizer_state)
         trainer.scaler.load_state_dict(self._scaler)
         trainer.stream.position = self.header.position
         trainer.go_on_from(self.header.steps, self.settings, self._optimizer)
@@ -151,7 +150,7 @@ class Checked:
         optimizer = optimizers.build(trainer.parameters, self.settings)
         state = self._state_for(path, optimizer, payload["optimizer"])
         assert state is not None
-        _put(optimizer, *state)
+        optimizers.put_state(optimizer, *state)
         return optimizer
 
     def _state_for(
@@ -169,15 +168,7 @@ class Checked:
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         state = {params[index]: _placed(values, params[index]) for index, values in saved["state"].items()}
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in saved["groups"]]
-        return state, groups
-
-
-def _put(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    """``load_state_dict`` without its casts: it would turn fp32 state of bf16 parameters into bf16."""
-    optimizer.state = defaultdict(dict, state)
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update(saved)
+        return state, saved["groups"]
 
 
 def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import optimizers
 from .copies import host_copy
 from .random_state import RandomState
 
@@ -57,7 +58,7 @@ class KeptState:
             param: {name: _Kept(value, release) for name, value in values.items()}
             for param, values in optimizer.state.items()
         }
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._groups = [dict(group) for group in optimizer.param_groups]
         if release:
             optimizer.state = defaultdict(dict)
 
@@ -66,9 +67,7 @@ class KeptState:
         state = {
             param: {name: kept.restored() for name, kept in values.items()} for param, values in self._state.items()
         }
-        self.optimizer.state = defaultdict(dict, state)
-        for group, before in zip(self.optimizer.param_groups, self._groups, strict=True):
-            group.update(before)
+        optimizers.put_state(self.optimizer, state, self._groups)
 
 
 class _Kept:
