@@ -71,6 +71,9 @@ class Trainer:
 
     Attributes:
         model, optimizer, stream: what is being trained, live; cells that run on the rank may look at them.
+        own_optimizer: the one that the workload brought, in use or not.
+        parameters: what is trained, in the optimizer's order.
+        scaler: fp16's loss scaling.
         settings: what the last step ran under.
         steps: optimizer steps done.
         began_s: when that step began, on the clock of ``time.monotonic``.
@@ -95,20 +98,20 @@ class Trainer:
         with interruptible():
             self.model = _checked_model(workload.model()).to(device.torch_device).train()
         torch.manual_seed(1 + stream.rank)
-        self._own_optimizer = workload.optimizer(self.model.parameters()) if workload.optimizer else None
-        if self._own_optimizer:
-            own_rate = self._own_optimizer.param_groups[0]["lr"]
+        self.own_optimizer = workload.optimizer(self.model.parameters()) if workload.optimizer else None
+        if self.own_optimizer:
+            own_rate = self.own_optimizer.param_groups[0]["lr"]
             self.settings = Settings(optimizer="own", learning_rate=own_rate)
-        self.optimizer: Optimizer = self._own_optimizer or optimizers.build(self.model.parameters(), self.settings)
+        self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.model.parameters(), self.settings)
         self._parked: tuple[str, KeptState] | None = None  # used last, until a step was done with another one
-        self._params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        self._param_bytes = sum(param.nbytes for param in self._params)
-        self._reduction = GradientReduction(self._params)
+        self.parameters: list[Tensor] = [param for group in self.optimizer.param_groups for param in group["params"]]
+        self._param_bytes = sum(param.nbytes for param in self.parameters)
+        self._reduction = GradientReduction(self.parameters)
         known = {"model": self.model, "dataset": stream.dataset, "workload": workload}
         self._leaks = LeakWatch(stream.rank, device.torch_device, known)
         self._checkpointing: Checkpointing | None = None
         # One scaler for the whole life of the workload: leaving fp16 and coming back keeps its scale.
-        self._scaler = torch.amp.GradScaler(device.torch_device.type)
+        self.scaler = torch.amp.GradScaler(device.torch_device.type)
 
     def join(self) -> None:
         """Begin with the weights of rank 0; all ranks call it together."""
@@ -122,7 +125,7 @@ class Trainer:
 
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
-        own = self._own_optimizer
+        own = self.own_optimizer
         params = list(self.model.parameters())
         return WorkloadInfo(
             name=self.workload.name,
@@ -133,21 +136,6 @@ class Trainer:
             own_optimizer=type(own).__name__ if own else None,
             own_learning_rate=own.param_groups[0]["lr"] if own else None,
         )
-
-    @property
-    def own_optimizer(self) -> Optimizer | None:
-        """The one that the workload brought."""
-        return self._own_optimizer
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """What is trained, in the optimizer's order."""
-        return self._params
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler:
-        """fp16's loss scaling."""
-        return self._scaler
 
     def go_on_from(self, steps: int, settings: Settings, optimizer: Optimizer) -> None:
         """Weights were put back to what they were after ``steps``, and ``optimizer`` is the one of that moment."""
@@ -293,7 +281,7 @@ class Trainer:
                 self.phase, self._reduction.latest = "backward", None
                 if index == settings.accumulation_steps - 1:
                     self._reduction.arm()
-                (self._scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
+                (self.scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
                 total += loss.detach().float()
                 self.phase = "data"
         return total
@@ -325,7 +313,7 @@ class Trainer:
 
     def _update_or_undo(self, trial: bool) -> tuple[Failure | None, bool]:
         """Update, and undo it on all ranks if one cannot, or for a trial; returns this rank's failure and if undone."""
-        undo, scaler_state = UpdateUndo(self._params, self.optimizer), self._scaler.state_dict()
+        undo, scaler_state = UpdateUndo(self.parameters, self.optimizer), self.scaler.state_dict()
         failure = None
         try:
             with self.device.step_scope():
@@ -341,8 +329,8 @@ class Trainer:
         if undone:
             undo.undo()
             # An update that ended half way leaves the scaler believing that it has unscaled already.
-            self._scaler = torch.amp.GradScaler(self.device.torch_device.type)
-            self._scaler.load_state_dict(scaler_state)
+            self.scaler = torch.amp.GradScaler(self.device.torch_device.type)
+            self.scaler.load_state_dict(scaler_state)
         return failure, undone
 
     def _update(self) -> None:
@@ -350,16 +338,16 @@ class Trainer:
         self.phase = "update"
         scaled = self.settings.precision == "fp16"
         if scaled:
-            self._scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(self.optimizer)
         if self.settings.clip_norm is not None:
             optimizers.clip_gradients(self.optimizer, self.settings.clip_norm)
         if scaled:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         else:
             self.optimizer.step()
         if Recorder.current:
-            Recorder.current.claim_model(self._params, self.optimizer.state)
+            Recorder.current.claim_model(self.parameters, self.optimizer.state)
 
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done."""
@@ -392,20 +380,20 @@ class Trainer:
             self._checkpointing = Checkpointing(self.model, self._blocks(), mode)
 
     def _set_optimizer(self, settings: Settings) -> None:
-        if settings.optimizer == "own" and self._own_optimizer is None:
+        if settings.optimizer == "own" and self.own_optimizer is None:
             raise WorkloadError(
                 f"{self.workload.name} brings no optimizer of its own. Use optimizer=sgd, momentum, adam or adamw."
             )
-        if self._parked is None and self.optimizer is not self._own_optimizer:
+        if self._parked is None and self.optimizer is not self.own_optimizer:
             self._parked = (self.settings.optimizer, KeptState(self.optimizer, release=True))
-        if settings.optimizer == "own" and self._own_optimizer:
-            self.optimizer = self._own_optimizer
+        if settings.optimizer == "own" and self.own_optimizer:
+            self.optimizer = self.own_optimizer
         elif self._parked and self._parked[0] == settings.optimizer:
             with self.device.exempt():
                 self._parked[1].restore()
             self.optimizer, self._parked = self._parked[1].optimizer, None
         else:
-            self.optimizer = optimizers.build(self._params, settings)
+            self.optimizer = optimizers.build(self.parameters, settings)
 
     def _blocks(self) -> list[nn.Module]:
         return self.workload.blocks(self.model) if self.workload.blocks else find_blocks(self.model)
