@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from .memory.units import parse_size
-from .settings import Knob
+from .settings import Knob, positive, positive_or, whole
 
 
 def _seconds(value: Any) -> float:
-    number = float(value)
-    if isinstance(value, bool) or not 1 <= number < float("inf"):
+    seconds = positive(value)
+    if seconds < 1:
         raise ValueError(value)
-    return number
+    return seconds
 
 
-def _minutes_or_never(value: Any) -> float | None:
-    if value is None or str(value).lower() == "never":
-        return None
-    number = float(value)
-    if isinstance(value, bool) or not 0 < number < float("inf"):
-        raise ValueError(value)
-    return number
-
-
-def _steps_or_never(value: Any) -> int | str:
-    if value == "never":
-        return "never"
-    if isinstance(value, bool) or int(value) != float(value) or int(value) < 1:
-        raise ValueError(value)
-    return int(value)
-
-
-def _steps_auto_or_never(value: Any) -> int | str:
-    return "auto" if value == "auto" else _steps_or_never(value)
+def _steps_or(*words: str) -> Callable[[Any], int | str]:
+    return lambda value: value if value in words else whole(value)
 
 
 RULES: dict[str, Knob] = {
@@ -51,12 +35,12 @@ RULES: dict[str, Knob] = {
     ),
     "idle_minutes": Knob(
         "minutes without any work after which the session stops itself, or never",
-        parse=_minutes_or_never,
+        parse=positive_or("never"),
         allowed="a number of minutes above 0, such as 60, or never",
     ),
     "snapshot_steps": Knob(
         "steps between automatic snapshots; auto takes them as often as costs less than 1 % of the time",
-        parse=_steps_auto_or_never,
+        parse=_steps_or("auto", "never"),
         allowed="a whole number of at least 1, such as 100, or auto, or never",
     ),
     "snapshot_space": Knob(
@@ -66,7 +50,7 @@ RULES: dict[str, Knob] = {
     ),
     "ledger_steps": Knob(
         "one step in so many is looked into, to see what the memory is filled with; never for none",
-        parse=_steps_or_never,
+        parse=_steps_or("never"),
         allowed="a whole number of at least 1, such as 20, or never",
     ),
 }

@@ -39,24 +39,25 @@ class Knob:
             raise InvalidInput(f"{name}={value!r} cannot be used: it must be {self.allowed}.") from None
 
 
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError(value)
+def whole(value: Any) -> int:
+    """A whole number of at least 1; what is larger than 2**31 is a slip."""
     number = int(value)
-    if not 1 <= number <= 2**31:
+    if isinstance(value, bool) or number != float(value) or not 1 <= number <= 2**31:
         raise ValueError(value)
     return number
 
 
-def _positive(value: Any) -> float:
+def positive(value: Any) -> float:
+    """A finite number above 0."""
     number = float(value)
     if isinstance(value, bool) or not 0 < number < float("inf"):
         raise ValueError(value)
     return number
 
 
-def _positive_or_none(value: Any) -> float | None:
-    return None if value is None or str(value).lower() == "none" else _positive(value)
+def positive_or(word: str) -> Callable[[Any], float | None]:
+    """A finite number above 0, or ``None``, which people write as ``word``."""
+    return lambda value: None if value is None or str(value).lower() == word else positive(value)
 
 
 KNOBS: dict[str, Knob] = {
@@ -69,10 +70,10 @@ KNOBS: dict[str, Knob] = {
         choices=("none", "blocks", "sqrt", "all"),
     ),
     "batch_size": Knob(
-        "samples in one micro-batch on one rank", parse=_whole, allowed="a whole number of at least 1, such as 32"
+        "samples in one micro-batch on one rank", parse=whole, allowed="a whole number of at least 1, such as 32"
     ),
     "accumulation_steps": Knob(
-        "micro-batches per optimizer step", parse=_whole, allowed="a whole number of at least 1, such as 4"
+        "micro-batches per optimizer step", parse=whole, allowed="a whole number of at least 1, such as 4"
     ),
     "optimizer": Knob(
         "update rule; 'own' is the optimizer that the workload brings",
@@ -82,10 +83,10 @@ KNOBS: dict[str, Knob] = {
         "how torch computes the update: its default, foreach (fast, one extra copy), fused, or a plain loop",
         choices=("default", "foreach", "fused", "loop"),
     ),
-    "learning_rate": Knob("step size of the update", parse=_positive, allowed="a number above 0, such as 1e-3"),
+    "learning_rate": Knob("step size of the update", parse=positive, allowed="a number above 0, such as 1e-3"),
     "clip_norm": Knob(
         "largest allowed 2-norm of all gradients together, or none",
-        parse=_positive_or_none,
+        parse=positive_or("none"),
         allowed="a number above 0, such as 1.0, or none",
     ),
 }

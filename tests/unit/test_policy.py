@@ -12,6 +12,8 @@ def test_values_given_as_text_are_read() -> None:
     policy = Policy().replace(stall_limit_s="5", idle_minutes="never", snapshot_steps="20", snapshot_space="1GiB")
     assert (policy.stall_limit_s, policy.idle_minutes, policy.snapshot_steps) == (5.0, None, 20)
     assert policy.snapshot_space == 2**30
+    words = policy.replace(snapshot_steps="auto", ledger_steps="never")
+    assert (words.snapshot_steps, words.ledger_steps) == ("auto", "never")
 
 
 @pytest.mark.parametrize(
@@ -19,8 +21,10 @@ def test_values_given_as_text_are_read() -> None:
     [
         ("on_oom", "shrnk", "did you mean 'shrink'"),
         ("stall_limit_s", 0, "at least 1"),
+        ("stall_limit_s", 0.5, "at least 1"),
         ("idle_minutes", "soon", "or never"),
         ("snapshot_steps", 1.5, "or auto"),
+        ("ledger_steps", "auto", "or never"),
         ("snapshot_space", "much", "such as 4GiB"),
     ],
 )
