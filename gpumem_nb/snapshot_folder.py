@@ -1,7 +1,7 @@
 """Where automatic snapshots lie: one folder a session in the user's cache, together never larger than the stated space.
 
-A folder is named after the kernel that made it, by pid and creation time, so that snapshots survive their kernel and
-those of a session that still runs are never taken away.
+A folder is named after the kernel that made it, by pid and start, so that snapshots survive their kernel and those of a
+session that still runs are never taken away.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
-import psutil
+
+from .processes import identify
+from .records import this_process
 
 SUFFIX = ".state"
 KEPT = 2
 """Snapshots of one session: the newest, and the one before it in case the newest cannot be read."""
 _OVER = "over"  # a file of this name marks a session that was stopped while its kernel lives on
-_NAME = re.compile(r"(\d+)-(\d+\.\d+)-\d+")
+_NAME = re.compile(r"(\d+)-([\d.]+)-\d+")  # earlier versions wrote seconds with a point instead of clock ticks
 
 
 def root() -> Path:
@@ -29,8 +31,8 @@ def root() -> Path:
 
 def for_session(number: int) -> Path:
     """The folder of this kernel's ``number``-th session; not made yet."""
-    me = psutil.Process()
-    return root() / f"{me.pid}-{me.create_time()!r}-{number}"
+    me = this_process()
+    return root() / f"{me.pid}-{me.started}-{number}"
 
 
 def make(folder: Path) -> None:
@@ -98,16 +100,13 @@ def _ended(own: Path) -> Iterator[Path]:
     """Folders of sessions that are over. What was not made here, by its name, is nobody's business."""
     for folder in own.parent.glob("*"):
         name = _NAME.fullmatch(folder.name)
-        if name and folder != own and ((folder / _OVER).exists() or not _runs(int(name[1]), float(name[2]))):
+        if name and folder != own and ((folder / _OVER).exists() or not _runs(int(name[1]), name[2])):
             yield folder
 
 
-def _runs(pid: int, created: float) -> bool:
-    try:
-        process = psutil.Process(pid)
-        return bool(process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+def _runs(pid: int, started: str) -> bool:
+    who = identify(pid)
+    return who is not None and ("." in started or str(who.started) == started)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import psutil
 import pytest
 
 from gpumem_nb import snapshot_folder
+from gpumem_nb.records import this_process
 from gpumem_nb.snapshot_folder import make, make_room, newest_first, newest_of_all, tidy
+
+ME = this_process()
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    me = psutil.Process()
-    folder = tmp_path / "root" / f"{me.pid}-{me.create_time()!r}-1"
+    folder = tmp_path / "root" / f"{ME.pid}-{ME.started}-1"
     make(folder)
     return folder
 
@@ -56,11 +57,10 @@ def test_what_does_not_fit_at_all_takes_nothing_away(own: Path) -> None:
 
 
 def test_sessions_that_ended_give_way_oldest_first_and_living_ones_do_not(own: Path) -> None:
-    ended, ended_later = own.parent / "999999999-1.5-1", own.parent / "999999998-1.5-1"
+    ended, ended_later = own.parent / "999999999-7-1", own.parent / "999999998-7-1"
     first, second = snapshot(ended, 1), snapshot(ended_later, 1)
-    me = psutil.Process()
-    alive = snapshot(own.parent / f"{me.pid}-{me.create_time()!r}-2", 1)
-    reused_pid = snapshot(own.parent / f"{me.pid}-1.5-1", 1)
+    alive = snapshot(own.parent / f"{ME.pid}-{ME.started}-2", 1)
+    reused_pid = snapshot(own.parent / f"{ME.pid}-7-1", 1)
     foreign = own.parent / "someone" / "notes.state"
     foreign.parent.mkdir()
     foreign.write_bytes(bytes(100))
@@ -73,11 +73,18 @@ def test_sessions_that_ended_give_way_oldest_first_and_living_ones_do_not(own: P
 
 
 def test_half_written_files_of_ended_sessions_go_at_once(own: Path) -> None:
-    ended = own.parent / "999999999-1.5-1"
+    ended = own.parent / "999999999-7-1"
     ended.mkdir()
     (ended / ".001-000000001.state.7.partial").write_bytes(bytes(100))
     assert make_room(own, 0, 10_000)
     assert not ended.exists()
+
+
+def test_folders_named_by_earlier_versions_belong_to_whoever_has_the_pid(own: Path) -> None:
+    ended = snapshot(own.parent / "999999999-1700000000.25-1", 1)
+    alive = snapshot(own.parent / f"{ME.pid}-1700000000.25-1", 1)
+    assert make_room(own, 100, 200)
+    assert [path.exists() for path in (ended, alive)] == [False, True]
 
 
 def test_the_newest_stays_after_an_orderly_end_and_gives_way_to_later_sessions(own: Path) -> None:
