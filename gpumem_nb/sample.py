@@ -209,7 +209,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReply:
-    """What one rank did with a chunk. ``skipped``: an earlier chunk under the same settings had failed already.
+    """What one rank did with a chunk; without samples if an earlier chunk under the same settings had failed already.
 
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
     writing has ended since the last reply; ``leaks`` are those found since then. ``device_use`` is about a second old.
@@ -219,7 +219,6 @@ class ChunkReply:
     samples: tuple[Sample, ...]
     reading: Reading
     failure: Failure | None = None
-    skipped: bool = False
     snapshot_s: float = 0.0
     stored: Stored | None = None
     leaks: tuple[Leak, ...] = ()

@@ -236,11 +236,6 @@ def pull(name: str) -> Any:
     return namespace()[name]
 
 
-def shut_down() -> None:
-    """Leave the other ranks in good order."""
-    hvd.shutdown()
-
-
 def namespace() -> dict[str, Any]:
     """The variables that cells run on this rank see."""
     return vars(sys.modules["__main__"])

@@ -169,7 +169,7 @@ class Trainer:
         Ends early, on every rank at the same step, when any rank could not finish a step or was nudged.
         """
         if chunk.settings_id == self._failed_id:
-            return ChunkReply(self.stream.rank, (), self.device.reading(), skipped=True)
+            return ChunkReply(self.stream.rank, (), self.device.reading())
         if chunk.trial:
             return self._try_out(chunk)
         nudge.catch_up(chunk.nudges)
