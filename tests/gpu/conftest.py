@@ -12,17 +12,17 @@ from gpumem_nb.session import Session
 
 
 @pytest.fixture(scope="module")
-def on_gpu() -> Iterator[Callable[..., Session]]:
-    """Start ranks on real GPUs, or use those that run already."""
+def on_gpu(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """As many ranks on real GPUs as the module's ``RANKS``."""
     if not visible_gpus():
         pytest.skip("there is no GPU here")
-    sessions: list[Session] = []
+    with gpumem_nb.start(request.module.RANKS, device="cuda") as session:
+        yield session
 
-    def start(n: int) -> Session:
-        if not sessions:
-            sessions.append(gpumem_nb.start(n, device="cuda"))
-        return sessions[0]
 
-    yield start
-    for session in sessions:
-        session.stop()
+@pytest.fixture
+def trained(on_gpu: Session, fresh: Callable[..., Session]) -> Session:
+    """Those ranks after a few steps of a small workload."""
+    session = fresh(on_gpu)
+    session.train(5)
+    return session

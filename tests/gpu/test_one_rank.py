@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,8 @@ import pytest
 from gpumem_nb.session import Session
 
 pytestmark = pytest.mark.gpu
+RANKS = 1
 MIB = 2**20
-
-
-@pytest.fixture
-def trained(on_gpu: Callable[..., Session], fresh: Callable[..., Session]) -> Session:
-    session = fresh(on_gpu(1))
-    session.train(5)
-    return session
 
 
 def test_live_is_within_reserved_and_reserved_within_the_device(trained: Session) -> None:

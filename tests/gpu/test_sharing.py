@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from gpumem_nb.cluster.resources import visible_gpus
 from gpumem_nb.session import Session
 
 pytestmark = pytest.mark.gpu
+RANKS = 4
 WEIGHTS = """
 import hashlib
 hashlib.sha1(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
 """
-
-
-@pytest.fixture
-def trained(on_gpu: Callable[..., Session], fresh: Callable[..., Session]) -> Session:
-    session = fresh(on_gpu(4))
-    session.train(5)
-    return session
 
 
 def test_all_ranks_hold_the_same_weights_after_every_kind_of_flip(trained: Session) -> None:
