@@ -16,7 +16,7 @@ from gpumem_nb.session import Session
 
 WEIGHTS = """
 import hashlib
-hashlib.sha1(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+hashlib.sha1(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
 """
 SMALL = {"width": 8, "depth": 1, "resolution": 8}
 

@@ -6,20 +6,17 @@ import pytest
 
 from gpumem_nb.cluster.resources import visible_gpus
 from gpumem_nb.session import Session
+from tests.conftest import weights
 
 pytestmark = pytest.mark.gpu
 RANKS = 4
-WEIGHTS = """
-import hashlib
-hashlib.sha1(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
-"""
 
 
 def test_all_ranks_hold_the_same_weights_after_every_kind_of_flip(trained: Session) -> None:
     for knobs in ({"precision": "bf16"}, {"checkpointing": "blocks"}, {"accumulation_steps": 2}, {"optimizer": "sgd"}):
         trained.set(**knobs)
         assert trained.train(3).steps == 3
-        assert len(set(trained.run(WEIGHTS))) == 1
+        assert len(weights(trained)) == 1
 
 
 @pytest.mark.skipif(visible_gpus() != 1, reason="needs exactly one GPU for all ranks to be on it")
