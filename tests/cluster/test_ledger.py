@@ -17,7 +17,7 @@ from gpumem_nb.memory.categories import (
 )
 from gpumem_nb.sample import Ledger, Sample
 from gpumem_nb.session import Session
-from tests.conftest import weights
+from tests.conftest import about, weights
 
 pytestmark = pytest.mark.cluster
 GPT = {"width": 32, "depth": 4, "heads": 2, "sequence_length": 64}
@@ -114,7 +114,7 @@ def test_a_recorded_step_is_undone(two_ranks: Session, fresh: Callable[..., Sess
         assert timeline.step == 4
         totals = list(map(sum, zip(*timeline.live.values(), strict=True)))
         assert max(totals) == timeline.ledger.peak
-        assert totals[0] == pytest.approx(live, abs=64)
+        assert totals[0] == about(live)
         phases = [span.phase for span in timeline.spans]
         order = ["data", "forward", "backward", "reduction", "update"]
         assert [phase for phase in dict.fromkeys(phases) if phase in order] == order
@@ -134,7 +134,7 @@ def test_a_step_that_is_looked_into_may_run_out_of_memory(two_ranks: Session, fr
     session.set(on_oom="revert", batch_size=8)
     assert len(weights(session)) == 1
     for (_, live), (_, live_before) in zip(session.run(STATE), before, strict=True):
-        assert live == pytest.approx(live_before, abs=64)
+        assert live == about(live_before)
 
 
 def test_a_cell_reports_what_it_does_to_the_memory(two_ranks: Session) -> None:
