@@ -59,7 +59,7 @@ class Stop:
 
 def asked(session: Session) -> Callable[[], bool]:
     """Whether a rank has a request of somebody who waits for it."""
-    return lambda: session._foreground > 0 and any(call.pending() for call in list(session._ranks._calls))
+    return lambda: session._foreground.busy and any(call.pending() for call in list(session._ranks._calls))
 
 
 def stuck_session(kind: str) -> Session:
