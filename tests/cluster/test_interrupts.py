@@ -140,6 +140,21 @@ def test_a_stopped_rank_is_named() -> None:
     session.stop()
 
 
+def test_ranks_that_did_not_stop_are_forgotten_after_a_restart(fresh: Callable[..., Session]) -> None:
+    session = fresh(ranks(2))
+    session.set(snapshot_steps="never")
+    os.kill(session.ranks[1].pid, signal.SIGSTOP)
+    Stop(asked(session))
+    with pytest.raises(Interrupted, match=r"Rank 1 has not stopped yet"):
+        session.run("rank")
+    session.restart()
+    session.play()
+    wait_for_steps(session, 5)
+    session.restart()  # asks the new ranks for a snapshot, although they are busy
+    assert "lost" not in session.restored
+    session.stop()
+
+
 def test_a_second_interrupt_gives_the_prompt_at_once_and_names_the_hard_way() -> None:
     session = ranks(2)
     os.kill(session.ranks[1].pid, signal.SIGSTOP)
