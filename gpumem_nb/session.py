@@ -4,57 +4,36 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
-from . import records, snapshot_folder, stalls, state_file
-from .cluster import resources
+from . import compatibility, snapshot_folder, starting
 from .cluster.calls import Call
-from .cluster.hosts import Host, share_out
 from .cluster.launch import Progress
-from .cluster.ranks import Ranks
-from .engine import entry
-from .errors import (
-    ClusterDied,
-    GpumemError,
-    Interrupted,
-    InvalidInput,
-    NoSession,
-    RankError,
-    Stalled,
-    StateFileError,
-    WorkloadError,
-    nearest,
-)
+from .errors import Interrupted, InvalidInput, NoSession, nearest
+from .foreground import Foreground, pickled
 from .history import History, Run, Runs
 from .idle import IdleWatch
-from .interruption import Presses, finish_anyway
-from .memory.report import MemoryReport, RankMemory, check_view
-from .memory.units import parse_size
+from .inspection import Inspection
+from .interruption import finish_anyway
+from .loading import Loading, Origin
+from .memory.report import MemoryReport
 from .policy import RULES, Policy
-from .ranklist import name_ranks, parse_ranks
-from .sample import Ledger, RankConfig, RankInfo, Timeline, WorkloadInfo
+from .sample import RankInfo, Timeline, WorkloadInfo
 from .settings import KNOBS, Settings
 from .snapshot_plan import SnapshotPlan
-from .status import StateFile, Status
+from .stalls import Scene
+from .status import StateFile, Status, describe_ledger
 from .training import Training
 from .workload import Workload
-from .workloads import catalog
 
 if TYPE_CHECKING:
     from .ui.panel import Panel
 
 LONGEST_TRAINING_STEPS = 10**9
-# What a restart allows ranks that may hang, before it takes the last automatic snapshot in place of one made now.
-RESTART_PATIENCE_S = 10.0
-ATTACHED = "attached.pickle"
 _numbers = itertools.count(1)
 
 
@@ -104,47 +83,8 @@ def start(
             f"{_current.size} ranks are running already. Use them, or stop them first with %hvd_stop "
             "(%hvd_restart starts afresh)."
         )
-    if launcher != "mpi":
-        raise InvalidInput(f"launcher={launcher!r} is not known. Allowed: mpi.")
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
-        raise InvalidInput(f"timeout={timeout!r} cannot be used: it must be a number of seconds above 0, such as 120.")
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-        raise InvalidInput(f"threads={threads!r} cannot be used: it must be a whole number of at least 1, such as 2.")
-    limit = None if memory_limit is None else parse_size(memory_limit)
-    for left in records.clean_up_after_others():
-        progress(f"ended what kernel {left.kernel.pid} had left behind", 0.0)
-    places = () if hosts is None else share_out(hosts, n)
-    here, kind = resources.choose(places[0].ranks if places else n, device)
-    for other in _others(kind):
-        progress(f"besides, {other}", 0.0)
-    size = sum(host.ranks for host in places) or here
-    most = max((host.ranks for host in places), default=size)  # on one host
-    plan = _Plan(size, kind, limit, threads or max(1, resources.cores() // most), float(timeout), places)
+    plan = starting.plan(n, device, memory_limit, hosts, launcher, threads, timeout, progress)
     return Session(plan, progress)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    size: int
-    device: str
-    memory_limit: int | None
-    threads: int
-    timeout: float
-    hosts: tuple[Host, ...]
-
-    def start(self, history: History, stall_limit_s: float, progress: Progress) -> Ranks:
-        config = RankConfig(self.device, self.memory_limit, self.threads, history.started_s, stall_limit_s)
-        return Ranks(
-            self.size,
-            self.threads,
-            self.device,
-            entry,
-            ("set_up", config),
-            self.timeout,
-            progress,
-            self.memory_limit,
-            self.hosts,
-        )
 
 
 class Session:
@@ -154,13 +94,9 @@ class Session:
         restored: what the last :meth:`restart` brought back, in words.
     """
 
-    def __init__(self, plan: _Plan, progress: Progress) -> None:
+    def __init__(self, plan: starting.Plan, progress: Progress) -> None:
         self._plan = plan
-        self._source: Workload | None = None
-        self._options: dict[str, float] | None = None
-        self._attached: dict[str, str | None] | None = None
-        self._not_kept = ""  # why the attached objects cannot be brought back
-        self._resumed_from: Path | None = None
+        self._origin = Origin()
         self._policy = Policy()
         self._snapshots = SnapshotPlan(
             snapshot_folder.for_session(next(_numbers)),
@@ -170,8 +106,6 @@ class Session:
         self.restored = ""
         self._ended = ""
         self._panel: Panel | None = None
-        self._presses = Presses()
-        self._foreground = 0  # calls that somebody waits for
         self._connect(progress)
         with suppress(OSError):
             snapshot_folder.make_room(self._snapshots.folder, 0, self._policy.snapshot_space)
@@ -180,11 +114,14 @@ class Session:
         global _current
         self.history = History(self._plan.size)
         try:
-            self._ranks = self._plan.start(self.history, self._policy.stall_limit_s, progress)
+            self._ranks = self._plan.start(self.history.started_s, self._policy.stall_limit_s, progress)
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
         self._training = Training(self._ranks, self.history, self._snapshots, self._lost)
         self._training.policy = self._policy
+        self._foreground = Foreground(self._ranks, self._training, self.history, lambda: self._ended, self.touch)
+        self._inspection = Inspection(self.ranks, self._foreground, self._training, self.history)
+        self._loading = Loading(self._foreground, self._training, self.history, self._snapshots, self._origin)
         self._ended = ""
         self._ranks.look_after(self._training.give_up)
         self._idle = IdleWatch(lambda: self._policy.idle_minutes, self._works, self._stop_idle)
@@ -212,17 +149,10 @@ class Session:
             settings=training.settings,
             steps=self.history.steps,
             snapshots=self._snapshots.describe(),
-            ledger=self._describe_ledger(),
+            ledger=describe_ledger(self._policy.ledger_steps, self.history.ledger_cost()),
             start_seconds=dict(self._ranks.seconds),
-            others=tuple(_others(self._plan.device)),
+            others=tuple(starting.others(self._plan.device)),
         )
-
-    def _describe_ledger(self) -> str:
-        every, cost = self._policy.ledger_steps, self.history.ledger_cost()
-        if every == "never":
-            return "ledger: no step is looked into (%hvd_set ledger_steps=20)"
-        costs = "" if cost is None else f", which costs {cost:.1%} of the time"
-        return f"ledger: one step in {every} is looked into{costs}"
 
     @property
     def doing(self) -> str:
@@ -236,9 +166,9 @@ class Session:
         return "; ".join([*stopped, str(self.scene or self._training.describe()), *filter(None, [self._idle.notice()])])
 
     @property
-    def scene(self) -> stalls.Scene | None:
+    def scene(self) -> Scene | None:
         """What takes long, and who waits for whom; ``None`` when nothing does."""
-        return None if self._ended else stalls.now(self._ranks.pulses(), self._ranks.pending(), self.size)
+        return self._foreground.scene
 
     @property
     def workload(self) -> WorkloadInfo | None:
@@ -270,9 +200,7 @@ class Session:
             return self.run_cell(code_or_function, ranks=ranks, timeout=timeout, result="value").get()
         if not callable(code_or_function):
             raise InvalidInput(f"A {type(code_or_function).__name__} cannot be run: give code as text, or a function.")
-        self._check_alive()
-        blob = _pickled((code_or_function, args), "The function")
-        return self._finish(self._ranks.call_function(blob, self._choose_ranks(ranks)), timeout).get()
+        return self._foreground.call_function(code_or_function, args, ranks, timeout)
 
     def run_cell(
         self,
@@ -295,86 +223,25 @@ class Session:
             memory: let each rank print what the code did to its memory.
             show: called ten times a second and at the end.
         """
-        self._check_alive()
-        try:
-            compile(source, title, "exec")
-        except SyntaxError as error:
-            raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
-        call = self._ranks.run_cell(source, title, result, memory, self._choose_ranks(ranks))
-        return self._finish(call, timeout, show)
-
-    def _finish(
-        self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None
-    ) -> Call:
-        """Wait for a call. The first error is raised at once; an interrupt or a time-out reaches the ranks."""
-        self._training.make_way()
-        with self._interruptible(lambda: self._ranks.interrupt_until(call.finished), call.pending):
-            try:
-                for finished in call.slices(timeout):
-                    if finished:
-                        call.settle(1.0)
-                    show(call)
-                    if not finished and stalls.out_of_reach(call.pulses(), self._ranks.stall_limit_s):
-                        raise ClusterDied(f"{self.scene}, and could not be freed.")
-            except TimeoutError:
-                self._ranks.interrupt_until(call.finished)
-                raise
-            except RankError as error:
-                if what := self._after_stall(call):
-                    raise Stalled(error, what) from None
-                raise
-        return call
-
-    def _after_stall(self, call: Call) -> str:
-        """Bring the ranks together again when some were freed from waiting; says what had happened."""
-        call.finished(0.5)  # ranks that waited together are freed together
-        if not call.apart():
-            return ""
-        scene = stalls.ended(call.apart(), self._ranks.pulses(), call.pending(), self.size)
-        if not scene:
-            return ""
-        if late := call.pending():
-            self._ranks.interrupt_until(call.finished, late)
-        what = f"{scene} (stall_limit_s={self._ranks.stall_limit_s:g})."
-        self.history.mark("stall", what)
-        if left := call.pending():
-            return f"{what} {name_ranks(left).capitalize()} could not be interrupted: use %hvd_restart."
-        joined = self._ranks.rejoin(patience_s=2.0)
-        return f"{what} They were freed and {'were joined' if joined else 'will be joined'} again."
+        return self._foreground.run_cell(source, title, result, memory, ranks, timeout, show)
 
     def push(self, variables: Mapping[str, Any], ranks: str | Sequence[int] | None = None) -> None:
         """Define variables on the ranks."""
         for name in variables:
             if not isinstance(name, str) or not name.isidentifier():
                 raise InvalidInput(f"{name!r} is not a variable name.")
-        _pickled(variables, "The value")
-        self._call("push", dict(variables), ranks=ranks)
+        pickled(variables, "The value")
+        self._foreground.call("push", dict(variables), ranks=ranks)
 
     def pull(self, name: str, ranks: str | Sequence[int] | None = None) -> list[Any]:
         """The values of a variable, in rank order."""
-        return self._call("pull", name, ranks=ranks)
+        return self._foreground.call("pull", name, ranks=ranks)
 
     # What is trained --------------------------------------------------------------------------------------------
 
     def load(self, name_or_workload: str | Workload, **options: Any) -> WorkloadInfo:
         """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh."""
-        chosen = None
-        if isinstance(name_or_workload, str):
-            workload = catalog.make(name_or_workload, **options)
-            chosen = catalog.find(name_or_workload).values(options)
-        elif isinstance(name_or_workload, Workload):
-            if options:
-                raise InvalidInput(f"Options ({', '.join(options)}) go with ready-made workloads only.")
-            workload = name_or_workload
-        else:
-            raise InvalidInput(
-                f"A {type(name_or_workload).__name__} cannot be loaded: give a Workload, or one of the names "
-                f"{', '.join(catalog.CATALOG)}."
-            )
-        _pickled(workload, "The workload")
-        info = self._begin("load", workload, chosen)
-        self._source, self._attached = workload, None
-        return info
+        return self._loading.load(name_or_workload, options)
 
     def attach(self, model: str, data: str, loss: str | None = None, optimizer: str | None = None) -> WorkloadInfo:
         """Train objects that live on the ranks, named by their variables.
@@ -386,51 +253,7 @@ class Session:
                 left out when the model returns its own loss.
             optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
         """
-        names = {"model": model, "data": data, "loss": loss, "optimizer": optimizer}
-        info = self._begin("attach", names)
-        self._source, self._attached = None, names
-        self._not_kept = self._keep_attached(names)
-        return info
-
-    def _keep_attached(self, names: dict[str, str | None]) -> str:
-        """Objects made in cells cannot be made again by a restart, so they are kept beside the snapshots."""
-        folder, space = self._snapshots.folder, self._policy.snapshot_space
-        try:
-            snapshot_folder.make(folder)
-        except OSError as error:
-            return f"{folder} cannot be made: {error.strerror}"
-        why_not: str = self._call("keep_attached", names, str(folder / ATTACHED), space, ranks=[0])[0]
-        return why_not
-
-    def _begin(self, function: str, argument: Any, options: dict[str, float] | None = None) -> WorkloadInfo:
-        self.pause()
-        try:
-            info: WorkloadInfo = self._call(function, argument)[0]
-        except GpumemError:
-            if not all(self._call("loaded")):
-                self._training.unload()
-            raise
-        settings = self.settings if info.blocks else self.settings.replace(checkpointing="none")
-        if info.own_optimizer:
-            own = {"optimizer": "own", "optimizer_impl": "default", "learning_rate": info.own_learning_rate}
-            settings = settings.replace(**own)
-        elif settings.optimizer == "own":
-            settings = settings.replace(optimizer=Settings().optimizer, learning_rate=Settings().learning_rate)
-        if info.dataset_len < self.size:
-            raise WorkloadError(f"The dataset has {info.dataset_len} samples, fewer than the {self.size} ranks.")
-        self._options, self._resumed_from = options, None
-        self.history.seen_before = 0
-        self._train_from(0, info, settings, f"loaded {info.name}")
-        return info
-
-    def _train_from(self, steps: int, info: WorkloadInfo, settings: Settings, event: str) -> None:
-        if self._global_batch(settings) > info.dataset_len:
-            settings = settings.replace(batch_size=info.dataset_len // self.size, accumulation_steps=1)
-            self.history.mark("note", f"batch_size={settings.batch_size}, because the dataset is small")
-        self.history.steps = steps
-        self._snapshots.begin(info, steps, self._options)
-        self._training.begin(info, settings)
-        self.history.mark("load", event)
+        return self._loading.attach({"model": model, "data": data, "loss": loss, "optimizer": optimizer})
 
     # Saving and resuming ----------------------------------------------------------------------------------------
 
@@ -442,12 +265,8 @@ class Session:
         Raises:
             StateFileError: it cannot be written there; an older file of that name is as it was.
         """
-        self._check_loaded()
-        target, began = _as_path(path), time.perf_counter()
-        progress("writing the training state", 0.5)
-        self._training.apply()
-        stored = self._finish(self._training.ask_alone("save", str(target), self._options)).get()[0]
-        return StateFile("saved", target, stored.bytes, stored.steps, time.perf_counter() - began)
+        self._foreground.check_loaded()
+        return self._loading.save(_as_path(path), progress)
 
     def resume(
         self, path: str | os.PathLike[str] | None = None, progress: Progress = lambda what, done: None
@@ -459,46 +278,8 @@ class Session:
         Raises:
             StateFileError: the file cannot be used; nothing was changed.
         """
-        self._check_alive()
-        began = time.perf_counter()
-        source = self._newest_snapshot() if path is None else _as_path(path)
-        progress("reading the training state", 0.5)
-        if self.workload is None:
-            self._load_for(source)
-        header = self._resume_from(source)
-        return StateFile("resumed", source, source.stat().st_size, header.steps, time.perf_counter() - began)
-
-    def _newest_snapshot(self) -> Path:
-        newest = snapshot_folder.newest_of_all(self._snapshots.folder)
-        if newest is None:
-            raise StateFileError("There is no automatic snapshot. Name a file that %hvd_save wrote.")
-        return newest
-
-    def _load_for(self, source: Path) -> None:
-        header = state_file.verify(source)
-        if header.options is None or header.workload not in catalog.CATALOG:
-            raise StateFileError(
-                f"{source} is of {header.workload}, which is not a ready-made workload. Load or attach it first, then "
-                f"resume: %hvd_resume {source}"
-            )
-        self.load(header.workload, **header.options)
-
-    def _resume_from(self, source: Path) -> state_file.Header:
-        # Training goes on while the ranks look at the file: one that is refused changes nothing.
-        try:
-            self._call("resume_check", str(source))
-        except BaseException:
-            with suppress(GpumemError):
-                self._call("resume_drop")
-            raise
-        self.pause()
-        info: WorkloadInfo = self._call("resume_apply")[0]
-        header = state_file.read_header(source)
-        self._resumed_from, self.history.seen_before = source, header.position
-        settings = Settings().replace(**header.settings)
-        self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
-        self._training.apply()
-        return header
+        self._foreground.check_alive()
+        return self._loading.resume(None if path is None else _as_path(path), progress)
 
     # Settings and training --------------------------------------------------------------------------------------
 
@@ -519,25 +300,16 @@ class Session:
                 raise InvalidInput(f"There is no knob {name!r}: {nearest(name, [*KNOBS, *RULES])}.")
         rules = {name: knobs.pop(name) for name in RULES if name in knobs}
         settings, policy = self.settings.replace(**knobs), self._policy.replace(**rules)
-        workload = self._training.workload
-        if workload and self._global_batch(settings) > workload.dataset_len:
-            raise InvalidInput(
-                f"A global batch of {settings.batch_size} × {settings.accumulation_steps} × {self.size} ranks = "
-                f"{self._global_batch(settings)} samples is larger than the dataset ({workload.dataset_len}). "
-                f"Allowed here: batch_size × accumulation_steps up to {workload.dataset_len // self.size}."
-            )
-        if workload and settings.optimizer == "own" and not workload.own_optimizer:
-            raise InvalidInput(
-                f"{workload.name} brings no optimizer of its own. Use optimizer=sgd, momentum, adam or adamw."
-            )
-        self._check_alive()
+        if workload := self._training.workload:
+            compatibility.check(settings, workload, self.size)
+        self._foreground.check_alive()
         if policy.stall_limit_s != self._policy.stall_limit_s:
             self._ranks.set_stall_limit(policy.stall_limit_s)
         self._policy = self._training.policy = policy
         if "snapshot_space" in rules:
             with suppress(OSError):
                 snapshot_folder.make_room(self._snapshots.folder, 0, policy.snapshot_space)
-        with self._interruptible():
+        with self._foreground.interruptible():
             self._training.set(settings)
         return self.settings
 
@@ -547,25 +319,23 @@ class Session:
             raise InvalidInput(
                 f"{steps!r} steps cannot be trained: it must be a whole number of at least 1, such as 100."
             )
-        self._check_loaded()
+        self._foreground.check_loaded()
         # What training could not interrupt by itself will not be by a second try.
-        with self._interruptible(lambda: not self.waiting_for):
+        with self._foreground.interruptible(lambda: not self.waiting_for):
             return self._training.train(steps)
 
     def play(self) -> None:
         """Train in the background until :meth:`pause`."""
-        self._check_loaded()
+        self._foreground.check_loaded()
         self._training.play()
 
     def pause(self) -> None:
         """Stop training after the steps under way, and wait for them."""
-        self._check_alive()
-        with self._interruptible():
-            self._training.pause()
+        self._foreground.pause()
 
     def step(self) -> None:
         """Train one step in the background."""
-        self._check_loaded()
+        self._foreground.check_loaded()
         self._training.play(1)
 
     @property
@@ -583,6 +353,8 @@ class Session:
         """The ranks that have not answered yet what training asked of them."""
         return [] if self._ended else self._training.waiting_for()
 
+    # What was measured ------------------------------------------------------------------------------------------
+
     def memory(self, by: str | None = None, timeline: bool = False) -> MemoryReport:
         """Live, reserved and device bytes of every rank, its limit, and what the latest known peak is made of.
 
@@ -591,28 +363,11 @@ class Session:
                 all ranks, ``module`` for the worst rank's modules.
             timeline: record one step, as :meth:`timeline` does.
         """
-        check_view(by)
-        timelines = tuple(self.timeline()) if timeline else ()
-        ledgers = [line.ledger for line in timelines] or self._ledgers()
-        entries = zip(self.ranks, self._call("look"), ledgers, strict=True)
-        ranks = tuple(RankMemory(info, reading, ledger, use) for info, (reading, use), ledger in entries)
-        return MemoryReport(ranks, by, timelines)
-
-    def _ledgers(self) -> list[Ledger | None]:
-        """Of each rank the latest one of what is loaded."""
-        return [
-            next((s.ledger for s in reversed(samples) if s.ledger and s.settings_id >= self.history.loaded_as), None)
-            for samples in self.history.samples()
-        ]
+        return self._inspection.report(by, timeline)
 
     def timeline(self) -> list[Timeline]:
         """Record one step of every rank, allocation by allocation; the step is undone."""
-        self._check_loaded()
-        self._training.apply()
-        found = self._call("record_step")
-        if missing := [rank for rank, timeline in enumerate(found) if timeline is None]:
-            raise WorkloadError(f"The step could not be recorded on {name_ranks(missing)}. Try again.")
-        return found
+        return self._inspection.timeline()
 
     def memory_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write torch's own snapshot of the memory of rank 0's GPU, for its visualiser (pytorch.org/memory_viz).
@@ -622,22 +377,14 @@ class Session:
         Raises:
             InvalidInput: the ranks have virtual GPUs, or the file cannot be written.
         """
-        self._check_alive()
+        self._foreground.check_alive()
         if self.ranks[0].virtual:
             raise InvalidInput(
                 "torch writes memory snapshots of real GPUs only, and these ranks have virtual ones: leave --snapshot "
                 "out, %hvd_memory shows where their bytes are."
             )
         target = _as_path(path)
-        self._call("record_allocations", True, ranks=[0])
-        try:
-            try:
-                if self.workload:
-                    self.timeline()
-            finally:
-                self._call("write_snapshot", str(target), ranks=[0])
-        finally:
-            self._call("record_allocations", False, ranks=[0])
+        self._inspection.write_snapshot(target)
         return target
 
     @property
@@ -657,7 +404,7 @@ class Session:
 
     def interrupt(self) -> None:
         """Interrupt what the ranks are doing: a cell raises ``KeyboardInterrupt``, a training step is discarded."""
-        self._check_alive()
+        self._foreground.check_alive()
         self._training.interrupt()
 
     def restart(self, progress: Progress = lambda what, done: None) -> Session:
@@ -668,10 +415,9 @@ class Session:
         """
         global _current
         steps, settings, loaded = self.history.steps, self.settings, self._training.workload is not None
-        hopeless = self._ended or self._ranks.stopped() or (self._presses.in_vain and self._ranks.pending())
-        up_to_date = loaded and not hopeless and self._take_last_snapshot()
-        snapshots = snapshot_folder.newest_first(self._snapshots.folder, self._snapshots.generation)
-        snapshots += [self._resumed_from] if self._resumed_from else []
+        hopeless = self._ended or self._ranks.stopped() or (self._foreground.in_vain and self._ranks.pending())
+        up_to_date = loaded and not hopeless and self._loading.take_last_snapshot()
+        snapshots = self._loading.to_restore()
         self._end()
         try:
             self._connect(progress)
@@ -679,54 +425,19 @@ class Session:
             self._ended = "the ranks were ended and could not be started again"
             _current = self
             raise
-        self.restored = self._restore(snapshots, steps) if loaded else ""
+        self.restored = self._loading.restore(snapshots, steps) if loaded else ""
         if self.workload and (up_to_date or not self.history.steps):
             self.set(**settings.changed_from(self.settings))
         if self._panel is not None:
             self._panel.watch()
         return self
 
-    def _take_last_snapshot(self) -> bool:
-        """One more snapshot while the ranks live; says whether there is one of this very step."""
-        with suppress(GpumemError, TimeoutError):
-            self._training.pause(timeout=RESTART_PATIENCE_S)
-            order = self._snapshots.order_now(self.history.steps) if self.history.steps else None
-            if order:
-                call = self._ranks.call("snapshot_now", order)
-                stored = self._finish(call, RESTART_PATIENCE_S + self._snapshots.expected_s).get()[0]
-                return stored is not None and not stored.problem
-        return False
-
-    def _restore(self, snapshots: Sequence[Path], steps: int) -> str:
-        """Load the workload again and go on from the first of these snapshots that can be used."""
-        if self._source is not None:
-            self._begin("load", self._source, self._options)
-        elif self._attached is not None:
-            if self._not_kept:
-                return (
-                    f"Nothing is loaded: the attached objects could not be kept ({self._not_kept}). Run their cells "
-                    "again, attach them, and type %hvd_resume."
-                )
-            self._call("bring_attached", self._attached, str(self._snapshots.folder / ATTACHED))
-            self._begin("attach", self._attached)
-        why = "there was no snapshot yet"
-        for snapshot in snapshots:
-            try:
-                restored = self._resume_from(snapshot).steps
-            except StateFileError as error:
-                why = f"no snapshot could be used: {error}"
-                continue
-            lost = f" ({steps - restored} steps after it were lost)" if steps > restored else ""
-            return f"step {restored} restored{lost}"
-        lost = f"; {steps} steps were lost, because {why}" if steps else ""
-        return f"{self._training.workload.name if self._training.workload else ''} loaded afresh{lost}"
-
     def stop(self) -> None:
         """End all ranks and everything started with them. The newest automatic snapshot stays for a later session."""
         self._end()
         with suppress(OSError):
             snapshot_folder.tidy(self._snapshots.folder)
-        self._not_kept = "the session was stopped"
+        self._origin.not_kept = "the session was stopped"
 
     def _end(self) -> None:
         global _current
@@ -759,78 +470,19 @@ class Session:
         self._idle.touch()
 
     def _works(self) -> bool:
-        return self._foreground > 0 or self._training.busy
+        return self._foreground.busy or self._training.busy
 
     def _stop_idle(self) -> None:
         why = f"stopped after {self._policy.idle_minutes:g} minutes without work (%hvd_set idle_minutes=never keeps it)"
         if not self._ended:
             if self.workload:
-                self._take_last_snapshot()
+                self._loading.take_last_snapshot()
             self.history.mark("note", why)
             self._ended = why
             self._shut_down()
-
-    @contextmanager
-    def _interruptible(
-        self, stop_ranks: Callable[[], bool] | None = None, busy: Callable[[], list[int]] | None = None
-    ) -> Iterator[None]:
-        """While somebody waits for the ranks inside, an interrupt reaches them, and says what came of it."""
-        self._foreground += 1
-        try:
-            yield
-        except KeyboardInterrupt:
-            training = self._training
-            raise self._presses.explain(stop_ranks or training.interrupt, busy or training.waiting_for) from None
-        finally:
-            self._foreground -= 1
-            self._idle.touch()
-
-    def _check_alive(self) -> None:
-        if self._ended == "stopped":
-            raise NoSession
-        if self._ended:
-            raise ClusterDied(f"{self._ended[:1].upper()}{self._ended[1:].rstrip('.')}.")
-        self._idle.touch()
-
-    def _check_loaded(self) -> None:
-        self._check_alive()
-        if self._training.workload is None:
-            raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
-
-    def _call(self, function: str, *arguments: Any, ranks: str | Sequence[int] | None = None) -> list[Any]:
-        self._check_alive()
-        return self._finish(self._ranks.call(function, *arguments, ranks=self._choose_ranks(ranks))).get()
-
-    def _choose_ranks(self, ranks: str | Sequence[int] | None) -> list[int] | None:
-        if ranks is None:
-            return None
-        chosen = parse_ranks(ranks) if isinstance(ranks, str) else [int(rank) for rank in ranks]
-        if not chosen or min(chosen) < 0 or max(chosen) >= self.size:
-            raise InvalidInput(f"ranks={ranks!r}: there are {name_ranks(range(self.size))}. Try ranks 0 or 0,2-3.")
-        return sorted(set(chosen))
-
-    def _global_batch(self, settings: Settings) -> int:
-        return settings.samples_per_rank * self.size
 
 
 def _as_path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise InvalidInput(f"{path!r} is not a file's path. Give one such as digits.state.")
     return Path(path).expanduser().absolute()
-
-
-def _others(device: str) -> list[str]:
-    """Who else uses this machine's memory for ranks, and its GPUs."""
-    return [*map(str, records.others()), *(resources.gpus_in_use() if device == "cuda" else [])]
-
-
-def _pickled(value: Any, what: str) -> bytes:
-    try:
-        return cloudpickle.dumps(value)  # type: ignore[no-any-return]
-    except GpumemError:
-        raise
-    except Exception as error:
-        raise WorkloadError(
-            f"{what} cannot be sent to the ranks: {error}. Leave out open files, locks and connections; create them "
-            "inside the function that runs there."
-        ) from None

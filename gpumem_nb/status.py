@@ -62,6 +62,14 @@ class Status:
         return f"<pre>{escape(str(self))}</pre>"
 
 
+def describe_ledger(every: int | str, cost: float | None) -> str:
+    """How often steps are looked into (``never`` or one in that many), and the share of time that it costs."""
+    if every == "never":
+        return "ledger: no step is looked into (%hvd_set ledger_steps=20)"
+    costs = "" if cost is None else f", which costs {cost:.1%} of the time"
+    return f"ledger: one step in {every} is looked into{costs}"
+
+
 @dataclass(frozen=True)
 class StateFile:
     """A training state that was saved or resumed; ``bytes`` is the file's size, ``seconds`` what it took."""

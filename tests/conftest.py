@@ -54,7 +54,7 @@ def lives_with_the_runner(process: psutil.Process) -> bool:
 def ranks(n: int) -> Session:
     """``n`` virtual GPUs of 96 MiB: those that run already, or new ones."""
     running = session_module._current
-    if running is not None and running.size == n and not running._ended:
+    if running is not None and running.size == n and not running.ended:
         return running
     if running is not None:
         running.stop()

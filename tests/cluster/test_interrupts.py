@@ -59,7 +59,7 @@ class Stop:
 
 def asked(session: Session) -> Callable[[], bool]:
     """Whether a rank has a request of somebody who waits for it."""
-    return lambda: session._foreground > 0 and any(call.pending() for call in list(session._ranks._calls))
+    return lambda: session._foreground.busy and any(call.pending() for call in list(session._ranks._calls))
 
 
 def stuck_session(kind: str) -> Session:
@@ -137,6 +137,21 @@ def test_a_stopped_rank_is_named() -> None:
     with pytest.raises(Interrupted, match=r"Rank 1 has not stopped yet"):
         session.run("rank")
     assert stop.took_s() < PROMPT_S
+    session.stop()
+
+
+def test_ranks_that_did_not_stop_are_forgotten_after_a_restart(fresh: Callable[..., Session]) -> None:
+    session = fresh(ranks(2))
+    session.set(snapshot_steps="never")
+    os.kill(session.ranks[1].pid, signal.SIGSTOP)
+    Stop(asked(session))
+    with pytest.raises(Interrupted, match=r"Rank 1 has not stopped yet"):
+        session.run("rank")
+    session.restart()
+    session.play()
+    wait_for_steps(session, 5)
+    session.restart()  # asks the new ranks for a snapshot, although they are busy
+    assert "lost" not in session.restored
     session.stop()
 
 

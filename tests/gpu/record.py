@@ -163,7 +163,7 @@ def figures(session: Session, run: Run) -> dict[str, Any]:
     """What a stretch of training took and yielded; bytes of each rank."""
     frame = run.frame()
     speeds = frame.groupby("step")["samples_per_s"].sum()
-    looks = session._call("look")
+    uses = [rank.device_use for rank in session.memory().ranks]
     peaks = frame.groupby("rank")[["live_peak_bytes", "reserved_peak_bytes"]].max()
     return {
         "steps": run.steps,
@@ -172,10 +172,10 @@ def figures(session: Session, run: Run) -> dict[str, Any]:
             {
                 "live_peak_bytes": int(peaks["live_peak_bytes"][rank]),
                 "reserved_peak_bytes": int(peaks["reserved_peak_bytes"][rank]),
-                "device": dataclasses.asdict(looks[rank][1]) if looks[rank][1] else None,
+                "device": dataclasses.asdict(use) if use else None,
                 "ledger": latest_ledger(session.history.samples()[rank]),
             }
-            for rank in range(session.size)
+            for rank, use in enumerate(uses)
         ],
     }
 

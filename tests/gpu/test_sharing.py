@@ -21,17 +21,17 @@ def test_all_ranks_hold_the_same_weights_after_every_kind_of_flip(trained: Sessi
 
 @pytest.mark.skipif(visible_gpus() != 1, reason="needs exactly one GPU for all ranks to be on it")
 def test_ranks_on_one_gpu_see_one_another(trained: Session) -> None:
-    looks = trained._call("look")
-    for _, use in looks:
+    uses = [rank.device_use for rank in trained.memory().ranks]
+    for use in uses:
         if use.own is not None and use.others is not None:
-            assert use.others >= sum(other.own for _, other in looks if other.own) - use.own - 2**26
-    totals = {use.total for _, use in looks}
+            assert use.others >= sum(other.own for other in uses if other.own) - use.own - 2**26
+    totals = {use.total for use in uses}
     assert len(totals) == 1
 
 
 def test_each_rank_has_its_own_allocator(trained: Session) -> None:
-    before = [reading.live for reading in trained._call("reading")]
+    before = [rank.reading.live for rank in trained.memory().ranks]
     trained.run("_held = torch.empty(2**24, dtype=torch.uint8, device=device)", ranks=[2])
-    after = [reading.live for reading in trained._call("reading")]
+    after = [rank.reading.live for rank in trained.memory().ranks]
     trained.run("del _held", ranks=[2])
     assert [late - early for early, late in zip(before, after, strict=True)] == [0, 0, 2**24, 0]

@@ -1,0 +1,217 @@
+"""What is loaded, how it is saved, and how it comes back: from a file, or after a restart from the last snapshot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import compatibility, snapshot_folder, state_file
+from .cluster.launch import Progress
+from .errors import GpumemError, InvalidInput, StateFileError, WorkloadError
+from .foreground import Foreground, pickled
+from .history import History
+from .sample import WorkloadInfo
+from .settings import Settings
+from .snapshot_plan import SnapshotPlan
+from .status import StateFile
+from .training import Training
+from .workload import Workload
+from .workloads import catalog
+
+# What a restart allows ranks that may hang, before it takes the last automatic snapshot in place of one made now.
+RESTART_PATIENCE_S = 10.0
+ATTACHED = "attached.pickle"
+
+
+@dataclass
+class Origin:
+    """Where what is trained came from; outlives the ranks, so that a restart can load it again.
+
+    Attributes:
+        workload: what was loaded.
+        options: those of a ready-made workload; ``None`` for any other.
+        attached: the variables of what was attached instead, by their roles.
+        not_kept: why the attached objects cannot be brought back.
+        resumed_from: the file that training went on from.
+    """
+
+    workload: Workload | None = None
+    options: dict[str, float] | None = None
+    attached: dict[str, str | None] | None = None
+    not_kept: str = ""
+    resumed_from: Path | None = None
+
+
+class Loading:
+    """Loads, saves and restores what the ranks of one cluster train."""
+
+    def __init__(
+        self, foreground: Foreground, training: Training, history: History, snapshots: SnapshotPlan, origin: Origin
+    ) -> None:
+        self._foreground = foreground
+        self._training = training
+        self._history = history
+        self._snapshots = snapshots
+        self._origin = origin
+
+    def load(self, name_or_workload: str | Workload, options: dict[str, Any]) -> WorkloadInfo:
+        """Load a workload; training starts afresh."""
+        chosen = None
+        if isinstance(name_or_workload, str):
+            workload = catalog.make(name_or_workload, **options)
+            chosen = catalog.find(name_or_workload).values(options)
+        elif isinstance(name_or_workload, Workload):
+            if options:
+                raise InvalidInput(f"Options ({', '.join(options)}) go with ready-made workloads only.")
+            workload = name_or_workload
+        else:
+            raise InvalidInput(
+                f"A {type(name_or_workload).__name__} cannot be loaded: give a Workload, or one of the names "
+                f"{', '.join(catalog.CATALOG)}."
+            )
+        pickled(workload, "The workload")
+        info = self._begin("load", workload, chosen)
+        self._origin.workload, self._origin.attached = workload, None
+        return info
+
+    def attach(self, names: dict[str, str | None]) -> WorkloadInfo:
+        """Train objects that live on the ranks."""
+        info = self._begin("attach", names)
+        self._origin.workload, self._origin.attached = None, names
+        self._origin.not_kept = self._keep_attached(names)
+        return info
+
+    def save(self, target: Path, progress: Progress) -> StateFile:
+        """Write the training state between two chunks to a file."""
+        began = time.perf_counter()
+        progress("writing the training state", 0.5)
+        self._training.apply()
+        call = self._training.ask_alone("save", str(target), self._origin.options)
+        stored = self._foreground.finish(call).get()[0]
+        return StateFile("saved", target, stored.bytes, stored.steps, time.perf_counter() - began)
+
+    def resume(self, source: Path | None, progress: Progress) -> StateFile:
+        """Go on from a file, or from the newest automatic snapshot."""
+        began = time.perf_counter()
+        source = source or self._newest_snapshot()
+        progress("reading the training state", 0.5)
+        if self._training.workload is None:
+            self._load_for(source)
+        header = self._resume_from(source)
+        return StateFile("resumed", source, source.stat().st_size, header.steps, time.perf_counter() - began)
+
+    def take_last_snapshot(self) -> bool:
+        """One more snapshot while the ranks live; says whether there is one of this very step."""
+        with suppress(GpumemError, TimeoutError):
+            self._training.pause(timeout=RESTART_PATIENCE_S)
+            order = self._snapshots.order_now(self._history.steps) if self._history.steps else None
+            if order:
+                patience_s = RESTART_PATIENCE_S + self._snapshots.expected_s
+                stored = self._foreground.call("snapshot_now", order, timeout=patience_s)[0]
+                return stored is not None and not stored.problem
+        return False
+
+    def to_restore(self) -> list[Path]:
+        """What a restart can go back to, the newest first."""
+        snapshots = snapshot_folder.newest_first(self._snapshots.folder, self._snapshots.generation)
+        return snapshots + ([self._origin.resumed_from] if self._origin.resumed_from else [])
+
+    def restore(self, snapshots: Sequence[Path], steps: int) -> str:
+        """Load what was trained again and go on from the first of these snapshots that can be used, in words.
+
+        ``steps``: how many had been done.
+        """
+        origin = self._origin
+        if origin.workload is not None:
+            self._begin("load", origin.workload, origin.options)
+        elif origin.attached is not None:
+            if origin.not_kept:
+                return (
+                    f"Nothing is loaded: the attached objects could not be kept ({origin.not_kept}). Run their cells "
+                    "again, attach them, and type %hvd_resume."
+                )
+            self._foreground.call("bring_attached", origin.attached, str(self._snapshots.folder / ATTACHED))
+            self._begin("attach", origin.attached)
+        why = "there was no snapshot yet"
+        for snapshot in snapshots:
+            try:
+                restored = self._resume_from(snapshot).steps
+            except StateFileError as error:
+                why = f"no snapshot could be used: {error}"
+                continue
+            lost = f" ({steps - restored} steps after it were lost)" if steps > restored else ""
+            return f"step {restored} restored{lost}"
+        lost = f"; {steps} steps were lost, because {why}" if steps else ""
+        return f"{self._training.workload.name if self._training.workload else ''} loaded afresh{lost}"
+
+    def _keep_attached(self, names: dict[str, str | None]) -> str:
+        """Objects made in cells cannot be made again by a restart, so they are kept beside the snapshots."""
+        folder, space = self._snapshots.folder, self._training.policy.snapshot_space
+        try:
+            snapshot_folder.make(folder)
+        except OSError as error:
+            return f"{folder} cannot be made: {error.strerror}"
+        why_not: str = self._foreground.call("keep_attached", names, str(folder / ATTACHED), space, ranks=[0])[0]
+        return why_not
+
+    def _begin(self, function: str, argument: Any, options: dict[str, float] | None = None) -> WorkloadInfo:
+        self._foreground.pause()
+        try:
+            info: WorkloadInfo = self._foreground.call(function, argument)[0]
+        except GpumemError:
+            if not all(self._foreground.call("loaded")):
+                self._training.unload()
+            raise
+        size = self._history.size
+        if info.dataset_len < size:
+            raise WorkloadError(f"The dataset has {info.dataset_len} samples, fewer than the {size} ranks.")
+        self._origin.options, self._origin.resumed_from = options, None
+        self._history.seen_before = 0
+        settings = compatibility.adapted(self._training.settings, info)
+        self._train_from(0, info, settings, f"loaded {info.name}")
+        return info
+
+    def _resume_from(self, source: Path) -> state_file.Header:
+        # Training goes on while the ranks look at the file: one that is refused changes nothing.
+        try:
+            self._foreground.call("resume_check", str(source))
+        except BaseException:
+            with suppress(GpumemError):
+                self._foreground.call("resume_drop")
+            raise
+        self._foreground.pause()
+        info: WorkloadInfo = self._foreground.call("resume_apply")[0]
+        header = state_file.read_header(source)
+        self._origin.resumed_from, self._history.seen_before = source, header.position
+        settings = Settings().replace(**header.settings)
+        self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
+        self._training.apply()
+        return header
+
+    def _train_from(self, steps: int, info: WorkloadInfo, settings: Settings, event: str) -> None:
+        fitting = compatibility.within_dataset(settings, info, self._history.size)
+        if fitting != settings:
+            self._history.mark("note", f"batch_size={fitting.batch_size}, because the dataset is small")
+        self._history.steps = steps
+        self._snapshots.begin(info, steps, self._origin.options)
+        self._training.begin(info, fitting)
+        self._history.mark("load", event)
+
+    def _newest_snapshot(self) -> Path:
+        newest = snapshot_folder.newest_of_all(self._snapshots.folder)
+        if newest is None:
+            raise StateFileError("There is no automatic snapshot. Name a file that %hvd_save wrote.")
+        return newest
+
+    def _load_for(self, source: Path) -> None:
+        header = state_file.verify(source)
+        if header.options is None or header.workload not in catalog.CATALOG:
+            raise StateFileError(
+                f"{source} is of {header.workload}, which is not a ready-made workload. Load or attach it first, then "
+                f"resume: %hvd_resume {source}"
+            )
+        self.load(header.workload, header.options)
