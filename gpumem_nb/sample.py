@@ -28,8 +28,9 @@ class Reading:
 class Ledger:
     """Where the bytes of one step were, on one rank.
 
-    Categories are those of :mod:`gpumem_nb.memory.categories`. ``at_peak`` adds up to ``peak``, the highest live bytes
-    of the step, and ``at_rest`` to the live bytes after it. ``phase`` and ``module`` say what ran at the peak;
+    Categories are those of :mod:`gpumem_nb.memory.categories`. ``peak`` is the highest live bytes of the step by
+    the allocator's count; ``at_peak`` adds up to it but for what could not be explained, and ``at_rest`` to the live
+    bytes after the step. ``phase`` and ``module`` say what ran at the peak;
     ``modules`` splits the peak as ``(module, category, bytes)``, largest first, for what belongs to a module.
     ``virtual`` bytes are a virtual GPU's; ``exact`` says that every allocation was seen, not only tensors.
     """

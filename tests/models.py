@@ -98,7 +98,7 @@ def looked_into(gpu: VirtualGPU, training: Training, precision: str) -> Ledger:
     with recorder.watching():
         training.step(precision, recorder)
         record = recorder.end()
-    return record.ledger(gpu.reading().live_peak)
+    return record.ledger()
 
 
 def ledger_and_profiler(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> tuple[Ledger, int, int]:

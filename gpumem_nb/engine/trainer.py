@@ -306,10 +306,8 @@ class Trainer:
         """Whether this update could end half way: on its first try, short of memory, or in somebody's own code."""
         if self._settings_id != self._proven_id or not optimizers.from_torch(self.optimizer):
             return True
-        now = self.device.reading()
-        if now.limit is None or now.reserved is None:
-            return True
-        return bool(now.limit - now.reserved < UPDATE_COPIES * self._param_bytes)
+        room = self.device.room()
+        return room is None or room < UPDATE_COPIES * self._param_bytes
 
     def _update_or_undo(self, trial: bool) -> tuple[Failure | None, bool]:
         """Update, and undo it on all ranks if one cannot, or for a trial; returns this rank's failure and if undone."""
@@ -414,7 +412,7 @@ class Trainer:
         if Recorder.current and event in ("", "flip"):
             self._record = Recorder.current.end()
         if self._record:
-            ledger = self._record.ledger(reading.live_peak)
+            ledger = self._record.ledger()
         step_s = time.perf_counter() - start_s
         return Sample(
             rank=self.stream.rank,

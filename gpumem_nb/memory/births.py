@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -38,12 +39,12 @@ class Birth:
 
     __slots__ = ("_code", "_line", "_storage", "dtype", "nbytes", "shape", "step")
 
-    def __init__(self, tensor: Tensor, step: int, outermost: int) -> None:
+    def __init__(self, tensor: Tensor, step: int, made_at: tuple[CodeType | None, int]) -> None:
         storage = tensor.untyped_storage()
         self._storage = weakref.ref(storage)
         self.nbytes, self.shape, self.dtype = storage.nbytes(), tuple(tensor.shape), str(tensor.dtype)
         self.step = step
-        self._code, self._line = _caller(outermost)
+        self._code, self._line = made_at
 
     @property
     def alive(self) -> bool:
@@ -77,13 +78,14 @@ class Births(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._type = device.type
+        self._device = device
+        self._thread = 0
         self.step = 0
         self.births: list[Birth] = []
         self._outermost = 0
 
     def __enter__(self) -> Any:
-        self._outermost = id(sys._getframe(1))
+        self._outermost, self._thread = id(sys._getframe(1)), threading.get_ident()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def prune(self) -> None:
@@ -102,18 +104,24 @@ class Births(TorchDispatchMode):
             known = set() if lifts else {address for _, address in self._storages([args, kwargs])}
             for tensor, address in self._storages([result]):
                 if address not in known:
-                    self.births.append(Birth(tensor, self.step, self._outermost))
+                    self.births.append(Birth(tensor, self.step, self._caller()))
         return result
+
+    def _caller(self) -> tuple[CodeType | None, int]:
+        """The line that makes a tensor now; on a thread of autograd's, the line that waits for it."""
+        here = _innermost(sys._getframe(1), self._outermost)
+        if here[0] or threading.get_ident() == self._thread:
+            return here
+        return _innermost(sys._current_frames().get(self._thread), self._outermost)
 
     def _storages(self, values: list[Any]) -> Iterator[tuple[Tensor, int]]:
         for tensor in tensors_in(values):
-            if tensor.layout is torch.strided and tensor.device.type == self._type:
+            if tensor.layout is torch.strided and tensor.device == self._device:
                 yield tensor, tensor.untyped_storage()._cdata
 
 
-def _caller(outermost: int) -> tuple[CodeType | None, int]:
-    """The innermost frame of somebody's own code, else of a library, else of torch; not outside of a frame."""
-    frame: FrameType | None = sys._getframe(1)
+def _innermost(frame: FrameType | None, outermost: int) -> tuple[CodeType | None, int]:
+    """From a frame outwards the first of somebody's own code, else of a library, else of torch; not beyond one."""
     best: tuple[CodeType | None, int] = (None, 0)
     best_rank = _NOBODY
     while frame is not None and best_rank:

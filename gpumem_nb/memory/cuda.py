@@ -64,6 +64,11 @@ class CudaDevice:
         self._device_used = use.used
         return use
 
+    def room(self) -> int:
+        """Bytes that may still be reserved: within the limit, and not taken by other processes on this GPU."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return min(self._limit - torch.cuda.memory_reserved(self.torch_device), free)
+
     def reset_peak(self) -> None:
         """Let the peaks count from here."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -97,10 +102,16 @@ class CudaDevice:
 
     def event_log(self) -> TensorLog:
         """The tensors that come and go; memory inside operators is not seen."""
-        return TensorLog("cuda", lambda: self.reading().live)
+        return TensorLog(self.torch_device, self._requested)
+
+    def _requested(self) -> tuple[int, int]:
+        """Live bytes and their peak before the allocator rounds them up, which a large tensor's can be by 1 MiB."""
+        requested = torch.cuda.memory_stats_as_nested_dict(self.torch_device)["requested_bytes"]["all"]
+        return requested["current"], requested["peak"]
 
     def _allow(self, limit: int) -> None:
-        torch.cuda.set_per_process_memory_fraction(limit / self._total, self.torch_device)
+        # torch rounds the product down: half a byte more keeps it from ending one byte, and so one segment, short.
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limit + 0.5) / self._total), self.torch_device)
 
 
 def record_allocations(enabled: bool) -> None:

@@ -42,6 +42,10 @@ class Device(Protocol):
         """What NVML says of the whole device; takes milliseconds, so never within a step. A virtual GPU has no NVML."""
         ...
 
+    def room(self) -> int | None:
+        """Bytes that this process may still take from the device; ``None`` when that is not known."""
+        ...
+
     def reset_peak(self) -> None:
         """Let the peaks count from here."""
         ...
@@ -92,12 +96,13 @@ def open_device(kind: str, local_rank: int, memory_limit: int | None) -> Device:
 
 
 def opened() -> Device:
-    """The device that this process has opened; outside of ranks the GPU, or else a virtual one without a limit."""
+    """The device that this process has opened; outside of ranks the current GPU, or a virtual one without a limit."""
     if _opened is not None:
         return _opened
     import torch
 
-    device = open_device("cuda" if torch.cuda.is_available() else "virtual", 0, None)
+    cuda = torch.cuda.is_available()
+    device = open_device("cuda" if cuda else "virtual", torch.cuda.current_device() if cuda else 0, None)
     if device.kind == "virtual":
         device.set_limit(None)
     return device

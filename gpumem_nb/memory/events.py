@@ -38,6 +38,7 @@ class Events:
         foreign: whether a thread of somebody else (Horovod's) had asked for it.
         call: the outermost operator call in which it happened, numbered from 1; 0 outside of operators or not known.
         casts: allocations that are copies of a parameter in another type, each with the parameter's index.
+        live_peak: the highest live bytes meanwhile, as tensors and operators asked for them.
     """
 
     allocation: NDArray[np.int64]
@@ -46,6 +47,7 @@ class Events:
     foreign: NDArray[np.bool_]
     call: NDArray[np.int64]
     casts: dict[int, int]
+    live_peak: int
 
 
 class EventLog(Protocol):
@@ -78,13 +80,17 @@ class TensorLog:
     """Events of the tensors that are shown to it; a storage is released when it is freed, on any thread.
 
     For devices whose allocator cannot be listened to at the cost of a sampled step.
+
+    Args:
+        device: whose tensors are meant.
+        requested: the live bytes that were asked for, now and at their highest since the peak was reset.
     """
 
     exact = False
 
-    def __init__(self, device_type: str, live: Callable[[], int]) -> None:
-        self._device_type = device_type
-        self._live = live
+    def __init__(self, device: torch.device, requested: Callable[[], tuple[int, int]]) -> None:
+        self._device = device
+        self._requested = requested
         self._known: dict[int, _Known] = {}
         self._rows: list[tuple[int, int, int]] = []
         self._params: dict[int, int] = {}
@@ -95,7 +101,7 @@ class TensorLog:
         """Log from now on."""
         self._known, self._rows, self._logging = {}, [], True
         self._params, self._casts = {id(param): index for index, param in enumerate(params)}, {}
-        return Base(self._live(), 0)
+        return Base(self._requested()[0], 0)
 
     def watching(self) -> AbstractContextManager[object]:
         """Shows the log every operator's tensors."""
@@ -105,9 +111,9 @@ class TensorLog:
         """The number of a tensor's storage; 0 for one of another device."""
         return self._number(tensor, new=False)
 
-    def see(self, operator: Any, args: Any, result: Any) -> None:
+    def see(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Take note of what went into an operator and what came out."""
-        for tensor in tensors_in(args):
+        for tensor in tensors_in([args, kwargs]):
             self._number(tensor, new=False)
         for tensor in tensors_in(result):
             number = self._number(tensor, new=True)
@@ -115,7 +121,7 @@ class TensorLog:
                 self._casts[number] = self._params[id(args[0])]
 
     def _number(self, tensor: Tensor, new: bool) -> int:
-        if tensor.layout is not torch.strided or tensor.device.type != self._device_type:
+        if tensor.layout is not torch.strided or tensor.device != self._device:
             return 0
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
@@ -125,6 +131,9 @@ class TensorLog:
             self._known[storage._cdata] = known
             if new:
                 self._note(known.number, known.nbytes)
+        elif change := storage.nbytes() - known.nbytes:  # storages are also resized in place
+            self._note(known.number, change)
+            known.nbytes += change
         return known.number
 
     def end(self) -> Events:
@@ -133,7 +142,8 @@ class TensorLog:
         self._known = {}
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, 3)
         none = np.zeros(len(rows), dtype=np.int64)
-        return Events(rows[:, 0], rows[:, 1], rows[:, 2], none.astype(np.bool_), none, self._casts)
+        peak = self._requested()[1]
+        return Events(rows[:, 0], rows[:, 1], rows[:, 2], none.astype(np.bool_), none, self._casts, peak)
 
     def _died(self, known: _Known) -> None:
         if self._logging:
@@ -154,8 +164,9 @@ class _Operators(TorchDispatchMode):
         self._log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._log.see(func, args, result)
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._log.see(func, args, kwargs, result)
         return result
 
 

@@ -67,6 +67,7 @@ class Observed:
         began_ns, ended_ns: on the clock of ``time.perf_counter_ns``.
         base: what was alive when it began.
         claims: by the number of the allocation.
+        live_peak: the allocator's highest live bytes.
         virtual: whether it was a virtual GPU's.
         exact: whether every allocation was seen.
     """
@@ -77,6 +78,7 @@ class Observed:
     events: Events
     claims: dict[int, Claim]
     marks: list[Mark]
+    live_peak: int
     virtual: bool
     exact: bool
 
@@ -101,27 +103,26 @@ class Record:
         np.cumsum(self._live, axis=1, out=self._live)
         self._peak = int(self._live.sum(axis=0).argmax())
 
-    def ledger(self, live_peak: int) -> Ledger:
+    def ledger(self) -> Ledger:
         """Where the bytes were at the peak, and in the end.
 
-        Args:
-            live_peak: the allocator's own peak of live bytes; what tensors do not explain of it is inside operators.
+        Where only tensors were seen, the rest of what was asked for is inside operators. What the allocator counts
+        beyond that, by rounding up, is in no category.
         """
-        exact = self._observed.exact
-        at_peak = self._by_category(self._live[:, self._peak])
-        missing = 0 if exact else max(0, live_peak - sum(at_peak.values()))
-        if missing:
+        observed, at_peak = self._observed, self._by_category(self._live[:, self._peak])
+        missing = self._events.live_peak - sum(at_peak.values())
+        if missing > 0 and not observed.exact:
             at_peak[INSIDE_OPERATORS] = at_peak.get(INSIDE_OPERATORS, 0) + missing
         mark = self._mark_at(self._time_ns(self._peak))
         return Ledger(
-            peak=sum(at_peak.values()),
+            peak=max(observed.live_peak, sum(at_peak.values())),
             phase=mark.phase,
             module=mark.module,
             at_peak=at_peak,
             at_rest=self._by_category(self._live[:, -1]),
             modules=self._modules(),
-            virtual=self._observed.virtual,
-            exact=exact,
+            virtual=observed.virtual,
+            exact=observed.exact,
         )
 
     def timeline(self, rank: int, step: int, ledger: Ledger) -> Timeline:

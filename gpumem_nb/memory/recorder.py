@@ -36,10 +36,11 @@ class Recorder:
         params = [named for model in models for named in model.named_parameters()]
         self._homes = [name.rpartition(".")[0] for name, _ in params]  # the modules that parameters lie in
         self._home_of = {id(param): home for (_, param), home in zip(params, self._homes, strict=True)}
-        self._virtual = device.kind == "virtual"
+        self._device = device
         self._claims: dict[int, Claim] = {}  # by the number of the allocation
         self._running: list[str] = []
         self._marks: list[Mark] = []
+        device.reset_peak()
         self._log = device.event_log()
         self._began_ns = time.perf_counter_ns()
         self._base = self._log.begin([param for _, param in params])
@@ -89,13 +90,23 @@ class Recorder:
 
     def end(self) -> Record:
         """Stop recording and work out where the bytes were."""
+        live_peak = self._device.reading().live_peak
         events = self._log.end()
         ended_ns = time.perf_counter_ns()
         for number, param in events.casts.items():
             self._claim(number, Claim(CASTS, self._homes[param], 0))
-        exact = self._log.exact
         return Record(
-            Observed(self._began_ns, ended_ns, self._base, events, self._claims, self._marks, self._virtual, exact)
+            Observed(
+                began_ns=self._began_ns,
+                ended_ns=ended_ns,
+                base=self._base,
+                events=events,
+                claims=self._claims,
+                marks=self._marks,
+                live_peak=live_peak,
+                virtual=self._device.kind == "virtual",
+                exact=self._log.exact,
+            )
         )
 
     def _stop(self) -> None:

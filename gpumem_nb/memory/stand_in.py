@@ -119,6 +119,9 @@ class StandIn:
             self._live = self._ledger.live()
         return Reading(self._live, self._ledger.peak, None, None, None, self._limit or None)
 
+    def room(self) -> None:
+        """Nothing: reserved bytes are not known."""
+
     def use(self) -> None:
         """Nothing: there is no device that NVML could read."""
 
@@ -153,7 +156,11 @@ class StandIn:
 
     def event_log(self) -> TensorLog:
         """The tensors that come and go; memory inside operators is not seen."""
-        return TensorLog("cpu", lambda: self.reading().live)
+        return TensorLog(self.torch_device, self._counted)
+
+    def _counted(self) -> tuple[int, int]:
+        now = self.reading()
+        return now.live, now.live_peak
 
     def admits(self, values: Iterable[object]) -> bool:
         """Count the tensors among ``values``; false when the limit is enforced and they pass it."""

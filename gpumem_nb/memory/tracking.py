@@ -96,7 +96,6 @@ def track() -> Iterator[Tracked]:
     device, tracked = opened(), Tracked()
     gc.collect()
     recorder, births = Recorder(device, *_modules()), Births(device.torch_device)
-    device.reset_peak()
     tracked.before = device.reading().live
     with recorder.watching(), _optimizers_seen(recorder):
         recorder.mark("")
@@ -106,7 +105,7 @@ def track() -> Iterator[Tracked]:
         finally:  # what ran out of memory is of interest most of all
             gc.collect()  # circles of garbage are not left behind
             lasting = _claim_all(recorder)
-            tracked.ledger = recorder.end().ledger(device.reading().live_peak)
+            tracked.ledger = recorder.end().ledger()
             tracked.after = device.reading().live
             births.prune()
             tracked.left = tuple(_left([birth for birth in births.births if birth.address not in lasting]))

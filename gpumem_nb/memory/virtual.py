@@ -76,15 +76,16 @@ class AllocatorLog:
     def end(self) -> Events:
         """What happened since :meth:`begin`; nothing when it has been asked before."""
         if self._handle is None:
-            return _events(np.empty(0, _EVENT), {})
-        events, casts = ctypes.c_void_p(), ctypes.c_void_p()
+            return _events(np.empty(0, _EVENT), {}, 0)
+        now, events, casts = _CReading(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._library.gpumem_read(ctypes.byref(now))
         lengths = ctypes.c_size_t(), ctypes.c_size_t()
         handle, self._handle = self._handle, None
         places = (ctypes.byref(value) for value in (events, lengths[0], casts, lengths[1]))
         self._library.gpumem_log_end(handle, *places)
         copies = _copied(casts, lengths[1].value, _CAST)
         of = {int(row["allocation"]): self._params[int(row["parameter"])] for row in copies}
-        return _events(_copied(events, lengths[0].value, _EVENT), of)
+        return _events(_copied(events, lengths[0].value, _EVENT), of, now.live_peak)
 
 
 def _copied(start: ctypes.c_void_p, length: int, kind: np.dtype[np.void]) -> NDArray[np.void]:
@@ -92,9 +93,9 @@ def _copied(start: ctypes.c_void_p, length: int, kind: np.dtype[np.void]) -> NDA
     return np.frombuffer(raw, dtype=kind)
 
 
-def _events(rows: NDArray[np.void], casts: dict[int, int]) -> Events:
+def _events(rows: NDArray[np.void], casts: dict[int, int], live_peak: int) -> Events:
     allocation, time_ns, call = (rows[name].astype(np.int64) for name in ("id", "time_ns", "call"))
-    return Events(allocation, rows["bytes"], time_ns, rows["foreign"].astype(np.bool_), call, casts)
+    return Events(allocation, rows["bytes"], time_ns, rows["foreign"].astype(np.bool_), call, casts, live_peak)
 
 
 class VirtualGPU:
@@ -132,6 +133,11 @@ class VirtualGPU:
             device_used=now.reserved,
             limit=now.limit or None,
         )
+
+    def room(self) -> int | None:
+        """Bytes that may still be reserved; ``None`` without a limit."""
+        now = self._read()
+        return now.limit - now.reserved if now.limit else None
 
     @property
     def over_limit(self) -> int:

@@ -29,9 +29,11 @@ class Driver:
 
     def __init__(self) -> None:
         self.device = -1
+        self.properties = SimpleNamespace(name="Fake H1", total_memory=16 * GIB, uuid=UUID)
         self.fractions: list[tuple[float, int]] = []
         self.peaks_reset: list[int] = []
         self.emptied = 0
+        self.free = 16 * GIB
         self.history: list[tuple[Any, ...]] = []
         self.live, self.requested, self.reserved = 300 * MIB, 299 * MIB, 400 * MIB
 
@@ -55,17 +57,17 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
-    properties = SimpleNamespace(name="Fake H1", total_memory=16 * GIB, uuid=UUID)
     for name, stand_in in {
         "is_available": lambda: True,
         "device_count": lambda: 2,
         "init": lambda: None,
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
-        "get_device_properties": lambda device: properties if device.index == 1 else None,
+        "get_device_properties": lambda device: driver.properties if device.index == 1 else None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(torch.cuda.memory, name, stand_in, raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (driver.free, driver.properties.total_memory))
     for name, stand_in in {
         "_cuda_setDevice": lambda index: setattr(driver, "device", index),
         "_cuda_memoryStats": driver.memory_stats,
@@ -126,10 +128,26 @@ def test_a_limit_is_torchs_fraction_of_the_gpu_and_lifted_inside_exempt(driver: 
     with device.exempt():
         pass
     device.set_limit(None)
-    assert driver.fractions == [(0.25, 1), (1.0, 1), (0.25, 1), (1.0, 1)]
+    allowed = [(int(fraction * 16 * GIB), index) for fraction, index in driver.fractions]
+    assert allowed == [(4 * GIB, 1), (16 * GIB, 1), (4 * GIB, 1), (16 * GIB, 1)]
     with pytest.raises(InvalidInput, match="more than Fake H1 has: at most 16"):
         device.set_limit(17 * GIB)
     assert device.reading().limit == 16 * GIB
+
+
+def test_room_is_what_the_limit_and_the_other_processes_leave(driver: Driver) -> None:
+    device = open_device("cuda", 1, GIB)
+    driver.free = 10 * GIB
+    assert device.room() == GIB - driver.reserved
+    driver.free = 5 * MIB
+    assert device.room() == 5 * MIB
+
+
+@pytest.mark.parametrize("segments", [1, 7, 1001, 4099])
+def test_a_limit_of_whole_segments_loses_no_byte_on_the_way_through_a_fraction(driver: Driver, segments: int) -> None:
+    driver.properties.total_memory = 79 * GIB + 3 * MIB
+    open_device("cuda", 1, limit := segments * 2 * MIB)
+    assert int(driver.fractions[-1][0] * driver.properties.total_memory) == limit
 
 
 def test_peaks_and_cache_are_this_gpus(driver: Driver) -> None:
