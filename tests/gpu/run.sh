@@ -1,6 +1,7 @@
 #!/bin/sh
 # Everything that needs a real GPU: the tests marked "gpu", then the records (tests/gpu/README.md).
-# Needs a Python (PYTHON=python3) with a CUDA build of torch, a compiler, and no root. Without a GPU it changes nothing.
+# Needs a Python (PYTHON=python3) with its headers and a CUDA build of torch, that CUDA's toolkit (nvcc), a C++ compiler
+# and make, and no root. Without a GPU it changes nothing.
 set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
