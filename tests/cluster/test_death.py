@@ -65,16 +65,25 @@ def remember(session: Session, traces: list[object]) -> None:
     traces += [*launched.processes, *launched._record.folders, str(launched._record_path)]
 
 
-@pytest.mark.parametrize("doing", [train, cell, alternate])
+KILLED, SEGFAULT, CONTROLLER, MPIEXEC = (
+    ("rank", signal.SIGKILL, r"Rank 1 \(pid {pid}\) was killed by signal 9 \(SIGKILL\)"),
+    ("rank", signal.SIGSEGV, r"Rank 1 \(pid {pid}\) was killed by signal 11 \(SIGSEGV\).*Segmentation fault"),
+    ("controller", signal.SIGKILL, r"The controller \(pid {pid}\) was killed by signal 9 \(SIGKILL\)"),
+    ("mpiexec", signal.SIGKILL, r"The launcher mpiexec \(pid {pid}\) was killed by signal 9"),
+)
+
+
+# Ranks and controllers that are killed in every other situation are in the fault matrix.
 @pytest.mark.parametrize(
-    ("victim", "number", "sentence"),
+    ("victim", "number", "sentence", "doing"),
     [
-        ("rank", signal.SIGKILL, r"Rank 1 \(pid {pid}\) was killed by signal 9 \(SIGKILL\)"),
-        ("rank", signal.SIGSEGV, r"Rank 1 \(pid {pid}\) was killed by signal 11 \(SIGSEGV\).*Segmentation fault"),
-        ("controller", signal.SIGKILL, r"The controller \(pid {pid}\) was killed by signal 9 \(SIGKILL\)"),
-        ("mpiexec", signal.SIGKILL, r"The launcher mpiexec \(pid {pid}\) was killed by signal 9"),
+        pytest.param(*KILLED, cell, id="rank killed-cell"),
+        pytest.param(*SEGFAULT, train, id="rank segfault-train"),
+        pytest.param(*SEGFAULT, alternate, id="rank segfault-alternate"),
+        pytest.param(*CONTROLLER, alternate, id="controller killed-alternate"),
+        pytest.param(*MPIEXEC, train, id="mpiexec killed-train"),
+        pytest.param(*MPIEXEC, cell, id="mpiexec killed-cell"),
     ],
-    ids=["rank killed", "rank segfault", "controller killed", "mpiexec killed"],
 )
 def test_a_death_is_noticed_named_and_cleaned_up(
     victim: str,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -188,3 +189,12 @@ def test_an_unknown_view_is_refused_with_the_allowed_ones() -> None:
         MemoryReport((), by="modules")
     with pytest.raises(InvalidInput, match="allowed: category, module, timeline"):
         MemoryReport(()).frame(by="x")
+
+
+def test_the_page_on_memory_explains_every_category_and_measures_it() -> None:
+    explained, measured = (Path(__file__).parents[2] / "docs" / "memory.md").read_text().split("<!-- measured -->")
+    rows = [line.split("|")[1:] for line in measured.splitlines() if line.startswith("| ")]
+    shown = {row[0].strip(): [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
+    for category in c.CATEGORIES:
+        assert f"\n| {category} |" in explained, category
+        assert any(size != "0 B" for size in shown[category]), category
