@@ -74,8 +74,10 @@ class Rescue:
         ideas = " or ".join(flips(self.settings, settings) for settings in lighter[:3])
         if self.trials:
             tried = "; ".join(flips(self.settings, trial.settings) for trial in self.trials)
+            smaller = "a much smaller batch_size with more accumulation_steps, " if shrunk(self.settings) else ""
             return (
-                f"Tried out on the ranks, none of these would have fit: {tried}. Use a smaller model or a larger limit."
+                f"Tried out on the ranks, none of these would have fit: {tried}. Use {smaller}a smaller model or a "
+                "larger limit."
             )
         return f"Try %hvd_set {ideas}." if ideas else "Use a smaller model or a larger limit."
 
