@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import platform
 import random
-import re
 import statistics
 import sys
 import time
@@ -24,8 +23,8 @@ from gpumem_nb.cluster.resources import cores
 from gpumem_nb.memory.units import format_bytes
 from gpumem_nb.session import Session
 from tests.cluster import faults, trouble
-from tests.cluster.faults import FAULTS, Fault, Scene
-from tests.conftest import ranks, weights
+from tests.cluster.faults import FAULTS, Fault
+from tests.conftest import ranks
 
 REPORT = Path(__file__).parents[2] / "docs" / "reliability.md"
 SITUATIONS = ("foreground", "background", "flip", "cell")
@@ -77,15 +76,8 @@ def inject(session: Session, fault: Fault, situation: str) -> tuple[float, int]:
     """Strike, check everything, and return the seconds until a message and the steps lost."""
     session.set(stall_limit_s=faults.STALL_LIMIT_S, snapshot_steps=50)
     session.train(60)
-    before, processes = trouble.everything(session), faults.family(session)
-    scene = Scene(session, fault)
-    getattr(scene, situation)()
-    if not scene.heard_s:
-        raise AssertionError(f"{fault.name}, {situation}: {scene.said}")
-    steps = session.history.steps
-    faults.leaves_all_well(session, fault, before, processes)
-    restored = re.match(r"step (\d+)", session.restored) if fault.ends == "dies" else None
-    return scene.heard_s - scene.struck_s, max(0, steps - int(restored[1])) if restored else 0
+    scene, lost = faults.endure(session, fault, situation)
+    return scene.took_s, lost
 
 
 def soak(minutes: float, dice: random.Random) -> Iterator[Tally]:
@@ -102,11 +94,9 @@ def soak(minutes: float, dice: random.Random) -> Iterator[Tally]:
             tally.flips += 1
         fault = dice.choices(FAULTS, [WEIGHTS[fault.ends] for fault in FAULTS])[0]
         situation = dice.choice(SITUATIONS)
-        took_s, lost = inject(session, fault, situation)
+        took_s, lost = inject(session, fault.at_a_random_moment(dice), situation)
         tally.times[fault.name].append(took_s)
         tally.lost[fault.name] += lost
-        if len(weights(session)) != 1:
-            raise AssertionError("the ranks' weights differ")
         if fault.ends == "dies":
             session = trouble.prepared(session)
             tally.resident.append([])
