@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +24,7 @@ from tests.conftest import weights
 STALL_LIMIT_S = 2.0
 STEPS = 400
 PATIENCE_S = 30.0  # until a test gives up; the faults have bounds of their own
+NEW_RATE = 0.02
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,24 @@ class Fault:
     Attributes:
         says: what the message must match.
         within_s: how long the message may take.
-        plant: code for the ranks that makes the next steps fail, or
+        plant: where in a step and what goes wrong there on rank 1, or
         act: something done from another thread, given the situation; what it returns is the message, ``None`` if others
             tell.
+        after: how often that place is passed unharmed, or for how many hundredths of a second nothing is done.
         ends: ``stops`` training, is ``survived`` by it, or the ranks ``die``.
     """
 
     name: str
     says: str
     within_s: float
-    plant: str = ""
+    plant: tuple[str, str] | None = None
     act: Callable[[Session, str], str | None] | None = None
+    after: int = 0
     ends: str = "stops"
+
+    def at_a_random_moment(self, dice: random.Random) -> Fault:
+        """The same fault a little later."""
+        return replace(self, after=dice.randrange(20 if self.act else 6))
 
 
 def _kill(victim: Callable[[Session], int]) -> Callable[[Session, str], None]:
@@ -127,14 +135,14 @@ def wait_until(found: Callable[[], str]) -> str:
 
 STALLED = r"(?s)[Rr]ank 1 was in .*, ranks? 0\S* waited in"
 FAULTS = [
-    Fault("OOM", "rank 1 ran out of memory in the forward part .* Tried to allocate", 3.0, "plant('forward', 'oom')"),
-    Fault("exception", "rank 1 failed in the backward part .* planted", 3.0, "plant('backward', 'error')"),
-    Fault("wrong shapes", "rank 1 failed in the forward part .* shapes", 3.0, "plant('shapes', 'shapes')"),
-    Fault("NaN loss", "rank 1 failed .* the loss became nan", 3.0, "plant('nan', 'nan')"),
+    Fault("OOM", "rank 1 ran out of memory in the forward part .* Tried to allocate", 3.0, ("forward", "oom")),
+    Fault("exception", "rank 1 failed in the backward part .* planted", 3.0, ("backward", "error")),
+    Fault("wrong shapes", "rank 1 failed in the forward part .* shapes", 3.0, ("shapes", "shapes")),
+    Fault("NaN loss", "rank 1 failed .* the loss became nan", 3.0, ("nan", "nan")),
     Fault("SIGKILL", "(?s)[Rr]ank 1 .*SIGKILL", 3.0, act=_kill(lambda s: s.ranks[1].pid), ends="dies"),
     Fault("SIGSTOP", "[Rr]ank 1 .*stopped", 5.0, act=_stop_and_continue, ends="survived"),
-    Fault("hang in loader", STALLED, STALL_LIMIT_S + 4.0, "plant('data', 'hang')"),
-    Fault("mismatched collective", r"(?s)waited in .*'alone'", STALL_LIMIT_S + 4.0, "plant('collate', 'collective')"),
+    Fault("hang in loader", STALLED, STALL_LIMIT_S + 4.0, ("data", "hang")),
+    Fault("mismatched collective", r"(?s)waited in .*'alone'", STALL_LIMIT_S + 4.0, ("collate", "collective")),
     Fault("disk full while saving", "cannot be written", 3.0, act=_save_to_a_full_disk, ends="survived"),
     Fault(
         "truncated snapshot", "is cut off: its end is missing", 3.0, act=_resume_from_a_truncated_file, ends="survived"
@@ -145,7 +153,11 @@ FAULTS = [
 
 
 class Scene:
-    """One fault in one situation: strikes it and keeps what was said and how long that took."""
+    """One fault in one situation: strikes it and keeps what was said and how long that took.
+
+    Attributes:
+        steps_flipped: done under the settings of the flip when that was told.
+    """
 
     def __init__(self, session: Session, fault: Fault) -> None:
         self.session = session
@@ -153,13 +165,18 @@ class Scene:
         self.said: list[str] = []
         self.struck_s = 0.0
         self.heard_s = 0.0
+        self.steps_flipped = 0
         self._began_s = session.history.now_s()
         self._first = session.history.steps
 
+    @property
+    def took_s(self) -> float:
+        """From the fault to the message."""
+        return self.heard_s - self.struck_s
+
     def foreground(self) -> None:
         """While the notebook waits for training."""
-        if self.fault.plant:
-            self._plant()
+        self._plant()
         actor = self._actor("foreground")
         self._hear(lambda: str(self.session.train(STEPS)))
         self._join(actor)
@@ -174,14 +191,20 @@ class Scene:
         self._listen()
 
     def flip(self) -> None:
-        """While settings change."""
+        """While settings change: in the first step under the new ones."""
         self.session.play()
         self._wait_for_steps()
-        self._plant()
-        actor = self._actor("flip")
-        self._hear(lambda: str(self.session.set(checkpointing="blocks", learning_rate=0.02)))
-        self._join(actor)
+        with TemporaryDirectory() as folder:
+            self._begun = Path(folder) / "begun"
+            if self.fault.act:
+                self.session.run(f"begun = {str(self._begun)!r}; plant('data', 'linger', flip=True)")
+            self._plant(flip=True)
+            actor, known = self._actor("flip"), len(self.session.history.tried)
+            self._hear(lambda: str(self.session.set(checkpointing="blocks", learning_rate=NEW_RATE)))
+            self._join(actor)
         self._listen()
+        under_new = [tried for tried in self.session.history.tried[known:] if tried.settings.learning_rate == NEW_RATE]
+        self.steps_flipped = sum(tried.steps for tried in under_new)
 
     def cell(self) -> None:
         """While a cell runs between steps of a training that plays."""
@@ -190,15 +213,19 @@ class Scene:
         with TemporaryDirectory() as folder:
             self._begun = Path(folder) / "begun"
             actor = self._actor("cell")
-            cell = f"{self.fault.plant or 'pass'}\nimport pathlib; pathlib.Path({str(self._begun)!r}).touch()"
+            cell = f"{self._planting()}\nimport pathlib; pathlib.Path({str(self._begun)!r}).touch()"
             self._hear(lambda: str(self.session.run(f"{cell}\ntime.sleep(0.5)")))
             self._join(actor)
         self._listen()
 
-    def _plant(self) -> None:
+    def _planting(self, flip: bool = False) -> str:
+        fault = self.fault
+        return f"plant(*{fault.plant}, after={fault.after}, flip={flip})" if fault.plant else ""
+
+    def _plant(self, flip: bool = False) -> None:
         self.struck_s = time.monotonic()
-        if self.fault.plant:
-            self.session.run(self.fault.plant)
+        if code := self._planting(flip):
+            self.session.run(code)
 
     def _actor(self, situation: str) -> threading.Thread | None:
         self.struck_s = time.monotonic()
@@ -209,8 +236,9 @@ class Scene:
             assert self.fault.act is not None
             if situation == "foreground":
                 self._wait_for_steps()
-            if situation == "cell":
+            if situation in ("flip", "cell"):
                 wait_until(lambda: "yes" if self._begun.exists() else "")
+            time.sleep(self.fault.after / 100)
             self.struck_s = time.monotonic()
             if said := self.fault.act(self.session, situation):
                 self._keep(said)
@@ -253,17 +281,37 @@ class Scene:
             self.heard_s = time.monotonic()
 
 
-def leaves_all_well(session: Session, fault: Fault, before: list[tuple[str, int]], pids: list[psutil.Process]) -> None:
-    """The state after a fault: nothing lost, nothing left, training goes on with the same weights everywhere."""
+def endure(session: Session, fault: Fault, situation: str) -> tuple[Scene, int]:
+    """A fault strikes, is told and leaves all well; returns the scene and how many steps were lost."""
+    before, processes, steps = trouble.everything(session), family(session), session.history.steps
+    scene = Scene(session, fault)
+    getattr(scene, situation)()
+    assert scene.heard_s, (fault, situation, scene.said)
     if fault.ends == "dies":
-        _, alive = psutil.wait_procs(pids, timeout=10)
-        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-        session.restart()
-        assert re.match(r"step \d+ restored", session.restored), session.restored
+        _ended_and_restored(session, processes)
     else:
         session.pause()
-        assert {process.pid for process in family(session)} == {process.pid for process in pids}
+        assert {process.pid for process in family(session)} == {process.pid for process in processes}
         trouble.same_memory(before, trouble.everything(session))
+        assert session.history.steps >= steps
+    lost = _as_it_was(session)
+    assert fault.ends == "dies" or not lost, f"{lost} steps were lost"
     assert len(weights(session)) == 1
     assert session.train(2).steps == 2
     assert len(weights(session)) == 1
+    return scene, lost
+
+
+def _ended_and_restored(session: Session, processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    session.restart()
+    assert re.match(r"step \d+ restored", session.restored), session.restored
+    session.run(trouble.LOOK)
+
+
+def _as_it_was(session: Session) -> int:
+    """Each rank is, bit by bit, what it was after the step that the session is at; returns the steps done after it."""
+    steps, noted = session.history.steps, trouble.noted(session)
+    assert [digest for digest, _ in trouble.everything(session)] == [notes.get(steps) for notes in noted]
+    return max(map(max, noted)) - steps

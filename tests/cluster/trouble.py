@@ -2,26 +2,68 @@
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 from gpumem_nb.session import Session
 
+# All that training changes, in one fingerprint. Each step done leaves its own in a file that outlives the process:
+# memory that is mapped, because limits on the size of files are among the faults.
+LOOK = """
+import functools, hashlib, mmap, random, struct
+from gpumem_nb.engine import rank as engine
+from gpumem_nb.engine.rank import reading
+from gpumem_nb.engine.trainer import Trainer
+
+def fingerprint(trainer):
+    state = [*trainer.model.parameters(), *trainer.model.buffers(), torch.get_rng_state()]
+    for parameter in trainer.parameters:
+        values = sorted(trainer.optimizer.state.get(parameter, {}).items())
+        state += [value for _, value in values if isinstance(value, torch.Tensor)]
+    digest = hashlib.sha1(b"".join(tensor.detach().numpy().tobytes() for tensor in state))
+    digest.update(repr((random.getstate(), len(trainer.optimizer.state))).encode())
+    return digest.digest()
+
+def everything():
+    return fingerprint(engine._trainer).hex(), reading().live
+
+def note_steps(path, form, count):
+    with open(path, "w+b") as file:
+        file.truncate(count * struct.calcsize(form))
+        notes = mmap.mmap(file.fileno(), 0)
+    original = getattr(Trainer._attempt, "__wrapped__", Trainer._attempt)
+
+    @functools.wraps(original)
+    def attempt(trainer, *arguments):
+        outcome = original(trainer, *arguments)
+        if not outcome.discarded:
+            place = trainer.steps % count * struct.calcsize(form)
+            struct.pack_into(form, notes, place, trainer.steps, fingerprint(trainer))
+        return outcome
+
+    Trainer._attempt = attempt
+"""
+
 # A model with everything that a step changes (weights, statistics, random numbers), and a place for each fault.
-CODE = """
-import hashlib, random, time
+CODE = (
+    f"{LOOK}\n"
+    + """
+import pathlib, time
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from gpumem_nb.engine.checkpointing import Segment
-from gpumem_nb.engine.rank import reading
 
-fault = kind = None
+fault = kind = old = None
 wait = 0
 
-def plant(where, what, after=0):
-    global fault, kind, wait
-    fault, kind, wait = where, what, after
+def plant(where, what, after=0, flip=False):
+    global fault, kind, wait, old
+    fault, kind, wait, old = where, what, after, engine._trainer.settings if flip else None
 
 def strike(where):
     global fault, wait
-    if fault != where or rank != 1:
+    if fault != where or rank != 1 or engine._trainer.settings == old:
         return False
     wait -= 1
     if wait >= 0:
@@ -32,6 +74,9 @@ def strike(where):
     if kind == "hang":
         while True:
             pass
+    if kind == "linger":
+        pathlib.Path(begun).touch()
+        time.sleep(0.5)
     if kind == "collective":
         hvd.allreduce(torch.ones(1), name="alone")
     if kind == "error":
@@ -93,23 +138,21 @@ def size(model, batch):
     loss = model(batch).square().mean()
     return loss * float("nan") if strike("nan") else loss
 
-def everything():
-    state = [*model.parameters(), *model.buffers(), torch.get_rng_state()]
-    for values in optimizer.state.values():
-        state += [value for _, value in sorted(values.items()) if isinstance(value, torch.Tensor)]
-    digest = hashlib.sha1(b"".join(tensor.detach().numpy().tobytes() for tensor in state))
-    digest.update(repr((random.getstate(), len(optimizer.state))).encode())
-    return digest.hexdigest(), reading().live
-
 net, rows = make(), DataLoader(Rows(), collate_fn=collate)
 own = Own(net.parameters(), lr=0.01, momentum=0.9)
 random.seed(rank)
 """
+)
+
+_NOTE = "<q20s"  # a step and the fingerprint after it
+_NOTES = 4096  # of the latest steps
+_folder = TemporaryDirectory(prefix="gpumem_nb-notes-")
 
 
 def prepared(session: Session, **knobs: object) -> Session:
     """The workload, loaded afresh and under known settings; always the same."""
     session.run(CODE)
+    session.run(f"note_steps(f'{_folder.name}/{{rank}}', {_NOTE!r}, {_NOTES})")
     session.attach(model="net", loss="size", data="rows", optimizer="own")
     wanted: dict[str, object] = {"optimizer": "adamw", "optimizer_impl": "default", "learning_rate": 0.01}
     wanted |= {"batch_size": 4, "accumulation_steps": 1, "checkpointing": "none", "precision": "fp32"}
@@ -120,6 +163,12 @@ def prepared(session: Session, **knobs: object) -> Session:
 def everything(session: Session) -> list[tuple[str, int]]:
     """Of each rank a fingerprint of all that training changes, and its live bytes."""
     return session.run("everything()")
+
+
+def noted(session: Session) -> list[dict[int, str]]:
+    """Of each rank, the ended one too, the fingerprints after the latest steps done since it was prepared."""
+    files = [Path(_folder.name, str(rank)).read_bytes() for rank in range(session.size)]
+    return [{step: digest.hex() for step, digest in struct.iter_unpack(_NOTE, file) if step} for file in files]
 
 
 def same_as(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> None:
