@@ -140,6 +140,7 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     trainer = _loaded_trainer()
     held_up_s = _snapshots.take(trainer, _device, chunk.snapshot) if chunk.snapshot else 0.0
     reply = trainer.run(chunk)
+    namespace().update(optimizer=trainer.optimizer)  # which a flip may have changed
     return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
 
 

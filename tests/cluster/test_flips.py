@@ -99,6 +99,7 @@ def test_all_optimizers_train_and_stay_equal(four_ranks: Session, fresh: Callabl
             session.set(optimizer=name, optimizer_impl=implementation, learning_rate=1e-3)
             frame = session.train(2).frame()
             assert set(frame.optimizer) == {name}
+            assert set(session.run("type(optimizer).__name__.lower()")) == {name.replace("momentum", "sgd")}
             assert set(frame.optimizer_impl) == {implementation}
             assert len(weights(session)) == 1
 
