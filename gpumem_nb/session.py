@@ -474,9 +474,12 @@ class Session:
 
     def _stop_idle(self) -> None:
         why = f"stopped after {self._policy.idle_minutes:g} minutes without work (%hvd_set idle_minutes=never keeps it)"
-        if not self._ended:
-            if self.workload:
-                self._loading.take_last_snapshot()
+        if self.workload and not self._ended:
+            self._loading.take_last_snapshot()
+        if self._ended:
+            self._idle.stop()
+        elif self._idle.over:  # still: somebody may have come back during the snapshot
+            self._idle.stop()
             self.history.mark("note", why)
             self._ended = why
             self._shut_down()
