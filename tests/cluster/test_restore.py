@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpumem_nb import state_file
-from gpumem_nb.errors import GpumemError, Interrupted, StartError, StateFileError
+from gpumem_nb.errors import GpumemError, Interrupted, RankError, StartError, StateFileError
 from gpumem_nb.foreground import Foreground
 from gpumem_nb.loading import Loading
 from gpumem_nb.session import Session
@@ -117,6 +117,43 @@ def test_a_whole_file_of_the_wrong_content_changes_nothing(
         session.resume(wrong)
     assert (weights(session), session.settings, session.run(LIVE)) == before
     assert session.train(1).steps == 1
+
+
+RAISES_ONCE = """
+import gpumem_nb.engine.rank as of_ranks
+if rank == 1:
+    usual = of_ranks.run_chunk
+    def once(chunk):
+        of_ranks.run_chunk = usual
+        raise OSError("not this time")
+    of_ranks.run_chunk = once
+"""
+STEPS = "of_ranks._trainer.steps"
+
+
+def test_ranks_still_in_a_chunk_that_failed_on_another_are_waited_for(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.set(stall_limit_s=2)
+    try:
+        session.run(RAISES_ONCE)
+        began = time.monotonic()
+        with pytest.raises(RankError, match="not this time"):
+            session.train(1)
+        assert time.monotonic() - began < 2, "who asked is told at once"
+        assert session.waiting_for == [0]
+        assert session.train(1).steps == 1
+        assert session.run(STEPS) == [session.status().steps] * 2
+        assert len(weights(session)) == 1
+        session.run(RAISES_ONCE)
+        with pytest.raises(RankError, match="not this time"):
+            session.train(1)
+        session.pause()
+        assert session.waiting_for == []
+        assert session.run("rank") == [0, 1]
+    finally:
+        session.set(stall_limit_s=30)
 
 
 def test_who_comes_back_during_the_last_snapshot_keeps_the_ranks(
