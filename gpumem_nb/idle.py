@@ -12,12 +12,12 @@ NOTICE = 0.1
 
 
 class IdleWatch:
-    """A thread that waits for nothing to happen.
+    """A thread that waits for nothing to happen, until :meth:`stop`.
 
     Args:
         minutes: after how many to stop, asked anew each time; ``None`` for never.
         busy: whether there is work right now.
-        expired: called once, when there was none for that long.
+        expired: called when there was none for that long, on this thread, whose own work does not count.
     """
 
     def __init__(
@@ -28,11 +28,20 @@ class IdleWatch:
         self._expired = expired
         self._worked_s = time.monotonic()
         self._done = threading.Event()
-        threading.Thread(target=self._wait, name="gpumem_nb idle", daemon=True).start()
+        self._thread = threading.Thread(target=self._wait, name="gpumem_nb idle", daemon=True)
+        self._thread.start()
 
     def touch(self) -> None:
         """Somebody works."""
-        self._worked_s = time.monotonic()
+        if threading.current_thread() is not self._thread:
+            self._worked_s = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody has worked for as long as it takes."""
+        if self._busy():
+            self._worked_s = time.monotonic()
+        return self._left_s() <= 0
 
     def stop(self) -> None:
         """Wait no more."""
@@ -53,8 +62,5 @@ class IdleWatch:
 
     def _wait(self) -> None:
         while not self._done.wait(max(0.01, min(PERIOD_S, self._left_s()))):
-            if self._busy():
-                self.touch()
-            elif self._left_s() <= 0 and not self._done.is_set():
-                self._done.set()
+            if self.over:
                 self._expired()

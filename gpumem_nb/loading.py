@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,24 @@ RESTART_PATIENCE_S = 10.0
 ATTACHED = "attached.pickle"
 
 
+@dataclass(frozen=True)
+class Unrestored:
+    """What was trained when the ranks went; kept until it is back, because another fault may cut a restart short.
+
+    Attributes:
+        generation: of the workload.
+        snapshots: what can be gone back to, the newest first.
+        steps, settings: how far training was, and under what.
+        up_to_date: whether the newest snapshot is of that very step.
+    """
+
+    generation: int
+    snapshots: tuple[Path, ...]
+    steps: int
+    settings: Settings
+    up_to_date: bool
+
+
 @dataclass
 class Origin:
     """Where what is trained came from; outlives the ranks, so that a restart can load it again.
@@ -37,6 +54,7 @@ class Origin:
         attached: the variables of what was attached instead, by their roles.
         not_kept: why the attached objects cannot be brought back.
         resumed_from: the file that training went on from.
+        unrestored: what a restart has yet to bring back.
     """
 
     workload: Workload | None = None
@@ -44,6 +62,12 @@ class Origin:
     attached: dict[str, str | None] | None = None
     not_kept: str = ""
     resumed_from: Path | None = None
+    unrestored: Unrestored | None = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there is something to load again; unlike training, this knows while ranks come and go."""
+        return self.workload is not None or self.attached is not None
 
 
 class Loading:
@@ -75,13 +99,14 @@ class Loading:
             )
         pickled(workload, "The workload")
         info = self._begin("load", workload, chosen)
-        self._origin.workload, self._origin.attached = workload, None
+        self._origin.workload, self._origin.attached, self._origin.unrestored = workload, None, None
         return info
 
     def attach(self, names: dict[str, str | None]) -> WorkloadInfo:
         """Train objects that live on the ranks."""
         info = self._begin("attach", names)
-        self._origin.workload, self._origin.attached = None, names
+        self._origin.workload, self._origin.attached, self._origin.unrestored = None, names, None
+        self._origin.not_kept = "the ranks ended before they were written"
         self._origin.not_kept = self._keep_attached(names)
         return info
 
@@ -101,8 +126,9 @@ class Loading:
         progress("reading the training state", 0.5)
         if self._training.workload is None:
             self._load_for(source)
+        size = source.stat().st_size if source.exists() else 0  # the ranks say in a sentence that it is not there
         header = self._resume_from(source)
-        return StateFile("resumed", source, source.stat().st_size, header.steps, time.perf_counter() - began)
+        return StateFile("resumed", source, size, header.steps, time.perf_counter() - began)
 
     def take_last_snapshot(self) -> bool:
         """One more snapshot while the ranks live; says whether there is one of this very step."""
@@ -115,17 +141,21 @@ class Loading:
                 return stored is not None and not stored.problem
         return False
 
-    def to_restore(self) -> list[Path]:
-        """What a restart can go back to, the newest first."""
-        snapshots = snapshot_folder.newest_first(self._snapshots.folder, self._snapshots.generation)
-        return snapshots + ([self._origin.resumed_from] if self._origin.resumed_from else [])
+    def remember(self, up_to_date: bool) -> Unrestored:
+        """Note what a restart is to bring back, before the ranks go; ``up_to_date``: with a snapshot of this step."""
+        origin, steps, generation = self._origin, self._history.steps, self._snapshots.generation
+        before = origin.unrestored
+        if before and (before.generation == generation or not steps):
+            return before  # a restart was cut short, and nothing was trained since
+        snapshots = snapshot_folder.newest_first(self._snapshots.folder, generation)
+        snapshots += [origin.resumed_from] if origin.resumed_from else []
+        snapshots += before.snapshots if before else ()
+        origin.unrestored = Unrestored(generation, tuple(snapshots), steps, self._training.settings, up_to_date)
+        return origin.unrestored
 
-    def restore(self, snapshots: Sequence[Path], steps: int) -> str:
-        """Load what was trained again and go on from the first of these snapshots that can be used, in words.
-
-        ``steps``: how many had been done.
-        """
-        origin = self._origin
+    def restore(self, lost: Unrestored) -> str:
+        """Load what was trained again and go on from the first of its snapshots that can be used, in words."""
+        origin, steps = self._origin, lost.steps
         if origin.workload is not None:
             self._begin("load", origin.workload, origin.options)
         elif origin.attached is not None:
@@ -137,16 +167,17 @@ class Loading:
             self._foreground.call("bring_attached", origin.attached, str(self._snapshots.folder / ATTACHED))
             self._begin("attach", origin.attached)
         why = "there was no snapshot yet"
-        for snapshot in snapshots:
+        for snapshot in lost.snapshots:
             try:
                 restored = self._resume_from(snapshot).steps
             except StateFileError as error:
                 why = f"no snapshot could be used: {error}"
                 continue
-            lost = f" ({steps - restored} steps after it were lost)" if steps > restored else ""
-            return f"step {restored} restored{lost}"
-        lost = f"; {steps} steps were lost, because {why}" if steps else ""
-        return f"{self._training.workload.name if self._training.workload else ''} loaded afresh{lost}"
+            after = f" ({steps - restored} steps after it were lost)" if steps > restored else ""
+            return f"step {restored} restored{after}"
+        origin.unrestored = None
+        after = f"; {steps} steps were lost, because {why}" if steps else ""
+        return f"{self._training.workload.name if self._training.workload else ''} loaded afresh{after}"
 
     def _keep_attached(self, names: dict[str, str | None]) -> str:
         """Objects made in cells cannot be made again by a restart, so they are kept beside the snapshots."""
@@ -165,6 +196,8 @@ class Loading:
         except GpumemError:
             if not all(self._foreground.call("loaded")):
                 self._training.unload()
+                if self._origin.unrestored is None:
+                    self._origin.workload = self._origin.attached = None
             raise
         size = self._history.size
         if info.dataset_len < size:
@@ -178,15 +211,15 @@ class Loading:
     def _resume_from(self, source: Path) -> state_file.Header:
         # Training goes on while the ranks look at the file: one that is refused changes nothing.
         try:
-            self._foreground.call("resume_check", str(source))
+            header: state_file.Header = self._foreground.call("resume_check", str(source))[0]
         except BaseException:
             with suppress(GpumemError):
                 self._foreground.call("resume_drop")
             raise
         self._foreground.pause()
         info: WorkloadInfo = self._foreground.call("resume_apply")[0]
-        header = state_file.read_header(source)
-        self._origin.resumed_from, self._history.seen_before = source, header.position
+        self._origin.resumed_from, self._origin.unrestored = source, None
+        self._history.seen_before = header.position
         settings = Settings().replace(**header.settings)
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
         self._training.apply()

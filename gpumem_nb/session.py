@@ -112,11 +112,12 @@ class Session:
 
     def _connect(self, progress: Progress) -> None:
         global _current
-        self.history = History(self._plan.size)
+        history = History(self._plan.size)
         try:
-            self._ranks = self._plan.start(self.history.started_s, self._policy.stall_limit_s, progress)
+            self._ranks = self._plan.start(history.started_s, self._policy.stall_limit_s, progress)
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
+        self.history = history  # only now: a start that fails leaves what was measured before
         self._training = Training(self._ranks, self.history, self._snapshots, self._lost)
         self._training.policy = self._policy
         self._foreground = Foreground(self._ranks, self._training, self.history, lambda: self._ended, self.touch)
@@ -414,10 +415,10 @@ class Session:
         :attr:`restored` says what came back.
         """
         global _current
-        steps, settings, loaded = self.history.steps, self.settings, self._training.workload is not None
+        loaded = self._origin.loaded
         hopeless = self._ended or self._ranks.stopped() or (self._foreground.in_vain and self._ranks.pending())
         up_to_date = loaded and not hopeless and self._loading.take_last_snapshot()
-        snapshots = self._loading.to_restore()
+        before = self._loading.remember(up_to_date)
         self._end()
         try:
             self._connect(progress)
@@ -425,9 +426,9 @@ class Session:
             self._ended = "the ranks were ended and could not be started again"
             _current = self
             raise
-        self.restored = self._loading.restore(snapshots, steps) if loaded else ""
-        if self.workload and (up_to_date or not self.history.steps):
-            self.set(**settings.changed_from(self.settings))
+        self.restored = self._loading.restore(before) if loaded else ""
+        if self.workload and (before.up_to_date or not self.history.steps):
+            self.set(**before.settings.changed_from(self.settings))
         if self._panel is not None:
             self._panel.watch()
         return self
@@ -474,9 +475,12 @@ class Session:
 
     def _stop_idle(self) -> None:
         why = f"stopped after {self._policy.idle_minutes:g} minutes without work (%hvd_set idle_minutes=never keeps it)"
-        if not self._ended:
-            if self.workload:
-                self._loading.take_last_snapshot()
+        if self.workload and not self._ended:
+            self._loading.take_last_snapshot()
+        if self._ended:
+            self._idle.stop()
+        elif self._idle.over:  # still: somebody may have come back during the snapshot
+            self._idle.stop()
             self.history.mark("note", why)
             self._ended = why
             self._shut_down()

@@ -53,9 +53,10 @@ def newest_first(folder: Path, generation: int | None = None) -> list[Path]:
     return sorted(folder.glob(f"{prefix}*{SUFFIX}"), key=_age_key, reverse=True)
 
 
-def newest_of_all(beside: Path) -> Path | None:
-    """The newest snapshot of any session whose folder lies beside this one."""
-    return max((path for path in beside.parent.glob(f"*/*{SUFFIX}")), key=_age_key, default=None)
+def newest_of_all(own: Path) -> Path | None:
+    """The newest snapshot of this session, or else of those that ended: what another one trains is its own business."""
+    ended = (path for folder in _ended(own) for path in newest_first(folder))
+    return next(iter(newest_first(own)), None) or max(ended, key=_age_key, default=None)
 
 
 def make_room(own: Path, needed: int, space: int) -> bool:

@@ -139,20 +139,11 @@ def check_target(path: Path) -> None:
             raise StateFileError(f"{path} is there already and holds no training state. Name another file.")
 
 
-def read_header(path: Path) -> Header:
-    """What a file says about itself; the payload is not looked at.
-
-    Raises:
-        StateFileError: not there, not readable, foreign, newer, or cut off.
-    """
-    return _read(path, lambda file, header: header)
-
-
 def verify(path: Path) -> Header:
     """The header of a file whose every byte is as it was written.
 
     Raises:
-        StateFileError: as :func:`read_header`, or damaged.
+        StateFileError: not there, not readable, foreign, newer, cut off, or damaged.
     """
     return _read(path, _check_hash)
 

@@ -50,6 +50,7 @@ class Training:
         self.policy = Policy()
         self._changed = threading.Condition()
         self._in_flight: deque[tuple[Chunk, Call]] = deque()
+        self._given_up: list[Call] = []  # chunks that failed on one rank, and may be under way on others
         self._idle_reading: Call | None = None
         self._wanted: float = 0  # steps still to be done, those under way included
         self._alone: Call | None = None  # until it is answered no chunk is sent
@@ -85,7 +86,7 @@ class Training:
     @property
     def busy(self) -> bool:
         """Whether steps are wanted or under way."""
-        return self._wanted > 0 or bool(self._in_flight)
+        return self._wanted > 0 or bool(self._in_flight) or self._leftover() is not None
 
     @property
     def playing(self) -> bool:
@@ -95,7 +96,8 @@ class Training:
     def waiting_for(self) -> list[int]:
         """The ranks that have not answered the oldest chunk."""
         with self._locked():
-            return self._in_flight[0][1].pending() if self._in_flight else []
+            call = self._leftover() or (self._in_flight[0][1] if self._in_flight else None)
+            return call.pending() if call else []
 
     def begin(self, workload: WorkloadInfo, settings: Settings) -> None:
         """A workload was loaded; train it under these settings from now on."""
@@ -274,19 +276,27 @@ class Training:
             elif self._in_flight[0][1].pending():
                 self._changed.wait(0.5)
             answered = self._answered()
-            idle = not self._in_flight and not self._wanted and not self._closing
+            leftover = self._leftover()
+            idle = not self.busy and not self._closing
         self._hear()
         if answered and answered[0].trial:
             self._learn(*answered)
         elif answered:
             self._receive(*answered)
+        elif leftover:
+            self._look_after(leftover)
         elif self._in_flight:
             self._look_after(self._in_flight[0][1])
         elif idle:
             self._read_devices()
 
     def _may_send(self) -> bool:
-        return len(self._in_flight) < CHUNKS_IN_FLIGHT and not (self._alone and self._alone.pending())
+        ready = self._leftover() is None and not (self._alone and self._alone.pending())
+        return ready and len(self._in_flight) < CHUNKS_IN_FLIGHT
+
+    def _leftover(self) -> Call | None:
+        """A chunk given up on that some rank has yet to answer: its reductions would meet those of another chunk."""
+        return next((call for call in self._given_up if call.pending()), None)
 
     def _steps_to_snapshot(self) -> float:
         return self._snapshots.steps_left(self._history.steps + self._steps_under_way())
@@ -466,6 +476,10 @@ class Training:
                 return
             self._closing = isinstance(error, ClusterDied)
             self._wanted = 0
+            if not self._closing:
+                self._given_up = [call for _, call in self._in_flight if call.pending()]
+                self._stalled = bool(self._given_up)  # as after a stall, whoever waits for steps is told now
+                self._adopt(self._settings)  # some ranks may hold the old number for broken
             self._in_flight.clear()
             self._failure = error
             self._announce()

@@ -9,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 
+from .. import snapshot_folder
 from ..errors import StateFileError
 from ..memory.units import format_bytes
 
@@ -19,17 +20,21 @@ def keep(objects: dict[str, Any], path: Path, space: int) -> str:
     All in one pickle, because an optimizer holds the very parameters of its model.
 
     Returns:
-        Empty, or why they cannot be kept: more than ``space`` bytes, or not to be pickled.
+        Empty, or why they cannot be kept: with snapshots more than ``space`` bytes, or not to be pickled.
     """
+    partial = path.with_name(f".{path.name}.partial")
     try:
         pickled = cloudpickle.dumps(objects)
-        if len(pickled) > space:
-            return f"they take {format_bytes(len(pickled))}, more than the {format_bytes(space)} for snapshots"
-        partial = path.with_name(f".{path.name}.partial")
+        path.unlink(missing_ok=True)  # what was attached before
+        if not snapshot_folder.make_room(path.parent, len(pickled), space):
+            return (
+                f"they take {format_bytes(len(pickled))}, more than is left of the {format_bytes(space)} for snapshots"
+            )
         partial.write_bytes(pickled)
         os.replace(partial, path)
     except Exception as error:  # pickling runs the objects' own code
         with suppress(OSError):
+            partial.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
         return f"{type(error).__name__}: {error}"
     return ""

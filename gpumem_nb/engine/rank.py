@@ -30,6 +30,7 @@ from ..sample import (
     Timeline,
     WorkloadInfo,
 )
+from ..state_file import Header
 from ..workload import Workload
 from . import collectives, keeping, nudge, state
 from .agreement import any_rank
@@ -160,10 +161,14 @@ def snapshot_now(order: SnapshotOrder) -> Stored | None:
     return _snapshots.take_and_wait(_loaded_trainer(), _device, order)
 
 
-def resume_check(path: str) -> None:
-    """First phase of resuming: read a file and get everything ready that could fail, changing nothing."""
+def resume_check(path: str) -> Header:
+    """First phase of resuming: read a file and get everything ready that could fail, changing nothing.
+
+    The file may be gone when the second phase is over, so what it says about itself is answered now.
+    """
     global _checked
     _checked = state.Checked(Path(path), _loaded_trainer(), _device)
+    return _checked.header
 
 
 def resume_apply() -> WorkloadInfo:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import pickle
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from .random_state import RandomState
 from .trainer import Trainer
 
 _LENGTH_BYTES = 8
+# What opening a payload raises whose bytes are as they were written, but by something else.
+_NOT_A_STATE = (LookupError, TypeError, AttributeError, ValueError, AssertionError, EOFError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,17 @@ class Checked:
     def __init__(self, path: Path, trainer: Trainer, device: Device) -> None:
         self.header, stream = state_file.read(path)
         try:
+            with device.exempt():
+                self._open(path, stream, trainer)
+        except _NOT_A_STATE as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise StateFileError(
+                f"{path} does not hold a training state as %hvd_save writes it ({why}). Use another file."
+            ) from None
+
+    def _open(self, path: Path, stream: IO[bytes], trainer: Trainer) -> None:
+        """Read everything that :meth:`apply` will ask for."""
+        try:
             self.settings = Settings().replace(**self.header.settings)
         except InvalidInput as error:
             raise StateFileError(f"{path} holds settings that are not known here. {error}") from None
@@ -108,16 +122,18 @@ class Checked:
                 f"{path} was saved with a dataset of {self.header.dataset_len} samples; this one has "
                 f"{trainer.stream.length}. Load the workload with the same data."
             )
-        with device.exempt():
-            payload = torch.load(stream, map_location="cpu", weights_only=True)
-            own = payload["ranks"][hvd.rank() if hvd.rank() < self.header.ranks else 0]
-            self._own = torch.load(io.BytesIO(own.numpy().tobytes()), map_location="cpu", weights_only=True)
-            self._parameters = payload["parameters"]
-            _check_same(path, "parameter", self._parameters, dict(trainer.model.named_parameters()))
-            _check_same(path, "buffer", self._own["buffers"], dict(trainer.model.named_buffers()))
-            self._optimizer = self._rebuilt(path, trainer, payload)
-            self._own_optimizer_state = self._state_for(path, trainer.own_optimizer, payload["own_optimizer"])
-            self._scaler = payload["scaler"]
+        payload = _unpacked(stream)
+        own = payload["ranks"][hvd.rank() if hvd.rank() < self.header.ranks else 0]
+        own = _unpacked(io.BytesIO(own.numpy().tobytes()))
+        self._parameters, self._buffers = payload["parameters"], own["buffers"]
+        _check_same(path, "parameter", self._parameters, dict(trainer.model.named_parameters()))
+        _check_same(path, "buffer", self._buffers, dict(trainer.model.named_buffers()))
+        self._random = _opened(own["random"])
+        self._optimizer = self._rebuilt(path, trainer, payload)
+        self._own_optimizer_state = self._state_for(path, trainer.own_optimizer, payload["own_optimizer"])
+        self._scaler = payload["scaler"]
+        if missing := trainer.scaler.state_dict().keys() - self._scaler.keys():
+            raise KeyError(min(missing))
 
     def apply(self, trainer: Trainer) -> None:
         """Put it in place."""
@@ -125,14 +141,14 @@ class Checked:
             for name, param in trainer.model.named_parameters():
                 param.copy_(self._parameters[name])
             for name, buffer in trainer.model.named_buffers():
-                buffer.copy_(self._own["buffers"][name])
+                buffer.copy_(self._buffers[name])
         if trainer.own_optimizer and self._own_optimizer_state:
             optimizers.put_state(trainer.own_optimizer, *self._own_optimizer_state)
         trainer.scaler.load_state_dict(self._scaler)
         trainer.stream.position = self.header.position
         trainer.go_on_from(self.header.steps, self.settings, self._optimizer)
         if hvd.rank() < self.header.ranks:
-            _opened(self._own["random"]).put_back()
+            self._random.put_back()
         else:  # a rank that was not there then
             torch.manual_seed(1 + hvd.rank())
             random.seed(1 + hvd.rank())
@@ -273,6 +289,14 @@ def _check_same(path: Path, kind: str, saved: Mapping[str, Tensor], here: Mappin
 
 def _describe(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _unpacked(stream: IO[bytes]) -> Any:
+    """What torch packed, opened without running code."""
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except RuntimeError as error:  # torch's word for an archive that is none
+        raise ValueError(error) from None
 
 
 def _to_bytes(value: Any) -> bytes:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from gpumem_nb import snapshot_folder
+from gpumem_nb.engine.keeping import keep
 from gpumem_nb.records import this_process
-from gpumem_nb.snapshot_folder import make, make_room, newest_first, newest_of_all, tidy
+from gpumem_nb.snapshot_folder import file_name, make, make_room, newest_first, newest_of_all, tidy
 
 ME = this_process()
 
@@ -97,6 +98,29 @@ def test_the_newest_stays_after_an_orderly_end_and_gives_way_to_later_sessions(o
     assert not (own / "attached.pickle").exists()
     assert make_room(later, 10_000, 10_000), "the kernel lives, the session does not"
     assert not newest.exists()
+
+
+def test_the_sessions_own_snapshot_comes_first_and_those_of_living_sessions_never(own: Path) -> None:
+    ended = snapshot(own.parent / "999999999-7-1", 1)
+    mine = snapshot(own, 2)
+    snapshot(own.parent / f"{ME.pid}-{ME.started}-2", 3)
+    snapshot(own.parent / "999999999-7-2", 4)
+    assert newest_of_all(own) == mine
+    mine.unlink()
+    (own.parent / "999999999-7-2" / file_name(1, 4)).unlink()
+    assert newest_of_all(own) == ended
+    ended.unlink()
+    assert newest_of_all(own) is None
+
+
+def test_attached_objects_make_room_among_snapshots(own: Path) -> None:
+    old = snapshot(own.parent / "999999999-7-1", 1, size=5000)
+    assert not keep({"x": bytes(4000)}, own / "attached.pickle", 8000)
+    assert not old.exists()
+    assert not keep({"x": bytes(5000)}, own / "attached.pickle", 8000), "it replaces what was attached before"
+    snapshot(own.parent / f"{ME.pid}-{ME.started}-2", 1, size=6000)
+    assert "more than is left of the 7.8 KiB" in keep({"x": bytes(5000)}, own / "attached.pickle", 8000)
+    assert list(own.iterdir()) == []
 
 
 def test_a_session_without_snapshots_leaves_no_folder(own: Path) -> None:

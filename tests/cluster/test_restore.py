@@ -1,0 +1,195 @@
+"""What is brought back survives a second fault, and a file that vanishes or lies leaves kernel and ranks agreed."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpumem_nb import state_file
+from gpumem_nb.errors import GpumemError, Interrupted, RankError, StartError, StateFileError
+from gpumem_nb.foreground import Foreground
+from gpumem_nb.loading import Loading
+from gpumem_nb.session import Session
+from gpumem_nb.starting import Plan
+from tests.cluster.test_save import LIVE, losses
+from tests.cluster.test_snapshots import kill_a_rank, snapshots
+from tests.conftest import weights
+
+pytestmark = pytest.mark.cluster
+
+
+def test_a_restart_cut_short_again_and_again_forgets_nothing(
+    two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = fresh(two_ranks)
+    session.train(3)
+    session.set(batch_size=16)
+    fingerprint = weights(session)
+    session.train(2)
+    assert snapshots(session) == [3]
+    kill_a_rank(session)
+
+    def cut_short(error: BaseException) -> Callable[..., Any]:
+        def raises(*args: Any, **options: Any) -> Any:
+            raise error
+
+        return raises
+
+    for owner, name, error in [
+        (Plan, "start", StartError("no room")),
+        (Loading, "_begin", Interrupted("while it was loaded")),
+        (Loading, "_resume_from", Interrupted("while it was read")),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, cut_short(error))
+            with pytest.raises(type(error), match=str(error)):
+                session.restart()
+    session.restart()
+    assert session.restored == "step 3 restored (2 steps after it were lost)"
+    assert weights(session) == fingerprint
+    fresh(session)
+    session.restart()
+    assert session.restored == "digits-resnet loaded afresh", "what was brought back is not of what was loaded since"
+
+
+def test_a_file_that_goes_once_it_was_checked_is_resumed_all_the_same(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    source = tmp_path / "x.state"
+    saved = session.save(source)
+    session.set(batch_size=8)
+    session.train(3)
+    call = Foreground.call
+
+    def rotated_away(self: Foreground, function: str, *arguments: Any, **options: Any) -> list[Any]:
+        if function == "resume_apply":
+            source.unlink()
+        return call(self, function, *arguments, **options)
+
+    monkeypatch.setattr(Foreground, "call", rotated_away)
+    resumed = session.resume(source)
+    assert (resumed.steps, resumed.bytes) == (2, saved.bytes)
+    assert (session.status().steps, session.settings.batch_size) == (2, 32)
+    assert losses(session, 1)[0][0] == 3
+
+
+def test_a_whole_file_of_the_wrong_content_changes_nothing(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    source, wrong = tmp_path / "x.state", tmp_path / "wrong.state"
+    session.save(source)
+    header, stream = state_file.read(source)
+    payload = torch.load(stream, weights_only=True)
+    own = torch.load(io.BytesIO(payload["ranks"][0].numpy().tobytes()), weights_only=True)
+
+    def packed(value: Any) -> torch.Tensor:
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+    def without(values: dict[str, Any], key: str) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name != key}
+
+    bad: list[Any] = [without(payload, key) for key in payload]
+    bad += [payload | {"ranks": [packed(without(own, key))] * 2} for key in own]
+    bad += [payload | {"ranks": [packed(own | {"random": without(own["random"], "numpy")})] * 2}]
+    bad += [payload | {"ranks": [torch.zeros(9, dtype=torch.uint8)] * 2}]
+    bad += [payload | {"scaler": without(payload["scaler"], "scale")}, [1, 2], {"parameters": {"x": io.StringIO}}]
+    before = weights(session), session.settings, session.run(LIVE)
+    for content in bad:
+        state_file.write(wrong, header, lambda stream, content=content: torch.save(content, stream))
+        with pytest.raises(StateFileError, match="does not hold a training state") as caught:
+            session.resume(wrong)
+        assert "\n" not in str(caught.value)
+    state_file.write(wrong, header, lambda stream: stream.write(b"not torch's") and None)
+    with pytest.raises(StateFileError, match="does not hold a training state"):
+        session.resume(wrong)
+    assert (weights(session), session.settings, session.run(LIVE)) == before
+    assert session.train(1).steps == 1
+
+
+RAISES_ONCE = """
+import gpumem_nb.engine.rank as of_ranks
+if rank == 1:
+    usual = of_ranks.run_chunk
+    def once(chunk):
+        of_ranks.run_chunk = usual
+        raise OSError("not this time")
+    of_ranks.run_chunk = once
+"""
+STEPS = "of_ranks._trainer.steps"
+
+
+def test_ranks_still_in_a_chunk_that_failed_on_another_are_waited_for(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.set(stall_limit_s=2)
+    try:
+        session.run(RAISES_ONCE)
+        began = time.monotonic()
+        with pytest.raises(RankError, match="not this time"):
+            session.train(1)
+        assert time.monotonic() - began < 2, "who asked is told at once"
+        assert session.waiting_for == [0]
+        assert session.train(1).steps == 1
+        assert session.run(STEPS) == [session.status().steps] * 2
+        assert len(weights(session)) == 1
+        session.run(RAISES_ONCE)
+        with pytest.raises(RankError, match="not this time"):
+            session.train(1)
+        session.pause()
+        assert session.waiting_for == []
+        assert session.run("rank") == [0, 1]
+    finally:
+        session.set(stall_limit_s=30)
+
+
+def test_who_comes_back_during_the_last_snapshot_keeps_the_ranks(
+    two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = fresh(two_ranks)
+    session.train(1)
+    taking, take = threading.Event(), Loading.take_last_snapshot
+
+    def slowly(self: Loading) -> bool:
+        taken = take(self)
+        taking.set()
+        time.sleep(0.5)
+        return taken
+
+    monkeypatch.setattr(Loading, "take_last_snapshot", slowly)
+    session.set(idle_minutes=1 / 60)
+    try:
+        assert taking.wait(10)
+        assert session.run("rank") == [0, 1], "over before the snapshot is"
+        time.sleep(0.7)
+        assert not session.ended
+        taking.clear()
+        assert taking.wait(10), "it goes on watching"
+        session.run("import time; time.sleep(1)")
+        assert not session.ended
+    finally:
+        with pytest.raises(GpumemError, match="without work"):
+            wait_for_the_end(session)
+        session.restart()
+        session.set(idle_minutes="never")
+
+
+def wait_for_the_end(session: Session) -> None:
+    deadline = time.monotonic() + 10
+    while not session.ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    session.run("rank")
