@@ -44,6 +44,7 @@ class UpdateUndo:
         for param in self._params:
             param.restored()
         self._state.restore()
+        optimizers.forget_scaler(self._state.optimizer)
 
 
 class KeptState:

@@ -92,6 +92,16 @@ def test_a_loss_that_is_not_a_number_changes_nothing(two_ranks: Session) -> None
     assert session.train(1).steps == 1
 
 
+def test_an_own_fused_optimizer_trains_under_every_precision(two_ranks: Session) -> None:
+    session = prepared(two_ranks)
+    session.run("fused = torch.optim.Adam(net.parameters(), lr=0.01, fused=True)")
+    session.attach(model="net", loss="size", data="rows", optimizer="fused")
+    for precision, implementation in (("fp16", "default"), ("fp16", "loop"), ("fp32", "default")):
+        session.set(precision=precision, optimizer_impl=implementation)
+        assert session.train(2).steps == 2
+    assert session.run("fused.param_groups[0]['fused']") == [True, True]
+
+
 def test_shrink_keeps_the_global_batch(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     session.set(on_oom="shrink", batch_size=128)
