@@ -287,7 +287,7 @@ def _together(what: str, work: Callable[[], Result]) -> Result | None:
     result = None
     try:
         result = work()
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:
         failure = error
     if any_rank(failure is not None, what):
         if failure:

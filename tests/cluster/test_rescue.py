@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
-from gpumem_nb.errors import TrainingFailed
+from gpumem_nb.errors import GpumemError, TrainingFailed
 from gpumem_nb.session import Session
 from tests.cluster.trouble import CODE, everything, prepared, same_as
 from tests.conftest import weights
@@ -89,6 +90,48 @@ def test_a_loss_that_is_not_a_number_changes_nothing(two_ranks: Session) -> None
     with pytest.raises(TrainingFailed, match=r"rank 1 failed .* the loss became nan"):
         session.train(1)
     same_as(before, everything(session))
+    assert session.train(1).steps == 1
+
+
+EXIT = "def leave():\n    raise SystemExit(3)\nstrike = lambda where: leave() if (where, rank) == ({!r}, 1) else False"
+SPARSE = "torch.eye(2).to_sparse()"
+BROKEN = [
+    ("exit in the data", EXIT.format("data"), "data", "SystemExit: 3"),
+    ("exit in the model", EXIT.format("forward"), "forward", "SystemExit: 3"),
+    ("exit in the update", EXIT.format("update"), "update", "SystemExit: 3"),
+    (
+        "a buffer that cannot be kept",
+        f"rank == 1 and net.register_buffer('odd', {SPARSE}, persistent=False)",
+        "forward",
+        "sparse",
+    ),
+    (
+        "optimizer state that cannot be kept",
+        f"if rank == 1:\n    own.state[net[0].weight]['odd'] = {SPARSE}",
+        "update",
+        "sparse",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "phase", "says"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+def test_whatever_ends_a_step_on_one_rank_is_its_vote(two_ranks: Session, code: str, phase: str, says: str) -> None:
+    session = prepared(two_ranks, optimizer="own")
+    session.run(code)
+    began_s = time.monotonic()
+    with pytest.raises(TrainingFailed, match=rf"(?is)rank 1 failed in the {phase} part of the step.*{says}"):
+        session.train(2)
+    assert time.monotonic() - began_s < 5, "nobody waited for the stall limit"
+    assert prepared(session).train(1).steps == 1
+
+
+def test_an_exit_while_loading_leaves_what_was_loaded(two_ranks: Session) -> None:
+    session = prepared(two_ranks)
+    session.run("class Leaves:\n    def __len__(self):\n        return 64 // (rank != 1 or leave())")
+    session.run("def leave():\n    raise SystemExit(3)")
+    session.run("Leaves.__getitem__ = lambda self, index: 0\nleaving = Leaves()")
+    with pytest.raises(GpumemError, match="SystemExit"):
+        session.attach(model="net", loss="size", data="leaving")
     assert session.train(1).steps == 1
 
 
