@@ -292,9 +292,8 @@ class Trainer:
     def _reduce(self, failure: Failure | None, loss: Tensor | None, chunk: Chunk) -> tuple[_Votes, Failure | None]:
         """Average the gradients over all ranks, and learn what any of them votes for; this rank may fail in it."""
         self.phase = "reduction"
-        # A loss scaled for fp16 may overflow: then the scaler skips the update by itself.
-        watched = loss is not None and self.settings.precision != "fp16"
-        nonfinite = ~torch.isfinite(loss) if watched and loss is not None else False
+        # fp16's scale is not in it: only scaled gradients may overflow, and the scaler skips those by itself.
+        nonfinite = False if loss is None else ~torch.isfinite(loss)
         careful = chunk.trial or self._update_may_fail()
         votes = (failure is not None, nudge.newer_than(chunk.nudges), careful, nonfinite)
         try:
