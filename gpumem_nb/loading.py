@@ -10,7 +10,7 @@ from typing import Any
 
 from . import compatibility, snapshot_folder, state_file
 from .cluster.launch import Progress
-from .errors import GpumemError, InvalidInput, StateFileError, WorkloadError
+from .errors import GpumemError, InvalidInput, StateFileError
 from .foreground import Foreground, pickled
 from .history import History
 from .sample import WorkloadInfo
@@ -199,9 +199,6 @@ class Loading:
                 if self._origin.unrestored is None:
                     self._origin.workload = self._origin.attached = None
             raise
-        size = self._history.size
-        if info.dataset_len < size:
-            raise WorkloadError(f"The dataset has {info.dataset_len} samples, fewer than the {size} ranks.")
         self._origin.options, self._origin.resumed_from = options, None
         self._history.seen_before = 0
         settings = compatibility.adapted(self._training.settings, info)

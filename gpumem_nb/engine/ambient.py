@@ -41,12 +41,22 @@ class Ambient:
         _empty_ready_queue()
 
 
-def let_go(error: BaseException | None) -> None:
-    """Drop what an exception and those before it keep alive: the frames of their tracebacks hold activations."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+def behind(error: BaseException) -> list[BaseException]:
+    """An exception and all that hangs on it, the nearest first: causes, contexts and the members of groups."""
+    found = [error]
+    for one in found:
+        members = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        for other in (one.__cause__, one.__context__, *members):
+            if other is not None and not any(other is known for known in found):
+                found.append(other)
+    return found
+
+
+def let_go(error: BaseException) -> None:
+    """Drop what an exception and those behind it keep alive: the frames of their tracebacks hold activations."""
+    for one in behind(error):
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
 
 
 def _empty_ready_queue() -> None:

@@ -15,8 +15,11 @@ from ..memory.device import Device
 from ..memory.units import parse_size
 from ..sample import Failure
 from . import collectives
-from .ambient import let_go
+from .ambient import behind, let_go
 from .checkpointing import Segment
+
+# What CUDA itself says, where torch raises no error of its own for it.
+_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def failure_of(
@@ -32,14 +35,16 @@ def failure_of(
         latest: in backward, the parameter whose gradient came last.
         device: read before anything is let go.
     """
-    oom = isinstance(error, torch.OutOfMemoryError)
-    kind = "oom" if oom else "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+    interrupted = isinstance(error, KeyboardInterrupt)
+    oom = None if interrupted else next(filter(_out_of_memory, behind(error)), None)
+    kind = "oom" if oom else "interrupted" if interrupted else "error"
     if isinstance(error, HorovodInternalError | collectives.Separated) and collectives.separated():
         kind = "stall"
-    message = str(error) if oom or isinstance(error, WorkloadError) else f"{type(error).__name__}: {error}"
-    module = _innermost_module(error.__traceback__, model)
+    told = oom or error
+    message = str(told) if oom or isinstance(error, WorkloadError) else f"{type(error).__name__}: {error}"
+    module = _innermost_module(told.__traceback__, model) or _innermost_module(error.__traceback__, model)
     if phase == "backward":
-        if _replays(error.__traceback__):
+        if any(_replays(one.__traceback__) for one in behind(error)):
             phase = "recomputation"
         else:
             module = _next_backward(model, latest)
@@ -49,6 +54,11 @@ def failure_of(
     text = "".join(traceback.format_exception(error))
     let_go(error)
     return Failure(rank, kind, phase, message, text, module, _asked(message) if oom else None, free if oom else None)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    return told or isinstance(error, torch.OutOfMemoryError)
 
 
 def _innermost_module(trace: TracebackType | None, model: nn.Module) -> str:

@@ -122,7 +122,7 @@ def _answer(work: Callable[[], Any], what: str) -> bytes:
                 return cloudpickle.dumps(Answer(value, _apart(what)))  # type: ignore[no-any-return]
         except GpumemError as error:
             answer: Any = error.with_traceback(None)
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:  # ipyparallel would keep one that gets past here, and its frames' tensors
             answer = Raised(type(error).__name__, str(error), _readable(error))
             traceback.clear_frames(error.__traceback__)
         return cloudpickle.dumps(Answer(answer, _apart(what)))  # type: ignore[no-any-return]

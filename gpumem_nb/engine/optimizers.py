@@ -20,9 +20,8 @@ _BUILD: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
     "adamw": lambda params, lr: AdamW(params, lr=lr),
 }
 
-# torch's own flags: None lets torch choose, both False is the loop over single tensors.
-_IMPLEMENTATION_FLAGS: dict[str, dict[str, bool | None]] = {
-    "default": {"foreach": None, "fused": None},
+# torch's own flags; both False is the loop over single tensors. By default an optimizer keeps those it was made with.
+_IMPLEMENTATION_FLAGS: dict[str, dict[str, bool]] = {
     "foreach": {"foreach": True, "fused": False},
     "fused": {"foreach": False, "fused": True},
     "loop": {"foreach": False, "fused": False},
@@ -44,7 +43,8 @@ def from_torch(optimizer: Optimizer) -> bool:
 
 def set_implementation(optimizer: Optimizer, name: str) -> None:
     """Compute the same update in another way from the next step on; the state stays."""
-    flags = _IMPLEMENTATION_FLAGS[name]
+    made_with = {flag: optimizer.defaults.get(flag) for flag in ("foreach", "fused")}
+    flags = _IMPLEMENTATION_FLAGS.get(name, made_with)
     for group in optimizer.param_groups:
         if not flags.keys() <= group.keys():
             if name == "default":
@@ -53,11 +53,21 @@ def set_implementation(optimizer: Optimizer, name: str) -> None:
                 f"{type(optimizer).__name__} has no {name} implementation. Use optimizer_impl=default with it."
             )
         group.update(flags)
+        # Only fused kernels take overflows from the scaler, and those of SGD then keep a momentum that nobody filled:
+        # the scaler skips such an update by itself.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        on_device = flags["fused"] or group.get("capturable")
         for param in group["params"]:
             step = optimizer.state.get(param, {}).get("step")
             if isinstance(step, Tensor):
-                # torch keeps the counter on the device for the fused kernels and on the host for the others.
-                optimizer.state[param]["step"] = step.to(param.device if flags["fused"] else "cpu")
+                # torch keeps the counter on the device for fused and captured kernels and on the host for the others.
+                optimizer.state[param]["step"] = step.to(param.device if on_device else "cpu")
+
+
+def forget_scaler(optimizer: Optimizer) -> None:
+    """Remove what a gradient scaler hands to an optimizer and leaves there when the update raises."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
 
 
 def put_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:

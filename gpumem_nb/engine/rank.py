@@ -284,7 +284,10 @@ def _train(make: Callable[[], Workload]) -> WorkloadInfo | None:
 def _prepare(workload: Workload) -> tuple[Workload, ShardedStream]:
     with interruptible():
         data = as_dataset(workload.data())
-    return workload, ShardedStream(*data, rank=hvd.rank(), size=hvd.size())
+    stream = ShardedStream(*data, rank=hvd.rank(), size=hvd.size())
+    if stream.length < stream.size:
+        raise WorkloadError(f"The dataset has {stream.length} samples, fewer than the {stream.size} ranks.")
+    return workload, stream
 
 
 def _together(what: str, work: Callable[[], Result]) -> Result | None:
@@ -293,7 +296,7 @@ def _together(what: str, work: Callable[[], Result]) -> Result | None:
     result = None
     try:
         result = work()
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:
         failure = error
     if any_rank(failure is not None, what):
         if failure:

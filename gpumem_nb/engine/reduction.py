@@ -63,8 +63,14 @@ class GradientReduction:
         """
         self._armed = False
         last = self._buckets[-1]
-        like = {"dtype": _wire_dtype(last.params[0]), "device": last.params[0].device}
-        ballot = torch.stack([torch.as_tensor(vote, **like) for vote in votes])  # type: ignore[arg-type]
+        dtype, device = _wire_dtype(last.params[0]), last.params[0].device
+        # torch.as_tensor would copy a bool from the host, and wait for the device.
+        ballot = torch.stack(
+            [
+                vote.to(device, dtype) if isinstance(vote, Tensor) else torch.full((), vote, dtype=dtype, device=device)
+                for vote in votes
+            ]
+        )
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._send(bucket, ballot if bucket is last else None)

@@ -228,14 +228,16 @@ class Trainer:
         return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)
 
     def _attempt(self, failure: Failure | None, chunk: Chunk, start_s: float) -> _Outcome:
-        before, ambient = ForwardUndo(self.model), Ambient()
+        before, ambient = None, Ambient()
         loss = None
         if failure is None:
+            self.phase = "forward"
             try:
                 collectives.check()
+                before = ForwardUndo(self.model)
                 with self.device.step_scope(), self._leaks.step():
                     loss = self._forward_backward()
-            except (Exception, KeyboardInterrupt) as error:
+            except BaseException as error:  # a rank that left without a vote would keep the others waiting
                 failure = self._failure(error)
                 if self._checkpointing:
                     self._checkpointing.abandon()
@@ -251,7 +253,8 @@ class Trainer:
             self._update()
         self.model.zero_grad()
         if discarded:
-            before.undo()
+            if before:
+                before.undo()
             gc.collect()  # what was under way may hang together in circles, with activations among them
             event = failure.kind if failure else "trial" if chunk.trial else "discarded"
             return _Outcome(self._sample(start_s, event), loss, failure, True, True)
@@ -289,9 +292,8 @@ class Trainer:
     def _reduce(self, failure: Failure | None, loss: Tensor | None, chunk: Chunk) -> tuple[_Votes, Failure | None]:
         """Average the gradients over all ranks, and learn what any of them votes for; this rank may fail in it."""
         self.phase = "reduction"
-        # A loss scaled for fp16 may overflow: then the scaler skips the update by itself.
-        watched = loss is not None and self.settings.precision != "fp16"
-        nonfinite = ~torch.isfinite(loss) if watched and loss is not None else False
+        # fp16's scale is not in it: only scaled gradients may overflow, and the scaler skips those by itself.
+        nonfinite = False if loss is None else ~torch.isfinite(loss)
         careful = chunk.trial or self._update_may_fail()
         votes = (failure is not None, nudge.newer_than(chunk.nudges), careful, nonfinite)
         try:
@@ -311,21 +313,24 @@ class Trainer:
 
     def _update_or_undo(self, trial: bool) -> tuple[Failure | None, bool]:
         """Update, and undo it on all ranks if one cannot, or for a trial; returns this rank's failure and if undone."""
-        undo, scaler_state = UpdateUndo(self.parameters, self.optimizer), self.scaler.state_dict()
+        self.phase = "update"
+        undo, scaler_state = None, self.scaler.state_dict()
         failure = None
         try:
+            undo = UpdateUndo(self.parameters, self.optimizer)
             with self.device.step_scope():
                 self._update()
             if trial and Recorder.current:
                 self._record = Recorder.current.end()  # undoing is no part of a step
-        except Exception as error:
+        except BaseException as error:
             failure = self._failure(error)
         try:
             undone = any_rank(failure is not None, "update") or trial
         except HorovodInternalError as error:
             failure, undone = self._failure(error), True
         if undone:
-            undo.undo()
+            if undo:
+                undo.undo()
             # An update that ended half way leaves the scaler believing that it has unscaled already.
             self.scaler = torch.amp.GradScaler(self.device.torch_device.type)
             self.scaler.load_state_dict(scaler_state)
@@ -364,7 +369,7 @@ class Trainer:
             optimizers.set_implementation(self.optimizer, wanted.optimizer_impl)
             if wanted.learning_rate != self.optimizer.param_groups[0]["lr"]:
                 optimizers.set_learning_rate(self.optimizer, wanted.learning_rate)
-        except Exception as error:
+        except BaseException as error:
             return self._failure(error)
         self.settings, self._settings_id = wanted, chunk.settings_id
         self._flipped, self._looked_into = self._flipped or bool(changed), 0

@@ -20,15 +20,20 @@ class ForwardUndo:
     """What a forward pass changes: buffers, such as batch norm's statistics, and the state of random numbers."""
 
     def __init__(self, model: nn.Module) -> None:
+        # Code such as `self.mean = 0.9 * self.mean + x` binds the name anew, so names are kept beside contents.
+        self._names = [(module._buffers, dict(module._buffers)) for module in model.modules()]
         # On a GPU the copy stays there: fetching it would wait for the device at every step.
         self._buffers = [(b, b.detach().clone() if b.is_cuda else host_copy(b)) for b in model.buffers()]
         self._random = RandomState.take()
 
     def undo(self) -> None:
-        """Put everything back, bit by bit."""
+        """Put everything back, bit by bit; buffers that were not there before are dropped."""
+        for buffers, before in self._names:
+            buffers.clear()
+            buffers.update(before)
         with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
+            for buffer, content in self._buffers:
+                buffer.copy_(content)
         self._random.put_back()
 
 
@@ -44,6 +49,7 @@ class UpdateUndo:
         for param in self._params:
             param.restored()
         self._state.restore()
+        optimizers.forget_scaler(self._state.optimizer)
 
 
 class KeptState:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
-from gpumem_nb.errors import TrainingFailed
+from gpumem_nb.errors import GpumemError, TrainingFailed, WorkloadError
 from gpumem_nb.session import Session
 from tests.cluster.trouble import CODE, everything, prepared, same_as
 from tests.conftest import weights
@@ -81,8 +82,9 @@ def test_an_optimizer_that_does_not_fit_leaves_the_one_before_with_its_state(two
     assert list(done.loss) == undisturbed[2 * 2 :]
 
 
-def test_a_loss_that_is_not_a_number_changes_nothing(two_ranks: Session) -> None:
-    session = prepared(two_ranks)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_loss_that_is_not_a_number_changes_nothing(two_ranks: Session, precision: str) -> None:
+    session = prepared(two_ranks, precision=precision)
     session.train(2)
     before = everything(session)
     session.run("plant('nan', 'nan')")
@@ -90,6 +92,128 @@ def test_a_loss_that_is_not_a_number_changes_nothing(two_ranks: Session) -> None
         session.train(1)
     same_as(before, everything(session))
     assert session.train(1).steps == 1
+
+
+EXIT = "def leave():\n    raise SystemExit(3)\nstrike = lambda where: leave() if (where, rank) == ({!r}, 1) else False"
+SPARSE = "torch.eye(2).to_sparse()"
+BROKEN = [
+    ("exit in the data", EXIT.format("data"), "data", "SystemExit: 3"),
+    ("exit in the model", EXIT.format("forward"), "forward", "SystemExit: 3"),
+    ("exit in the update", EXIT.format("update"), "update", "SystemExit: 3"),
+    (
+        "a buffer that cannot be kept",
+        f"rank == 1 and net.register_buffer('odd', {SPARSE}, persistent=False)",
+        "forward",
+        "sparse",
+    ),
+    (
+        "optimizer state that cannot be kept",
+        f"if rank == 1:\n    own.state[net[0].weight]['odd'] = {SPARSE}",
+        "update",
+        "sparse",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "phase", "says"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+def test_whatever_ends_a_step_on_one_rank_is_its_vote(two_ranks: Session, code: str, phase: str, says: str) -> None:
+    session = prepared(two_ranks, optimizer="own")
+    session.run(code)
+    began_s = time.monotonic()
+    with pytest.raises(TrainingFailed, match=rf"(?is)rank 1 failed in the {phase} part of the step.*{says}"):
+        session.train(2)
+    assert time.monotonic() - began_s < 5, "nobody waited for the stall limit"
+    assert prepared(session).train(1).steps == 1
+
+
+def test_buffers_that_a_forward_binds_anew_are_put_back(two_ranks: Session) -> None:
+    session = prepared(two_ranks)
+    session.run(
+        """
+class Running(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x + 0.1 * self.mean
+class Fails(nn.Module):
+    def forward(self, x):
+        if fault == "forward":
+            self.register_buffer("late", torch.ones(3))
+        strike("forward")
+        return x
+net = nn.Sequential(nn.Linear(8, 8), Running(), Fails())
+"""
+    )
+    session.attach(model="net", loss="size", data="rows")
+    session.train(2)
+    session.run("import gc; gc.collect()")  # the workload before it hangs together in circles
+    before = everything(session)
+    means = session.run("net[1].mean.tolist()")
+    session.run("plant('forward', 'error')")
+    with pytest.raises(TrainingFailed, match="planted"):
+        session.train(1)
+    assert session.run("net[1].mean.tolist()") == means
+    assert session.run("[name for name, _ in net.named_buffers()]") == [["1.mean"]] * 2
+    same_as(before, everything(session))
+
+
+def test_memory_that_ran_out_behind_another_exception_is_told_as_such(two_ranks: Session) -> None:
+    session = prepared(two_ranks)
+    session.run(
+        """
+class Wraps(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, x):
+        try:
+            return self.inner(x)
+        except RuntimeError as error:
+            raise ValueError("layer failed") from error
+net = nn.Sequential(nn.Linear(8, 8), Wraps(Block()))
+"""
+    )
+    session.attach(model="net", loss="size", data="rows")
+    session.train(1)
+    session.run("import gc; gc.collect()")  # the workload before it hangs together in circles
+    before = everything(session)
+    session.run("plant('forward', 'oom')")
+    says = r"(?s)rank 1 ran out of memory in the forward part .*1\.inner \(Block\).*Tried to allocate 1\.0 GiB"
+    with pytest.raises(TrainingFailed, match=says):
+        session.train(1)
+    same_as(before, everything(session))
+
+
+def test_fewer_samples_than_ranks_leave_what_was_loaded(two_ranks: Session) -> None:
+    session = prepared(two_ranks)
+    session.train(1)
+    session.run("single = torch.utils.data.TensorDataset(torch.zeros(1, 8))")
+    with pytest.raises(WorkloadError, match=r"^The dataset has 1 samples, fewer than the 2 ranks\.$"):
+        session.attach(model="net", loss="size", data="single")
+    assert session.train(1).steps == 1
+    assert session.history.steps == 2
+
+
+def test_an_exit_while_loading_leaves_what_was_loaded(two_ranks: Session) -> None:
+    session = prepared(two_ranks)
+    session.run("class Leaves:\n    def __len__(self):\n        return 64 // (rank != 1 or leave())")
+    session.run("def leave():\n    raise SystemExit(3)")
+    session.run("Leaves.__getitem__ = lambda self, index: 0\nleaving = Leaves()")
+    with pytest.raises(GpumemError, match="SystemExit"):
+        session.attach(model="net", loss="size", data="leaving")
+    assert session.train(1).steps == 1
+
+
+def test_an_own_fused_optimizer_trains_under_every_precision(two_ranks: Session) -> None:
+    session = prepared(two_ranks)
+    session.run("fused = torch.optim.Adam(net.parameters(), lr=0.01, fused=True)")
+    session.attach(model="net", loss="size", data="rows", optimizer="fused")
+    for precision, implementation in (("fp16", "default"), ("fp16", "loop"), ("fp32", "default")):
+        session.set(precision=precision, optimizer_impl=implementation)
+        assert session.train(2).steps == 2
+    assert session.run("fused.param_groups[0]['fused']") == [True, True]
 
 
 def test_shrink_keeps_the_global_batch(two_ranks: Session, fresh: Callable[..., Session]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gpumem_nb.engine import optimizers
+from gpumem_nb.engine.undo import UpdateUndo
 from gpumem_nb.errors import WorkloadError
 from gpumem_nb.settings import KNOBS, Settings
 
@@ -45,6 +46,57 @@ def test_an_optimizer_without_that_implementation_says_so() -> None:
     optimizers.set_implementation(own, "default")
     with pytest.raises(WorkloadError, match="RMSprop has no fused implementation"):
         optimizers.set_implementation(own, "fused")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_default_is_what_an_own_optimizer_came_with(kind: type[torch.optim.Optimizer]) -> None:
+    own = kind(nn.Linear(2, 2).parameters(), lr=0.1, fused=True)  # type: ignore[call-arg]
+    for name in ("default", "loop", "default"):
+        optimizers.set_implementation(own, name)
+        assert own.param_groups[0]["fused"] is (name == "default")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_every_implementation_of_a_fused_optimizer_works_with_loss_scaling(kind: type[torch.optim.Optimizer]) -> None:
+    model = nn.Linear(3, 2)
+    own = kind(model.parameters(), lr=0.1, fused=True)  # type: ignore[call-arg]
+    scaler = torch.amp.GradScaler("cpu")
+    for name in IMPLEMENTATIONS:
+        optimizers.set_implementation(own, name)
+        before = model.weight.detach().clone()
+        model.zero_grad()
+        scaler.scale(model(torch.ones(4, 3)).square().sum()).backward()
+        scaler.unscale_(own)
+        scaler.step(own)
+        scaler.update()
+        assert not torch.equal(model.weight, before)
+
+
+def test_an_overflow_before_the_first_update_leaves_momentum_untouched() -> None:
+    model = nn.Linear(3, 2)
+    own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optimizers.set_implementation(own, "default")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(4, 3)).sum() * float("inf")).backward()
+    scaler.step(own)
+    assert not own.state, "torch's fused kernel would keep a buffer that nobody filled"
+
+
+def test_the_counter_of_a_capturable_optimizer_stays_on_its_device() -> None:
+    param = nn.Parameter(torch.empty(2, device="meta"))
+    own = torch.optim.Adam([param], capturable=True)
+    own.state[param]["step"] = torch.zeros((), device="meta")
+    optimizers.set_implementation(own, "loop")
+    assert own.state[param]["step"].is_meta
+
+
+def test_an_undone_update_leaves_nothing_of_the_scaler() -> None:
+    model = nn.Linear(2, 2)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    undo = UpdateUndo(model.parameters(), own)
+    own.grad_scale, own.found_inf = None, torch.zeros(())  # type: ignore[attr-defined]
+    undo.undo()
+    assert not {"grad_scale", "found_inf"} & vars(own).keys()
 
 
 def test_the_learning_rate_keeps_the_proportions_of_groups() -> None:

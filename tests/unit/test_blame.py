@@ -1,0 +1,75 @@
+"""What an exception in a step is told as."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+from gpumem_nb.engine.ambient import let_go
+from gpumem_nb.engine.blame import failure_of
+from gpumem_nb.sample import Failure
+
+
+def told(error: BaseException) -> Failure:
+    return failure_of(error, 0, "forward", nn.Linear(1, 1), None, Mock(**{"reading.return_value.limit": None}))
+
+
+def chained(cause: BaseException, *, context: bool) -> BaseException:
+    outer = RuntimeError("layer 3 failed")
+    outer.__cause__, outer.__context__ = (None, cause) if context else (cause, None)
+    return outer
+
+
+OOM = torch.OutOfMemoryError("Tried to allocate 2.00 MiB")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OOM,
+        chained(OOM, context=True),
+        chained(OOM, context=False),
+        chained(chained(OOM, context=True), context=False),
+        ExceptionGroup("several", [ValueError("one"), OOM]),
+    ],
+)
+def test_memory_that_ran_out_is_found_behind_what_was_raised(error: BaseException) -> None:
+    failure = told(error)
+    assert (failure.kind, failure.message, failure.asked) == ("oom", str(OOM), 2 * 2**20)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_memory_that_ran_out_in_cuda_itself_is_known_by_its_words(text: str) -> None:
+    assert told(RuntimeError(text)).kind == "oom"
+    assert told(ValueError(text)).kind == "error"
+
+
+def test_an_interrupt_stays_one_while_memory_had_run_out() -> None:
+    interrupt = KeyboardInterrupt()
+    interrupt.__context__ = OOM
+    assert told(interrupt).kind == "interrupted"
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_frames_of_all_that_is_behind_an_exception_are_let_go() -> None:
+    cause, context, member = raised(ValueError()), raised(KeyError()), raised(OSError())
+    group = raised(ExceptionGroup("several", [member]))  # type: ignore[type-var]
+    group.__cause__, group.__context__ = cause, context
+    cause.__context__ = group  # a circle
+    let_go(group)
+    assert [error.__traceback__ for error in (cause, context, member, group)] == [None] * 4
