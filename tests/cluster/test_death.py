@@ -164,12 +164,12 @@ def test_an_idle_session_stops_itself_says_so_and_can_go_on(
 ) -> None:
     session = fresh(ranks(2))
     session.train(3)
-    session.set(idle_minutes=0.05)
+    session.set(idle_minutes=0.03)
     remember(session, traces)
-    session.run("import time; time.sleep(3.5)")  # work counts, however quiet
+    session.run("import time; time.sleep(2.1)")  # work counts, however quiet
     assert not session.ended
     await_words(session, "the ranks stop in")
-    await_words(session, "stopped after 0.05 minutes without work")
+    await_words(session, "stopped after 0.03 minutes without work")
     assert "idle_minutes=never" in session.history.events[-1].text
     with pytest.raises(GpumemError, match=r"without work.*hvd_restart"):
         session.run("rank")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cluster
 SCORE = "from gpumem_nb.workloads.evaluate import score\nscore({name!r}, model)"
 
 
-@pytest.mark.parametrize(("name", "steps"), [("digits-resnet", 90), ("digits-separable", 120), ("text-gpt", 60)])
+@pytest.mark.parametrize(("name", "steps"), [("digits-resnet", 70), ("digits-separable", 100), ("text-gpt", 50)])
 def test_a_workload_learns_in_two_minutes(
     four_ranks: Session, fresh: Callable[..., Session], name: str, steps: int
 ) -> None:
