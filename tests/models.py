@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from gpumem_nb.engine.checkpointing import Checkpointing, find_blocks
 from gpumem_nb.memory.categories import INPUTS
+from gpumem_nb.memory.record import Record
 from gpumem_nb.memory.recorder import Recorder
 from gpumem_nb.memory.tensors import tensors_in
 from gpumem_nb.memory.virtual import VirtualGPU
@@ -92,13 +93,15 @@ def checkpointed(training: Training, mode: str) -> Checkpointing | None:
     return None if mode == "none" else Checkpointing(training.model, find_blocks(training.model), mode)
 
 
-def looked_into(gpu: VirtualGPU, training: Training, precision: str) -> Ledger:
-    gpu.reset_peak()
+def recorded(gpu: VirtualGPU, training: Training, precision: str) -> Record:
     recorder = Recorder(gpu, training.model)
     with recorder.watching():
         training.step(precision, recorder)
-        record = recorder.end()
-    return record.ledger()
+        return recorder.end()
+
+
+def looked_into(gpu: VirtualGPU, training: Training, precision: str) -> Ledger:
+    return recorded(gpu, training, precision).ledger()
 
 
 def ledger_and_profiler(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> tuple[Ledger, int, int]:

@@ -17,7 +17,7 @@ from gpumem_nb.memory.categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, O
 from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.recorder import Recorder
 from gpumem_nb.memory.virtual import VirtualGPU
-from tests.models import MODELS, SETTINGS, Training, checkpointed, ledger_and_profiler, looked_into
+from tests.models import MODELS, SETTINGS, Training, checkpointed, ledger_and_profiler, looked_into, recorded
 
 WIDTH = 512
 
@@ -127,11 +127,7 @@ def test_accumulated_gradients_are_there_during_forward(gpu: VirtualGPU) -> None
 def test_the_timeline_covers_the_step_and_keeps_its_peak(gpu: VirtualGPU) -> None:
     training = MODELS["text-gpt"]()
     training.step("fp32")
-    gpu.reset_peak()
-    recorder = Recorder(gpu, training.model)
-    with recorder.watching():
-        training.step("fp32", recorder)
-        record = recorder.end()
+    record = recorded(gpu, training, "fp32")
     ledger = record.ledger()
     timeline = record.timeline(rank=3, step=7, ledger=ledger)
     totals = [sum(at_once) for at_once in zip(*timeline.live.values(), strict=True)]
@@ -204,11 +200,7 @@ def test_torchs_own_checkpointing_shows_as_activations_too(gpu: VirtualGPU, reen
     batch = {0: torch.randn(rows, 8)}
     training = Training(Wide(reentrant), batch, lambda model, batch: model(batch[0].requires_grad_()).sum())
     training.step("fp32")
-    gpu.reset_peak()
-    recorder = Recorder(gpu, training.model)
-    with recorder.watching():
-        training.step("fp32", recorder)
-        record = recorder.end()
+    record = recorded(gpu, training, "fp32")
     ledger = record.ledger()
     assert ledger.module.startswith("blocks.2")
     inputs, result_of_relu, loss = 2 * rows * 8 * 4, rows * WIDTH * 4, 4
