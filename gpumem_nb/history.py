@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .leaks import in_words
 from .memory.categories import CATEGORIES
 from .memory.units import format_bytes
-from .rescue import Fit, Rescue
+from .rescue import Rescue
 from .sample import DeviceUse, Leak, Reading, Sample
 from .settings import Settings
 
@@ -216,11 +216,9 @@ class History:
             self.mark("leak", sentence)
         return news
 
-    def tried_out(self, trial: Fit) -> None:
-        """The ranks found out whether other settings would have let the latest discarded step fit."""
+    def tried_out(self) -> None:
+        """The ranks found out whether other settings would have let a discarded step fit."""
         with self._lock:
-            if self.rescue:
-                self.rescue.trials.append(trial)
             self.version += 1
 
     def begin(self, settings_id: int, workload: str, settings: Settings) -> None:

@@ -9,6 +9,8 @@ from .memory.units import format_bytes
 from .sample import Failure
 from .settings import Settings
 
+TRIALS_NAMED = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -27,6 +29,8 @@ class Rescue:
         step: the number the step would have had.
         settings: what it ran under.
         did: what was done about it.
+        goes_on: the smaller micro-batches that training went on with.
+        looking: whether it is still being found out what would have fit.
         trials: what was tried afterwards, each for one step that was undone.
     """
 
@@ -34,6 +38,8 @@ class Rescue:
     step: int
     settings: Settings
     did: str = ""
+    goes_on: Settings | None = None
+    looking: bool = False
     trials: list[Fit] = field(default_factory=list)
 
     @property
@@ -66,20 +72,27 @@ class Rescue:
         """Which flips would have helped; empty where the failure is not about memory."""
         if self.failure.kind != "oom":
             return ""
+        if self.goes_on:
+            peaks = [format_bytes(trial.peak_bytes) for trial in self.trials]
+            return f"With it the step fits (live peak {peaks[-1]})." if peaks else ""
         if self.fits:
             best = next(trial.settings for trial in self.trials if trial.peak_bytes is not None)
             found = f"Tried out on the ranks, these would have fit: {'; '.join(self.fits)}."
             return f"{found} Type %hvd_set {flips(self.settings, best)}"
-        lighter = lighter_than(self.settings, self.failure.phase, blocks=True)
-        ideas = " or ".join(flips(self.settings, settings) for settings in lighter[:3])
-        if self.trials:
-            tried = "; ".join(flips(self.settings, trial.settings) for trial in self.trials)
-            smaller = "a much smaller batch_size with more accumulation_steps, " if shrunk(self.settings) else ""
-            return (
-                f"Tried out on the ranks, none of these would have fit: {tried}. Use {smaller}a smaller model or a "
-                "larger limit."
-            )
-        return f"Try %hvd_set {ideas}." if ideas else "Use a smaller model or a larger limit."
+        if self.looking:
+            return "What would have fit is being tried out on the ranks."
+        larger = "Use a smaller model or a larger limit."
+        if not self.trials:
+            return larger
+        tried = [flips(self.settings, trial.settings) for trial in self.trials]
+        if len(tried) > TRIALS_NAMED:
+            tried = [*tried[: TRIALS_NAMED - 1], f"and so on down to {tried[-1]}"]
+        return f"Tried out on the ranks, none of these would have fit: {'; '.join(tried)}. {larger}"
+
+    def worked(self, settings: Settings, peak_bytes: int) -> None:
+        """A step was done under these settings."""
+        if settings == self.goes_on and not self.trials:
+            self.trials.append(Fit(settings, peak_bytes))
 
     def __str__(self) -> str:
         lines = [self.headline, f"The step was discarded on all ranks; {self.did}." if self.did else "", self.advice]

@@ -18,18 +18,18 @@ from .errors import ClusterDied, GpumemError, TrainingFailed
 from .history import History, Run
 from .policy import Policy
 from .ranklist import name_ranks
-from .rescue import Fit, Rescue, flips, lighter_than, shrunk
+from .rescue import Rescue, flips, shrunk
 from .sample import Chunk, ChunkReply, Failure, Pulse, Sample, WorkloadInfo
 from .settings import Settings
 from .shield import shielded
 from .snapshot_plan import SnapshotPlan
+from .tryout import Tryout
 
 CHUNK_SECONDS = 1.0
 CHUNKS_IN_FLIGHT = 2
 LARGEST_CHUNK = 1000
 PAUSE_PATIENCE_S = 0.4  # for the step under way, before an interrupt discards it
 TRIAL_ID = -2  # and below: trials are no configurations of their own
-TRIAL_SECONDS = 5.0  # that finding out what would have fit may take
 IDLE_READING_SECONDS = 1.0
 
 
@@ -50,6 +50,7 @@ class Training:
         self.policy = Policy()
         self._changed = threading.Condition()
         self._in_flight: deque[tuple[Chunk, Call]] = deque()
+        self._tryout: Tryout | None = None
         self._given_up: list[Call] = []  # chunks that failed on one rank, and may be under way on others
         self._idle_reading: Call | None = None
         self._wanted: float = 0  # steps still to be done, those under way included
@@ -291,7 +292,7 @@ class Training:
             self._read_devices()
 
     def _may_send(self) -> bool:
-        ready = self._leftover() is None and not (self._alone and self._alone.pending())
+        ready = self._leftover() is None and not (self._alone and self._alone.pending()) and not self._tryout
         return ready and len(self._in_flight) < CHUNKS_IN_FLIGHT
 
     def _leftover(self) -> Call | None:
@@ -404,10 +405,12 @@ class Training:
                 if chunk.settings_id == self._settings_id:
                     self._adopt(self._settings)  # the ranks hold the old number for broken
             elif failure:
-                self._handle(failure, chunk, max(sample.step_s for sample in samples) if samples else 0.0)
+                self._handle(failure, chunk)
+            elif done and self._history.rescue:
+                self._history.rescue.worked(chunk.settings, max(sample.live_peak_bytes for sample in done))
             self._announce()
 
-    def _handle(self, failure: Failure, chunk: Chunk, step_s: float) -> None:
+    def _handle(self, failure: Failure, chunk: Chunk) -> None:
         """Go on with other settings, as the policy says; without any, or when they are not to blame, stop."""
         newer = chunk.settings_id != self._settings_id
         if failure.kind == "interrupted":
@@ -422,10 +425,11 @@ class Training:
         self._history.rescued(rescue)
         self._notes.append(rescue)
         other = None if newer else self._way_out(failure, chunk.settings)
-        if failure.kind == "oom" and self.policy.on_oom != "shrink":
-            self._try_out(rescue, step_s)
+        shrinks = other is not None and self.policy.on_oom == "shrink" and other == shrunk(chunk.settings)
+        if failure.kind == "oom" and not shrinks:
+            self._try_out(rescue)
         if other:
-            shrinks = other.samples_per_rank == chunk.settings.samples_per_rank and self.policy.on_oom == "shrink"
+            rescue.goes_on = other if shrinks else None
             rescue.did = f"training {'goes on with' if shrinks else 'went back to'} {flips(chunk.settings, other)}"
             self._adopt(other)
             self._history.mark("note", rescue.did.removeprefix("training "))
@@ -448,25 +452,40 @@ class Training:
         works = self._applied if failure.phase == "settings" else self._proven
         return works if works and failed.changed_from(works) else None
 
-    def _try_out(self, rescue: Rescue, step_s: float) -> None:
+    def _try_out(self, rescue: Rescue) -> None:
         """Find out on the ranks which settings would have fit; what they answer is added to the rescue."""
+        latest = [sample for of_rank in self._history.samples(last=2) for sample in of_rank]  # one of them was done
+        sample_s = max((1 / sample.samples_per_s for sample in latest), default=0.0)
         blocks = self._workload is not None and self._workload.blocks > 0
-        lighter = lighter_than(rescue.settings, rescue.failure.phase, blocks)
-        for number, settings in enumerate(lighter[: int(TRIAL_SECONDS / max(step_s, 0.001))]):
-            self._dispatch(Chunk(settings, TRIAL_ID - number, 1, self._nudges, trial=True))
+        self._tryout = Tryout(rescue, blocks, sample_s)
+        self._try_next(TRIAL_ID)
+
+    def _try_next(self, trial_id: int) -> None:
+        settings = self._tryout.next() if self._tryout else None
+        if settings:
+            self._dispatch(Chunk(settings, trial_id, 1, self._nudges, trial=True))
+        else:
+            self._end_tryout()
+
+    def _end_tryout(self) -> None:
+        if self._tryout:
+            self._tryout.rescue.looking = False
+        self._tryout = None
 
     def _learn(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
         with self._locked():
             call = self._in_flight.popleft()[1]
             self._stuck = ""
             self._snapshots.received(0.0, replies)
-            if _came_apart(replies):
-                if not self._stalled:
-                    self._tell_stall(call)
-            else:
-                fits = not any(reply.failure for reply in replies)
-                peak = max(sample.live_peak_bytes for reply in replies for sample in reply.samples)
-                self._history.tried_out(Fit(chunk.settings, peak if fits else None))
+            failures = {reply.failure.kind for reply in replies if reply.failure}
+            if _came_apart(replies) and not self._stalled:
+                self._tell_stall(call)
+            if failures & {"stall", "interrupted"}:
+                self._end_tryout()
+            elif self._tryout:
+                self._tryout.learn(failures, [sample for reply in replies for sample in reply.samples])
+            self._try_next(chunk.settings_id - 1)
+            self._history.tried_out()
             self._announce()
 
     def give_up(self, error: GpumemError) -> None:
@@ -481,6 +500,7 @@ class Training:
                 self._stalled = bool(self._given_up)  # as after a stall, whoever waits for steps is told now
                 self._adopt(self._settings)  # some ranks may hold the old number for broken
             self._in_flight.clear()
+            self._end_tryout()
             self._failure = error
             self._announce()
         if isinstance(error, ClusterDied):

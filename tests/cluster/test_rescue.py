@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
@@ -225,6 +226,7 @@ def test_shrink_keeps_the_global_batch(two_ranks: Session, fresh: Callable[..., 
         session.set(on_oom="revert")
     assert run.steps == 2
     assert "goes on with batch_size=" in str(run)
+    assert "With it the step fits (live peak " in str(run)
     assert session.settings.batch_size < 128
     assert session.settings.samples_per_rank == 128
 
@@ -249,7 +251,7 @@ def test_what_would_have_fit_really_fits(two_ranks: Session, fresh: Callable[...
     rescue = session.history.rescue
     assert rescue is not None
     assert rescue.failure.module.startswith("blocks.")
-    assert rescue.trials
+    assert rescue.fits
     for trial in rescue.trials:
         session.set(**trial.settings.changed_from(session.settings))
         if trial.peak_bytes is None:
@@ -257,6 +259,22 @@ def test_what_would_have_fit_really_fits(two_ranks: Session, fresh: Callable[...
             assert session.settings != trial.settings, "it did not fit and was taken back"
         else:
             assert session.train(1).frame().live_peak_bytes.max() == pytest.approx(trial.peak_bytes, rel=0.02)
+
+
+def test_far_too_much_is_tried_in_ever_smaller_micro_batches(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
+    session.train(2)
+    session.set(on_oom="stop", batch_size=512)
+    try:
+        with pytest.raises(TrainingFailed, match="Tried out on the ranks, these would have fit") as failed:
+            session.train(1)
+    finally:
+        session.set(on_oom="revert")
+    advice = re.search(r"%hvd_set (.*)", str(failed.value))
+    assert advice
+    session.set(**dict(flip.split("=") for flip in advice[1].split()))
+    assert session.settings.samples_per_rank == 512
+    assert session.train(1).steps == 1
 
 
 def test_loading_that_fails_on_one_rank_fails_on_all(two_ranks: Session, fresh: Callable[..., Session]) -> None:
