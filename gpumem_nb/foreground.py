@@ -77,8 +77,12 @@ class Foreground:
         timeout: float | None = None,
     ) -> list[Any]:
         """Call a function of the ranks' entry points by name; its answers in rank order."""
+        return self.finish(self.ask(function, *arguments, ranks=ranks), timeout).get()
+
+    def ask(self, function: str, *arguments: Any, ranks: str | Sequence[int] | None = None) -> Call:
+        """Begin what :meth:`call` waits for."""
         self.check_alive()
-        return self.finish(self._ranks.call(function, *arguments, ranks=self._choose(ranks)), timeout).get()
+        return self._ranks.call(function, *arguments, ranks=self._choose(ranks))
 
     def call_function(
         self,

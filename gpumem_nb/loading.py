@@ -10,9 +10,10 @@ from typing import Any
 
 from . import compatibility, snapshot_folder, state_file
 from .cluster.launch import Progress
-from .errors import GpumemError, InvalidInput, StateFileError
+from .errors import GpumemError, Interrupted, InvalidInput, StateFileError
 from .foreground import Foreground, pickled
 from .history import History
+from .interruption import finish_anyway
 from .sample import WorkloadInfo
 from .settings import Settings
 from .snapshot_plan import SnapshotPlan
@@ -134,7 +135,8 @@ class Loading:
         """One more snapshot while the ranks live; says whether there is one of this very step."""
         with suppress(GpumemError, TimeoutError):
             self._training.pause(timeout=RESTART_PATIENCE_S)
-            order = self._snapshots.order_now(self._history.steps) if self._history.steps else None
+            trained = self._training.workload is not None and self._history.steps > 0
+            order = self._snapshots.order_now(self._history.steps) if trained else None
             if order:
                 patience_s = RESTART_PATIENCE_S + self._snapshots.expected_s
                 stored = self._foreground.call("snapshot_now", order, timeout=patience_s)[0]
@@ -191,14 +193,17 @@ class Loading:
 
     def _begin(self, function: str, argument: Any, options: dict[str, float] | None = None) -> WorkloadInfo:
         self._foreground.pause()
+        call = self._foreground.ask(function, argument)
         try:
-            info: WorkloadInfo = self._foreground.call(function, argument)[0]
-        except GpumemError:
-            if not all(self._foreground.call("loaded")):
+            self._foreground.finish(call)
+        except (GpumemError, Interrupted) as error:
+            refused = not call.pending() and call.first_error() is not None
+            if not (refused and all(self._foreground.call("loaded"))):  # not what was loaded before
                 self._training.unload()
-                if self._origin.unrestored is None:
+                if isinstance(error, GpumemError) and self._origin.unrestored is None:
                     self._origin.workload = self._origin.attached = None
             raise
+        info: WorkloadInfo = call.get()[0]
         self._origin.options, self._origin.resumed_from = options, None
         self._history.seen_before = 0
         settings = compatibility.adapted(self._training.settings, info)
@@ -214,13 +219,20 @@ class Loading:
                 self._foreground.call("resume_drop")
             raise
         self._foreground.pause()
+        try:
+            finish_anyway(lambda: self._put_in_place(source, header), "gpumem_nb resuming")
+        except KeyboardInterrupt:
+            raise Interrupted(f"Interrupted too late: {header.workload} goes on from step {header.steps}.") from None
+        return header
+
+    def _put_in_place(self, source: Path, header: state_file.Header) -> None:
+        """What must not stop half way, because kernel and ranks would be apart."""
         info: WorkloadInfo = self._foreground.call("resume_apply")[0]
         self._origin.resumed_from, self._origin.unrestored = source, None
         self._history.seen_before = header.position
         settings = Settings().replace(**header.settings)
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
         self._training.apply()
-        return header
 
     def _train_from(self, steps: int, info: WorkloadInfo, settings: Settings, event: str) -> None:
         fitting = compatibility.within_dataset(settings, info, self._history.size)

@@ -7,10 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from gpumem_nb.errors import Interrupted
+from gpumem_nb import Workload, state_file
+from gpumem_nb.errors import Interrupted, WorkloadError
 from gpumem_nb.session import Session
 from tests.cluster.test_flips import wait_for_steps
 from tests.conftest import ranks, weights
@@ -177,6 +181,93 @@ def test_a_flip_that_waits_is_interrupted() -> None:
     assert stop.took_s() < PROMPT_S
     os.kill(session.ranks[0].pid, signal.SIGCONT)
     assert session.train(1).steps == 1
+
+
+def slow_to_make(begun: Path, hears: bool) -> Workload:
+    """A workload whose model takes long to be made, and may not care about interrupts."""
+
+    def model() -> Any:
+        begun.touch()
+        try:
+            time.sleep(30)
+        except KeyboardInterrupt:
+            if hears:
+                raise
+        return torch.nn.Linear(4, 2)
+
+    def rows() -> Any:
+        return torch.utils.data.TensorDataset(torch.zeros(64, 4))
+
+    return Workload("slow", model, rows, lambda model, batch: model(batch[0]).square().mean())
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_an_interrupted_load_leaves_nothing_half_loaded(
+    hears: bool, two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    stop = Stop((tmp_path / "begun").exists)
+    with pytest.raises(Interrupted):
+        session.load(slow_to_make(tmp_path / "begun", hears))
+    assert stop.took_s() < PROMPT_S
+    with pytest.raises(WorkloadError, match="Nothing is loaded"):
+        session.train(1)
+    session.restart()
+    assert session.workload is not None
+    assert session.workload.name == "digits-resnet"
+    assert session.train(1).steps == 1
+
+
+def test_an_interrupted_resume_is_done_or_not_begun(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    session.save(tmp_path / "two")
+    losses = session.train(2).frame().loss.to_list()
+    applying = tmp_path / "applying"
+
+    def slow_to_apply() -> None:
+        from gpumem_nb.engine import state
+
+        apply = state.Checked.apply
+
+        def slowly(checked: Any, trainer: Any) -> None:
+            applying.touch()
+            time.sleep(0.5)
+            state.Checked.apply = apply  # type: ignore[method-assign]
+            checked.apply(trainer)
+
+        state.Checked.apply = slowly  # type: ignore[method-assign]
+
+    session.run(slow_to_apply)
+    stop = Stop(applying.exists)
+    with pytest.raises(Interrupted, match="too late: digits-resnet goes on from step 2"):
+        session.resume(tmp_path / "two")
+    assert stop.took_s() < PROMPT_S
+    assert session.train(2).frame().loss.to_list() == losses
+    assert session.history.steps == 4
+
+
+def test_an_interrupted_save_leaves_a_whole_file_or_none(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    for moment in range(5):
+        target = tmp_path / f"moment{moment}"
+        stop = Stop(asked(session))
+        try:
+            session.save(target)
+        except Interrupted:
+            assert stop.took_s() < PROMPT_S
+        session.run("rank")  # the ranks are through with it
+        if target.exists():
+            assert state_file.verify(target).steps == session.history.steps
+        assert not [path for path in tmp_path.iterdir() if not path.name.startswith("moment")]
+        assert session.train(1).steps == 1
+        assert len(weights(session)) == 1
 
 
 def test_an_interrupted_end_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
