@@ -128,7 +128,7 @@ class Foreground:
                     if not finished and stalls.out_of_reach(call.pulses(), self._ranks.stall_limit_s):
                         raise ClusterDied(f"{self.scene}, and could not be freed.")
             except TimeoutError:
-                self._ranks.interrupt_until(call.finished)
+                self._ranks.interrupt_until(call.finished, call.pending())
                 raise
             except RankError as error:
                 if what := self._after_stall(call):

@@ -6,7 +6,9 @@ import atexit
 import dataclasses
 import itertools
 import logging
+import math
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -37,6 +39,7 @@ GRACE_S = 1.0
 """Between asking processes to end and ending them."""
 SHARED_MEMORY = Path("/dev/shm")
 _numbers = itertools.count(1)
+_MPIEXEC = re.compile(r"^-{40,}$.*?^-{40,}$", re.MULTILINE | re.DOTALL)
 
 _PHASES = ("controller", "engines", "horovod")
 _LABELS = {
@@ -127,7 +130,13 @@ class Launched:
         with self.phase("controller", progress):
             self.elsewhere.open(deadline)
             self.record_all()
-            self.cluster.controller_args = self.cluster.controller_args + self.elsewhere.controller_arguments()
+            # ipyparallel's own waits within a start are shorter: a busy machine may take longer.
+            left_s = max(1, math.ceil(deadline - time.monotonic()))
+            self.cluster.controller_args = [
+                *self.cluster.controller_args,
+                f"--IPController.registration_timeout={left_s}",
+                *self.elsewhere.controller_arguments(),
+            ]
             self.cluster.start_controller_sync()
             self.controller = identify(self.cluster.controller.pid)
             self.record_all()
@@ -142,13 +151,15 @@ class Launched:
                 "--log-level=ERROR",
                 # Signals go to the ranks themselves, and cluster/watch.py looks after them.
                 "--IPEngine.enable_nanny=False",
+                f"--IPEngine.wait_for_url_file={left_s}",
+                f"--IPEngine.timeout={left_s}",
                 f"--IPEngine.startup_command={self._start_up}",
             ]
             self.cluster.start_engines_sync(self.n)
             self.elsewhere.hand_over(Path(self.cluster.controller.connection_files["engine"]))
             self.mpiexec = identify(self.cluster.engine_set.pid)
             self.record_all()
-            self.client = self.cluster.connect_client_sync()
+            self.client = self.cluster.connect_client_sync(timeout=left_s)
             self._await_engines(deadline, progress)
             self.record_all()
             for path in (self.profile / "security").iterdir():
@@ -219,8 +230,10 @@ class Launched:
         return file.read_text(errors="replace") if file.exists() else ""
 
     def log_tail(self, lines: int = 4) -> str:
-        """The last lines of :meth:`log`."""
-        return "\n".join([line for line in self.log().splitlines() if line.strip()][-lines:])
+        """The last lines of :meth:`log`; mpiexec's own, which tell less, only when there are no others."""
+        text = self.log()
+        told = [line for line in _MPIEXEC.sub("", text).splitlines() if line.strip()]
+        return "\n".join((told or [line for line in text.splitlines() if line.strip()])[-lines:])
 
     def identify_rank(self, info: RankInfo) -> Identity | RemoteRank:
         """Who a rank is; raises ``StartError`` when it has ended already."""

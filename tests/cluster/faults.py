@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
+from gpumem_nb import tryout
 from gpumem_nb.errors import GpumemError
 from gpumem_nb.session import Session
 from tests.cluster import trouble
@@ -134,8 +135,9 @@ def wait_until(found: Callable[[], str]) -> str:
 
 
 STALLED = r"(?s)[Rr]ank 1 was in .*, ranks? 0\S* waited in"
+OOM_S = 3.0 + tryout.PATIENCE_S  # the sentence also names what would have fit
 FAULTS = [
-    Fault("OOM", "rank 1 ran out of memory in the forward part .* Tried to allocate", 3.0, ("forward", "oom")),
+    Fault("OOM", "rank 1 ran out of memory in the forward part .* Tried to allocate", OOM_S, ("forward", "oom")),
     Fault("exception", "rank 1 failed in the backward part .* planted", 3.0, ("backward", "error")),
     Fault("wrong shapes", "rank 1 failed in the forward part .* shapes", 3.0, ("shapes", "shapes")),
     Fault("NaN loss", "rank 1 failed .* the loss became nan", 3.0, ("nan", "nan")),

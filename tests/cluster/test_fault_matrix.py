@@ -28,7 +28,7 @@ def test_fault(fault: Fault, situation: str) -> None:
 
 CHEAP = [
     *(fault for fault in FAULTS if fault.name in ("OOM", "exception", "wrong shapes", "NaN loss", "interrupt")),
-    Fault("OOM in backward", "rank 1 ran out of memory in the backward part", 3.0, ("backward", "oom")),
+    Fault("OOM in backward", "rank 1 ran out of memory in the backward part", faults.OOM_S, ("backward", "oom")),
     Fault("exception in collate", "rank 1 failed in the data part .* planted", 3.0, ("collate", "error")),
 ]
 

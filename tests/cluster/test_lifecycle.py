@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ipyparallel
 import psutil
@@ -19,6 +21,7 @@ import gpumem_nb
 from gpumem_nb import records
 from gpumem_nb import session as session_module
 from gpumem_nb.cluster import launch
+from gpumem_nb.engine import entry
 from gpumem_nb.errors import Interrupted, InvalidInput, NoSession, SetupError, StartError
 from gpumem_nb.processes import Identity
 from gpumem_nb.records import await_end
@@ -114,6 +117,16 @@ def test_an_mpiexec_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert profiles() == before
 
 
+def test_a_rank_that_ends_while_starting_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "import os, sys; print('no such weather', file=sys.stderr, flush=True); os._exit(3)"
+    monkeypatch.setattr(entry, "START_UP", words)
+    before = profiles()
+    with pytest.raises(StartError, match="It said: no such weather") as error:
+        gpumem_nb.start(2, device="cpu")
+    assert "Exit code" not in str(error.value)
+    assert profiles() == before
+
+
 def test_restart_brings_the_same_ranks_and_workload_back(fresh: Callable[..., Session]) -> None:
     with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session:
         fresh(session)
@@ -186,6 +199,31 @@ def test_connection_files_are_the_owners_alone_and_a_wrong_key_opens_nothing(tmp
         with pytest.raises((TimeoutError, ipyparallel.error.TimeoutError, OSError)):
             ipyparallel.Client(str(forged), timeout=2)
         assert session.run("rank") == [0, 1]
+
+
+class Trap:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_what_another_key_has_signed_is_not_unpickled(tmp_path: Path) -> None:
+    with gpumem_nb.start(2, device="cpu") as session:
+        (info,) = (session._ranks._launched.profile / "security").glob("*client.json")
+        with ipyparallel.Client(str(info)) as client:
+            key = client.session.key
+            client.session.key = b"0" * len(key)
+            client[1].apply_async(print, Trap(tmp_path / "forged"))
+            sent = threading.Event()  # by the client's own thread
+            client._io_loop.add_callback(sent.set)
+            assert sent.wait(10)
+            client.session.key = key
+            client[1].apply_async(print, Trap(tmp_path / "signed")).get(20)  # on the same socket, so it comes second
+    assert [path.name for path in tmp_path.iterdir()] == ["signed"]
 
 
 def test_a_start_that_is_interrupted_leaves_nothing() -> None:
