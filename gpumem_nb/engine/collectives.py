@@ -48,15 +48,15 @@ class Separated(RuntimeError):
     """Horovod does not join this rank to the others any more."""
 
 
-def join(on_cpu: bool) -> None:
-    """Join the other ranks for the first time, and watch the collectives from now on."""
+def join(on_cpu: bool) -> set[int]:
+    """Join the other ranks for the first time, and watch the collectives from now on; returns Horovod's threads."""
     global _on_cpu
     _on_cpu = on_cpu
     _wrap_horovod()
-    _init()
+    return _init()
 
 
-def join_again() -> None:
+def join_again() -> set[int]:
     """Join the other ranks again after Horovod was shut down, whoever did it. All ranks must come here."""
     global _freeing, _left
     if _freeing is not None:
@@ -65,9 +65,10 @@ def join_again() -> None:
             raise Separated("Horovod could not be shut down, because not every rank takes part in it.")
         _freeing = None
     hvd.shutdown()
-    _init()
+    threads = _init()
     _names.clear()
     _left = None
+    return threads
 
 
 def waiting() -> Waiting | None:
@@ -101,9 +102,10 @@ def free() -> None:
         _freeing.start()
 
 
-def _init() -> None:
-    with new_threads_give_way() if _on_cpu else nullcontext():
+def _init() -> set[int]:
+    with new_threads_give_way() if _on_cpu else nullcontext(set[int]()) as threads:
         hvd.init()
+    return threads
 
 
 def _wrap_horovod() -> None:

@@ -16,11 +16,15 @@ _THREADS = Path("/proc/self/task")
 
 
 @contextmanager
-def new_threads_give_way() -> Iterator[None]:
-    """Threads that start inside run with lower priority than those that were there before (Linux; else no change)."""
-    before = _thread_ids()
-    yield
-    for thread in _thread_ids() - before:
+def new_threads_give_way() -> Iterator[set[int]]:
+    """Threads that start inside run with lower priority than those that were there before (Linux; else no change).
+
+    The set holds them afterwards, by the system's numbers.
+    """
+    before, new = _thread_ids(), set[int]()
+    yield new
+    new |= _thread_ids() - before
+    for thread in new:
         os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
 
 

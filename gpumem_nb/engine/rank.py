@@ -58,7 +58,7 @@ def set_up(config: RankConfig) -> RankInfo:
     global _config, _device, _pulse
     torch.set_num_threads(config.threads)
     cpu = config.device == "cpu"
-    collectives.join(on_cpu=cpu)
+    horovod_threads = collectives.join(on_cpu=cpu)
     for stream in (sys.stdout, sys.stderr):
         flush_only_what_was_written(stream)
     kernel = namespace()["get_ipython"]().kernel
@@ -68,6 +68,7 @@ def set_up(config: RankConfig) -> RankInfo:
     if not cpu:
         check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
+    _device.communicates_on(horovod_threads)
     _greet()
     _pulse = PulseThread(kernel, collectives, step, reading, device_use, config.stall_limit_s)
     _pulse.start()
@@ -89,7 +90,7 @@ def set_up(config: RankConfig) -> RankInfo:
 
 def rejoin() -> None:
     """Join the other ranks again after Horovod was shut down; what is trained stays as it is."""
-    collectives.join_again()
+    _device.communicates_on(collectives.join_again())
     _greet()
 
 

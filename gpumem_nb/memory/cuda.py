@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
@@ -95,6 +95,9 @@ class CudaDevice:
             yield
         finally:
             self._allow(self._limit)
+
+    def communicates_on(self, threads: Collection[int]) -> None:
+        """Nothing to do: torch's allocator does not tell who asks."""
 
     def step_scope(self) -> AbstractContextManager[None]:
         """Nothing to do: torch's allocator sees every step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -60,6 +61,10 @@ class Device(Protocol):
 
     def exempt(self) -> AbstractContextManager[None]:
         """Inside, the limit is not enforced: room for what a rescue must allocate."""
+        ...
+
+    def communicates_on(self, threads: Collection[int]) -> None:
+        """These threads of the process, by the system's numbers, are Horovod's."""
         ...
 
     def step_scope(self) -> AbstractContextManager[None]:

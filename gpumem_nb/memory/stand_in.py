@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -144,6 +144,9 @@ class StandIn:
             yield
         finally:
             self._enforced = before
+
+    def communicates_on(self, threads: Collection[int]) -> None:
+        """Nothing to do: other threads are not seen."""
 
     @contextmanager
     def step_scope(self) -> Iterator[None]:

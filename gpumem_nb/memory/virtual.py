@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -173,6 +173,10 @@ class VirtualGPU:
         finally:
             self._library.gpumem_enforce_on_this_thread(before)
 
+    def communicates_on(self, threads: Collection[int]) -> None:
+        """What these threads, and no others, ask for is communication (Linux; elsewhere all but the computing one)."""
+        self._library.gpumem_set_foreign_threads((ctypes.c_int32 * len(threads))(*sorted(threads)), len(threads))
+
     def step_scope(self) -> AbstractContextManager[None]:
         """Nothing to do: the allocator sees every step."""
         return nullcontext()
@@ -205,6 +209,8 @@ def _load(path: Path) -> ctypes.CDLL:
     library.gpumem_set_limit.argtypes, library.gpumem_set_limit.restype = [ctypes.c_uint64], None
     library.gpumem_enforce_on_this_thread.argtypes = [ctypes.c_bool]
     library.gpumem_enforce_on_this_thread.restype = ctypes.c_bool
+    library.gpumem_set_foreign_threads.argtypes = [ctypes.POINTER(ctypes.c_int32), ctypes.c_size_t]
+    library.gpumem_set_foreign_threads.restype = None
     library.gpumem_read.argtypes, library.gpumem_read.restype = [ctypes.POINTER(_CReading)], None
     library.gpumem_reset_peak.restype = None
     library.gpumem_log_begin.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(_CReading)]

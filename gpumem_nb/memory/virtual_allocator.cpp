@@ -16,11 +16,16 @@
 #include <c10/util/Exception.h>
 
 #include <pthread.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -41,14 +46,14 @@ extern "C" struct GpumemReading {  // bytes, and counts since install
   uint64_t limit;        // 0: none
   uint64_t allocations;
   uint64_t over_limit;   // allocations that passed the limit on a thread where it is not enforced
-  uint64_t foreign;      // of the live bytes, those that threads which never enforced the limit have asked for
+  uint64_t foreign;      // of the live bytes, those that threads of somebody else have asked for
 };
 
 extern "C" struct GpumemEvent {  // an allocation or a release
   uint64_t id;       // of the allocation: 1 for the first one of the process
   int64_t bytes;     // negative for a release
   uint64_t time_ns;  // on the monotonic clock
-  uint32_t foreign;  // 1: asked for by a thread which never enforced the limit
+  uint32_t foreign;  // 1: asked for by a thread of somebody else
   uint32_t call;     // of an operator, during which it happened; 0 for none
 };
 
@@ -222,6 +227,8 @@ struct State {
   std::vector<GpumemEvent> log;
   std::vector<const void*> parameters;  // sorted
   std::vector<GpumemCast> casts;
+  std::vector<int32_t> foreign_threads;  // sorted
+  std::atomic<uint32_t> call{0};         // the operator that runs on the thread that computes, 0 between operators
 };
 
 State& state() {
@@ -230,7 +237,17 @@ State& state() {
 }
 
 thread_local bool enforced = false;
-thread_local bool foreign = true;  // until it enforces the limit for the first time
+thread_local bool ours = false;  // since it enforced the limit for the first time
+
+// Whether this thread works for somebody else, as Horovod's does. Threads that help an operator are none of those.
+bool is_foreign(const State& s) {
+#ifdef __linux__
+  thread_local const auto id = static_cast<int32_t>(syscall(SYS_gettid));
+  return !ours && std::binary_search(s.foreign_threads.begin(), s.foreign_threads.end(), id);
+#else
+  return !ours;
+#endif
+}
 
 // Operators call one another: only the outermost one counts.
 thread_local uint32_t depth = 0;
@@ -282,8 +299,8 @@ void note(State& s, const Header& header, bool release) {
   if (!s.logging || s.log.size() >= kLongestLog) return;
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   const auto time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-  s.log.push_back(
-      {header.id, release ? -bytes : bytes, static_cast<uint64_t>(time_ns), header.foreign, depth ? calls : 0});
+  const uint32_t call = header.foreign ? 0 : s.call.load();
+  s.log.push_back({header.id, release ? -bytes : bytes, static_cast<uint64_t>(time_ns), header.foreign, call});
 }
 
 Header count_in(size_t nbytes) {
@@ -307,7 +324,7 @@ Header count_in(size_t nbytes) {
   }
   s.live += nbytes;
   s.live_peak = std::max(s.live_peak, s.live);
-  const Header header{kMagic, nbytes, block, ++s.allocations, foreign};
+  const Header header{kMagic, nbytes, block, ++s.allocations, is_foreign(s)};
   note(s, header, false);
   return header;
 }
@@ -356,7 +373,7 @@ struct Copying final : at::ObserverContext {
 };
 
 std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction& function) {
-  if (depth++ == 0) ++calls;
+  if (depth++ == 0) state().call = ++calls;
   if (std::strcmp(function.name(), "aten::_to_copy") != 0) return nullptr;
   const auto inputs = function.inputs();
   if (inputs.empty() || !inputs[0].isTensor()) return nullptr;
@@ -367,7 +384,7 @@ std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction& f
 }
 
 void operator_ends(const at::RecordFunction& function, at::ObserverContext* context) {
-  --depth;
+  if (--depth == 0) state().call = 0;
   if (!context) return;
   const auto& outputs = function.outputs();
   if (outputs.empty() || !outputs[0].isTensor() || !outputs[0].toTensor().has_storage()) return;
@@ -432,8 +449,14 @@ void gpumem_set_limit(uint64_t bytes) {
 bool gpumem_enforce_on_this_thread(bool enforce) {
   const bool before = enforced;
   enforced = enforce;
-  if (enforce) foreign = false;
+  if (enforce) ours = true;
   return before;
+}
+
+// The threads of somebody else, by the system's numbers, sorted.
+void gpumem_set_foreign_threads(const int32_t* ids, size_t count) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().foreign_threads.assign(ids, ids + count);
 }
 
 void gpumem_read(GpumemReading* out) {
@@ -454,7 +477,7 @@ uint64_t gpumem_log_begin(const void* const* parameters, size_t count, GpumemRea
                                                          .needsInputs(true)
                                                          .needsOutputs(true)
                                                          .scopes({at::RecordScope::FUNCTION}));
-  depth = calls = 0;
+  state().call = depth = calls = 0;
   std::lock_guard<std::mutex> lock(state().mutex);
   state().parameters.assign(parameters, parameters + count);
   state().casts.clear();

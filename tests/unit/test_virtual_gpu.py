@@ -486,3 +486,51 @@ def test_replaying_what_happened_reserves_the_same(gpu: VirtualGPU) -> None:
     assert (replayed.reserved, replayed.reserved_peak) == (now.reserved, now.reserved_peak)
     assert gpu.reading() == now, "a replay is no allocation"
     held.clear()
+
+
+@on_virtual_gpu
+def test_only_the_threads_of_horovod_are_foreign(gpu: VirtualGPU) -> None:
+    kept: list[torch.Tensor] = []
+    known, go_on = threading.Event(), threading.Event()
+
+    def communicate() -> None:
+        known.set()
+        go_on.wait(10)
+        kept.append(tensor(3 * MIB))
+
+    horovod = threading.Thread(target=communicate)
+    horovod.start()
+    known.wait(10)
+    gpu.communicates_on({horovod.native_id or 0})
+    helper = threading.Thread(target=lambda: kept.append(tensor(5 * MIB)))
+    log = gpu.event_log()
+    log.begin([])
+    helper.start()
+    helper.join()
+    go_on.set()
+    horovod.join()
+    events = log.end()
+    assert {int(nbytes) for nbytes in events.bytes[events.foreign]} == {3 * MIB}
+    assert log.begin([]).foreign == 3 * MIB
+    log.end()
+    gpu.communicates_on(())
+
+
+@on_virtual_gpu
+def test_threads_that_help_an_operator_are_within_it(gpu: VirtualGPU) -> None:
+    import torch
+
+    def allocated_outside_operators(threads: int) -> int:
+        torch.set_num_threads(threads)
+        log = gpu.event_log()
+        tokens = torch.randn(8, 4, 64, 16, dtype=torch.bfloat16, requires_grad=True)
+        log.begin([])
+        torch.nn.functional.scaled_dot_product_attention(tokens, tokens, tokens).sum().backward()
+        events = log.end()
+        assert not events.foreign.any()
+        return int(((events.bytes > 0) & (events.call == 0)).sum())
+
+    try:
+        assert allocated_outside_operators(2) == allocated_outside_operators(1)
+    finally:
+        torch.set_num_threads(1)
