@@ -1,18 +1,19 @@
-"""JupyterLab and a browser, once for all tests of this folder."""
+"""JupyterLab and a browser, for the tests of a module."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 
-import psutil
 import pytest
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, expect
 
-from .lab import Lab, browser, chromium
+from .lab import PATIENCE_S, Lab, browser, chromium
+
+expect.set_options(timeout=PATIENCE_S * 1000)  # playwright's own 5 s are too short for a busy machine
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def chrome() -> Iterator[Browser]:
     path = chromium()
     if path is None:
@@ -22,7 +23,7 @@ def chrome() -> Iterator[Browser]:
         yield started
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     started = Lab()
     try:
@@ -30,11 +31,3 @@ def lab() -> Iterator[Lab]:
         yield started
     finally:
         started.stop()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_process_left(lab: Lab) -> Iterator[None]:
-    """After each module no kernel and no rank runs any more; server and browser go on."""
-    yield
-    _, alive = psutil.wait_procs(lab.process.children(recursive=True), timeout=10)
-    assert not alive, [process.cmdline() for process in alive]

@@ -24,7 +24,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0  # at most; a busy machine needs many times as long as an idle one
 CHROMIUM_FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -188,11 +188,12 @@ class Notebook:
         self.wait_until_open()
 
     def close(self) -> None:
-        """End the kernel and close the page."""
+        """End the kernel and close the page, unless it was closed."""
         if self._client is not None:
             self._client.stop_channels()
-        self.page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
-        self.page.close()
+        if not self.page.is_closed():
+            self.page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+            self.page.close()
 
 
 def _free_port() -> int:

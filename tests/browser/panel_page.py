@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from playwright.sync_api import Locator, expect
@@ -9,6 +10,8 @@ from playwright.sync_api import Locator, expect
 from .lab import Lab, Notebook
 
 SHOWN = "document.querySelector('.gpumem-panel .js-plotly-plot')"
+POLLING_MS = 50  # playwright's own polling lays the page out anew for every frame
+STEPS = "+[...document.querySelectorAll('.gpumem-tiles b')].at(-1)?.innerText.replaceAll(',', '')"
 
 
 class PanelPage:
@@ -27,10 +30,26 @@ class PanelPage:
         """Press one of the buttons."""
         self.page.locator(".gpumem-panel").get_by_role("button", name=button).click()
 
+    def play(self) -> None:
+        """Press Play and wait until it has happened."""
+        self.press("Play")
+        expect(self.status).not_to_contain_text(re.compile("Paused|press Play"))
+
     def pause(self) -> None:
-        """Press Pause and wait until it has happened."""
+        """Press Pause and wait until it has happened and the last step is drawn."""
         self.press("Pause")
+        self.wait_until_paused()
+
+    def wait_until_paused(self) -> None:
+        """Words, numbers and charts are at the same step: they come one after the other."""
         expect(self.status).to_contain_text("Paused at step")
+        self.page.wait_for_function(
+            f"""() => {{
+                const at = +document.querySelector('.gpumem-status').innerText.match(/Paused at step (\\d+)/)?.[1];
+                return {STEPS} === at && {SHOWN}?._fullData?.find(t => t.xaxis === 'x3')?.x?.at(-1) === at;
+            }}""",
+            polling=POLLING_MS,
+        )
 
     def choose(self, knob: str, value: str) -> None:
         """Set a control as a person would: choose a word, or type a number and press Enter."""
@@ -68,8 +87,9 @@ class PanelPage:
     def wait_for_steps(self, more: int) -> None:
         """Wait until the step number shown has grown, without asking the kernel."""
         self.page.wait_for_function(
-            "at => +[...document.querySelectorAll('.gpumem-tiles b')].at(-1).innerText.replaceAll(',', '') >= at",
+            f"at => {STEPS} >= at",
             arg=self.steps() + more,
+            polling=POLLING_MS,
         )
 
     def traces(self, axis: str) -> list[dict[str, Any]]:
@@ -82,7 +102,9 @@ class PanelPage:
 
     def wait_for_bands(self, step: int) -> None:
         """Wait until a step from this one on was looked into and drawn; the last point repeats the one before it."""
-        self.page.wait_for_function(f"step => {SHOWN}._fullData.find(t => t.stackgroup).x.at(-2) >= step", arg=step)
+        self.page.wait_for_function(
+            f"step => {SHOWN}._fullData.find(t => t.stackgroup)?.x?.at(-2) >= step", arg=step, polling=POLLING_MS
+        )
 
     def _traces(self, which: str, axis: str) -> list[dict[str, Any]]:
         traces: list[dict[str, Any]] = self.page.evaluate(
