@@ -322,7 +322,7 @@ def test_ready_made_workloads_leak_nothing_over_1000_steps_of_random_flips(two_r
     two_ranks.load(name, **TINY[CATALOG[name].task])
     while two_ranks.history.steps < 1000:
         two_ranks.set(**random_settings(dice))
-        two_ranks.train(dice.randint(15, 35))
+        two_ranks.train(dice.randint(25, 75))
     assert not found(two_ranks)
 
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ from gpumem_nb.session import Session, current
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture(autouse=True)
-def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.fixture(autouse=True, scope="module")
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("lifecycle")))
+        yield
 
 
 def profiles() -> set[Path]:
@@ -42,9 +44,46 @@ def profiles() -> set[Path]:
     return {path for place in places for pattern in patterns for path in Path(place).glob(pattern)}
 
 
-def test_nothing_is_left_after_stop() -> None:
-    before = profiles()
-    session = gpumem_nb.start(2, device="cpu")
+@pytest.fixture(scope="module")
+def before() -> set[Path]:
+    return profiles()
+
+
+@pytest.fixture
+def shared(before: set[Path], two_ranks: Session) -> Session:
+    """Ranks that are there for the first tests, started after what is in ``before``."""
+    return two_ranks
+
+
+def test_nothing_listens_beyond_loopback_and_ranks_may_bind_what_they_like(shared: Session) -> None:
+    launched = shared._ranks._launched
+    launched.record_all()
+    pids = {who.pid for who in launched.processes}
+    listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in pids]
+    assert listening
+    assert launched.mpiexec.pid in {c.pid for c in listening}, "PRRTE's ports, which no setting confines"
+    assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
+    bound = (
+        "import os, socket\ns = socket.socket()\ns.bind(('', 0))\ns.getsockname()[0], os.environ.get('LD_PRELOAD', '')"
+    )
+    assert shared.run(bound) == [("0.0.0.0", os.environ.get("LD_PRELOAD", ""))] * 2
+
+
+def test_connection_files_are_the_owners_alone_and_a_wrong_key_opens_nothing(shared: Session, tmp_path: Path) -> None:
+    folder = shared._ranks._launched.profile / "security"
+    files = [path for path in folder.iterdir() if path.is_file()]
+    assert files
+    assert {path.stat().st_mode & 0o077 for path in (*files, folder, folder.parent)} == {0}
+    info = json.loads(next(path for path in files if path.name.endswith("client.json")).read_text())
+    forged = tmp_path / "forged.json"
+    forged.write_text(json.dumps(info | {"key": "0" * len(info["key"])}))
+    with pytest.raises((TimeoutError, ipyparallel.error.TimeoutError, OSError)):
+        ipyparallel.Client(str(forged), timeout=1)
+    assert shared.run("rank") == [0, 1]
+
+
+def test_nothing_is_left_after_stop(before: set[Path], shared: Session) -> None:
+    session = shared
     pids = [info.pid for info in session.ranks]
     recorded = session._ranks._launched.processes
     assert profiles() - before
@@ -127,19 +166,6 @@ def test_a_rank_that_ends_while_starting_is_quoted(monkeypatch: pytest.MonkeyPat
     assert profiles() == before
 
 
-def test_restart_brings_the_same_ranks_and_workload_back(fresh: Callable[..., Session]) -> None:
-    with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session:
-        fresh(session)
-        session.set(batch_size=16)
-        session.train(1)
-        old = [info.pid for info in session.ranks]
-        session.restart()
-        assert not set(old) & {info.pid for info in session.ranks}
-        assert current() is session
-        assert session.settings.batch_size == 16
-        assert session.train(2).steps == 2
-
-
 ORPHANING = """
 import json, os, signal
 import gpumem_nb
@@ -147,16 +173,14 @@ session = gpumem_nb.start(2, device="cpu")
 launched = session._ranks._launched
 launched.record_all()
 print(json.dumps([str(launched._record_path), launched._record.folders, launched.processes]), flush=True)
-if %r:
-    os.kill(session.ranks[1].pid, signal.SIGSTOP)
+os.kill(session.ranks[1].pid, signal.SIGSTOP)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("one_stopped", [False, True])
-def test_nothing_outlives_a_kernel_that_was_killed(one_stopped: bool) -> None:
-    code = ORPHANING % one_stopped
-    kernel = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=90)
+# Where all ranks are well: see test_side_by_side.py.
+def test_nothing_outlives_a_kernel_that_was_killed_even_if_a_rank_is_stopped() -> None:
+    kernel = subprocess.run([sys.executable, "-c", ORPHANING], stdout=subprocess.PIPE, text=True, timeout=90)
     record, folders, processes = json.loads(kernel.stdout)
     assert len(processes) >= 4, "controller, mpiexec and two ranks at least"
     assert len(folders) == 2
@@ -168,37 +192,6 @@ def test_an_unwritable_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(StartError, match="TMPDIR"):
         gpumem_nb.start(2, device="cpu")
-
-
-def test_nothing_listens_beyond_loopback_and_ranks_may_bind_what_they_like() -> None:
-    with gpumem_nb.start(2, device="cpu") as session:
-        launched = session._ranks._launched
-        launched.record_all()
-        pids = {who.pid for who in launched.processes}
-        listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in pids]
-        assert listening
-        assert launched.mpiexec.pid in {c.pid for c in listening}, "PRRTE's ports, which no setting confines"
-        assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
-        bound = (
-            "import os, socket\n"
-            "s = socket.socket()\ns.bind(('', 0))\n"
-            "s.getsockname()[0], os.environ.get('LD_PRELOAD', '')"
-        )
-        assert session.run(bound) == [("0.0.0.0", os.environ.get("LD_PRELOAD", ""))] * 2
-
-
-def test_connection_files_are_the_owners_alone_and_a_wrong_key_opens_nothing(tmp_path: Path) -> None:
-    with gpumem_nb.start(2, device="cpu") as session:
-        folder = session._ranks._launched.profile / "security"
-        files = [path for path in folder.iterdir() if path.is_file()]
-        assert files
-        assert {path.stat().st_mode & 0o077 for path in (*files, folder, folder.parent)} == {0}
-        info = json.loads(next(path for path in files if path.name.endswith("client.json")).read_text())
-        forged = tmp_path / "forged.json"
-        forged.write_text(json.dumps(info | {"key": "0" * len(info["key"])}))
-        with pytest.raises((TimeoutError, ipyparallel.error.TimeoutError, OSError)):
-            ipyparallel.Client(str(forged), timeout=2)
-        assert session.run("rank") == [0, 1]
 
 
 class Trap:

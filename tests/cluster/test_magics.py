@@ -93,7 +93,7 @@ def test_a_lesson_by_magic(shell: InteractiveShell, capsys: pytest.CaptureFixtur
 def test_saving_resuming_and_restarting_by_magic(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    ranks(2)
+    session = ranks(2)
     run(shell, "%hvd_load digits-resnet width=8 depth=1 resolution=8")
     run(shell, "%hvd_train 3")
     run(shell, f'%hvd_save "{tmp_path / "of digits.state"}"')
@@ -104,36 +104,14 @@ def test_saving_resuming_and_restarting_by_magic(
     with pytest.raises(StateFileError, match="There is no file"):
         run(shell, f"%hvd_resume {tmp_path / 'missing.state'}")
     assert "Traceback" not in "".join(capsys.readouterr())
+    run(shell, "%hvd_set batch_size=16")
+    old = {info.pid for info in session.ranks}
     run(shell, "%hvd_restart")
     assert "step 3 restored\n" in capsys.readouterr().out
-
-
-def test_cell_output_is_folded_and_ends_with_the_value(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks(4)
-    capsys.readouterr()
-    run(shell, "%%hvd\nprint('hello')\nprint('odd' if rank % 2 else 'even')\nrank // 2 * 0")
-    out = capsys.readouterr().out
-    assert out.count("hello") == 2
-    assert "[ranks 0,2]" in out
-    assert "[ranks 1,3]" in out
-    run(shell, "%%hvd --quiet\nprint('nothing')")
-    assert "nothing" not in capsys.readouterr().out
-    run(shell, "%%hvd\n%time x = 1")
-    assert "Wall time" in capsys.readouterr().out
-
-
-def test_an_error_on_one_rank_names_it_and_shows_its_line(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks(4)
-    with pytest.raises(RankError, match="rank 3: ValueError: oops"):
-        run(shell, "%%hvd\nif rank == 3:\n    raise ValueError('oops')")
-    shown = "".join(capsys.readouterr())
-    assert "[rank 3]" in shown
-    assert "raise ValueError('oops')" in shown
-    assert "run_cell" not in shown, "the toolkit's own frames help nobody"
+    assert not old & {info.pid for info in session.ranks}
+    assert current() is session
+    assert session.settings.batch_size == 16
+    assert session.train(2).steps == 2
 
 
 @pytest.mark.parametrize(
@@ -204,6 +182,45 @@ def test_the_memory_report_is_text_in_a_terminal(shell: InteractiveShell, capsys
     report = run(shell, "%hvd_memory")
     assert repr(report) == str(report)
     assert "reserved" in capsys.readouterr().out
+
+
+def test_ranks_are_engines_in_order(shell: InteractiveShell) -> None:
+    session = ranks(4)
+    run(shell, "%%hvd --out ways\nrank, size, hvd.rank(), hvd.size()")
+    assert shell.user_ns["ways"] == [(rank, 4, rank, 4) for rank in range(4)]
+    run(shell, "%%hvd --ranks 1,3 --out odd\nrank * 10 + 1")
+    assert shell.user_ns["odd"] == [11, 31]
+    assert [info.rank for info in session.ranks] == [0, 1, 2, 3]
+    assert len({info.pid for info in session.ranks}) == 4
+    assert all(info.virtual and info.memory_limit == 96 * 2**20 and info.threads == 1 for info in session.ranks)
+
+
+def test_cell_output_is_folded_and_ends_with_the_value(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(4)
+    capsys.readouterr()
+    run(shell, "%%hvd\nprint('hello')\nprint('odd' if rank % 2 else 'even')\nrank // 2 * 0")
+    out = capsys.readouterr().out
+    assert out.count("hello") == 2
+    assert "[ranks 0,2]" in out
+    assert "[ranks 1,3]" in out
+    run(shell, "%%hvd --quiet\nprint('nothing')")
+    assert "nothing" not in capsys.readouterr().out
+    run(shell, "%%hvd\n%time x = 1")
+    assert "Wall time" in capsys.readouterr().out
+
+
+def test_an_error_on_one_rank_names_it_and_shows_its_line(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks(4)
+    with pytest.raises(RankError, match="rank 3: ValueError: oops"):
+        run(shell, "%%hvd\nif rank == 3:\n    raise ValueError('oops')")
+    shown = "".join(capsys.readouterr())
+    assert "[rank 3]" in shown
+    assert "raise ValueError('oops')" in shown
+    assert "run_cell" not in shown, "the toolkit's own frames help nobody"
 
 
 def test_output_streams_while_the_cell_runs_in_a_kernel() -> None:

@@ -37,18 +37,22 @@ def impatient(two_ranks: Session) -> Iterator[Session]:
 
 
 STUCK = """
-import time
+import os, time
 from torch import nn
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
 stuck = None
 import ctypes, threading
 libc = ctypes.CDLL(None)
-def in_c(seconds):  # C code that no signal ends: a mutex that the thread holds itself
+def in_c():  # C code that no signal ends: a mutex that the thread holds itself
     mutex = ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
-    threading.Timer(seconds, libc.pthread_mutex_unlock, [mutex]).start()
+    threading.Thread(target=unlock, args=[mutex]).start()
     libc.pthread_mutex_lock(mutex)
+def unlock(mutex):
+    while not os.path.exists(way_out):
+        time.sleep(0.05)
+    libc.pthread_mutex_unlock(mutex)
 class Rows(torch.utils.data.Dataset):
     def __len__(self): return 64
     def __getitem__(self, index):
@@ -60,7 +64,7 @@ def loss(model, batch):
     if stuck == "sleep" and rank == 1:
         time.sleep(1000)
     if stuck == "c" and rank == 1:
-        in_c(8)
+        in_c()
     if stuck == "all":
         time.sleep(4)
     return model(batch).square().mean()
@@ -115,13 +119,13 @@ def test_ranks_in_different_collectives_are_freed(impatient: Session, fresh: Cal
     goes_on(session)
 
 
-@pytest.mark.parametrize(("how", "part"), [("data", "data"), ("sleep", "forward")])
-def test_a_rank_stuck_in_its_step_is_named_and_interrupted(impatient: Session, how: str, part: str) -> None:
+# One that computes in the data part is in the fault matrix.
+def test_a_rank_stuck_in_its_step_is_named_and_interrupted(impatient: Session) -> None:
     session = attach(impatient)
     before = weights(session)
-    session.run(f"stuck = {how!r}")
+    session.run("stuck = 'sleep'")
     start_s = time.monotonic()
-    with pytest.raises(TrainingFailed, match=f"Rank 1 was in the {part} part of step 3, rank 0 waited in the grad"):
+    with pytest.raises(TrainingFailed, match="Rank 1 was in the forward part of step 3, rank 0 waited in the grad"):
         session.train(5)
     assert time.monotonic() - start_s < PATIENCE_S
     session.run("stuck = None", timeout=PATIENCE_S)
@@ -194,7 +198,7 @@ def test_an_interrupt_reaches_a_rank_in_a_collective(two_ranks: Session, fresh: 
     start_s = time.monotonic()
     with pytest.raises(TimeoutError):
         session.run("hvd.allreduce(torch.ones(3))", ranks="1", timeout=0.5)
-    assert time.monotonic() - start_s < 4
+    assert time.monotonic() - start_s < PATIENCE_S
     goes_on(session)
 
 
@@ -214,9 +218,9 @@ def test_a_long_cell_on_one_rank_is_left_alone(impatient: Session) -> None:
     goes_on(session)
 
 
-def test_a_rank_that_no_interrupt_reaches_is_named_with_the_way_out(impatient: Session) -> None:
+def test_a_rank_that_no_interrupt_reaches_is_named_with_the_way_out(impatient: Session, tmp_path: Path) -> None:
     session = attach(impatient)
-    session.run("stuck = 'c'")
+    session.run(f"stuck, way_out = 'c', {str(tmp_path / 'way out')!r}")
     with pytest.raises(TrainingFailed, match="Rank 1 was in the forward part"):
         session.train(5)
     waited = time.monotonic() + PATIENCE_S
@@ -224,6 +228,7 @@ def test_a_rank_that_no_interrupt_reaches_is_named_with_the_way_out(impatient: S
         time.sleep(0.05)
     with pytest.raises(TrainingFailed, match=r"rank 1 could not be interrupted. Start .* %hvd_restart"):
         session.train(1)
+    (tmp_path / "way out").touch()
     session.run("stuck = None", timeout=PATIENCE_S)
     goes_on(session)
 

@@ -11,10 +11,13 @@ from gpumem_nb.session import Session
 # All that training changes, in one fingerprint. Each step done leaves its own in a file that outlives the process:
 # memory that is mapped, because limits on the size of files are among the faults.
 LOOK = """
-import functools, hashlib, mmap, random, struct
+import functools, gc, hashlib, mmap, random, struct
 from gpumem_nb.engine import rank as engine
 from gpumem_nb.engine.rank import reading
 from gpumem_nb.engine.trainer import Trainer
+
+if not gc.get_freeze_count():
+    gc.freeze()  # garbage is collected with each step that is discarded: not through all that was ever imported
 
 def fingerprint(trainer):
     state = [*trainer.model.parameters(), *trainer.model.buffers(), torch.get_rng_state()]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,14 +37,6 @@ class Thing:
 
 class Slotted:
     __slots__ = ("value",)
-
-
-@pytest.fixture
-def module() -> Iterator[ModuleType]:
-    module = ModuleType("somebodys")
-    sys.modules["somebodys"] = module
-    yield module
-    del sys.modules["somebodys"]
 
 
 def name_of(tensor: torch.Tensor, **known: object) -> str:

@@ -429,7 +429,13 @@ def empty_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("empty_cache_folder")
-def test_two_builds_at_once_leave_one_library() -> None:
+def test_two_builds_at_once_leave_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\necho once >> {tmp_path}/compiled\nsleep 1\nwhile [ "$1" != -o ]; do shift; done\n> "$2"'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     assert virtual_build.extension_path() is None
     command = [sys.executable, "-m", "gpumem_nb.memory.virtual_build"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -439,6 +445,7 @@ def test_two_builds_at_once_leave_one_library() -> None:
     assert path is not None
     assert all(line.startswith("virtual GPU: ") and str(path) in line and line.count("\n") == 1 for line in lines)
     assert sorted(p.suffix for p in path.parent.iterdir()) == [".lock", ".so"]
+    assert (tmp_path / "compiled").read_text() == "once\n"
 
 
 @pytest.mark.usefixtures("empty_cache_folder")

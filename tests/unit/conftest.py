@@ -1,0 +1,26 @@
+"""What tests of one process share."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_was_before_is_not_looked_through() -> None:
+    """These tests ask the garbage collector a lot; with all that was imported and tested before it takes its time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def module() -> Iterator[ModuleType]:
+    """A module that somebody has imported, with variables of their own."""
+    module = ModuleType("somebodys")
+    sys.modules["somebodys"] = module
+    yield module
+    del sys.modules["somebodys"]
