@@ -28,6 +28,7 @@ from .tryout import Tryout
 CHUNK_SECONDS = 1.0
 CHUNKS_IN_FLIGHT = 2
 LARGEST_CHUNK = 1000
+LATE_PATIENCE_S = 4.0  # a busy machine may take long over the end of a cell and what comes next
 PAUSE_PATIENCE_S = 0.4  # for the step under way, before an interrupt discards it
 TRIAL_ID = -2  # and below: trials are no configurations of their own
 IDLE_READING_SECONDS = 1.0
@@ -68,6 +69,7 @@ class Training:
         self._failure: GpumemError | Rescue | None = None
         self._stalled = False  # ranks came apart, and it has been told
         self._stuck = ""  # why a chunk may never be answered
+        self._late_s = math.inf  # since when ranks are interrupted that others were freed from
         self._heard: dict[int, Pulse] = {}
         self._closing = False
         self._listeners: list[SimpleQueue[None]] = []
@@ -321,9 +323,13 @@ class Training:
             # A cell from before, with which a rank is still busy, is not the step's business to end.
             begun, elsewhere = call.pulses(), self._ranks.pulses()
             late = [rank for rank in call.pending() if rank in begun or rank not in elsewhere]
-            if late and not self._stuck:
+            if not late:
+                self._late_s = math.inf
+            elif not self._stuck:
+                self._late_s = min(self._late_s, time.monotonic())
                 self._ranks.interrupt_until(call.finished, late)
-                if left := [rank for rank in late if rank in call.pending()]:
+                left = [rank for rank in late if rank in call.pending()]
+                if left and time.monotonic() - self._late_s > LATE_PATIENCE_S:
                     self._strand(f"{name_ranks(left)} could not be interrupted")
         elif not self._stuck and stalls.out_of_reach(call.pulses(), self._ranks.stall_limit_s):
             scene = stalls.now(self._ranks.pulses(), self._ranks.pending(), self._ranks.size)
@@ -386,7 +392,7 @@ class Training:
         with self._locked():
             self._notes += leaks
             call = self._in_flight.popleft()[1]
-            self._stuck = ""
+            self._stuck, self._late_s = "", math.inf
             self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)
             if self._recording is not None:
                 self._recording.extend(samples)
@@ -475,7 +481,7 @@ class Training:
     def _learn(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
         with self._locked():
             call = self._in_flight.popleft()[1]
-            self._stuck = ""
+            self._stuck, self._late_s = "", math.inf
             self._snapshots.received(0.0, replies)
             failures = {reply.failure.kind for reply in replies if reply.failure}
             if _came_apart(replies) and not self._stalled:

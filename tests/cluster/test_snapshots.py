@@ -16,7 +16,6 @@ import gpumem_nb
 from gpumem_nb import snapshot_folder, state_file
 from gpumem_nb.errors import ClusterDied, StateFileError
 from gpumem_nb.session import Session
-from tests.cluster.test_death import keep_asking
 from tests.cluster.test_save import LIMIT, LIVE, attach_own, losses
 from tests.conftest import about, ranks, weights
 
@@ -26,6 +25,11 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(autouse=True)
 def usual_rules(two_ranks: Session) -> None:
     two_ranks.set(snapshot_steps="auto", snapshot_space="4GiB")
+
+
+def keep_asking(session: Session) -> None:
+    for _ in range(200):
+        session.run("rank", timeout=5)
 
 
 def snapshots(session: Session) -> list[int]:
