@@ -241,11 +241,12 @@ thread_local bool ours = false;  // since it enforced the limit for the first ti
 
 // Whether this thread works for somebody else, as Horovod's does. Threads that help an operator are none of those.
 bool is_foreign(const State& s) {
+  if (ours) return false;
 #ifdef __linux__
   thread_local const auto id = static_cast<int32_t>(syscall(SYS_gettid));
-  return !ours && std::binary_search(s.foreign_threads.begin(), s.foreign_threads.end(), id);
+  return std::binary_search(s.foreign_threads.begin(), s.foreign_threads.end(), id);
 #else
-  return !ours;
+  return true;
 #endif
 }
 
