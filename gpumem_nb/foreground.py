@@ -13,9 +13,12 @@ from .cluster.calls import Call
 from .cluster.ranks import Ranks
 from .errors import ClusterDied, GpumemError, InvalidInput, NoSession, RankError, Stalled, WorkloadError
 from .history import History
-from .interruption import Presses
+from .interruption import Presses, let_finish
 from .ranklist import name_ranks, parse_ranks
 from .training import Training
+
+RESUMING = "gpumem_nb resuming"
+"""Names the thread that puts a state in place, which nothing else may overtake."""
 
 
 class Foreground:
@@ -56,6 +59,7 @@ class Foreground:
 
     def check_alive(self) -> None:
         """Raise for ranks that are gone."""
+        let_finish(RESUMING)
         ended = self._ended()
         if ended == "stopped":
             raise NoSession

@@ -76,3 +76,10 @@ def finish_anyway(work: Callable[[], None], name: str) -> None:
     threading.Thread(target=run, name=name).start()
     if error := news.get():
         raise error
+
+
+def let_finish(name: str) -> None:
+    """Wait for the work of this name that an interrupt has left to finish by itself."""
+    for thread in threading.enumerate():
+        if thread.name == name and thread is not threading.current_thread():
+            thread.join()

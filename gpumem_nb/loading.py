@@ -11,7 +11,7 @@ from typing import Any
 from . import compatibility, snapshot_folder, state_file
 from .cluster.launch import Progress
 from .errors import GpumemError, Interrupted, InvalidInput, StateFileError
-from .foreground import Foreground, pickled
+from .foreground import RESUMING, Foreground, pickled
 from .history import History
 from .interruption import finish_anyway
 from .sample import WorkloadInfo
@@ -220,7 +220,7 @@ class Loading:
             raise
         self._foreground.pause()
         try:
-            finish_anyway(lambda: self._put_in_place(source, header), "gpumem_nb resuming")
+            finish_anyway(lambda: self._put_in_place(source, header), RESUMING)
         except KeyboardInterrupt:
             raise Interrupted(f"Interrupted too late: {header.workload} goes on from step {header.steps}.") from None
         return header

@@ -89,7 +89,7 @@ class Training:
     @property
     def busy(self) -> bool:
         """Whether steps are wanted or under way."""
-        return self._wanted > 0 or bool(self._in_flight) or self._leftover() is not None
+        return self._wanted > 0 or bool(self._in_flight or self._tryout) or self._leftover() is not None
 
     @property
     def playing(self) -> bool:

@@ -295,7 +295,7 @@ def endure(session: Session, fault: Fault, situation: str) -> tuple[Scene, int]:
     else:
         session.pause()
         assert {process.pid for process in family(session)} == {process.pid for process in processes}
-        trouble.same_memory(before, trouble.everything(session))
+        trouble.same_memory(before, session)
         assert session.history.steps >= steps
     lost = _as_it_was(session)
     assert fault.ends == "dies" or not lost, f"{lost} steps were lost"

@@ -48,7 +48,7 @@ def test_a_failed_step_leaves_no_trace(
     with pytest.raises(TrainingFailed, match=rf"rank 1 .* in the {phase} part of the step") as caught:
         session.train(3)
     assert ("Tried to allocate 1.0 GiB" if kind == "oom" else "planted") in str(caught.value)
-    same_as(before, everything(session))
+    same_as(before, session)
     assert len(weights(session)) == 1
     assert losses(session, 3) == undisturbed[3 * 2 :], "as if nothing had happened"
 
@@ -90,7 +90,7 @@ def test_a_loss_that_is_not_a_number_changes_nothing(two_ranks: Session, precisi
     session.run("plant('nan', 'nan')")
     with pytest.raises(TrainingFailed, match=r"rank 1 failed .* the loss became nan"):
         session.train(1)
-    same_as(before, everything(session))
+    same_as(before, session)
     assert session.train(1).steps == 1
 
 
@@ -157,7 +157,7 @@ net = nn.Sequential(nn.Linear(8, 8), Running(), Fails())
         session.train(1)
     assert session.run("net[1].mean.tolist()") == means
     assert session.run("[name for name, _ in net.named_buffers()]") == [["1.mean"]] * 2
-    same_as(before, everything(session))
+    same_as(before, session)
 
 
 def test_memory_that_ran_out_behind_another_exception_is_told_as_such(two_ranks: Session) -> None:
@@ -184,7 +184,7 @@ net = nn.Sequential(nn.Linear(8, 8), Wraps(Block()))
     says = r"(?s)rank 1 ran out of memory in the forward part .*1\.inner \(Block\).*Tried to allocate 1\.0 GiB"
     with pytest.raises(TrainingFailed, match=says):
         session.train(1)
-    same_as(before, everything(session))
+    same_as(before, session)
 
 
 def test_fewer_samples_than_ranks_leave_what_was_loaded(two_ranks: Session) -> None:

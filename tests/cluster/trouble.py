@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import struct
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import pytest
 
 from gpumem_nb.session import Session
 
@@ -147,6 +150,7 @@ random.seed(rank)
 """
 )
 
+LETTING_GO_S = 5.0
 _NOTE = "<q20s"  # a step and the fingerprint after it
 _NOTES = 4096  # of the latest steps
 _folder = TemporaryDirectory(prefix="gpumem_nb-notes-")
@@ -174,14 +178,22 @@ def noted(session: Session) -> list[dict[int, str]]:
     return [{step: digest.hex() for step, digest in struct.iter_unpack(_NOTE, file) if step} for file in files]
 
 
-def same_as(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> None:
+def same_as(before: list[tuple[str, int]], session: Session) -> None:
     """Weights, statistics, optimizer state and random numbers bit by bit; memory but for a few bytes of Horovod's."""
-    assert [digest for digest, _ in after] == [digest for digest, _ in before]
-    same_memory(before, after)
+    assert [digest for digest, _ in everything(session)] == [digest for digest, _ in before]
+    same_memory(before, session)
 
 
-def same_memory(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> None:
-    """Live bytes of each rank as before."""
-    for (_, live_before), (_, live_after) in zip(before, after, strict=True):
-        # Horovod's thread lets go of the votes (16 bytes) a moment later.
-        assert abs(live_after - live_before) <= 64, (before, after)
+def same_memory(before: list[tuple[str, int]], session: Session) -> None:
+    """Live bytes of each rank as before, but for the votes (16 bytes).
+
+    Horovod's thread lets go of what it has reduced a moment later; on a busy machine that is not at once.
+    """
+    deadline = time.monotonic() + LETTING_GO_S
+    while (after := live(everything(session))) != pytest.approx(live(before), abs=64):
+        assert time.monotonic() < deadline, (before, after)
+
+
+def live(looks: list[tuple[str, int]]) -> list[int]:
+    """The live bytes alone."""
+    return [nbytes for _, nbytes in looks]
