@@ -126,16 +126,16 @@ def family(session: Session) -> list[psutil.Process]:
     return [child for child in children if any(mark in " ".join(child.cmdline()) for mark in marks)]
 
 
-def wait_until(found: Callable[[], str]) -> str:
-    """Ask until there is an answer; fails with what was last heard."""
+def wait_until(found: Callable[[], str], instead: Callable[[], object] = lambda: "nothing") -> str:
+    """Ask until there is an answer; fails with what there is ``instead``."""
     deadline = time.monotonic() + PATIENCE_S
     while not (text := found()):
-        assert time.monotonic() < deadline, "nothing was said"
+        assert time.monotonic() < deadline, f"not said, but {instead()}"
         time.sleep(0.02)
     return text
 
 
-STALLED = r"[Rr]ank 1 was in the data part of step \d+, rank 0 waited in the gradient reduction"
+STALLED = r"[Rr]ank 1 was in the data part of step \d+, ranks? 0\S* waited in the gradient reduction"
 OOM_S = 3.0 + tryout.PATIENCE_S  # the sentence also names what would have fit
 FAULTS = [
     Fault("OOM", "rank 1 ran out of memory in the forward part .* Tried to allocate", OOM_S, ("forward", "oom")),
@@ -268,12 +268,12 @@ class Scene:
 
     def _listen(self) -> None:
         """Wait until what happened is told by the session."""
-        session = self.session
         if self.fault.ends != "survived" and not self.heard_s:
-            self._keep(wait_until(lambda: next(filter(self._fits, [session.doing, *self._news()]), "")))
+            self._keep(wait_until(lambda: next(filter(self._fits, self._news()), ""), instead=self._news))
 
     def _news(self) -> list[str]:
-        return [event.text for event in list(self.session.history.events) if event.time_s >= self._began_s]
+        events = [event.text for event in list(self.session.history.events) if event.time_s >= self._began_s]
+        return [self.session.doing, *events]
 
     def _fits(self, text: str) -> bool:
         return bool(re.search(self.fault.says, text))
