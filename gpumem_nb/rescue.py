@@ -1,8 +1,7 @@
-"""What became of a step that some rank could not finish, in words, and which settings would have let it."""
+"""What became of a step that some rank could not finish, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .memory.units import format_bytes
@@ -111,20 +110,3 @@ def shrunk(settings: Settings) -> Settings | None:
     if factor is None:
         return None
     return settings.replace(batch_size=size // factor, accumulation_steps=settings.accumulation_steps * factor)
-
-
-def lighter_than(settings: Settings, phase: str, blocks: bool) -> list[Settings]:
-    """Settings that need less memory in a phase of the step, the mildest first; ``blocks`` can be checkpointed."""
-    if phase == "update":
-        others: Sequence[dict[str, str]] = [
-            {"optimizer_impl": "fused"},
-            {"optimizer": "momentum"},
-            {"optimizer": "sgd"},
-        ]
-        lighter = [settings.replace(**{"optimizer_impl": "default"} | other) for other in others]
-        return [other for other in lighter if other.changed_from(settings)]
-    smaller = shrunk(settings)
-    checkpointed = settings.replace(checkpointing="blocks") if blocks and settings.checkpointing == "none" else None
-    both = shrunk(checkpointed) if checkpointed else None
-    half = settings.replace(precision="bf16") if settings.precision == "fp32" else None
-    return [other for other in (smaller, checkpointed, half, both) if other]

@@ -383,6 +383,11 @@ class Training:
             raise error if isinstance(error, GpumemError) else ClusterDied(str(error))
         return None if call.pending() else (chunk, call.get())
 
+    def _taken(self) -> Call:
+        """The oldest chunk, which all ranks have answered, is under way no more."""
+        self._stuck, self._late_s = "", math.inf
+        return self._in_flight.popleft()[1]
+
     def _receive(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
         samples = [sample for reply in replies for sample in reply.samples]
         self._history.add(samples, [reply.reading for reply in replies], [reply.device_use for reply in replies])
@@ -391,8 +396,7 @@ class Training:
         leaks = self._history.leaked([leak for reply in replies for leak in reply.leaks])
         with self._locked():
             self._notes += leaks
-            call = self._in_flight.popleft()[1]
-            self._stuck, self._late_s = "", math.inf
+            call = self._taken()
             self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)
             if self._recording is not None:
                 self._recording.extend(samples)
@@ -480,8 +484,7 @@ class Training:
 
     def _learn(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
         with self._locked():
-            call = self._in_flight.popleft()[1]
-            self._stuck, self._late_s = "", math.inf
+            call = self._taken()
             self._snapshots.received(0.0, replies)
             failures = {reply.failure.kind for reply in replies if reply.failure}
             if _came_apart(replies) and not self._stalled:

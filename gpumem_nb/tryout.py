@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence, Set
 
-from .rescue import Fit, Rescue, lighter_than, shrunk
+from .rescue import Fit, Rescue, shrunk
 from .sample import Sample
 from .settings import Settings
 
@@ -29,7 +29,7 @@ class Tryout:
         rescue.looking = True
         self._candidate = failed
         self._sample_s = sample_s
-        self._mild = iter(lighter_than(failed, phase, blocks))
+        self._mild = iter(_lighter_than(failed, phase, blocks))
         self._ladder = iter(()) if phase == "update" else _ever_smaller(failed, blocks)
         self._until_s = time.monotonic() + PATIENCE_S
 
@@ -53,6 +53,23 @@ class Tryout:
             self.rescue.trials.append(Fit(self._candidate, peak))
         if not failures:
             self._sample_s = max(1 / sample.samples_per_s for sample in samples)
+
+
+def _lighter_than(settings: Settings, phase: str, blocks: bool) -> list[Settings]:
+    """Settings that need less memory in a phase of the step, the mildest first; ``blocks`` can be checkpointed."""
+    if phase == "update":
+        others: Sequence[dict[str, str]] = [
+            {"optimizer_impl": "fused"},
+            {"optimizer": "momentum"},
+            {"optimizer": "sgd"},
+        ]
+        lighter = [settings.replace(**{"optimizer_impl": "default"} | other) for other in others]
+        return [other for other in lighter if other.changed_from(settings)]
+    smaller = shrunk(settings)
+    checkpointed = settings.replace(checkpointing="blocks") if blocks and settings.checkpointing == "none" else None
+    both = shrunk(checkpointed) if checkpointed else None
+    half = settings.replace(precision="bf16") if settings.precision == "fp32" else None
+    return [other for other in (smaller, checkpointed, half, both) if other]
 
 
 def _ever_smaller(failed: Settings, blocks: bool) -> Iterator[Settings]:

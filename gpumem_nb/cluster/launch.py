@@ -232,8 +232,8 @@ class Launched:
     def log_tail(self, lines: int = 4) -> str:
         """The last lines of :meth:`log`; mpiexec's own, which tell less, only when there are no others."""
         text = self.log()
-        told = [line for line in _MPIEXEC.sub("", text).splitlines() if line.strip()]
-        return "\n".join((told or [line for line in text.splitlines() if line.strip()])[-lines:])
+        told = _MPIEXEC.sub("", text).strip() or text
+        return "\n".join([line for line in told.splitlines() if line.strip()][-lines:])
 
     def identify_rank(self, info: RankInfo) -> Identity | RemoteRank:
         """Who a rank is; raises ``StartError`` when it has ended already."""

@@ -15,9 +15,9 @@ import torch
 
 from gpumem_nb import Workload, state_file
 from gpumem_nb.errors import Interrupted, WorkloadError
-from gpumem_nb.history import Run
 from gpumem_nb.session import Session
 from tests.cluster.test_flips import wait_for_steps
+from tests.cluster.test_save import losses
 from tests.conftest import ranks, weights
 
 pytestmark = pytest.mark.cluster
@@ -220,18 +220,13 @@ def test_an_interrupted_load_leaves_nothing_half_loaded(
     assert session.train(1).steps == 1
 
 
-def losses_of(run: Run) -> list[float]:
-    """Of each rank in each step."""
-    return run.frame().sort_values(["step", "rank"]).loss.to_list()  # type: ignore[no-any-return]
-
-
 def test_an_interrupted_resume_is_done_or_not_begun(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
     session = fresh(two_ranks)
     session.train(2)
     session.save(tmp_path / "two")
-    losses = losses_of(session.train(2))
+    expected = losses(session, 2)
     applying = tmp_path / "applying"
 
     def slow_to_apply() -> None:
@@ -252,7 +247,7 @@ def test_an_interrupted_resume_is_done_or_not_begun(
     with pytest.raises(Interrupted, match="too late: digits-resnet goes on from step 2"):
         session.resume(tmp_path / "two")
     assert stop.took_s() < PROMPT_S
-    assert losses_of(session.train(2)) == losses
+    assert losses(session, 2) == expected
     assert session.history.steps == 4
 
 
