@@ -29,8 +29,8 @@ INGREDIENTS = (
     "pyproject.toml",
     "constraints.txt",
     ".ci/setup.py",
-    "gpumem_nb/cluster/horovod_*.py",
-    "gpumem_nb/memory/virtual_build.py",
+    "gpumem_nb/install/horovod_*.py",
+    "gpumem_nb/memory/virtual_gpu/build.py",
     "gpumem_nb/**/*.cpp",
 )
 
@@ -115,8 +115,8 @@ def set_up() -> int:
     STAMP.unlink(missing_ok=True)
     install_torch(torch)
     install_rest()
-    build("Horovod", "-m", "gpumem_nb.cluster.horovod_build", "--gpu", state["gpu"])
-    build("the virtual GPU", "-m", "gpumem_nb.memory.virtual_build")
+    build("Horovod", "-m", "gpumem_nb.install.horovod_build", "--gpu", state["gpu"])
+    build("the virtual GPU", "-m", "gpumem_nb.memory.virtual_gpu.build")
     STAMP.write_text(json.dumps(state))
     print(f"Set-up is complete ({clock(time.monotonic() - started)}).")
     return 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import gpumem_nb
-from gpumem_nb.memory.categories import CATEGORIES
-from gpumem_nb.memory.units import format_bytes
-from gpumem_nb.sample import Ledger
 from gpumem_nb.session import Session
+from gpumem_nb.shared.categories import CATEGORIES
+from gpumem_nb.shared.messages import Ledger
+from gpumem_nb.shared.units import format_bytes
 
 PAGE = Path(__file__).with_name("memory.md")
 FLIPS: tuple[dict[str, object], ...] = (

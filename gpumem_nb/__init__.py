@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .settings import Settings
-from .version import __version__
-from .workload import Workload
+from .shared.settings import Settings
+from .shared.version import __version__
+from .shared.workload import Workload
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from .cluster.environment import EnvironmentReport
+    from .install.environment import EnvironmentReport
     from .session import Session
 
 __all__ = ["Settings", "Workload", "__version__", "check", "load_ipython_extension", "start"]
@@ -50,7 +50,7 @@ def start(
 
 def check() -> EnvironmentReport:
     """Look at torch, Horovod, MPI and the GPUs: what works, and what to type about the rest."""
-    from .cluster import environment
+    from .install import environment
 
     return environment.check()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .policy import RULES
-from .settings import KNOBS
+from .kernel.policy import RULES
+from .shared.settings import KNOBS
 from .workloads.catalog import CATALOG
 
 _FLAGS = {

@@ -10,8 +10,8 @@ from typing import Any
 
 import gpumem_nb
 
-from .errors import GpumemError
 from .session import Session
+from .shared.errors import GpumemError
 
 RANKS = 4
 MEMORY_LIMIT = "512MiB"

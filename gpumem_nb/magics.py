@@ -17,9 +17,9 @@ from IPython.display import display
 import gpumem_nb
 
 from .completion import complete_hvd
-from .errors import InvalidInput, NoSession
-from .policy import RULES
+from .kernel.policy import RULES
 from .session import Session, current
+from .shared.errors import InvalidInput, NoSession
 from .ui.cells import CellOutput
 from .ui.progress import progress_bar
 

@@ -10,25 +10,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from . import compatibility, snapshot_folder, starting
 from .cluster.calls import Call
 from .cluster.launch import Progress
-from .errors import Interrupted, InvalidInput, NoSession, nearest
-from .foreground import Foreground, pickled
-from .history import History, Run, Runs
-from .idle import IdleWatch
-from .inspection import Inspection
-from .interruption import finish_anyway
-from .loading import Loading, Origin
-from .memory.report import MemoryReport
-from .policy import RULES, Policy
-from .sample import RankInfo, Timeline, WorkloadInfo
-from .settings import KNOBS, Settings
-from .snapshot_plan import SnapshotPlan
-from .stalls import Scene
-from .status import StateFile, Status, describe_ledger
-from .training import Training
-from .workload import Workload
+from .kernel import compatibility, starting
+from .kernel.foreground import Foreground, pickled
+from .kernel.history import History, Run, Runs
+from .kernel.idle import IdleWatch
+from .kernel.inspection import Inspection
+from .kernel.loading import Loading, Origin
+from .kernel.policy import RULES, Policy
+from .kernel.snapshot_plan import SnapshotPlan
+from .kernel.stop_button import finish_anyway
+from .kernel.training import Training
+from .report.memory import MemoryReport
+from .report.status import StateFile, Status, describe_ledger
+from .report.waits import Scene
+from .shared import snapshot_folder
+from .shared.errors import Interrupted, InvalidInput, NoSession, nearest
+from .shared.messages import RankInfo, Timeline, WorkloadInfo
+from .shared.settings import KNOBS, Settings
+from .shared.workload import Workload
 
 if TYPE_CHECKING:
     from .ui.panel import Panel

@@ -12,8 +12,8 @@ import pytest
 
 import gpumem_nb
 from gpumem_nb import session as session_module
-from gpumem_nb import snapshot_folder
 from gpumem_nb.session import Session
+from gpumem_nb.shared import snapshot_folder
 
 WEIGHTS = """
 import hashlib

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumem_nb.memory import categories as c
-from gpumem_nb.sample import Ledger, RankInfo, Reading, Sample, Span, Timeline
+from gpumem_nb.shared import categories as c
+from gpumem_nb.shared.messages import Ledger, RankInfo, Reading, Sample, Span, Timeline
 
 MIB = 2**20
 AT_PEAK = {

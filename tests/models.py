@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import default_collate
 
-from gpumem_nb.engine.checkpointing import Checkpointing, find_blocks
-from gpumem_nb.memory.categories import INPUTS
-from gpumem_nb.memory.record import Record
-from gpumem_nb.memory.recorder import Recorder
+from gpumem_nb.engine.step.checkpointing import Checkpointing, find_blocks
+from gpumem_nb.memory.ledger.account import Record
+from gpumem_nb.memory.ledger.recorder import Recorder
 from gpumem_nb.memory.tensors import tensors_in
-from gpumem_nb.memory.virtual import VirtualGPU
-from gpumem_nb.sample import Ledger
+from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
+from gpumem_nb.shared.categories import INPUTS
+from gpumem_nb.shared.messages import Ledger
 from gpumem_nb.workloads import catalog
 
 SEQUENCE, BATCH = 32, 4

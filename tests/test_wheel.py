@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SHOW = "import gpumem_nb, gpumem_nb.cluster.horovod_build, gpumem_nb.cluster.environment; print(gpumem_nb.__path__[0])"
+SHOW = "import gpumem_nb, gpumem_nb.install.horovod_build, gpumem_nb.install.environment; print(gpumem_nb.__path__[0])"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_the_sources_of_the_virtual_gpu_and_nothing_of_the_checkout(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert [name for name in names if name.endswith(".cpp")] == ["gpumem_nb/memory/virtual_allocator.cpp"]
+    assert [name for name in names if name.endswith(".cpp")] == ["gpumem_nb/memory/virtual_gpu/allocator.cpp"]
     assert {name.split("/")[0] for name in names} == {"gpumem_nb", f"{wheel.name.rsplit('-', 3)[0]}.dist-info"}
 
 

@@ -12,10 +12,10 @@ import cloudpickle
 from ipyparallel import AsyncResult
 from ipyparallel.error import EngineError, RemoteError
 
-from ..errors import ClusterDied, RankError
-from ..ranklist import name_ranks
-from ..sample import Answer, Apart, Pulse, Raised
-from ..shield import shielded
+from ..shared.errors import ClusterDied, RankError
+from ..shared.messages import Answer, Apart, Pulse, Raised
+from ..shared.ranklist import name_ranks
+from .shield import shielded
 
 
 class Call:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from ..errors import InvalidInput
+from ..shared.errors import InvalidInput
 from .resources import check_number
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # never an option of ssh's

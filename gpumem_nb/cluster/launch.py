@@ -22,15 +22,15 @@ import ipyparallel
 import psutil
 from traitlets.config import Config
 
-from .. import records
-from ..errors import StartError
-from ..processes import STOPPED, Identity, identify
-from ..sample import RankInfo
+from ..install.mpi_tools import LAUNCH_VARIABLES, require_tool
+from ..shared import cluster_records
+from ..shared.errors import StartError
+from ..shared.messages import RankInfo
+from ..shared.processes import STOPPED, Identity, identify
 from . import loopback
-from .elsewhere import Elsewhere
 from .hosts import Host
-from .mpi_tools import LAUNCH_VARIABLES, require_tool
 from .remote import RemoteRank
+from .remote_hosts import Elsewhere
 
 Progress = Callable[[str, float], None]
 """Told what is being waited for, and how much of the start is done (0 to 1)."""
@@ -81,9 +81,9 @@ class Launched:
         self.seconds: dict[str, float] = {}
         self.folders = _make_folders()
         self.profile = self.folders[0]
-        kernel = records.this_process()
-        self._record = records.Record(
-            machine=records.machine(),
+        kernel = cluster_records.this_process()
+        self._record = cluster_records.Record(
+            machine=cluster_records.machine(),
             kernel=kernel,
             processes=(),
             folders=tuple(map(str, self.folders)),
@@ -91,7 +91,7 @@ class Launched:
             device=device,
             memory_limit=memory_limit,
         )
-        self._record_path = records.shelf() / f"{kernel.pid}-{kernel.started}-{next(_numbers)}.json"
+        self._record_path = cluster_records.shelf() / f"{kernel.pid}-{kernel.started}-{next(_numbers)}.json"
         self._start_up = start_up
         self._ending = threading.Lock()
         self._ended = False
@@ -201,7 +201,7 @@ class Launched:
                 for who in (self.mpiexec, self.controller):
                     if who:
                         who.signal(signal.SIGTERM)
-                records.await_end(self.processes, patience_s)
+                cluster_records.await_end(self.processes, patience_s)
             self.elsewhere.close()
             self._record.end()
             self._record_path.unlink(missing_ok=True)
@@ -226,7 +226,7 @@ class Launched:
 
     def fault(self, pid: int) -> str:
         """What Python left of an engine's crash."""
-        file = records.fault_file(self.profile, pid)
+        file = cluster_records.fault_file(self.profile, pid)
         return file.read_text(errors="replace") if file.exists() else ""
 
     def log_tail(self, lines: int = 4) -> str:
@@ -275,7 +275,7 @@ class Launched:
 def _make_folders() -> tuple[Path, ...]:
     """The cluster's own, and one for memory that its ranks share: in memory, where there is a place for that."""
     try:
-        profile = Path(tempfile.mkdtemp(prefix=records.FOLDER_PREFIX))
+        profile = Path(tempfile.mkdtemp(prefix=cluster_records.FOLDER_PREFIX))
     except OSError as error:
         raise StartError(
             f"No folder for connection files could be made ({error}). Free some disk, or set TMPDIR to a folder "

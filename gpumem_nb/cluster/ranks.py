@@ -10,12 +10,12 @@ from typing import Any
 
 import cloudpickle
 
-from ..errors import ClusterDied, GpumemError, RankError, StartError
-from ..sample import Pulse
-from ..shield import shielded
+from ..shared.errors import ClusterDied, GpumemError, RankError, StartError
+from ..shared.messages import Pulse
 from .calls import Call
 from .hosts import Host
 from .launch import Launched, Progress, environment
+from .shield import shielded
 from .watch import Watch
 
 INTERRUPT_PATIENCE_S = 1.2

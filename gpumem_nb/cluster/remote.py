@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ..errors import StartError
-from ..processes import Identity, identify
-from ..version import __version__
+from ..shared.errors import StartError
+from ..shared.processes import Identity, identify
+from ..shared.version import __version__
 from .hosts import Host, own_networks
 from .steward import DISMISSED
 
@@ -33,7 +33,7 @@ class RemoteHost:
 
     Attributes:
         names: those by which it may be called.
-        machine: what :func:`gpumem_nb.records.machine` says over there.
+        machine: what :func:`gpumem_nb.shared.cluster_records.machine` says over there.
         kernel_address: this machine's address, as seen from there.
         networks: over which the two reach each other.
         ssh: the process that holds the connection.
@@ -164,7 +164,7 @@ class RemoteHost:
         if hello["version"] != __version__:
             return f"Host {self.name} has gpumem_nb {hello['version']}, here it is {__version__}: install the same one."
         if not hello["horovod"]:
-            return f"Host {self.name} has no Horovod: build it there with python -m gpumem_nb.cluster.horovod_build"
+            return f"Host {self.name} has no Horovod: build it there with python -m gpumem_nb.install.horovod_build"
         return (
             f"Host {self.name} sees this machine as {self.kernel_address}, which is no address of it: the hosts must "
             "reach each other without address translation."

@@ -7,8 +7,8 @@ import os
 
 import psutil
 
-from .. import gpus
-from ..errors import InvalidInput, StartError
+from ..shared import gpus
+from ..shared.errors import InvalidInput, StartError
 
 # An idle rank (Python, torch, Horovod) holds about 330 MB of resident memory (measured, torch 2.13 CPU build).
 RANK_RESIDENT_BYTES = 330 * 10**6

@@ -20,9 +20,9 @@ from typing import Any
 
 import zmq
 
-from .. import records
-from ..processes import Identity, identify, marked
-from ..version import __version__
+from ..shared import cluster_records
+from ..shared.processes import Identity, identify, marked
+from ..shared.version import __version__
 from .hosts import own_networks
 
 PERIOD_S = 0.25
@@ -49,11 +49,11 @@ class Steward:
         self._profile = Path(folders[0])
         for folder in folders:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        me = records.this_process()
-        self._record = records.Record(
-            records.machine(), me, (), tuple(folders), ranks=ranks, device=device, memory_limit=memory_limit
+        me = cluster_records.this_process()
+        self._record = cluster_records.Record(
+            cluster_records.machine(), me, (), tuple(folders), ranks=ranks, device=device, memory_limit=memory_limit
         )
-        self._record_path = records.shelf() / f"{me.pid}-{me.started}-steward.json"
+        self._record_path = cluster_records.shelf() / f"{me.pid}-{me.started}-steward.json"
         self._record.write(self._record_path)
 
     def connect(self, name: str, info: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Steward:
                 if not (data := os.read(sys.stdin.fileno(), 65536)):
                     # The kernel is gone. Ranks on its own host end the controller once they see that, but would not
                     # live to see it if those here ended before: MPI ends them for it.
-                    records.await_end(marked(self._profile.name), KERNELS_HOST_FIRST_S)
+                    cluster_records.await_end(marked(self._profile.name), KERNELS_HOST_FIRST_S)
                     return
                 *lines, unread = (unread + data).split(b"\n")
                 for line in lines:
@@ -117,14 +117,16 @@ class Steward:
     def _faults(self) -> dict[str, dict[int, str]]:
         """What Python left of the crashes of ranks that have ended."""
         files = {
-            pid: records.fault_file(self._profile, pid) for pid, who in self._ranks.items() if not (who and who.runs)
+            pid: cluster_records.fault_file(self._profile, pid)
+            for pid, who in self._ranks.items()
+            if not (who and who.runs)
         }
         return {"faults": {pid: file.read_text(errors="replace") for pid, file in files.items() if file.exists()}}
 
 
 def main() -> None:
     """Say who this is, then serve."""
-    records.clean_up_after_others()
+    cluster_records.clean_up_after_others()
     steward = Steward(**json.loads(sys.stdin.readline()))
     try:
         theirs, _, mine, _ = os.environ["SSH_CONNECTION"].split()
@@ -132,7 +134,7 @@ def main() -> None:
         _say(
             {
                 "name": os.uname().nodename,
-                "machine": records.machine(),
+                "machine": cluster_records.machine(),
                 "kernel_address": theirs,
                 "network": str(network),
                 "version": __version__,

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ..errors import ClusterDied
-from ..processes import STOPPED, Identity
-from ..ranklist import name_ranks
+from ..shared.errors import ClusterDied
+from ..shared.processes import STOPPED, Identity
+from ..shared.ranklist import name_ranks
 from . import autopsy
 from .launch import Launched
 from .remote import RemoteHost, RemoteRank, ranks_on

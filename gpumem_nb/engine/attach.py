@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import WorkloadError
-from ..workload import Workload
+from ..shared.errors import WorkloadError
+from ..shared.workload import Workload
 
 
 def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> Workload:

@@ -21,11 +21,11 @@ from typing import Any, TextIO
 
 import cloudpickle
 
-from ..errors import GpumemError
-from ..records import fault_file
-from ..sample import Answer, Apart, Raised
-from . import nudge, owner, pulse
-from .interrupts import held_back, interruptible
+from ..shared.cluster_records import fault_file
+from ..shared.errors import GpumemError
+from ..shared.messages import Answer, Apart, Raised
+from .together import nudge, owner, pulse
+from .together.interrupts import held_back, interruptible
 
 _fault: TextIO  # kept open for the crash that may come
 

@@ -31,7 +31,7 @@ def horovod_facts() -> dict[str, str | bool]:
 
 def extension_facts() -> dict[str, str | None]:
     """Where the compiled virtual GPU is, if it has been built."""
-    from ..memory.virtual_build import extension_path
+    from ..memory.virtual_gpu.build import extension_path
 
     path = extension_path()
     return {"path": str(path) if path else None}

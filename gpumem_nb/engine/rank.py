@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import horovod.torch as hvd
 import torch
 
-from .. import records
-from ..errors import StartError, WorkloadError
 from ..memory import cuda
 from ..memory.device import Device, open_device
-from ..sample import (
+from ..shared import cluster_records
+from ..shared.errors import StartError, WorkloadError
+from ..shared.messages import (
     Apart,
     Chunk,
     ChunkReply,
@@ -30,17 +30,18 @@ from ..sample import (
     Timeline,
     WorkloadInfo,
 )
-from ..state_file import Header
-from ..workload import Workload
-from . import collectives, keeping, nudge, state
-from .agreement import any_rank
+from ..shared.state_file import Header
+from ..shared.workload import Workload
 from .attach import attached
-from .data import ShardedStream, as_dataset
-from .interrupts import interruptible, take_over
-from .pulse import PulseThread
-from .snapshots import Snapshots
+from .step.data import ShardedStream, as_dataset
+from .step.trainer import Trainer
+from .storing import attached_objects, capture
+from .storing.snapshots import Snapshots
 from .streams import flush_only_what_was_written
-from .trainer import Trainer
+from .together import collectives, nudge
+from .together.agreement import any_rank
+from .together.interrupts import interruptible, take_over
+from .together.pulse import PulseThread
 
 Result = TypeVar("Result")
 
@@ -50,7 +51,7 @@ _device_use: DeviceUse | None = None  # as NVML had it when it was last asked
 _pulse: PulseThread | None = None
 _trainer: Trainer | None = None
 _snapshots = Snapshots()
-_checked: state.Checked | None = None  # between the two phases of resuming
+_checked: capture.Checked | None = None  # between the two phases of resuming
 
 
 def set_up(config: RankConfig) -> RankInfo:
@@ -84,7 +85,7 @@ def set_up(config: RankConfig) -> RankInfo:
         memory_limit=_device.reading().limit,
         threads=torch.get_num_threads(),
         note=_device.note,
-        machine=records.machine(),
+        machine=cluster_records.machine(),
     )
 
 
@@ -118,7 +119,7 @@ def check_sharing(ranks: int, gpus: int, nccl: bool) -> None:
         raise StartError(
             f"{ranks} ranks cannot share {gpus} GPU{'s' * (gpus != 1)} with this Horovod, because NCCL allows one rank "
             f"on each. Start {max(1, gpus)}, or build Horovod so that ranks can share a GPU: "
-            "python -m gpumem_nb.cluster.horovod_build --gpu staged"
+            "python -m gpumem_nb.install.horovod_build --gpu staged"
         )
 
 
@@ -153,7 +154,7 @@ def record_step() -> Timeline | None:
 
 def save(path: str, options: dict[str, float] | None) -> Stored | None:
     """Write the training state to a file; all ranks take part, rank 0 writes and answers."""
-    captured = state.capture(_loaded_trainer(), _device, options)
+    captured = capture.capture(_loaded_trainer(), _device, options)
     return Stored(path, captured.header.steps, captured.write(Path(path)), 0.0) if captured else None
 
 
@@ -168,7 +169,7 @@ def resume_check(path: str) -> Header:
     The file may be gone when the second phase is over, so what it says about itself is answered now.
     """
     global _checked
-    _checked = state.Checked(Path(path), _loaded_trainer(), _device)
+    _checked = capture.Checked(Path(path), _loaded_trainer(), _device)
     return _checked.header
 
 
@@ -192,14 +193,14 @@ def resume_drop() -> None:
 
 def keep_attached(names: dict[str, str | None], path: str, space: int) -> str:
     """Keep the attached objects in a file, so that a restart can bring them back; says why that cannot be done."""
-    return keeping.keep({name: namespace()[name] for name in names.values() if name}, Path(path), space)
+    return attached_objects.keep({name: namespace()[name] for name in names.values() if name}, Path(path), space)
 
 
 def bring_attached(names: dict[str, str | None], path: str) -> None:
     """Define the kept objects again under their names."""
-    kept = keeping.bring(Path(path))
+    kept = attached_objects.bring(Path(path))
     with _device.exempt():
-        state.clone_onto_device(kept[str(names["model"])])
+        capture.clone_onto_device(kept[str(names["model"])])
     namespace().update(kept)
 
 

@@ -7,13 +7,13 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ..errors import InvalidInput, SetupError, nearest
-from ..sample import DeviceUse, Reading
+from ..shared.errors import InvalidInput, SetupError, nearest
+from ..shared.messages import DeviceUse, Reading
 
 if TYPE_CHECKING:
     import torch
 
-    from .events import EventLog
+    from .ledger.events import EventLog
 
 _opened: Device | None = None
 
@@ -115,7 +115,7 @@ def opened() -> Device:
 
 def _open_virtual(local_rank: int, memory_limit: int | None) -> Device:
     from .stand_in import StandIn
-    from .virtual import VirtualGPU
+    from .virtual_gpu.gpu import VirtualGPU
 
     if os.environ.get(STAND_IN_VARIABLE) == "python":
         return StandIn(local_rank, memory_limit, why=f"{STAND_IN_VARIABLE}=python asks for it")

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..sample import Reading
-from .events import TensorLog
+from ..shared.messages import Reading
+from ..shared.units import format_bytes
+from .ledger.events import TensorLog
 from .tensors import tensors_in, tensors_of_this_process
-from .units import format_bytes
-from .virtual import DEFAULT_LIMIT_BYTES
+from .virtual_gpu.gpu import DEFAULT_LIMIT_BYTES
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..errors import InvalidInput
-from ..sample import Ledger
-from .births import Birth, Births
-from .categories import CATEGORIES
+from ..shared.categories import CATEGORIES
+from ..shared.errors import InvalidInput
+from ..shared.messages import Ledger
+from ..shared.units import format_bytes
 from .device import opened
-from .holders import Holders, holder_on
-from .recorder import Recorder
+from .leaks.births import Birth, Births
+from .leaks.holders import Holders, holder_on
+from .ledger.recorder import Recorder
 from .tensors import tensors_of_this_process
-from .units import format_bytes
 
 MOST_LEFT = 10  # tensors that are named, the largest ones
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
-from ..errors import GpumemError
+from ..shared.errors import GpumemError
 from . import threads
 
 

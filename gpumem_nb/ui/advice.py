@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..memory import categories as c
-from ..settings import Settings
+from ..shared import categories as c
+from ..shared.settings import Settings
 
 Knobs = dict[str, Any]
 

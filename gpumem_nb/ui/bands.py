@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..memory.categories import CATEGORIES
-from ..sample import Ledger, Reading, Sample
+from ..shared.categories import CATEGORIES
+from ..shared.messages import Ledger, Reading, Sample
 from .series import GOOD, MOST_LINES, Array
 
 STANDS_OUT = 0.05  # more than the median rank

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from ..ranklist import name_ranks
+from ..shared.ranklist import name_ranks
 
 if TYPE_CHECKING:
     from ..cluster.calls import Call

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..memory.categories import CATEGORIES
-from ..sample import RankInfo, Reading
+from ..shared.categories import CATEGORIES
+from ..shared.messages import RankInfo, Reading
 from . import drawing
 from .bands import Bands, Peak, shown, worst_first
 from .figure import make_figure

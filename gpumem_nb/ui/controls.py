@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets
 
 from ..session import Session
-from ..settings import KNOBS
+from ..shared.settings import KNOBS
 
 _OWN = "own"
 _NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..memory.units import format_bytes
+from ..shared.units import format_bytes
 from .figure import COLUMNS, LOWER, OVER_TIME, UPPER
 from .series import Mark
 from .style import GREY, VERMILION

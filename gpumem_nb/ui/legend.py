@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from ..memory.breakdown import share
-from ..memory.categories import CATEGORIES, MEANING
-from ..memory.units import format_bytes
+from ..report.breakdown import share
+from ..shared.categories import CATEGORIES, MEANING
+from ..shared.units import format_bytes
 from .bands import Peak, above_median
 from .series import MOST_LINES
 from .style import LOOKS, UNKNOWN

@@ -11,11 +11,11 @@ from IPython.display import display
 from plotly import graph_objects as go
 from plotly.io import renderers
 
-from ..memory.breakdown import by_outer_module, joined, parts, place, share
-from ..memory.categories import CATEGORIES
-from ..memory.report import MemoryReport
-from ..memory.units import format_bytes
-from ..sample import Ledger, Span, Timeline
+from ..report.breakdown import by_outer_module, joined, parts, place, share
+from ..report.memory import MemoryReport
+from ..shared.categories import CATEGORIES
+from ..shared.messages import Ledger, Span, Timeline
+from ..shared.units import format_bytes
 from .style import BLUE, LOOKS, TEXT, UNKNOWN, VERMILION, Look
 
 _MIB = 2**20

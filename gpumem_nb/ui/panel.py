@@ -9,8 +9,8 @@ from typing import Any
 
 import ipywidgets
 
-from ..sample import Sample
 from ..session import Session
+from ..shared.messages import Sample
 from . import legend, threads, wording
 from .actions import Actions
 from .bands import bands, peaks, worst_first

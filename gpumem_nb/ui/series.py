@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..sample import Sample
-from ..settings import Settings
+from ..shared.messages import Sample
+from ..shared.settings import Settings
 
 Array = NDArray[np.float64]
 GOOD = ("", "flip")

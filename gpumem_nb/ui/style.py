@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..memory import categories as c
+from ..shared import categories as c
 
 # Okabe and Ito's palette, told apart by people who are colour-blind (https://jfly.uni-koeln.de/color/).
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"

@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
-from .. import leaks
-from ..history import Effect, History, format_rate
-from ..memory.breakdown import place
-from ..memory.report import why_they_differ
-from ..memory.units import format_bytes
-from ..rescue import Rescue
-from ..sample import Leak, RankInfo, Reading, Sample
+from ..kernel.history import Effect, History, format_rate
+from ..report import leak_sentences
+from ..report.breakdown import place
+from ..report.memory import why_they_differ
+from ..report.rescue import Rescue
 from ..session import Session
+from ..shared.messages import Leak, RankInfo, Reading, Sample
+from ..shared.units import format_bytes
 from .advice import FIXED, easing, in_words
 from .bands import Peak, above_median, worst_first
 from .series import GOOD
@@ -186,8 +186,8 @@ def rescue(rescue: Rescue | None) -> str:
 def leak(found: Sequence[Leak]) -> str:
     """A card about memory that ranks keep from step to step with one holder."""
     so_far = format_bytes(max(leak.bytes_so_far for leak in found))
-    heading = leaks.headline(found)
-    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in (leaks.what(found[0]), found[0].fix))
+    heading = leak_sentences.headline(found)
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in (leak_sentences.what(found[0]), found[0].fix))
     grown = f"<span>grown by <b>{escape(so_far)}</b></span>"
     return f"<div><h4>{escape(heading[:1].upper() + heading[1:])}</h4>{grown}{sentences}</div>"
 

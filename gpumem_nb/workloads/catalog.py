@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidInput, nearest
-from ..workload import Workload
+from ..shared.errors import InvalidInput, nearest
+from ..shared.workload import Workload
 from . import recipes
 
 Number = int | float

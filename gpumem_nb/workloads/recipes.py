@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidInput
-from ..workload import Workload
+from ..shared.errors import InvalidInput
+from ..shared.workload import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

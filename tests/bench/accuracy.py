@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from gpumem_nb.memory.virtual import VirtualGPU
+from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from tests.models import MODELS, SETTINGS, ledger_and_profiler
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sides import Notebook, Script, Side, rank_environment
 
-from gpumem_nb.cluster.mpi_tools import require_tool
+from gpumem_nb.install.mpi_tools import require_tool
 
 HELLO = "import torch, horovod.torch as hvd; hvd.init(); print('up', flush=True)"
 
@@ -163,7 +163,7 @@ session.pause()
 
 def flip(notebook: Notebook, ranks: int, rounds: int) -> list[Figure]:
     """From the call of ``set`` to the end of the first step under the new settings, while training."""
-    notebook.run("from gpumem_nb.training import CHUNK_SECONDS")
+    notebook.run("from gpumem_nb.kernel.training import CHUNK_SECONDS")
     notebook.run(FLIPS.format(rounds=rounds))
     flips = notebook.run("", "flips")
     what = f"flip → end of first step under new settings, {ranks} ranks"

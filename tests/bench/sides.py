@@ -16,8 +16,8 @@ import psutil
 from jupyter_client.manager import start_new_kernel
 
 from gpumem_nb.cluster.launch import environment
-from gpumem_nb.cluster.mpi_tools import require_tool
 from gpumem_nb.cluster.resources import cores
+from gpumem_nb.install.mpi_tools import require_tool
 
 HERE = Path(__file__).parent
 PATIENCE_S = 120

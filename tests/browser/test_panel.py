@@ -11,7 +11,7 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, expect
 
-from gpumem_nb.memory.categories import CATEGORIES
+from gpumem_nb.shared.categories import CATEGORIES
 
 from .lab import PATIENCE_S, Lab
 from .panel_page import SHOWN, PanelPage, open_panel

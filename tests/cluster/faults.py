@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from gpumem_nb import tryout
-from gpumem_nb.errors import GpumemError
+from gpumem_nb.kernel import tryout
 from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import GpumemError
 from tests.cluster import trouble
 from tests.cluster.test_flips import wait_for_steps
 from tests.conftest import weights

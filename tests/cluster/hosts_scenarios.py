@@ -16,10 +16,10 @@ import ipyparallel
 import psutil
 import pytest
 
-from gpumem_nb.errors import ClusterDied, Interrupted
-from gpumem_nb.processes import Identity
-from gpumem_nb.records import await_end, shelf
 from gpumem_nb.session import Session, start
+from gpumem_nb.shared.cluster_records import await_end, shelf
+from gpumem_nb.shared.errors import ClusterDied, Interrupted
+from gpumem_nb.shared.processes import Identity
 from tests.cluster.test_flips import wait_for_steps
 from tests.cluster.test_interrupts import PROMPT_S, Stop, asked
 from tests.cluster.two_hosts import ADDRESSES, left_on_b, on_b

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import gpumem_nb
-from gpumem_nb.errors import ClusterDied, GpumemError
-from gpumem_nb.processes import Identity, identify
-from gpumem_nb.records import await_end
 from gpumem_nb.session import Session
+from gpumem_nb.shared.cluster_records import await_end
+from gpumem_nb.shared.errors import ClusterDied, GpumemError
+from gpumem_nb.shared.processes import Identity, identify
 from tests.cluster.test_flips import wait_for_steps
 from tests.conftest import ranks
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_nb.errors import InvalidInput
-from gpumem_nb.sample import DeviceUse
 from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.messages import DeviceUse
 
 pytestmark = pytest.mark.cluster
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 READABLE = """
 import itertools, threading
 from gpumem_nb.engine import rank as _rank
-from gpumem_nb.sample import DeviceUse
+from gpumem_nb.shared.messages import DeviceUse
 _asked = []
 def _use():
     _asked.append(threading.current_thread().name)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gpumem_nb.errors import TrainingFailed
 from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import TrainingFailed
 from tests.cluster.test_flips import wait_for_steps
 from tests.conftest import weights
 

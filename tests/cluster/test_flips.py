@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.history import STEPS_JUDGED
+from gpumem_nb.kernel.history import STEPS_JUDGED
 from gpumem_nb.session import Session
-from gpumem_nb.settings import Settings
+from gpumem_nb.shared.settings import Settings
 from tests.conftest import SMALL, ranks, weights
 
 pytestmark = pytest.mark.cluster

@@ -9,7 +9,7 @@ import pytest
 import gpumem_nb
 from gpumem_nb.cluster import hosts
 from gpumem_nb.cluster.hosts import Host, share_out
-from gpumem_nb.errors import InvalidInput
+from gpumem_nb.shared.errors import InvalidInput
 from tests.cluster.two_hosts import missing, run_on_a, two_hosts
 
 

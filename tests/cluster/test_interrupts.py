@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from gpumem_nb import Workload, state_file
-from gpumem_nb.errors import Interrupted, WorkloadError
+from gpumem_nb import Workload
 from gpumem_nb.session import Session
+from gpumem_nb.shared import state_file
+from gpumem_nb.shared.errors import Interrupted, WorkloadError
 from tests.cluster.test_flips import wait_for_steps
 from tests.cluster.test_save import losses
 from tests.conftest import ranks, weights
@@ -230,17 +231,17 @@ def test_an_interrupted_resume_is_done_or_not_begun(
     applying = tmp_path / "applying"
 
     def slow_to_apply() -> None:
-        from gpumem_nb.engine import state
+        from gpumem_nb.engine.storing import capture
 
-        apply = state.Checked.apply
+        apply = capture.Checked.apply
 
         def slowly(checked: Any, trainer: Any) -> None:
             applying.touch()
             time.sleep(0.5)
-            state.Checked.apply = apply  # type: ignore[method-assign]
+            capture.Checked.apply = apply  # type: ignore[method-assign]
             checked.apply(trainer)
 
-        state.Checked.apply = slowly  # type: ignore[method-assign]
+        capture.Checked.apply = slowly  # type: ignore[method-assign]
 
     session.run(slow_to_apply)
     stop = Stop(applying.exists)

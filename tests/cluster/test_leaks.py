@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.leaks import headline
-from gpumem_nb.sample import Leak
+from gpumem_nb.report.leak_sentences import headline
 from gpumem_nb.session import Session
-from gpumem_nb.workload import Workload
+from gpumem_nb.shared.messages import Leak
+from gpumem_nb.shared.workload import Workload
 from gpumem_nb.workloads.catalog import CATALOG
 
 pytestmark = pytest.mark.cluster

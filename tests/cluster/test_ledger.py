@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gpumem_nb.errors import InvalidInput, TrainingFailed
-from gpumem_nb.memory.categories import (
+from gpumem_nb.session import Session
+from gpumem_nb.shared.categories import (
     ACTIVATIONS,
     CASTS,
     CATEGORIES,
@@ -15,8 +15,8 @@ from gpumem_nb.memory.categories import (
     OPTIMIZER_STATE,
     PARAMETERS,
 )
-from gpumem_nb.sample import Ledger, Sample
-from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
+from gpumem_nb.shared.messages import Ledger, Sample
 from tests.conftest import about, weights
 
 pytestmark = pytest.mark.cluster

@@ -18,14 +18,14 @@ import psutil
 import pytest
 
 import gpumem_nb
-from gpumem_nb import records
 from gpumem_nb import session as session_module
 from gpumem_nb.cluster import launch
 from gpumem_nb.engine import entry
-from gpumem_nb.errors import Interrupted, InvalidInput, NoSession, SetupError, StartError
-from gpumem_nb.processes import Identity
-from gpumem_nb.records import await_end
 from gpumem_nb.session import Session, current
+from gpumem_nb.shared import cluster_records
+from gpumem_nb.shared.cluster_records import await_end
+from gpumem_nb.shared.errors import Interrupted, InvalidInput, NoSession, SetupError, StartError
+from gpumem_nb.shared.processes import Identity
 
 pytestmark = pytest.mark.cluster
 
@@ -231,4 +231,4 @@ def test_a_start_that_is_interrupted_leaves_nothing() -> None:
         session_module.start(2, device="cpu", progress=stop_pressed)
     assert time.monotonic() - began < 10
     assert profiles() == before
-    assert not [record for _, record in records._here() if record.kernel.pid == os.getpid()]
+    assert not [record for _, record in cluster_records._here() if record.kernel.pid == os.getpid()]

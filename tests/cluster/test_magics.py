@@ -13,8 +13,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from jupyter_client.manager import start_new_kernel
 
 import gpumem_nb
-from gpumem_nb.errors import GpumemError, RankError, StateFileError
 from gpumem_nb.session import current
+from gpumem_nb.shared.errors import GpumemError, RankError, StateFileError
 from tests.conftest import ranks
 
 pytestmark = pytest.mark.cluster

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gpumem_nb.errors import GpumemError, TrainingFailed, WorkloadError
 from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import GpumemError, TrainingFailed, WorkloadError
 from tests.cluster.trouble import CODE, everything, prepared, same_as
 from tests.conftest import weights
 

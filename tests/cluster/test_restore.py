@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from gpumem_nb import state_file
-from gpumem_nb.errors import GpumemError, Interrupted, RankError, StartError, StateFileError
-from gpumem_nb.foreground import Foreground
-from gpumem_nb.loading import Loading
+from gpumem_nb.kernel.foreground import Foreground
+from gpumem_nb.kernel.loading import Loading
+from gpumem_nb.kernel.starting import Plan
 from gpumem_nb.session import Session
-from gpumem_nb.starting import Plan
+from gpumem_nb.shared import state_file
+from gpumem_nb.shared.errors import GpumemError, Interrupted, RankError, StartError, StateFileError
 from tests.cluster.test_save import LIVE, losses
 from tests.cluster.test_snapshots import kill_a_rank, snapshots
 from tests.conftest import weights

@@ -10,8 +10,8 @@ import pytest
 
 import gpumem_nb
 from gpumem_nb import session as session_module
-from gpumem_nb.errors import GpumemError, InvalidInput, NoSession, StateFileError
 from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import GpumemError, InvalidInput, NoSession, StateFileError
 from gpumem_nb.ui import wording
 from tests.conftest import SMALL, about, ranks, weights
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import gpumem_nb
-from gpumem_nb.errors import GpumemError, InvalidInput, RankError, WorkloadError
 from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import GpumemError, InvalidInput, RankError, WorkloadError
 from tests.conftest import weights
 
 pytestmark = pytest.mark.cluster

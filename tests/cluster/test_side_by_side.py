@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from jupyter_client.manager import KernelManager
 
-from gpumem_nb import records
+from gpumem_nb.shared import cluster_records
 
 pytestmark = pytest.mark.cluster
 
@@ -68,8 +68,8 @@ def notebooks() -> Iterator[tuple[Notebook, Notebook]]:
         notebook.close()
 
 
-def clusters(notebook: Notebook) -> list[records.Record]:
-    return [record for record in records.others() if record.kernel.pid == notebook.pid]
+def clusters(notebook: Notebook) -> list[cluster_records.Record]:
+    return [record for record in cluster_records.others() if record.kernel.pid == notebook.pid]
 
 
 def test_two_notebooks_train_side_by_side_and_one_survives_the_other(notebooks: tuple[Notebook, Notebook]) -> None:
@@ -86,7 +86,7 @@ def test_two_notebooks_train_side_by_side_and_one_survives_the_other(notebooks: 
 
     steps = int(second.run("print(session.history.steps)"))
     os.kill(first.pid, signal.SIGKILL)
-    assert records.await_end(orphans.processes, patience_s=10)
+    assert cluster_records.await_end(orphans.processes, patience_s=10)
     assert not [folder for folder in orphans.folders if os.path.exists(folder)]
     assert all(who.runs for who in others.processes)
     deadline = time.monotonic() + 20
@@ -97,5 +97,5 @@ def test_two_notebooks_train_side_by_side_and_one_survives_the_other(notebooks: 
 
     # The notebook is closed: its kernel is asked to end, and does not stop the session first.
     second.close()
-    assert records.await_end(others.processes, patience_s=10)
+    assert cluster_records.await_end(others.processes, patience_s=10)
     assert not [folder for folder in others.folders if os.path.exists(folder)]

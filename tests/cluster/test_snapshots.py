@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 import gpumem_nb
-from gpumem_nb import snapshot_folder, state_file
-from gpumem_nb.errors import ClusterDied, StateFileError
 from gpumem_nb.session import Session
+from gpumem_nb.shared import snapshot_folder, state_file
+from gpumem_nb.shared.errors import ClusterDied, StateFileError
 from tests.cluster.test_save import LIMIT, LIVE, attach_own, losses
 from tests.conftest import about, ranks, weights
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_nb.errors import RankError, TrainingFailed
 from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import RankError, TrainingFailed
 from tests.conftest import weights
 
 pytestmark = pytest.mark.cluster

@@ -17,7 +17,7 @@ LOOK = """
 import functools, gc, hashlib, mmap, random, struct
 from gpumem_nb.engine import rank as engine
 from gpumem_nb.engine.rank import reading
-from gpumem_nb.engine.trainer import Trainer
+from gpumem_nb.engine.step.trainer import Trainer
 
 if not gc.get_freeze_count():
     gc.freeze()  # garbage is collected with each step that is discarded: not through all that was ever imported
@@ -58,7 +58,7 @@ CODE = (
 import pathlib, time
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from gpumem_nb.engine.checkpointing import Segment
+from gpumem_nb.engine.step.checkpointing import Segment
 
 fault = kind = old = None
 wait = 0

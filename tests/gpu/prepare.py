@@ -60,7 +60,7 @@ def make(python: Path) -> None:
     held = folder / "constraints.txt"
     held.write_text(constraints())
     run(python, "-m", "pip", "install", "--disable-pip-version-check", "-c", str(held), *needs())
-    run(python, "-m", "gpumem_nb.cluster.horovod_build", "--gpu", "staged")
+    run(python, "-m", "gpumem_nb.install.horovod_build", "--gpu", "staged")
 
 
 def is_site(folder: str) -> bool:

@@ -20,12 +20,12 @@ from typing import Any
 import pynvml
 
 import gpumem_nb
-from gpumem_nb import gpus
-from gpumem_nb.errors import GpumemError
-from gpumem_nb.history import Run
-from gpumem_nb.sample import Sample
+from gpumem_nb.kernel.history import Run
 from gpumem_nb.session import Session
-from gpumem_nb.settings import KNOBS, Settings
+from gpumem_nb.shared import gpus
+from gpumem_nb.shared.errors import GpumemError
+from gpumem_nb.shared.messages import Sample
+from gpumem_nb.shared.settings import KNOBS, Settings
 from gpumem_nb.workloads.catalog import CATALOG
 
 FORMAT = 1
@@ -58,7 +58,7 @@ torch.cuda.memory._record_memory_history("all", context=None, max_entries=2_000_
 _before = torch.cuda.memory._snapshot()
 """
 END = """
-from gpumem_nb.memory.replay import events_of
+from gpumem_nb.memory.virtual_gpu.replay import events_of
 torch.cuda.synchronize()
 _stats = torch.cuda.memory_stats()
 _events = events_of(_before, torch.cuda.memory._snapshot(), torch.cuda.current_device())

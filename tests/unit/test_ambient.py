@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumem_nb.engine.ambient import Ambient, let_go
-from gpumem_nb.engine.checkpointing import Checkpointing, Segment
+from gpumem_nb.engine.step.ambient import Ambient, let_go
+from gpumem_nb.engine.step.checkpointing import Checkpointing, Segment
 
 STRIDE = 11  # of some 1,300 lines that run in a step, every so many are interrupted
 

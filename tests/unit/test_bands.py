@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from gpumem_nb.history import History
-from gpumem_nb.memory import categories as c
-from gpumem_nb.sample import Sample
-from gpumem_nb.settings import Settings
+from gpumem_nb.kernel.history import History
+from gpumem_nb.shared import categories as c
+from gpumem_nb.shared.messages import Sample
+from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui import legend, style, wording
 from gpumem_nb.ui.bands import MOST_LEDGERS, above_median, bands, peaks, shown, worst_first
 from gpumem_nb.ui.charts import Charts

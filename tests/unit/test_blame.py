@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpumem_nb.engine.ambient import let_go
-from gpumem_nb.engine.blame import failure_of
-from gpumem_nb.sample import Failure
+from gpumem_nb.engine.step.ambient import let_go
+from gpumem_nb.engine.step.blame import failure_of
+from gpumem_nb.shared.messages import Failure
 
 
 def told(error: BaseException) -> Failure:

@@ -6,7 +6,7 @@ import cloudpickle
 import pytest
 
 from gpumem_nb.cluster.calls import Call
-from gpumem_nb.sample import Answer
+from gpumem_nb.shared.messages import Answer
 
 
 class JustAnswered(Future):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gpumem_nb.engine.checkpointing import SEGMENT_BLOCKS, Checkpointing, find_blocks
-from gpumem_nb.errors import WorkloadError
+from gpumem_nb.engine.step.checkpointing import SEGMENT_BLOCKS, Checkpointing, find_blocks
+from gpumem_nb.shared.errors import WorkloadError
 
 MODES = tuple(SEGMENT_BLOCKS)
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from gpumem_nb import gpus
-from gpumem_nb.errors import InvalidInput, SetupError
 from gpumem_nb.memory import cuda
 from gpumem_nb.memory.device import open_device
+from gpumem_nb.shared import gpus
+from gpumem_nb.shared.errors import InvalidInput, SetupError
 
 from .fake_nvml import GIB, MIB, FakeNvml, Gpu, lost
 

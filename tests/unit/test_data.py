@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpumem_nb.engine.data import ShardedStream, as_dataset, to_device
+from gpumem_nb.engine.step.data import ShardedStream, as_dataset, to_device
 
 
 def streams(length: int, size: int) -> list[ShardedStream]:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_nb.cluster import environment
-from gpumem_nb.cluster.environment import EnvironmentReport, Item
+from gpumem_nb.install import environment
+from gpumem_nb.install.environment import EnvironmentReport, Item
 
 ROOT = Path(__file__).parents[2]
-CHECK = "from gpumem_nb.cluster.environment import check; print(check())"
+CHECK = "from gpumem_nb.install.environment import check; print(check())"
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_horovod_of_another_torch_is_told_from_none() -> None:
     broken = environment.check_horovod({"horovod": {"error": "ImportError: undefined symbol: _ZN3c10"}})
     assert broken.ok is False
     assert "another torch" in broken.found
-    assert broken.remedy == "python -m gpumem_nb.cluster.horovod_build"
+    assert broken.remedy == "python -m gpumem_nb.install.horovod_build"
 
 
 def test_horovod_without_mpi_is_not_enough() -> None:
@@ -73,7 +73,7 @@ def test_horovod_without_mpi_is_not_enough() -> None:
 
 def test_unbuilt_extension_names_its_builder() -> None:
     unbuilt = environment.check_extension({"extension": {"path": None}})
-    assert unbuilt.remedy == "python -m gpumem_nb.memory.virtual_build"
+    assert unbuilt.remedy == "python -m gpumem_nb.memory.virtual_gpu.build"
 
 
 def test_package_that_is_too_old_or_absent_names_its_command() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from gpumem_nb.memory.growth import Growth
+from gpumem_nb.memory.leaks.growth import Growth
 
 REST = 10_000_000
 

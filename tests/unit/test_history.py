@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_nb.history import History
-from gpumem_nb.sample import Ledger, Reading, Sample
-from gpumem_nb.settings import Settings
+from gpumem_nb.kernel.history import History
+from gpumem_nb.shared.messages import Ledger, Reading, Sample
+from gpumem_nb.shared.settings import Settings
 
 
 def sample(step: int, settings_id: int, step_s: float = 0.1, ledger: Ledger | None = None) -> Sample:

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from gpumem_nb.cluster import horovod_build, horovod_compile, horovod_proof, horovod_source, horovod_target, mpi_tools
-from gpumem_nb.cluster.horovod_target import Target
-from gpumem_nb.errors import SetupError
+from gpumem_nb.install import horovod_build, horovod_compile, horovod_proof, horovod_source, horovod_target, mpi_tools
+from gpumem_nb.install.horovod_target import Target
+from gpumem_nb.shared.errors import SetupError
 
 ROOT = Path(__file__).parents[2]
 TARGET = Target(
@@ -46,7 +46,7 @@ OTHER: dict[str, Any] = {
 
 def run_builder(cache: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)} | variables
-    command = [sys.executable, "-m", "gpumem_nb.cluster.horovod_build", *arguments]
+    command = [sys.executable, "-m", "gpumem_nb.install.horovod_build", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
 
 
@@ -262,7 +262,7 @@ def test_installed_library_depends_on_no_path_of_the_environment_it_was_built_in
 
 def test_second_builder_waits_for_the_first(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from gpumem_nb.cluster.horovod_build import only_builder\n"
+        "import sys, pathlib; from gpumem_nb.install.horovod_build import only_builder\n"
         "with only_builder(pathlib.Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

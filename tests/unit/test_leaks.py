@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import gpumem_nb
-from gpumem_nb.leaks import in_words
-from gpumem_nb.memory.births import Births
-from gpumem_nb.memory.graphs import Graphs
-from gpumem_nb.memory.holders import Holders, holder_on
-from gpumem_nb.memory.leaks import LeakWatch
-from gpumem_nb.sample import Leak, Sample
+from gpumem_nb.memory.leaks.births import Births
+from gpumem_nb.memory.leaks.graphs import Graphs
+from gpumem_nb.memory.leaks.holders import Holders, holder_on
+from gpumem_nb.memory.leaks.watch import LeakWatch
+from gpumem_nb.report.leak_sentences import in_words
+from gpumem_nb.shared.messages import Leak, Sample
 from gpumem_nb.ui import wording
 
 STEPS = 50

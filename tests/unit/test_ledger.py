@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from gpumem_nb.memory.categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
 from gpumem_nb.memory.device import open_device
-from gpumem_nb.memory.recorder import Recorder
-from gpumem_nb.memory.virtual import VirtualGPU
+from gpumem_nb.memory.ledger.recorder import Recorder
+from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
+from gpumem_nb.shared.categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
 from tests.models import MODELS, SETTINGS, Training, checkpointed, ledger_and_profiler, looked_into, recorded
 
 WIDTH = 512
@@ -143,7 +143,7 @@ def test_the_timeline_covers_the_step_and_keeps_its_peak(gpu: VirtualGPU) -> Non
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_without_the_allocator_tensors_tell_nearly_the_same(gpu: VirtualGPU, precision: str) -> None:
-    from gpumem_nb.memory.events import TensorLog
+    from gpumem_nb.memory.ledger.events import TensorLog
 
     class TensorsOnly:
         kind = "virtual"
@@ -225,7 +225,7 @@ def test_what_is_offloaded_is_held_where_it_went(gpu: VirtualGPU) -> None:
 
 
 def test_results_written_into_tensors_of_before_are_not_new_ones() -> None:
-    from gpumem_nb.memory.events import TensorLog
+    from gpumem_nb.memory.ledger.events import TensorLog
 
     buffer, resized = torch.empty(100, 100), torch.empty(10)
     log = TensorLog(torch.device("cpu"), lambda: (0, 0))
@@ -238,8 +238,8 @@ def test_results_written_into_tensors_of_before_are_not_new_ones() -> None:
 
 
 def test_what_the_allocator_counts_beyond_is_in_no_category(gpu: VirtualGPU) -> None:
-    from gpumem_nb.memory.breakdown import not_explained
-    from gpumem_nb.memory.events import TensorLog
+    from gpumem_nb.memory.ledger.events import TensorLog
+    from gpumem_nb.report.breakdown import not_explained
 
     class Rounding:
         """A GPU whose allocator rounds up: 4 KiB more than was asked for at the peak."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.memory import categories as c
-from gpumem_nb.memory.report import MemoryReport, RankMemory
+from gpumem_nb.report.memory import MemoryReport, RankMemory
+from gpumem_nb.shared import categories as c
 from gpumem_nb.ui import memory_figures
 from gpumem_nb.ui.memory_figures import timeline_figure, treemap_figure
 from gpumem_nb.ui.style import LOOKS

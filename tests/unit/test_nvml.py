@@ -9,9 +9,9 @@ import sys
 import pynvml
 import pytest
 
-from gpumem_nb import gpus
-from gpumem_nb.memory.nvml import Nvml
-from gpumem_nb.sample import DeviceUse
+from gpumem_nb.memory.device_use import Nvml
+from gpumem_nb.shared import gpus
+from gpumem_nb.shared.messages import DeviceUse
 
 from .fake_nvml import GIB, MIB, FakeNvml, Gpu, bare, lost
 

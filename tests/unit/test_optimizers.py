@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from gpumem_nb.engine import optimizers
-from gpumem_nb.engine.undo import UpdateUndo
-from gpumem_nb.errors import WorkloadError
-from gpumem_nb.settings import KNOBS, Settings
+from gpumem_nb.engine.step import optimizers
+from gpumem_nb.engine.step.undo import UpdateUndo
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.settings import KNOBS, Settings
 
 IMPLEMENTATIONS = KNOBS["optimizer_impl"].choices
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_nb.errors import InvalidInput
-from gpumem_nb.policy import Policy
+from gpumem_nb.kernel.policy import Policy
+from gpumem_nb.shared.errors import InvalidInput
 
 
 def test_values_given_as_text_are_read() -> None:

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb import records
-from gpumem_nb.processes import Identity, identify
-from gpumem_nb.records import Record
+from gpumem_nb.shared import cluster_records
+from gpumem_nb.shared.cluster_records import Record
+from gpumem_nb.shared.processes import Identity, identify
 
 
 @pytest.fixture(autouse=True)
 def own_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return records.shelf()
+    return cluster_records.shelf()
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def gone() -> Identity:
 
 
 def record(kernel: Identity, *processes: Identity, **changes: Any) -> Record:
-    folder = tempfile.mkdtemp(prefix=records.FOLDER_PREFIX)
+    folder = tempfile.mkdtemp(prefix=cluster_records.FOLDER_PREFIX)
     values = {
-        "machine": records.machine(),
+        "machine": cluster_records.machine(),
         "kernel": kernel,
         "processes": processes,
         "folders": (folder,),
@@ -74,22 +74,22 @@ def test_what_a_dead_kernel_left_is_ended_and_removed(own_shelf: Path, sleeper: 
     orphaned.write(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert own_shelf.stat().st_mode & 0o777 == 0o700
-    assert records.clean_up_after_others() == [orphaned]
+    assert cluster_records.clean_up_after_others() == [orphaned]
     assert not left.runs
     assert not helper.runs, "whatever the ranks had started themselves"
     assert bystander.runs
     assert not path.exists()
     assert not Path(orphaned.folders[0]).exists()
-    assert records.clean_up_after_others() == []
+    assert cluster_records.clean_up_after_others() == []
 
 
 def test_a_living_kernel_s_cluster_is_named_and_left_alone(own_shelf: Path, sleeper: Callable[..., Identity]) -> None:
     kernel, rank = sleeper(), sleeper()
     living = record(kernel, rank)
     living.write(own_shelf / "2-2-2.json")
-    assert records.clean_up_after_others() == []
+    assert cluster_records.clean_up_after_others() == []
     assert rank.runs
-    [other] = records.others()
+    [other] = cluster_records.others()
     held = other.host_memory()
     assert 100_000 < held < 100_000_000, "the rank's own pages, without what it shares with others"
     assert str(other).startswith(f"kernel {kernel.pid} has 2 ranks (virtual GPUs of 2 GiB each); they hold ")
@@ -121,8 +121,8 @@ def test_a_foreign_or_malformed_record_is_never_acted_upon(
     said = json.loads(path.read_text())
     change(said)
     path.write_text(json.dumps(said))
-    assert records.clean_up_after_others() == []
-    assert records.others() == []
+    assert cluster_records.clean_up_after_others() == []
+    assert cluster_records.others() == []
     assert left.runs
     os.rmdir(orphaned.folders[0])
 
@@ -130,14 +130,14 @@ def test_a_foreign_or_malformed_record_is_never_acted_upon(
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"text"', "[" * 100_000])
 def test_a_file_that_is_no_record_is_ignored(text: str, own_shelf: Path) -> None:
     (own_shelf / "4-4-4.json").write_text(text)
-    assert records.clean_up_after_others() == []
+    assert cluster_records.clean_up_after_others() == []
 
 
 def test_a_pid_that_somebody_else_has_by_now_is_spared(own_shelf: Path, sleeper: Callable[..., Identity]) -> None:
     stranger = sleeper()
     path = own_shelf / "5-5-5.json"
     record(gone(), Identity(stranger.pid, stranger.started - 1)).write(path)
-    assert len(records.clean_up_after_others()) == 1
+    assert len(cluster_records.clean_up_after_others()) == 1
     assert stranger.runs
 
 
@@ -146,6 +146,6 @@ def test_a_link_to_a_record_is_ignored(own_shelf: Path, tmp_path: Path, sleeper:
     orphaned = record(gone(), left)
     orphaned.write(tmp_path / "elsewhere.json")
     (own_shelf / "6-6-6.json").symlink_to(tmp_path / "elsewhere.json")
-    assert records.clean_up_after_others() == []
+    assert cluster_records.clean_up_after_others() == []
     assert left.runs
     os.rmdir(orphaned.folders[0])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.errors import InvalidInput
-from gpumem_nb.memory.replay import Replayed, events_of, replay
+from gpumem_nb.memory.virtual_gpu.replay import Replayed, events_of, replay
+from gpumem_nb.shared.errors import InvalidInput
 
 MIB = 2**20
 SMALL, MIDDLE = 2 * MIB, 20 * MIB  # segments for up to 1 MiB, and for up to 10 MiB

@@ -6,11 +6,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gpumem_nb.errors import InvalidInput
-from gpumem_nb.memory import categories as c
-from gpumem_nb.memory.breakdown import MOST_PARTS, highest, parts
-from gpumem_nb.memory.report import MemoryReport, RankMemory
-from gpumem_nb.sample import DeviceUse, RankInfo, Reading, Span
+from gpumem_nb.report.breakdown import MOST_PARTS, highest, parts
+from gpumem_nb.report.memory import MemoryReport, RankMemory
+from gpumem_nb.shared import categories as c
+from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.messages import DeviceUse, RankInfo, Reading, Span
 from tests.ledgers import MIB, info, ledger, reading, timeline
 
 

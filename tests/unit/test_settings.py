@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from gpumem_nb.errors import InvalidInput
-from gpumem_nb.settings import KNOBS, Settings
+from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.settings import KNOBS, Settings
 
 
 def test_text_and_numbers_mean_the_same() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumem_nb.engine.rank import check_sharing
-from gpumem_nb.errors import StartError
+from gpumem_nb.shared.errors import StartError
 
 
 @pytest.mark.parametrize(("ranks", "gpus", "nccl"), [(4, 4, True), (2, 4, True), (4, 1, False)])

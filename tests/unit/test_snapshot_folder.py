@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_nb import snapshot_folder
-from gpumem_nb.engine.keeping import keep
-from gpumem_nb.records import this_process
-from gpumem_nb.snapshot_folder import file_name, make, make_room, newest_first, newest_of_all, tidy
+from gpumem_nb.engine.storing.attached_objects import keep
+from gpumem_nb.shared import snapshot_folder
+from gpumem_nb.shared.cluster_records import this_process
+from gpumem_nb.shared.snapshot_folder import file_name, make, make_room, newest_first, newest_of_all, tidy
 
 ME = this_process()
 

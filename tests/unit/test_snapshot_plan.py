@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpumem_nb.policy import Policy
-from gpumem_nb.sample import ChunkReply, Reading, Stored, WorkloadInfo
-from gpumem_nb.snapshot_folder import file_name
-from gpumem_nb.snapshot_plan import SnapshotPlan
+from gpumem_nb.kernel.policy import Policy
+from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
+from gpumem_nb.shared.messages import ChunkReply, Reading, Stored, WorkloadInfo
+from gpumem_nb.shared.snapshot_folder import file_name
 
 READING = Reading(0, 0, None, None, None, None)
 

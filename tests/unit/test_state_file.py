@@ -13,9 +13,9 @@ from typing import IO
 
 import pytest
 
-from gpumem_nb import state_file
-from gpumem_nb.errors import StateFileError
-from gpumem_nb.state_file import Header
+from gpumem_nb.shared import state_file
+from gpumem_nb.shared.errors import StateFileError
+from gpumem_nb.shared.state_file import Header
 
 HEADER = Header("digits-resnet", {"width": 8}, {"batch_size": 16}, 120, 3840, 2, 1500, "0.1.0", 1.0)
 

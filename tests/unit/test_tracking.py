@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from gpumem_nb import memory
-from gpumem_nb.errors import InvalidInput
-from gpumem_nb.memory.categories import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from gpumem_nb.shared.categories import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from gpumem_nb.shared.errors import InvalidInput
 
 KIB = 2**10
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_nb.errors import InvalidInput
-from gpumem_nb.memory.units import format_bytes, parse_size
+from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.units import format_bytes, parse_size
 
 
 @pytest.mark.parametrize(

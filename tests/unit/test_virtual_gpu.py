@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gpumem_nb.errors import InvalidInput, SetupError
-from gpumem_nb.memory import virtual_build
 from gpumem_nb.memory.device import open_device
+from gpumem_nb.memory.virtual_gpu import build
+from gpumem_nb.shared.errors import InvalidInput, SetupError
 
 if TYPE_CHECKING:
     import torch
 
-    from gpumem_nb.memory.virtual import VirtualGPU
+    from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 
 MIB = 2**20
 _processes: list[ProcessPoolExecutor] = []
@@ -55,7 +55,7 @@ def on_virtual_gpu(test: Callable[[VirtualGPU], None]) -> Callable[[], None]:
 def _gpu() -> tuple[VirtualGPU, torch.Tensor]:
     import torch
 
-    from gpumem_nb.memory.virtual import VirtualGPU
+    from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 
     torch.set_num_threads(1)
     older = torch.ones(3 * MIB)
@@ -436,12 +436,12 @@ def test_two_builds_at_once_leave_one_library(tmp_path: Path, monkeypatch: pytes
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert virtual_build.extension_path() is None
-    command = [sys.executable, "-m", "gpumem_nb.memory.virtual_build"]
+    assert build.extension_path() is None
+    command = [sys.executable, "-m", "gpumem_nb.memory.virtual_gpu.build"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     lines = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    path = virtual_build.extension_path()
+    path = build.extension_path()
     assert path is not None
     assert all(line.startswith("virtual GPU: ") and str(path) in line and line.count("\n") == 1 for line in lines)
     assert sorted(p.suffix for p in path.parent.iterdir()) == [".lock", ".so"]
@@ -455,26 +455,26 @@ def test_a_compiler_that_does_not_work_is_one_sentence(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(SetupError, match=f"{compiler.replace('+', '.')}.*{words}"):
-        virtual_build.build()
-    assert virtual_build.extension_path() is None
+        build.build()
+    assert build.extension_path() is None
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(SetupError, match=r"cannot be stored in .*XDG_CACHE_HOME"):
-        virtual_build.build()
+        build.build()
 
 
 def test_the_library_links_no_python() -> None:
-    text = virtual_build.build().read_bytes()
+    text = build.build().read_bytes()
     assert b"libc10.so" in text
     assert b"libtorch_python" not in text
 
 
 @on_virtual_gpu
 def test_replaying_what_happened_reserves_the_same(gpu: VirtualGPU) -> None:
-    from gpumem_nb.memory.replay import replay
+    from gpumem_nb.memory.virtual_gpu.replay import replay
 
     chance = random.Random(4)
     events: list[int] = []

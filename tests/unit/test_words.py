@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from gpumem_nb.completion import complete_hvd
-from gpumem_nb.errors import InvalidInput
-from gpumem_nb.ranklist import name_ranks, parse_ranks
+from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.ranklist import name_ranks, parse_ranks
 from gpumem_nb.ui.cells import fold
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
-from gpumem_nb.errors import InvalidInput
-from gpumem_nb.workload import Workload
+from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.workload import Workload
 from gpumem_nb.workloads.catalog import CATALOG, make
 from gpumem_nb.workloads.digits import TEST_SAMPLES, Digits
 from gpumem_nb.workloads.evaluate import accuracy, score, unigram_entropy

@@ -1,0 +1,102 @@
+"""From an exception to a failure that can be sent: what it was, where in the model, and how much memory was missing."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from types import TracebackType
+
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from torch import Tensor, nn
+
+from ...memory.device import Device
+from ...shared.errors import InvalidInput, WorkloadError
+from ...shared.messages import Failure
+from ...shared.units import parse_size
+from ..together import collectives
+from .ambient import behind, let_go
+from .checkpointing import Segment
+
+# What CUDA itself says, where torch raises no error of its own for it.
+_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def failure_of(
+    error: BaseException, rank: int, phase: str, model: nn.Module, latest: Tensor | None, device: Device
+) -> Failure:
+    """Describe an exception and let go of what it keeps alive: the frames of its traceback hold activations.
+
+    Args:
+        error: what was raised in the step.
+        rank: this one, which Horovod forgets when it is shut down.
+        phase: the part of the step.
+        model: where modules are looked up.
+        latest: in backward, the parameter whose gradient came last.
+        device: read before anything is let go.
+    """
+    interrupted = isinstance(error, KeyboardInterrupt)
+    oom = None if interrupted else next(filter(_out_of_memory, behind(error)), None)
+    kind = "oom" if oom else "interrupted" if interrupted else "error"
+    if isinstance(error, HorovodInternalError | collectives.Separated) and collectives.separated():
+        kind = "stall"
+    told = oom or error
+    message = str(told) if oom or isinstance(error, WorkloadError) else f"{type(error).__name__}: {error}"
+    module = _innermost_module(told.__traceback__, model) or _innermost_module(error.__traceback__, model)
+    if phase == "backward":
+        if any(_replays(one.__traceback__) for one in behind(error)):
+            phase = "recomputation"
+        else:
+            module = _next_backward(model, latest)
+    reading = device.reading()
+    known = reading.limit is not None and reading.reserved is not None
+    free = max(0, reading.limit - reading.reserved) if known else None  # type: ignore[operator]
+    text = "".join(traceback.format_exception(error))
+    let_go(error)
+    return Failure(rank, kind, phase, message, text, module, _asked(message) if oom else None, free if oom else None)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    return told or isinstance(error, torch.OutOfMemoryError)
+
+
+def _innermost_module(trace: TracebackType | None, model: nn.Module) -> str:
+    """The module of the model whose method was running deepest in the stack."""
+    names = {id(module): _named(name, module) for name, module in model.named_modules()}
+    found = ""
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
+
+
+def _replays(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        if trace.tb_frame.f_code is Segment.replay.__code__:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _next_backward(model: nn.Module, latest: Tensor | None) -> str:
+    """The module whose gradients were due next; backward meets parameters in about the reverse of their order."""
+    owners = [
+        (param, _named(name, module)) for name, module in model.named_modules() for param in module.parameters(False)
+    ]
+    owners = [(param, name) for param, name in reversed(owners) if param.requires_grad]
+    done = next((index + 1 for index, (param, _) in enumerate(owners) if param is latest), 0)
+    return owners[min(done, len(owners) - 1)][1]
+
+
+def _named(name: str, module: nn.Module) -> str:
+    return f"{name} ({type(module).__name__})" if name else type(module).__name__
+
+
+def _asked(message: str) -> int | None:
+    """What torch's own message says that it wanted, in bytes."""
+    wanted = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", message)
+    try:
+        return parse_size(wanted[1]) if wanted else None
+    except InvalidInput:
+        return None

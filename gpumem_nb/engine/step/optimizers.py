@@ -1,0 +1,91 @@
+"""Optimizers by name, and switching how torch computes them without losing their state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ...shared.errors import WorkloadError
+from ...shared.settings import Settings
+
+_BUILD: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
+    "sgd": lambda params, lr: SGD(params, lr=lr),
+    "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
+    "adam": lambda params, lr: Adam(params, lr=lr),
+    "adamw": lambda params, lr: AdamW(params, lr=lr),
+}
+
+# torch's own flags; both False is the loop over single tensors. By default an optimizer keeps those it was made with.
+_IMPLEMENTATION_FLAGS: dict[str, dict[str, bool]] = {
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+    "loop": {"foreach": False, "fused": False},
+}
+
+
+def build(params: Iterable[Tensor], settings: Settings) -> Optimizer:
+    """A fresh optimizer of the kind that the settings name (any but ``own``)."""
+    optimizer = _BUILD[settings.optimizer](list(params), settings.learning_rate)
+    set_implementation(optimizer, settings.optimizer_impl)
+    return optimizer
+
+
+def from_torch(optimizer: Optimizer) -> bool:
+    """Whether its update is torch's own code alone, which fails for want of memory only."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer).__module__.startswith("torch.optim.") and not hooks
+
+
+def set_implementation(optimizer: Optimizer, name: str) -> None:
+    """Compute the same update in another way from the next step on; the state stays."""
+    made_with = {flag: optimizer.defaults.get(flag) for flag in ("foreach", "fused")}
+    flags = _IMPLEMENTATION_FLAGS.get(name, made_with)
+    for group in optimizer.param_groups:
+        if not flags.keys() <= group.keys():
+            if name == "default":
+                continue
+            raise WorkloadError(
+                f"{type(optimizer).__name__} has no {name} implementation. Use optimizer_impl=default with it."
+            )
+        group.update(flags)
+        # Only fused kernels take overflows from the scaler, and those of SGD then keep a momentum that nobody filled:
+        # the scaler skips such an update by itself.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        on_device = flags["fused"] or group.get("capturable")
+        for param in group["params"]:
+            step = optimizer.state.get(param, {}).get("step")
+            if isinstance(step, Tensor):
+                # torch keeps the counter on the device for fused and captured kernels and on the host for the others.
+                optimizer.state[param]["step"] = step.to(param.device if on_device else "cpu")
+
+
+def forget_scaler(optimizer: Optimizer) -> None:
+    """Remove what a gradient scaler hands to an optimizer and leaves there when the update raises."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
+
+
+def put_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    """``load_state_dict`` without its casts: it would turn fp32 state of bf16 parameters into bf16."""
+    optimizer.state = defaultdict(dict, state)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
+
+
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    """Set the rate of the first group and scale those of the others by the same factor."""
+    factor = learning_rate / optimizer.param_groups[0]["lr"]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+    optimizer.param_groups[0]["lr"] = learning_rate
+
+
+def clip_gradients(optimizer: Optimizer, max_norm: float) -> None:
+    """Scale all gradients down together when their 2-norm exceeds ``max_norm``."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    torch.nn.utils.clip_grad_norm_(params, max_norm)

@@ -1,0 +1,1 @@
+"""Rank side: what is trained, in files."""

@@ -1,0 +1,51 @@
+"""Attached objects in a file: they were made in cells that a restart cannot run again."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from ...shared import snapshot_folder
+from ...shared.errors import StateFileError
+from ...shared.units import format_bytes
+
+
+def keep(objects: dict[str, Any], path: Path, space: int) -> str:
+    """Write ``objects`` (by variable name) to a file in the session's own folder.
+
+    All in one pickle, because an optimizer holds the very parameters of its model.
+
+    Returns:
+        Empty, or why they cannot be kept: with snapshots more than ``space`` bytes, or not to be pickled.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        pickled = cloudpickle.dumps(objects)
+        path.unlink(missing_ok=True)  # what was attached before
+        if not snapshot_folder.make_room(path.parent, len(pickled), space):
+            return (
+                f"they take {format_bytes(len(pickled))}, more than is left of the {format_bytes(space)} for snapshots"
+            )
+        partial.write_bytes(pickled)
+        os.replace(partial, path)
+    except Exception as error:  # pickling runs the objects' own code
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def bring(path: Path) -> dict[str, Any]:
+    """The objects that :func:`keep` wrote. The file lies in a folder that its owner alone can write to."""
+    try:
+        return cloudpickle.loads(path.read_bytes())  # type: ignore[no-any-return]
+    except Exception as error:
+        raise StateFileError(
+            f"The attached objects could not be brought back ({type(error).__name__}: {error}). "
+            "Run their cells again, attach them, and type %hvd_resume."
+        ) from None

@@ -1,0 +1,78 @@
+"""Automatic snapshots on rank 0: copied while training waits, written while it goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from horovod.common.exceptions import HorovodInternalError
+
+from ...memory.device import Device
+from ...shared import snapshot_folder
+from ...shared.errors import StateFileError
+from ...shared.messages import SnapshotOrder, Stored
+from ...shared.units import format_bytes
+from ..step.trainer import Trainer
+from ..together import collectives
+from ..together.priority import give_way
+from . import capture
+
+
+class Snapshots:
+    """Takes snapshots and writes them, one at a time, on a thread that gives way to training."""
+
+    def __init__(self) -> None:
+        self._writing: threading.Thread | None = None
+        self._stored: Stored | None = None
+
+    def take(self, trainer: Trainer, device: Device, order: SnapshotOrder) -> float:
+        """Copy the state and start writing it; all ranks call it together. Returns the seconds it held training up."""
+        began = time.perf_counter()
+        if collectives.separated():  # the ranks join again before anything else; the next snapshot is not far
+            return 0.0
+        try:
+            captured = capture.capture(trainer, device, order.options)
+        except HorovodInternalError:  # they came apart in this very moment: the step will say so
+            pass
+        except StateFileError as error:
+            path = Path(order.folder) / snapshot_folder.file_name(order.generation, trainer.steps)
+            self._stored = Stored(str(path), trainer.steps, 0, 0.0, f"No snapshot was taken. {error}")
+        else:
+            if captured and not (self._writing and self._writing.is_alive()):
+                self._writing = threading.Thread(target=self._write, args=(captured, order), daemon=True)
+                self._writing.start()
+        return time.perf_counter() - began
+
+    def take_and_wait(self, trainer: Trainer, device: Device, order: SnapshotOrder) -> Stored | None:
+        """The same, and wait until it is written, after one whose writing is under way."""
+        self._wait()
+        self.take(trainer, device, order)
+        self._wait()
+        return self.stored()
+
+    def _wait(self) -> None:
+        if self._writing:
+            self._writing.join()
+
+    def stored(self) -> Stored | None:
+        """The snapshot whose writing has ended since the last question."""
+        stored, self._stored = self._stored, None
+        return stored
+
+    def _write(self, captured: capture.Captured, order: SnapshotOrder) -> None:
+        give_way()
+        folder, steps = Path(order.folder), captured.header.steps
+        path = folder / snapshot_folder.file_name(order.generation, steps)
+        nbytes, problem = captured.nbytes, ""
+        try:
+            if snapshot_folder.make_room(folder, nbytes, order.space):
+                nbytes = captured.write(path)
+            else:
+                problem = (
+                    f"No snapshot was kept: it takes {format_bytes(nbytes)}, more than is left of the "
+                    f"{format_bytes(order.space)} for snapshots. Give them more with %hvd_set snapshot_space=8GiB."
+                )
+        except Exception as error:  # the kernel waits for an answer, whatever went wrong
+            problem = f"No snapshot was kept: {error}"
+        self._stored = Stored(str(path), steps, nbytes, time.thread_time(), problem)

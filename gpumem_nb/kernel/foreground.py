@@ -1,0 +1,206 @@
+"""Calls that somebody waits for: an interrupt reaches the ranks, and ranks that stalled are brought together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import cloudpickle
+
+from ..cluster.calls import Call
+from ..cluster.ranks import Ranks
+from ..report import waits
+from ..shared.errors import ClusterDied, GpumemError, InvalidInput, NoSession, RankError, Stalled, WorkloadError
+from ..shared.ranklist import name_ranks, parse_ranks
+from .history import History
+from .stop_button import Presses, let_finish
+from .training import Training
+
+RESUMING = "gpumem_nb resuming"
+"""Names the thread that puts a state in place, which nothing else may overtake."""
+
+
+class Foreground:
+    """Asks the ranks of one cluster, which training keeps busy beside it, and waits for their answers.
+
+    Args:
+        ended: why the ranks are gone, in words; empty while they live.
+        touch: told that somebody works here.
+    """
+
+    def __init__(
+        self, ranks: Ranks, training: Training, history: History, ended: Callable[[], str], touch: Callable[[], None]
+    ) -> None:
+        self._ranks = ranks
+        self._training = training
+        self._history = history
+        self._ended = ended
+        self._touch = touch
+        self._presses = Presses()
+        self._waiting = 0  # calls that somebody waits for
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits."""
+        return self._waiting > 0
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether some ranks did not stop when they were interrupted last."""
+        return self._presses.in_vain
+
+    @property
+    def scene(self) -> waits.Scene | None:
+        """What takes long, and who waits for whom; ``None`` when nothing does."""
+        if self._ended():
+            return None
+        return waits.now(self._ranks.pulses(), self._ranks.pending(), self._ranks.size)
+
+    def check_alive(self) -> None:
+        """Raise for ranks that are gone."""
+        let_finish(RESUMING)
+        ended = self._ended()
+        if ended == "stopped":
+            raise NoSession
+        if ended:
+            raise ClusterDied(f"{ended[:1].upper()}{ended[1:].rstrip('.')}.")
+        self._touch()
+
+    def check_loaded(self) -> None:
+        """Raise when there is nothing to train."""
+        self.check_alive()
+        if self._training.workload is None:
+            raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
+
+    def call(
+        self,
+        function: str,
+        *arguments: Any,
+        ranks: str | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call a function of the ranks' entry points by name; its answers in rank order."""
+        return self.finish(self.ask(function, *arguments, ranks=ranks), timeout).get()
+
+    def ask(self, function: str, *arguments: Any, ranks: str | Sequence[int] | None = None) -> Call:
+        """Begin what :meth:`call` waits for."""
+        self.check_alive()
+        return self._ranks.call(function, *arguments, ranks=self._choose(ranks))
+
+    def call_function(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        ranks: str | Sequence[int] | None,
+        timeout: float | None,
+    ) -> list[Any]:
+        """Call any function on ranks; its answers in rank order."""
+        self.check_alive()
+        blob = pickled((function, args), "The function")
+        return self.finish(self._ranks.call_function(blob, self._choose(ranks)), timeout).get()
+
+    def run_cell(
+        self,
+        source: str,
+        title: str,
+        result: str,
+        memory: bool,
+        ranks: str | Sequence[int] | None,
+        timeout: float | None,
+        show: Callable[[Call], None],
+    ) -> Call:
+        """Run code on ranks; returns the finished call."""
+        self.check_alive()
+        try:
+            compile(source, title, "exec")
+        except SyntaxError as error:
+            raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
+        return self.finish(self._ranks.run_cell(source, title, result, memory, self._choose(ranks)), timeout, show)
+
+    def finish(
+        self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None
+    ) -> Call:
+        """Wait for a call. The first error is raised at once; an interrupt or a time-out reaches the ranks."""
+        self._training.make_way()
+        with self.interruptible(lambda: self._ranks.interrupt_until(call.finished), call.pending):
+            try:
+                for finished in call.slices(timeout):
+                    if finished:
+                        call.settle(1.0)
+                    show(call)
+                    if not finished and waits.out_of_reach(call.pulses(), self._ranks.stall_limit_s):
+                        raise ClusterDied(f"{self.scene}, and could not be freed.")
+            except TimeoutError:
+                self._ranks.interrupt_until(call.finished, call.pending())
+                raise
+            except RankError as error:
+                if what := self._after_stall(call):
+                    raise Stalled(error, what) from None
+                raise
+        return call
+
+    def pause(self) -> None:
+        """Stop training after the steps under way, and wait for them."""
+        self.check_alive()
+        with self.interruptible():
+            self._training.pause()
+
+    @contextmanager
+    def interruptible(
+        self, stop_ranks: Callable[[], bool] | None = None, busy: Callable[[], list[int]] | None = None
+    ) -> Iterator[None]:
+        """While somebody waits for the ranks inside, an interrupt reaches them, and says what came of it.
+
+        Args:
+            stop_ranks: interrupts them, and says whether they stopped in time; training by default.
+            busy: the ranks that have not answered; those that train by default.
+        """
+        self._waiting += 1
+        try:
+            yield
+        except KeyboardInterrupt:
+            training = self._training
+            raise self._presses.explain(stop_ranks or training.interrupt, busy or training.waiting_for) from None
+        finally:
+            self._waiting -= 1
+            self._touch()
+
+    def _choose(self, ranks: str | Sequence[int] | None) -> list[int] | None:
+        if ranks is None:
+            return None
+        chosen = parse_ranks(ranks) if isinstance(ranks, str) else [int(rank) for rank in ranks]
+        size = self._ranks.size
+        if not chosen or min(chosen) < 0 or max(chosen) >= size:
+            raise InvalidInput(f"ranks={ranks!r}: there are {name_ranks(range(size))}. Try ranks 0 or 0,2-3.")
+        return sorted(set(chosen))
+
+    def _after_stall(self, call: Call) -> str:
+        """Bring the ranks together again when some were freed from waiting; says what had happened."""
+        call.finished(0.5)  # ranks that waited together are freed together
+        if not call.apart():
+            return ""
+        scene = waits.ended(call.apart(), self._ranks.pulses(), call.pending(), self._ranks.size)
+        if not scene:
+            return ""
+        if late := call.pending():
+            self._ranks.interrupt_until(call.finished, late)
+        what = f"{scene} (stall_limit_s={self._ranks.stall_limit_s:g})."
+        self._history.mark("stall", what)
+        if left := call.pending():
+            return f"{what} {name_ranks(left).capitalize()} could not be interrupted: use %hvd_restart."
+        joined = self._ranks.rejoin(patience_s=2.0)
+        return f"{what} They were freed and {'were joined' if joined else 'will be joined'} again."
+
+
+def pickled(value: Any, what: str) -> bytes:
+    """A value as it travels; ``what`` it is called when it cannot."""
+    try:
+        return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+    except GpumemError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"{what} cannot be sent to the ranks: {error}. Leave out open files, locks and connections; create them "
+            "inside the function that runs there."
+        ) from None

@@ -1,0 +1,62 @@
+"""Looking at memory on demand: a report of all ranks, one recorded step, torch's own snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..report.memory import MemoryReport, RankMemory, check_view
+from ..shared.errors import WorkloadError
+from ..shared.messages import Ledger, RankInfo, Timeline
+from ..shared.ranklist import name_ranks
+from .foreground import Foreground
+from .history import History
+from .training import Training
+
+
+class Inspection:
+    """Asks the ranks of one cluster where their bytes are."""
+
+    def __init__(self, ranks: Sequence[RankInfo], foreground: Foreground, training: Training, history: History) -> None:
+        self._ranks = ranks
+        self._foreground = foreground
+        self._training = training
+        self._history = history
+
+    def report(self, by: str | None, timeline: bool) -> MemoryReport:
+        """What every rank reads, and what the latest known peak is made of; ``timeline`` records a step for it."""
+        check_view(by)
+        timelines = tuple(self.timeline()) if timeline else ()
+        ledgers = [line.ledger for line in timelines] or self._ledgers()
+        entries = zip(self._ranks, self._foreground.call("look"), ledgers, strict=True)
+        ranks = tuple(RankMemory(info, reading, ledger, use) for info, (reading, use), ledger in entries)
+        return MemoryReport(ranks, by, timelines)
+
+    def timeline(self) -> list[Timeline]:
+        """Record one step of every rank, which is undone."""
+        self._foreground.check_loaded()
+        self._training.apply()
+        found = self._foreground.call("record_step")
+        if missing := [rank for rank, timeline in enumerate(found) if timeline is None]:
+            raise WorkloadError(f"The step could not be recorded on {name_ranks(missing)}. Try again.")
+        return found
+
+    def write_snapshot(self, target: Path) -> None:
+        """Let torch write what rank 0 allocates, in one step when something is loaded, even if that step fails."""
+        self._foreground.call("record_allocations", True, ranks=[0])
+        try:
+            try:
+                if self._training.workload:
+                    self.timeline()
+            finally:
+                self._foreground.call("write_snapshot", str(target), ranks=[0])
+        finally:
+            self._foreground.call("record_allocations", False, ranks=[0])
+
+    def _ledgers(self) -> list[Ledger | None]:
+        """Of each rank the latest one of what is loaded."""
+        first = self._history.loaded_as
+        return [
+            next((s.ledger for s in reversed(samples) if s.ledger and s.settings_id >= first), None)
+            for samples in self._history.samples()
+        ]

@@ -1,0 +1,260 @@
+"""What is loaded, how it is saved, and how it comes back: from a file, or after a restart from the last snapshot."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..cluster.launch import Progress
+from ..report.status import StateFile
+from ..shared import snapshot_folder, state_file
+from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError
+from ..shared.messages import WorkloadInfo
+from ..shared.settings import Settings
+from ..shared.workload import Workload
+from ..workloads import catalog
+from . import compatibility
+from .foreground import RESUMING, Foreground, pickled
+from .history import History
+from .snapshot_plan import SnapshotPlan
+from .stop_button import finish_anyway
+from .training import Training
+
+# What a restart allows ranks that may hang, before it takes the last automatic snapshot in place of one made now.
+RESTART_PATIENCE_S = 10.0
+ATTACHED = "attached.pickle"
+
+
+@dataclass(frozen=True)
+class Unrestored:
+    """What was trained when the ranks went; kept until it is back, because another fault may cut a restart short.
+
+    Attributes:
+        generation: of the workload.
+        snapshots: what can be gone back to, the newest first.
+        steps, settings: how far training was, and under what.
+        up_to_date: whether the newest snapshot is of that very step.
+    """
+
+    generation: int
+    snapshots: tuple[Path, ...]
+    steps: int
+    settings: Settings
+    up_to_date: bool
+
+
+@dataclass
+class Origin:
+    """Where what is trained came from; outlives the ranks, so that a restart can load it again.
+
+    Attributes:
+        workload: what was loaded.
+        options: those of a ready-made workload; ``None`` for any other.
+        attached: the variables of what was attached instead, by their roles.
+        not_kept: why the attached objects cannot be brought back.
+        resumed_from: the file that training went on from.
+        unrestored: what a restart has yet to bring back.
+    """
+
+    workload: Workload | None = None
+    options: dict[str, float] | None = None
+    attached: dict[str, str | None] | None = None
+    not_kept: str = ""
+    resumed_from: Path | None = None
+    unrestored: Unrestored | None = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there is something to load again; unlike training, this knows while ranks come and go."""
+        return self.workload is not None or self.attached is not None
+
+
+class Loading:
+    """Loads, saves and restores what the ranks of one cluster train."""
+
+    def __init__(
+        self, foreground: Foreground, training: Training, history: History, snapshots: SnapshotPlan, origin: Origin
+    ) -> None:
+        self._foreground = foreground
+        self._training = training
+        self._history = history
+        self._snapshots = snapshots
+        self._origin = origin
+
+    def load(self, name_or_workload: str | Workload, options: dict[str, Any]) -> WorkloadInfo:
+        """Load a workload; training starts afresh."""
+        chosen = None
+        if isinstance(name_or_workload, str):
+            workload = catalog.make(name_or_workload, **options)
+            chosen = catalog.find(name_or_workload).values(options)
+        elif isinstance(name_or_workload, Workload):
+            if options:
+                raise InvalidInput(f"Options ({', '.join(options)}) go with ready-made workloads only.")
+            workload = name_or_workload
+        else:
+            raise InvalidInput(
+                f"A {type(name_or_workload).__name__} cannot be loaded: give a Workload, or one of the names "
+                f"{', '.join(catalog.CATALOG)}."
+            )
+        pickled(workload, "The workload")
+        info = self._begin("load", workload, chosen)
+        self._origin.workload, self._origin.attached, self._origin.unrestored = workload, None, None
+        return info
+
+    def attach(self, names: dict[str, str | None]) -> WorkloadInfo:
+        """Train objects that live on the ranks."""
+        info = self._begin("attach", names)
+        self._origin.workload, self._origin.attached, self._origin.unrestored = None, names, None
+        self._origin.not_kept = "the ranks ended before they were written"
+        self._origin.not_kept = self._keep_attached(names)
+        return info
+
+    def save(self, target: Path, progress: Progress) -> StateFile:
+        """Write the training state between two chunks to a file."""
+        began = time.perf_counter()
+        progress("writing the training state", 0.5)
+        self._training.apply()
+        call = self._training.ask_alone("save", str(target), self._origin.options)
+        stored = self._foreground.finish(call).get()[0]
+        return StateFile("saved", target, stored.bytes, stored.steps, time.perf_counter() - began)
+
+    def resume(self, source: Path | None, progress: Progress) -> StateFile:
+        """Go on from a file, or from the newest automatic snapshot."""
+        began = time.perf_counter()
+        source = source or self._newest_snapshot()
+        progress("reading the training state", 0.5)
+        if self._training.workload is None:
+            self._load_for(source)
+        size = source.stat().st_size if source.exists() else 0  # the ranks say in a sentence that it is not there
+        header = self._resume_from(source)
+        return StateFile("resumed", source, size, header.steps, time.perf_counter() - began)
+
+    def take_last_snapshot(self) -> bool:
+        """One more snapshot while the ranks live; says whether there is one of this very step."""
+        with suppress(GpumemError, TimeoutError):
+            self._training.pause(timeout=RESTART_PATIENCE_S)
+            trained = self._training.workload is not None and self._history.steps > 0
+            order = self._snapshots.order_now(self._history.steps) if trained else None
+            if order:
+                patience_s = RESTART_PATIENCE_S + self._snapshots.expected_s
+                stored = self._foreground.call("snapshot_now", order, timeout=patience_s)[0]
+                return stored is not None and not stored.problem
+        return False
+
+    def remember(self, up_to_date: bool) -> Unrestored:
+        """Note what a restart is to bring back, before the ranks go; ``up_to_date``: with a snapshot of this step."""
+        origin, steps, generation = self._origin, self._history.steps, self._snapshots.generation
+        before = origin.unrestored
+        if before and (before.generation == generation or not steps):
+            return before  # a restart was cut short, and nothing was trained since
+        snapshots = snapshot_folder.newest_first(self._snapshots.folder, generation)
+        snapshots += [origin.resumed_from] if origin.resumed_from else []
+        snapshots += before.snapshots if before else ()
+        origin.unrestored = Unrestored(generation, tuple(snapshots), steps, self._training.settings, up_to_date)
+        return origin.unrestored
+
+    def restore(self, lost: Unrestored) -> str:
+        """Load what was trained again and go on from the first of its snapshots that can be used, in words."""
+        origin, steps = self._origin, lost.steps
+        if origin.workload is not None:
+            self._begin("load", origin.workload, origin.options)
+        elif origin.attached is not None:
+            if origin.not_kept:
+                return (
+                    f"Nothing is loaded: the attached objects could not be kept ({origin.not_kept}). Run their cells "
+                    "again, attach them, and type %hvd_resume."
+                )
+            self._foreground.call("bring_attached", origin.attached, str(self._snapshots.folder / ATTACHED))
+            self._begin("attach", origin.attached)
+        why = "there was no snapshot yet"
+        for snapshot in lost.snapshots:
+            try:
+                restored = self._resume_from(snapshot).steps
+            except StateFileError as error:
+                why = f"no snapshot could be used: {error}"
+                continue
+            after = f" ({steps - restored} steps after it were lost)" if steps > restored else ""
+            return f"step {restored} restored{after}"
+        origin.unrestored = None
+        after = f"; {steps} steps were lost, because {why}" if steps else ""
+        return f"{self._training.workload.name if self._training.workload else ''} loaded afresh{after}"
+
+    def _keep_attached(self, names: dict[str, str | None]) -> str:
+        """Objects made in cells cannot be made again by a restart, so they are kept beside the snapshots."""
+        folder, space = self._snapshots.folder, self._training.policy.snapshot_space
+        try:
+            snapshot_folder.make(folder)
+        except OSError as error:
+            return f"{folder} cannot be made: {error.strerror}"
+        why_not: str = self._foreground.call("keep_attached", names, str(folder / ATTACHED), space, ranks=[0])[0]
+        return why_not
+
+    def _begin(self, function: str, argument: Any, options: dict[str, float] | None = None) -> WorkloadInfo:
+        self._foreground.pause()
+        call = self._foreground.ask(function, argument)
+        try:
+            self._foreground.finish(call)
+        except (GpumemError, Interrupted) as error:
+            refused = not call.pending() and call.first_error() is not None
+            if not (refused and all(self._foreground.call("loaded"))):  # not what was loaded before
+                self._training.unload()
+                if isinstance(error, GpumemError) and self._origin.unrestored is None:
+                    self._origin.workload = self._origin.attached = None
+            raise
+        info: WorkloadInfo = call.get()[0]
+        self._origin.options, self._origin.resumed_from = options, None
+        self._history.seen_before = 0
+        settings = compatibility.adapted(self._training.settings, info)
+        self._train_from(0, info, settings, f"loaded {info.name}")
+        return info
+
+    def _resume_from(self, source: Path) -> state_file.Header:
+        # Training goes on while the ranks look at the file: one that is refused changes nothing.
+        try:
+            header: state_file.Header = self._foreground.call("resume_check", str(source))[0]
+        except BaseException:
+            with suppress(GpumemError):
+                self._foreground.call("resume_drop")
+            raise
+        self._foreground.pause()
+        try:
+            finish_anyway(lambda: self._put_in_place(source, header), RESUMING)
+        except KeyboardInterrupt:
+            raise Interrupted(f"Interrupted too late: {header.workload} goes on from step {header.steps}.") from None
+        return header
+
+    def _put_in_place(self, source: Path, header: state_file.Header) -> None:
+        """What must not stop half way, because kernel and ranks would be apart."""
+        info: WorkloadInfo = self._foreground.call("resume_apply")[0]
+        self._origin.resumed_from, self._origin.unrestored = source, None
+        self._history.seen_before = header.position
+        settings = Settings().replace(**header.settings)
+        self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
+        self._training.apply()
+
+    def _train_from(self, steps: int, info: WorkloadInfo, settings: Settings, event: str) -> None:
+        fitting = compatibility.within_dataset(settings, info, self._history.size)
+        if fitting != settings:
+            self._history.mark("note", f"batch_size={fitting.batch_size}, because the dataset is small")
+        self._history.steps = steps
+        self._snapshots.begin(info, steps, self._origin.options)
+        self._training.begin(info, fitting)
+        self._history.mark("load", event)
+
+    def _newest_snapshot(self) -> Path:
+        newest = snapshot_folder.newest_of_all(self._snapshots.folder)
+        if newest is None:
+            raise StateFileError("There is no automatic snapshot. Name a file that %hvd_save wrote.")
+        return newest
+
+    def _load_for(self, source: Path) -> None:
+        header = state_file.verify(source)
+        if header.options is None or header.workload not in catalog.CATALOG:
+            raise StateFileError(
+                f"{source} is of {header.workload}, which is not a ready-made workload. Load or attach it first, then "
+                f"resume: %hvd_resume {source}"
+            )
+        self.load(header.workload, header.options)

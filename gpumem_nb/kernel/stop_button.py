@@ -1,0 +1,85 @@
+"""What happens when somebody presses stop: the ranks hear of it, the prompt comes back, and there is a way out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from ..shared.errors import Interrupted
+from ..shared.ranklist import name_ranks
+
+AGAIN_S = 2.0
+"""Two interrupts within this time mean that the gentle way does not do."""
+
+
+class Presses:
+    """Remembers when stop was pressed last.
+
+    Attributes:
+        in_vain: whether some ranks did not stop then.
+    """
+
+    def __init__(self) -> None:
+        self._last_s = -AGAIN_S
+        self.in_vain = False
+
+    def again(self) -> bool:
+        """Stop is pressed now; says whether for the second time within two seconds."""
+        before, self._last_s = self._last_s, time.monotonic()
+        return self._last_s - before < AGAIN_S
+
+    def explain(self, stop_ranks: Callable[[], bool], busy: Callable[[], list[int]]) -> Interrupted:
+        """Interrupt the ranks and say in words what came of it.
+
+        Args:
+            stop_ranks: interrupts them; says whether they stopped in time.
+            busy: the ranks that have not answered.
+        """
+        again = self.again()
+        try:
+            stopped = stop_ranks()
+        except KeyboardInterrupt:  # pressed while waiting for the ranks
+            again, stopped = True, False
+        finally:
+            self._last_s = time.monotonic()
+        self.in_vain = not stopped
+        if stopped and not again:
+            return Interrupted("Interrupted. The ranks stopped what they did and are ready.")
+        waiting = busy()
+        state = "The ranks are ready."
+        if waiting:
+            verb = "has" if len(waiting) == 1 else "have"
+            state = (
+                f"{name_ranks(waiting).capitalize()} {verb} not stopped yet: busy in code that cannot be interrupted, "
+                "stopped, or waiting for another rank."
+            )
+        return Interrupted(
+            f"Interrupted{' twice' * again}. {state} The hard way: %hvd_restart ends the ranks, starts them again and "
+            "restores the training."
+        )
+
+
+def finish_anyway(work: Callable[[], None], name: str) -> None:
+    """Do something that must be finished: an interrupt gives up the waiting, and the work goes on on its thread."""
+    news: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            news.put(error)
+        else:
+            news.put(None)
+
+    threading.Thread(target=run, name=name).start()
+    if error := news.get():
+        raise error
+
+
+def let_finish(name: str) -> None:
+    """Wait for the work of this name that an interrupt has left to finish by itself."""
+    for thread in threading.enumerate():
+        if thread.name == name and thread is not threading.current_thread():
+            thread.join()

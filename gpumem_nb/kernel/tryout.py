@@ -1,0 +1,81 @@
+"""After memory ran out: which settings would have fit, found out on the ranks one after another within some seconds."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence, Set
+
+from ..report.rescue import Fit, Rescue, shrunk
+from ..shared.messages import Sample
+from ..shared.settings import Settings
+
+PATIENCE_S = 5.0
+MICRO_BATCHES = 2  # show a step's peak: from the second one on, gradients lie beside the activations
+
+
+class Tryout:
+    """Candidates in place of settings that ran out of memory, the mildest first.
+
+    Args:
+        rescue: of the step that ran out of memory; what is found out is added to it.
+        blocks: whether the model has blocks that can be checkpointed.
+        sample_s: seconds that a rank takes for one sample.
+    """
+
+    def __init__(self, rescue: Rescue, blocks: bool, sample_s: float) -> None:
+        failed, phase = rescue.settings, rescue.failure.phase
+        self.rescue = rescue
+        rescue.looking = True
+        self._candidate = failed
+        self._sample_s = sample_s
+        self._mild = iter(_lighter_than(failed, phase, blocks))
+        self._ladder = iter(()) if phase == "update" else _ever_smaller(failed, blocks)
+        self._until_s = time.monotonic() + PATIENCE_S
+
+    def next(self) -> Settings | None:
+        """What to try next, with as few micro-batches as show a step's peak; nothing when that was all.
+
+        All mild candidates come, to choose from. Ever smaller micro-batches follow until one fits. What would take too
+        long is left out.
+        """
+        for candidate in itertools.chain(self._mild, [] if self.rescue.fits else self._ladder):
+            trial = candidate.replace(accumulation_steps=min(candidate.accumulation_steps, MICRO_BATCHES))
+            if self._sample_s * trial.samples_per_rank <= self._until_s - time.monotonic():
+                self._candidate = candidate
+                return trial
+        return None
+
+    def learn(self, failures: Set[str], samples: Sequence[Sample]) -> None:
+        """The latest candidate was tried; any failure but ``oom`` says nothing about memory."""
+        if failures <= {"oom"}:
+            peak = None if failures else max(sample.live_peak_bytes for sample in samples)
+            self.rescue.trials.append(Fit(self._candidate, peak))
+        if not failures:
+            self._sample_s = max(1 / sample.samples_per_s for sample in samples)
+
+
+def _lighter_than(settings: Settings, phase: str, blocks: bool) -> list[Settings]:
+    """Settings that need less memory in a phase of the step, the mildest first; ``blocks`` can be checkpointed."""
+    if phase == "update":
+        others: Sequence[dict[str, str]] = [
+            {"optimizer_impl": "fused"},
+            {"optimizer": "momentum"},
+            {"optimizer": "sgd"},
+        ]
+        lighter = [settings.replace(**{"optimizer_impl": "default"} | other) for other in others]
+        return [other for other in lighter if other.changed_from(settings)]
+    smaller = shrunk(settings)
+    checkpointed = settings.replace(checkpointing="blocks") if blocks and settings.checkpointing == "none" else None
+    both = shrunk(checkpointed) if checkpointed else None
+    half = settings.replace(precision="bf16") if settings.precision == "fp32" else None
+    return [other for other in (smaller, checkpointed, half, both) if other]
+
+
+def _ever_smaller(failed: Settings, blocks: bool) -> Iterator[Settings]:
+    """The same global batch in quarters, eighths and so on down to single samples, without and with checkpointing."""
+    smaller = shrunk(failed)
+    while smaller and (smaller := shrunk(smaller)):
+        yield smaller
+        if blocks and smaller.checkpointing == "none":
+            yield smaller.replace(checkpointing="blocks")

@@ -1,0 +1,121 @@
+"""What NVML says about the device of this process: memory of all processes on it, utilisation, temperature, power."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import psutil
+import pynvml
+
+from ..shared import gpus
+from ..shared.messages import DeviceUse
+
+Answer = TypeVar("Answer")
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(DeviceUse) if field.name != "missing")
+
+
+class Nvml:
+    """Reads one device; NVML stays open as long as the process lives.
+
+    Args:
+        uuid: what CUDA says of the device, see :func:`gpumem_nb.shared.gpus.find`.
+
+    Attributes:
+        note: one sentence on why the device cannot be read, or empty.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        self.note = ""
+        self._unreadable = ""
+        self._pid = os.getpid()
+        try:
+            pynvml.nvmlInit()
+            self._device = gpus.find(uuid, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+            # Of a MIG instance NVML knows bytes and processes, the rest of its GPU only.
+            self._gpu = gpus.whole(self._device)
+            pynvml.nvmlDeviceGetMemoryInfo(self._device)
+        except (*gpus.ERRORS, LookupError) as error:
+            self._unreadable = _why(error)
+            self.note = f"Device bytes are n/a: NVML cannot read this GPU ({self._unreadable})."
+
+    def use(self, reserved: int) -> DeviceUse:
+        """The device at this moment; takes milliseconds. ``reserved``: bytes that this process's allocator holds."""
+        if self._unreadable:
+            return DeviceUse(missing=dict.fromkeys(_FIELDS, self._unreadable))
+        missing: dict[str, str] = {}
+
+        def ask(question: Callable[[], Answer], *fields: str) -> Answer | None:
+            try:
+                return question()
+            except (*gpus.ERRORS, LookupError) as error:
+                missing.update(dict.fromkeys(fields, _why(error)))
+                return None
+
+        memory = ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(self._device), "used", "total")
+        processes = ask(lambda: self._processes(reserved), "own", "others")
+        milliwatts = ask(lambda: pynvml.nvmlDeviceGetPowerUsage(self._gpu), "power")
+        return DeviceUse(
+            used=int(memory.used) if memory else None,
+            total=int(memory.total) if memory else None,
+            own=processes[self._pid] if processes else None,
+            others=ask(lambda: self._others(processes), "others") if processes else None,
+            utilisation=ask(self._utilisation, "utilisation"),
+            temperature=ask(self._temperature, "temperature"),
+            power=None if milliwatts is None else milliwatts / 1000,
+            clock=ask(lambda: int(pynvml.nvmlDeviceGetClockInfo(self._gpu, pynvml.NVML_CLOCK_SM)), "clock"),
+            missing=missing,
+        )
+
+    def _processes(self, reserved: int) -> dict[int, int | None]:
+        """All processes on the device, this one certainly among them."""
+        listed = gpus.drawing(self._device) | gpus.computing(self._device)
+        if self._pid not in listed:
+            raise LookupError(
+                f"NVML does not list this process, {self._pid}; inside a container it knows processes by other "
+                "numbers, or not at all"
+            )
+        own = listed[self._pid]
+        if own is None:
+            raise LookupError("the driver does not tell how much each process holds")
+        if own < reserved:
+            raise LookupError(
+                f"NVML's process {self._pid} holds less than this one, so it is another one of that number, outside "
+                "this container"
+            )
+        return listed
+
+    def _others(self, processes: dict[int, int | None]) -> int:
+        if not gpus.sees_all_processes():
+            raise LookupError("inside a container NVML may not list the processes outside it")
+        total = 0
+        for pid, held in processes.items():
+            if pid == self._pid:
+                continue
+            if held is not None:
+                total += held
+            elif psutil.pid_exists(pid):  # one that ended since holds nothing any more
+                raise LookupError(f"the driver does not tell how much process {pid} holds")
+        return total
+
+    def _utilisation(self) -> int:
+        if self._gpu is not self._device:
+            raise LookupError("NVML measures the utilisation of a whole GPU, not of a MIG instance")
+        return int(pynvml.nvmlDeviceGetUtilizationRates(self._gpu).gpu)
+
+    def _temperature(self) -> int:
+        return int(pynvml.nvmlDeviceGetTemperature(self._gpu, pynvml.NVML_TEMPERATURE_GPU))
+
+
+def _why(error: Exception) -> str:
+    """In words why NVML does not tell something."""
+    words = {
+        pynvml.NVMLError_NotSupported: "this GPU does not report it",
+        pynvml.NVMLError_NoPermission: "the driver does not permit it to this user",
+        pynvml.NVMLError_GpuIsLost: "the GPU is lost: it no longer answers the driver",
+        pynvml.NVMLError_LibraryNotFound: "there is no NVIDIA driver here",
+    }
+    return words.get(type(error), f"NVML says {error}" if isinstance(error, pynvml.NVMLError) else str(error))

@@ -1,0 +1,232 @@
+"""Memory that training keeps from step to step: noticed at step boundaries, then looked for and named.
+
+Noticing costs microseconds a step. Only when live bytes have grown for many steps are a few steps watched operator by
+operator; what they made and is still alive some steps later is what leaks.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...shared.messages import Leak, Sample
+from ..tensors import tensors_of_this_process
+from .births import Birth, Births
+from .graphs import Graphs
+from .growth import Growth
+from .holders import UNSEEN, Holder, Holders, Way, holder_on
+
+# Steps from the first that is watched to the search, and at least from the last one: what was made must outlive them,
+# because a model may keep its latest results, and a cache must have had its chance to be hit.
+SEARCH_AFTER_STEPS, PATIENCE_STEPS = 16, 6
+# Of each step: less without a graph are numbers that somebody writes down, such as detached losses.
+SMALLEST_BYTES_PER_STEP = 1024
+SEARCHED_TENSORS = 48  # the largest, of all steps watched together
+FIRST_REST_STEPS, LONGEST_REST_STEPS = 32, 1024  # after a search, unless growth gets faster
+FASTER = 1.25
+
+_FIXES = {
+    "hooks": "Register the hook once, outside the training step, or call remove() on its handle.",
+    "traceback": "Keep str(error) instead of the exception, or clear it: error.with_traceback(None).",
+    "default": "A default argument is made once and shared by all calls: use None, and make it inside the function.",
+    "dict": "Delete entries that are no longer used, or bound it.",
+    "container": "Clear it once its contents were used, or bound it, for example with collections.deque(maxlen=10).",
+    "variable": "Let go of what it refers to once it was used.",
+    "unseen": "Look for what the line that made it passes it on to.",
+}
+_GRAPH_FIX = "It keeps the autograd graph of every step: {} tensor.item() (a number) or tensor.detach() instead."
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A storage that outlived its step, the tensor by which Python holds it, and the way to that tensor."""
+
+    birth: Birth
+    tensor: Tensor | None
+    way: Way | None
+
+
+class LeakWatch:
+    """Watches the steps of one rank; :meth:`take` says what was found.
+
+    Args:
+        rank: this one.
+        device: of the tensors.
+        known: ``model``, ``dataset`` and whatever else has a name that people know.
+    """
+
+    def __init__(self, rank: int, device: torch.device, known: Mapping[str, object]) -> None:
+        self._rank, self._device, self._known = rank, device, known
+        self._growth = Growth()
+        self._settings_id = -1
+        self._steps = self._step = 0  # seen here, and the last one's number
+        self._births: Births | None = None  # while a leak is looked for
+        self._watched_steps = 0
+        self._ends_after = 0
+        self._rest_until, self._rest_steps, self._rest_rate = 0, FIRST_REST_STEPS, 0.0
+        self._told: set[str] = set()
+        self._found: list[Leak] = []
+
+    def chunk_begins(self, live: int) -> None:
+        """Live bytes before the first step of a chunk."""
+        self._growth.chunk_begins(live)
+
+    def step(self) -> AbstractContextManager[object]:
+        """Wraps forward and backward; does nothing but in the few steps that are watched."""
+        return self._births if self._births and self._watched_steps < self._ends_after else nullcontext()
+
+    def step_ended(self, sample: Sample, losses: int) -> None:
+        """What a step measured, at whose end the trainer itself held this many losses."""
+        if sample.settings_id != self._settings_id:
+            self._settings_id = sample.settings_id
+            self._growth.settle()
+        self._steps, self._step = self._steps + 1, sample.step
+        self._growth.step_ended(sample.live_bytes - losses * self._bytes_of_a_number())
+        if self._births is not None:
+            self._go_on_watching(self._births, done=sample.event in ("", "flip"))
+        elif (every := self._growth.every) and self._is_due():
+            self._births = Births(self._device)
+            self._watched_steps, self._ends_after = 0, 2 * every + 1  # two of them must leave something
+
+    def take(self) -> tuple[Leak, ...]:
+        """What was found since the last time."""
+        found, self._found = tuple(self._found), []
+        return found
+
+    def _bytes_of_a_number(self) -> int:
+        return 512 if self._device.type == "cuda" else 4  # CUDA's caching allocator hands out multiples of 512
+
+    def _is_due(self) -> bool:
+        return self._steps >= self._rest_until or self._growth.bytes_per_step > FASTER * self._rest_rate
+
+    def _go_on_watching(self, births: Births, done: bool) -> None:
+        if not done:
+            births.forget_step()
+            return
+        births.prune()
+        self._watched_steps += 1
+        births.step = self._watched_steps
+        if self._watched_steps < max(SEARCH_AFTER_STEPS, self._ends_after + PATIENCE_STEPS):
+            return
+        self._births = None
+        self._rest_until, self._rest_rate = self._steps + self._rest_steps, self._growth.bytes_per_step
+        self._rest_steps = min(2 * self._rest_steps, LONGEST_REST_STEPS)
+        try:
+            self._name(births)
+        except Exception:  # a leak without a name is no reason to end somebody's training
+            _log.exception("A leak could not be named.")
+
+    def _name(self, births: Births) -> None:
+        gc.collect()  # circles of garbage are no leak
+        births.prune()
+        kept = _held(births.births, Holders(self._known))
+        groups: dict[str, list[tuple[_Kept, Holder]]] = defaultdict(list)
+        for one, holder in zip(kept, _common_holders(kept), strict=True):
+            groups[holder.name].append((one, holder))
+        for group in groups.values():
+            self._tell([one for one, _ in group], group[0][1])
+
+    def _tell(self, kept: Sequence[_Kept], holder: Holder) -> None:
+        steps = {one.birth.step for one in kept}
+        rate = sum(one.birth.nbytes for one in kept) / self._ends_after
+        graph = any(one.tensor is not None and one.tensor.grad_fn is not None for one in kept)
+        worth_it = graph or holder.kind in ("hooks", "traceback") or rate >= SMALLEST_BYTES_PER_STEP
+        # A dict whose entries are used again in some steps, or that holds samples, is a cache.
+        is_cache = holder.kind == "dict" and (self._growth.every != 1 or self._in_dataset(kept[0]))
+        if len(steps) < 2 or not worth_it or is_cache or holder.bounded or holder.name in self._told:
+            return
+        self._told.add(holder.name)
+        largest = max((one.birth for one in kept), key=lambda birth: birth.nbytes)
+        self._found.append(
+            Leak(
+                rank=self._rank,
+                step=self._step,
+                bytes_per_step=round(rate),
+                bytes_so_far=self._growth.bytes_so_far,
+                tensor_bytes=largest.nbytes,
+                shape=largest.shape,
+                dtype=largest.dtype,
+                made_at=largest.made_at,
+                name=holder.name,
+                holder=holder.text,
+                fix=_fix(holder, graph),
+            )
+        )
+
+    def _in_dataset(self, kept: _Kept) -> bool:
+        return kept.way is not None and any(thing is self._known.get("dataset") for thing in kept.way.objects)
+
+
+def _fix(holder: Holder, graph: bool) -> str:
+    if graph and holder.kind in ("container", "dict", "variable"):
+        return _GRAPH_FIX.format("add" if holder.kind == "variable" else "store")
+    return _FIXES[holder.kind]
+
+
+def _held(births: Sequence[Birth], holders: Holders) -> list[_Kept]:
+    """By what Python holds the storages: by a tensor of its own, or by one in whose graph they are saved."""
+    tensors = _tensors_by_storage({birth.address for birth in births})
+    holders.ignore(tensors, *tensors.values())
+    searched = [tensor for birth in _largest(births) for tensor in tensors[birth.address]]
+    ways = {id(tensor): way for tensor, way in zip(searched, holders.ways(searched), strict=True)}
+    kept, graphs = [], None
+    for birth in births:
+        own = tensors[birth.address]
+        direct = next((tensor for tensor in own if ways.get(id(tensor))), None)
+        if direct is None:
+            graphs = graphs or Graphs(tensors_of_this_process())
+            root = graphs.root_of_storage(birth.address) or _root_of_ends(own, holders, graphs)
+            if root is not None or all(id(tensor) in ways for tensor in own):
+                kept.append((birth, root))
+        else:
+            kept.append((birth, direct))
+    roots = list({id(tensor): tensor for _, tensor in kept if tensor is not None and not ways.get(id(tensor))}.values())
+    ways |= {id(root): way for root, way in zip(roots, holders.ways(roots), strict=True)}
+    return [_Kept(birth, tensor, ways.get(id(tensor))) for birth, tensor in kept]
+
+
+def _root_of_ends(tensors: Sequence[Tensor], holders: Holders, graphs: Graphs) -> Tensor | None:
+    """What is saved by a node written in Python, or beside a graph, leads to objects that only the graph holds."""
+    ends = [end for tensor in tensors for end in holders.ends(tensor)]
+    return next((root for end in ends if (root := graphs.root_of_object(end)) is not None), None)
+
+
+def _tensors_by_storage(addresses: set[int]) -> dict[int, list[Tensor]]:
+    found: dict[int, list[Tensor]] = {address: [] for address in addresses}
+    for tensor in tensors_of_this_process():
+        if tensor.layout is torch.strided and (address := tensor.untyped_storage()._cdata) in found:
+            found[address].append(tensor)
+    return found
+
+
+def _largest(births: Sequence[Birth]) -> list[Birth]:
+    by_step: dict[int, list[Birth]] = defaultdict(list)
+    for birth in sorted(births, key=lambda birth: birth.nbytes, reverse=True):
+        by_step[birth.step].append(birth)
+    share = SEARCHED_TENSORS // max(1, len(by_step)) or 1
+    return [birth for of_step in by_step.values() for birth in of_step[:share]]
+
+
+def _common_holders(kept: Sequence[_Kept]) -> list[Holder]:
+    """For each the innermost object that holds something of another step too: that is what grows."""
+    steps: dict[int, set[int]] = defaultdict(set)
+    for one in kept:
+        for thing in one.way.objects if one.way else ():
+            steps[id(thing)].add(one.birth.step)
+    holders = []
+    for one in kept:
+        if one.way is None:
+            holders.append(UNSEEN)
+            continue
+        shared = [index for index, thing in enumerate(one.way.objects) if len(steps[id(thing)]) > 1]
+        holders.append(holder_on(one.way, max(shared, default=0)))
+    return holders

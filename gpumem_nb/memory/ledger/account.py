@@ -1,0 +1,236 @@
+"""The ledger of one step: to whom each allocation belonged, from when to when."""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...shared.categories import (
+    ACTIVATIONS,
+    CASTS,
+    CATEGORIES,
+    COMMUNICATION,
+    GRADIENTS,
+    INPUTS,
+    INSIDE_OPERATORS,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+    TEMPORARIES,
+)
+from ...shared.messages import Ledger, Span, Timeline
+from .events import Base, Events
+
+MOST_MODULES = 40  # in a ledger; the rest is summed up
+MOST_POINTS = 600  # in a timeline
+REST = "…"
+# Whom an allocation belongs to when several claim it: the first one.
+_CLAIMS = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, COMMUNICATION, INPUTS, CASTS, ACTIVATIONS)
+_PRECEDENCE = {category: place for place, category in enumerate(_CLAIMS)}
+_CODE = {category: code for code, category in enumerate(CATEGORIES)}
+_LASTING = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, COMMUNICATION, INPUTS)
+_Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """That an allocation is of a category, made for a module."""
+
+    category: str
+    module: str
+    nbytes: int
+
+    def yields_to(self, category: str) -> bool:
+        """Whether a claim of this category counts more."""
+        return _PRECEDENCE[category] < _PRECEDENCE[self.category]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """From this moment, on the clock of ``time.perf_counter_ns``, a part of the step runs, in a module."""
+
+    time_ns: int
+    phase: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What was seen of one step.
+
+    Attributes:
+        began_ns, ended_ns: on the clock of ``time.perf_counter_ns``.
+        base: what was alive when it began.
+        claims: by the number of the allocation.
+        live_peak: the allocator's highest live bytes.
+        virtual: whether it was a virtual GPU's.
+        exact: whether every allocation was seen.
+    """
+
+    began_ns: int
+    ended_ns: int
+    base: Base
+    events: Events
+    claims: dict[int, Claim]
+    marks: list[Mark]
+    live_peak: int
+    virtual: bool
+    exact: bool
+
+
+class Record:
+    """What one step was: live bytes by category after each event, and who owned what at the peak."""
+
+    def __init__(self, observed: Observed) -> None:
+        self._observed = observed
+        self._events = events = observed.events
+        self._claims = observed.claims | {
+            number: Claim(ACTIVATIONS, module, 0)
+            for number, module in self._kept_for_backward()
+            if number not in observed.claims
+        }
+        self._numbers, self._which = np.unique(events.allocation, return_inverse=True)
+        self._categories = self._categorise()
+        # One row a category, one column before the first event and after each.
+        self._live = np.zeros((len(CATEGORIES), len(events.bytes) + 1), dtype=np.int64)
+        self._live[self._categories[self._which], np.arange(1, len(events.bytes) + 1)] = events.bytes
+        self._live[:, 0] = self._base()
+        np.cumsum(self._live, axis=1, out=self._live)
+        self._peak = int(self._live.sum(axis=0).argmax())
+
+    def ledger(self) -> Ledger:
+        """Where the bytes were at the peak, and in the end.
+
+        Where only tensors were seen, the rest of what was asked for is inside operators. What the allocator counts
+        beyond that, by rounding up, is in no category.
+        """
+        observed, at_peak = self._observed, self._by_category(self._live[:, self._peak])
+        missing = self._events.live_peak - sum(at_peak.values())
+        if missing > 0 and not observed.exact:
+            at_peak[INSIDE_OPERATORS] = at_peak.get(INSIDE_OPERATORS, 0) + missing
+        mark = self._mark_at(self._time_ns(self._peak))
+        return Ledger(
+            peak=max(observed.live_peak, sum(at_peak.values())),
+            phase=mark.phase,
+            module=mark.module,
+            at_peak=at_peak,
+            at_rest=self._by_category(self._live[:, -1]),
+            modules=self._modules(),
+            virtual=observed.virtual,
+            exact=observed.exact,
+        )
+
+    def timeline(self, rank: int, step: int, ledger: Ledger) -> Timeline:
+        """The whole step; the bytes are thinned out so that every peak between two points stays."""
+        total, began_ns = self._live.sum(axis=0), self._observed.began_ns
+        shown = np.unique([0, *_highest(total, MOST_POINTS), self._peak, len(total) - 1])
+        times = [(self._time_ns(index) - began_ns) / 1e6 for index in shown]
+        live = {name: tuple(self._live[code, shown].tolist()) for name, code in _CODE.items()}
+        return Timeline(
+            rank=rank,
+            step=step,
+            step_s=(self._observed.ended_ns - began_ns) / 1e9,
+            time_ms=tuple(times),
+            live={name: values for name, values in live.items() if any(values)},
+            spans=tuple(self._spans()),
+            ledger=ledger,
+        )
+
+    def _kept_for_backward(self) -> Iterator[tuple[int, str]]:
+        """What forward made and backward freed, and in which module: kept, whether autograd's hooks saw it or not.
+
+        The inputs of ``torch.utils.checkpoint`` are such, and what an autograd function keeps as its own attribute.
+        """
+        events, marks = self._events, self._observed.marks
+        at = np.searchsorted([mark.time_ns for mark in marks], events.time_ns, side="right") - 1
+        forward = np.array([mark.phase == "forward" for mark in marks])[at]
+        backward = np.array([mark.phase in ("backward", "recomputation") for mark in marks])[at]
+        freed = set(events.allocation[backward & (events.bytes < 0)].tolist())
+        for index in np.flatnonzero(forward & (events.bytes > 0) & ~events.foreign):
+            if (number := int(events.allocation[index])) in freed:
+                yield number, marks[at[index]].module
+
+    def _categorise(self) -> _Array:
+        """The code of the category of each allocation that came or went."""
+        events = self._events
+        born = np.zeros(len(self._numbers), dtype=np.bool_)
+        born[self._which[events.bytes > 0]] = True
+        gone = np.zeros(len(self._numbers), dtype=np.bool_)
+        gone[self._which[events.bytes < 0]] = True
+        foreign = np.zeros(len(self._numbers), dtype=np.bool_)
+        foreign[self._which[events.foreign]] = True
+        call = np.zeros((2, len(self._numbers)), dtype=np.int64)  # in which it was asked for, and released
+        call[(events.bytes < 0).astype(np.int64), self._which] = events.call
+        inside = (call[0] == call[1]) & (call[0] > 0)
+
+        def category(index: int) -> str:
+            number = int(self._numbers[index])
+            claim = self._claims.get(number)
+            if claim and (born[index] or claim.category in _LASTING):
+                return claim.category
+            if foreign[index]:
+                return COMMUNICATION
+            if not (born[index] and gone[index]):  # it was there before, or stays
+                return OTHER
+            return INSIDE_OPERATORS if inside[index] else TEMPORARIES
+
+        return np.array([_CODE[category(index)] for index in range(len(self._numbers))], dtype=np.int64)
+
+    def _base(self) -> _Array:
+        """Live bytes by category before the first event."""
+        base = np.zeros(len(CATEGORIES), dtype=np.int64)
+        for _, claim in self._from_before():
+            base[_CODE[claim.category]] += claim.nbytes
+        base[_CODE[COMMUNICATION]] += self._observed.base.foreign
+        base[_CODE[OTHER]] = self._observed.base.live - base.sum()
+        return base
+
+    def _from_before(self) -> Iterator[tuple[int, Claim]]:
+        """What was there before the first event and is known."""
+        born = set(self._events.allocation[self._events.bytes > 0].tolist())
+        for number, claim in self._claims.items():
+            if number not in born and claim.category in _LASTING:
+                yield number, claim
+
+    def _modules(self) -> tuple[tuple[str, str, int], ...]:
+        """Who owned the bytes at the peak, largest first."""
+        events, found = self._events, defaultdict[tuple[str, str], int](int)
+        change = np.bincount(self._which[: self._peak], events.bytes[: self._peak], minlength=len(self._numbers))
+        held = {int(number): int(bytes_) for number, bytes_ in zip(self._numbers, change, strict=True) if bytes_}
+        for number, claim in self._from_before():
+            held[number] = held.get(number, 0) + claim.nbytes
+        for number, claim in self._claims.items():
+            if held.get(number, 0) > 0:
+                found[claim.module, claim.category] += held[number]
+        rows = sorted(((*key, size) for key, size in found.items()), key=lambda row: -row[2])
+        rest = defaultdict[str, int](int)
+        for _, category, size in rows[MOST_MODULES:]:
+            rest[category] += size
+        return (*rows[:MOST_MODULES], *((REST, category, size) for category, size in rest.items()))
+
+    def _by_category(self, values: _Array) -> dict[str, int]:
+        return {category: int(value) for category, value in zip(CATEGORIES, values, strict=True) if value}
+
+    def _time_ns(self, index: int) -> int:
+        return int(self._events.time_ns[index - 1]) if index else self._observed.began_ns
+
+    def _mark_at(self, time_ns: int) -> Mark:
+        marks = self._observed.marks
+        return marks[max(0, bisect.bisect_right(marks, time_ns, key=lambda mark: mark.time_ns) - 1)]
+
+    def _spans(self) -> Iterator[Span]:
+        marks, began_ns = self._observed.marks, self._observed.began_ns
+        ends = [mark.time_ns for mark in marks[1:]] + [self._observed.ended_ns]
+        for mark, end_ns in zip(marks, ends, strict=True):
+            yield Span((mark.time_ns - began_ns) / 1e6, (end_ns - began_ns) / 1e6, mark.phase, mark.module)
+
+
+def _highest(values: _Array, most: int) -> list[int]:
+    """The index of the highest value in each of at most so many stretches of equal length."""
+    stretches = np.array_split(np.arange(len(values)), min(most, len(values)))
+    return [int(stretch[values[stretch].argmax()]) for stretch in stretches]

@@ -1,0 +1,178 @@
+"""Allocations and releases of one step, as the virtual GPU's allocator or tensors alone tell them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..tensors import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What was alive when a log began, in bytes; ``foreign`` is the part that other threads had asked for."""
+
+    live: int
+    foreign: int
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """A log, one element an event.
+
+    Attributes:
+        allocation: which one; the same number for its release.
+        bytes: negative for a release.
+        time_ns: on the clock of ``time.perf_counter_ns``.
+        foreign: whether a thread of somebody else (Horovod's) had asked for it.
+        call: the outermost operator call in which it happened, numbered from 1; 0 outside of operators or not known.
+        casts: allocations that are copies of a parameter in another type, each with the parameter's index.
+        live_peak: the highest live bytes meanwhile, as tensors and operators asked for them.
+    """
+
+    allocation: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+    time_ns: NDArray[np.int64]
+    foreign: NDArray[np.bool_]
+    call: NDArray[np.int64]
+    casts: dict[int, int]
+    live_peak: int
+
+
+class EventLog(Protocol):
+    """Where the events of a device come from.
+
+    Attributes:
+        exact: whether every allocation is seen, also those inside operators and of other threads.
+    """
+
+    exact: bool
+
+    def begin(self, params: Sequence[Tensor]) -> Base:
+        """Log from now on, on the thread that computes; copies of these parameters are told from other tensors."""
+        ...
+
+    def watching(self) -> AbstractContextManager[object]:
+        """What must be around the computation."""
+        ...
+
+    def allocation(self, tensor: Tensor) -> int:
+        """The number of the allocation in which a tensor lies; 0 for one that is not the device's."""
+        ...
+
+    def end(self) -> Events:
+        """What happened since :meth:`begin`."""
+        ...
+
+
+class TensorLog:
+    """Events of the tensors that are shown to it; a storage is released when it is freed, on any thread.
+
+    For devices whose allocator cannot be listened to at the cost of a sampled step.
+
+    Args:
+        device: whose tensors are meant.
+        requested: the live bytes that were asked for, now and at their highest since the peak was reset.
+    """
+
+    exact = False
+
+    def __init__(self, device: torch.device, requested: Callable[[], tuple[int, int]]) -> None:
+        self._device = device
+        self._requested = requested
+        self._known: dict[int, _Known] = {}
+        self._rows: list[tuple[int, int, int]] = []
+        self._params: dict[int, int] = {}
+        self._casts: dict[int, int] = {}
+        self._logging = False
+
+    def begin(self, params: Sequence[Tensor]) -> Base:
+        """Log from now on."""
+        self._known, self._rows, self._logging = {}, [], True
+        self._params, self._casts = {id(param): index for index, param in enumerate(params)}, {}
+        return Base(self._requested()[0], 0)
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Shows the log every operator's tensors."""
+        return _Operators(self)
+
+    def allocation(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage; 0 for one of another device."""
+        return self._number(tensor, new=False)
+
+    def see(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take note of what went into an operator and what came out."""
+        for tensor in tensors_in([args, kwargs]):
+            self._number(tensor, new=False)
+        for tensor in tensors_in(result):
+            number = self._number(tensor, new=True)
+            if operator is torch.ops.aten._to_copy.default and id(args[0]) in self._params:
+                self._casts[number] = self._params[id(args[0])]
+
+    def _number(self, tensor: Tensor, new: bool) -> int:
+        if tensor.layout is not torch.strided or tensor.device != self._device:
+            return 0
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is None or known() is None:
+            known = _Known(storage, self._died)
+            known.number, known.nbytes = next(_numbers), storage.nbytes()
+            self._known[storage._cdata] = known
+            if new:
+                self._note(known.number, known.nbytes)
+        elif change := storage.nbytes() - known.nbytes:  # storages are also resized in place
+            self._note(known.number, change)
+            known.nbytes += change
+        return known.number
+
+    def end(self) -> Events:
+        """What happened since :meth:`begin`."""
+        self._logging = False
+        self._known = {}
+        rows = np.array(self._rows, dtype=np.int64).reshape(-1, 3)
+        none = np.zeros(len(rows), dtype=np.int64)
+        peak = self._requested()[1]
+        return Events(rows[:, 0], rows[:, 1], rows[:, 2], none.astype(np.bool_), none, self._casts, peak)
+
+    def _died(self, known: _Known) -> None:
+        if self._logging:
+            self._note(known.number, -known.nbytes)
+
+    def _note(self, number: int, change: int) -> None:
+        self._rows.append((number, change, time.perf_counter_ns()))
+
+
+_numbers = itertools.count(1)
+
+
+class _Operators(TorchDispatchMode):
+    """Shows every operator's tensors to a log."""
+
+    def __init__(self, log: TensorLog) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._log.see(func, args, kwargs, result)
+        return result
+
+
+class _Known(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage that remembers its number and bytes."""
+
+    __slots__ = ("nbytes", "number")
+    number: int
+    nbytes: int

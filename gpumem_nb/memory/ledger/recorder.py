@@ -1,0 +1,167 @@
+"""Listening to one step: every allocation and release, and who says whose it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ...shared.categories import ACTIVATIONS, CASTS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from ..device import Device
+from ..tensors import tensors_in
+from .account import Claim, Mark, Observed, Record
+
+OUTSIDE_BACKWARD = -1  # torch's number of the backward pass under way
+_Pack = Callable[[Tensor], Any]
+_Unpack = Callable[[Any], Tensor]
+
+
+class Recorder:
+    """Records the events of one step from construction to :meth:`end`, and who claims which allocation.
+
+    Attributes:
+        current: the one that records now, for code that cannot be handed it.
+    """
+
+    current: Recorder | None = None
+
+    def __init__(self, device: Device, *models: nn.Module) -> None:
+        self._names = {id(module): name for model in models for name, module in model.named_modules()}
+        params = [named for model in models for named in model.named_parameters()]
+        self._homes = [name.rpartition(".")[0] for name, _ in params]  # the modules that parameters lie in
+        self._home_of = {id(param): home for (_, param), home in zip(params, self._homes, strict=True)}
+        self._device = device
+        self._claims: dict[int, Claim] = {}  # by the number of the allocation
+        self._running: list[str] = []
+        self._marks: list[Mark] = []
+        device.reset_peak()
+        self._log = device.event_log()
+        self._began_ns = time.perf_counter_ns()
+        self._base = self._log.begin([param for _, param in params])
+        self.mark("data")
+
+    def claim(self, category: str, tensors: Iterable[Tensor], module: str = "") -> None:
+        """Say what the storages of these tensors are."""
+        for tensor in tensors:
+            if number := self._log.allocation(tensor):
+                self._claim(number, Claim(category, module or self._here, tensor.untyped_storage().nbytes()))
+
+    def _claim(self, number: int, claim: Claim) -> None:
+        if number not in self._claims or self._claims[number].yields_to(claim.category):
+            self._claims[number] = claim
+
+    def claim_model(self, params: Iterable[Tensor], state: dict[Any, dict[str, Any]]) -> None:
+        """Claim what lives from step to step: weights, their gradients and the optimizer's state of them."""
+        for param in params:
+            module = self._home_of.get(id(param), "")
+            self.claim(PARAMETERS, [param], module)
+            if param.grad is not None:
+                self.claim(GRADIENTS, [param.grad], module)
+            values = state.get(param, {}).values()
+            self.claim(OPTIMIZER_STATE, (value for value in values if isinstance(value, Tensor)), module)
+
+    def saved(self, tensor: Tensor) -> None:
+        """A tensor is kept for backward."""
+        self.claim(ACTIVATIONS, [tensor])
+
+    def mark(self, phase: str, module: str = "") -> None:
+        """From now on this part of the step runs, in this module."""
+        if not self._marks or (self._marks[-1].phase, self._marks[-1].module) != (phase, module):
+            self._marks.append(Mark(time.perf_counter_ns(), phase, module))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, see every operator's tensors, what is saved for backward, and which module runs."""
+        with ExitStack() as stack:
+            stack.callback(self._stop)
+            Recorder.current = self
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(saved_tensors_hooks(*self._telling(Tensor.detach, lambda tensor: tensor)))
+            stack.enter_context(self._inner_hooks_told())
+            stack.enter_context(self._log.watching())
+            yield
+
+    def end(self) -> Record:
+        """Stop recording and work out where the bytes were."""
+        live_peak = self._device.reading().live_peak
+        events = self._log.end()
+        ended_ns = time.perf_counter_ns()
+        for number, param in events.casts.items():
+            self._claim(number, Claim(CASTS, self._homes[param], 0))
+        return Record(
+            Observed(
+                began_ns=self._began_ns,
+                ended_ns=ended_ns,
+                base=self._base,
+                events=events,
+                claims=self._claims,
+                marks=self._marks,
+                live_peak=live_peak,
+                virtual=self._device.kind == "virtual",
+                exact=self._log.exact,
+            )
+        )
+
+    def _stop(self) -> None:
+        Recorder.current = None
+        self._log.end()  # a step that could not be finished has not done it
+
+    @property
+    def _here(self) -> str:
+        return self._running[-1] if self._running else ""
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._running.append(self._names.get(id(module), type(module).__name__))
+        self.mark(self._marks[-1].phase, self._here)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._running:
+            self._running.pop()
+        self.mark(self._marks[-1].phase, self._here)
+
+    def _telling(self, pack: _Pack, unpack: _Unpack) -> tuple[_Pack, _Unpack]:
+        """Saved-tensor hooks that do what these two do, and tell this recorder.
+
+        What ``pack`` returns must not be the tensor itself: a result that a node saves refers to the node, and together
+        they would outlive a step that is given up.
+        """
+
+        def told_pack(tensor: Tensor) -> tuple[Any, str]:
+            try:
+                packed = pack(tensor)
+            except Exception:  # torch.utils.checkpoint ends a recomputation so, having kept the last tensor
+                self.saved(tensor)
+                raise
+            self.claim(ACTIVATIONS, tensors_in(packed))
+            return packed, self._here
+
+        def told_unpack(saved: tuple[Any, str]) -> Tensor:
+            packed, module = saved
+            tensor = unpack(packed)
+            self.mark("backward", module)
+            return tensor
+
+        return told_pack, told_unpack
+
+    @contextmanager
+    def _inner_hooks_told(self) -> Iterator[None]:
+        """Autograd asks the innermost hooks only: those of any checkpointing or offloading inside tell as well."""
+        enter = saved_tensors_hooks.__enter__
+
+        def told_enter(hooks: saved_tensors_hooks) -> None:
+            if torch._C._current_graph_task_id() != OUTSIDE_BACKWARD:
+                self.mark("recomputation")
+            enter(saved_tensors_hooks(*self._telling(hooks.pack_hook, hooks.unpack_hook)))
+
+        saved_tensors_hooks.__enter__ = told_enter  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]

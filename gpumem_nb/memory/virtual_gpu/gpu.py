@@ -1,0 +1,225 @@
+"""The virtual GPU: this process's CPU tensors, accounted as if on a device with a memory limit."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...shared.errors import SetupError
+from ...shared.messages import Reading
+from ...shared.units import format_bytes
+from ..ledger.events import Base, Events
+from .build import build
+
+DEFAULT_LIMIT_BYTES = 2 * 2**30  # per rank: room for the ready-made workloads, and near enough to run into
+
+
+class _CReading(ctypes.Structure):
+    """``GpumemReading`` of allocator.cpp."""
+
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in ("live", "live_peak", "reserved", "reserved_peak", "limit", "allocations", "over_limit", "foreign")
+    ]
+    live: int
+    live_peak: int
+    reserved: int
+    reserved_peak: int
+    limit: int
+    allocations: int
+    over_limit: int
+    foreign: int
+
+
+# ``GpumemEvent`` and ``GpumemCast`` of allocator.cpp.
+_EVENT = np.dtype([("id", "u8"), ("bytes", "i8"), ("time_ns", "u8"), ("foreign", "u4"), ("call", "u4")])
+_CAST = np.dtype([("parameter", "u8"), ("allocation", "u8")])
+
+
+class AllocatorLog:
+    """Events as the allocator itself sees them: every allocation of every thread."""
+
+    exact = True
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._handle: int | None = None
+        self._params: dict[int, int] = {}
+
+    def begin(self, params: Sequence[Tensor]) -> Base:
+        """Log from now on."""
+        now = _CReading()
+        self._params = {param._cdata: index for index, param in enumerate(params)}
+        addresses = (ctypes.c_void_p * len(self._params))(*sorted(self._params))
+        self._handle = self._library.gpumem_log_begin(addresses, len(addresses), ctypes.byref(now))
+        return Base(now.live, now.foreign)
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Nothing to do: the allocator sees everything."""
+        return nullcontext()
+
+    def allocation(self, tensor: Tensor) -> int:
+        """The number of the allocation in which a tensor lies; 0 for one that was not counted."""
+        if tensor.layout is not torch.strided:
+            return 0
+        return int(self._library.gpumem_allocation(tensor.untyped_storage()._cdata))
+
+    def end(self) -> Events:
+        """What happened since :meth:`begin`; nothing when it has been asked before."""
+        if self._handle is None:
+            return _events(np.empty(0, _EVENT), {}, 0)
+        now, events, casts = _CReading(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._library.gpumem_read(ctypes.byref(now))
+        lengths = ctypes.c_size_t(), ctypes.c_size_t()
+        handle, self._handle = self._handle, None
+        places = (ctypes.byref(value) for value in (events, lengths[0], casts, lengths[1]))
+        self._library.gpumem_log_end(handle, *places)
+        copies = _copied(casts, lengths[1].value, _CAST)
+        of = {int(row["allocation"]): self._params[int(row["parameter"])] for row in copies}
+        return _events(_copied(events, lengths[0].value, _EVENT), of, now.live_peak)
+
+
+def _copied(start: ctypes.c_void_p, length: int, kind: np.dtype[np.void]) -> NDArray[np.void]:
+    raw = ctypes.string_at(start, length * kind.itemsize) if length else b""
+    return np.frombuffer(raw, dtype=kind)
+
+
+def _events(rows: NDArray[np.void], casts: dict[int, int], live_peak: int) -> Events:
+    allocation, time_ns, call = (rows[name].astype(np.int64) for name in ("id", "time_ns", "call"))
+    return Events(allocation, rows["bytes"], time_ns, rows["foreign"].astype(np.bool_), call, casts, live_peak)
+
+
+class VirtualGPU:
+    """Counts every CPU allocation of every thread from now on, and enforces the limit on the thread that made it.
+
+    ``live`` is the bytes that were asked for; ``reserved`` is what the CUDA caching allocator would hold for them, and
+    what the limit is compared with. A virtual GPU runs nothing else, so ``device_used`` is ``reserved``; the process's
+    RSS is never shown. Not counted: tensors made before it, and those whose bytes torch's current CPU allocator did not
+    hand out (from NumPy, from a data loader's worker, unpickled, or deep-copied other than as a parameter); their
+    ``clone()`` is. There is one per process: a second object shows the same bytes.
+
+    Raises:
+        SetupError: the allocator cannot be built or loaded.
+    """
+
+    def __init__(self, local_rank: int, memory_limit: int | None = None) -> None:
+        self._library = library()
+        self._library.gpumem_install()
+        self._library.gpumem_enforce_on_this_thread(True)
+        self.kind: Literal["virtual", "cuda"] = "virtual"
+        self.torch_device = torch.device("cpu")
+        self.note = ""
+        limit = memory_limit or DEFAULT_LIMIT_BYTES
+        self.name = f"virtual GPU {local_rank} ({format_bytes(limit)})"
+        self.set_limit(limit)
+
+    def reading(self) -> Reading:
+        """The memory at this moment, in bytes."""
+        now = self._read()
+        return Reading(
+            live=now.live,
+            live_peak=now.live_peak,
+            reserved=now.reserved,
+            reserved_peak=now.reserved_peak,
+            device_used=now.reserved,
+            limit=now.limit or None,
+        )
+
+    def room(self) -> int | None:
+        """Bytes that may still be reserved; ``None`` without a limit."""
+        now = self._read()
+        return now.limit - now.reserved if now.limit else None
+
+    @property
+    def over_limit(self) -> int:
+        """How many allocations passed the limit where it is not enforced: on other threads, and in ``exempt()``."""
+        return self._read().over_limit
+
+    @property
+    def allocations(self) -> int:
+        """How many allocations there have been."""
+        return self._read().allocations
+
+    def use(self) -> None:
+        """Nothing: there is no device that NVML could read."""
+
+    def reset_peak(self) -> None:
+        """Let the peaks count from here."""
+        self._library.gpumem_reset_peak()
+
+    def set_limit(self, limit: int | None) -> None:
+        """Move the limit, in bytes; ``None`` for none. What is held already stays, even beyond it."""
+        self._library.gpumem_set_limit(limit or 0)
+
+    def empty_cache(self) -> None:
+        """Release reserved segments that hold no tensor, as ``torch.cuda.empty_cache`` does."""
+        self._library.gpumem_empty_cache()
+
+    @contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Inside, on this thread, passing the limit is counted and not raised."""
+        before = self._library.gpumem_enforce_on_this_thread(False)
+        try:
+            yield
+        finally:
+            self._library.gpumem_enforce_on_this_thread(before)
+
+    def communicates_on(self, threads: Collection[int]) -> None:
+        """What these threads, and no others, ask for is communication (Linux; elsewhere all but the computing one)."""
+        self._library.gpumem_set_foreign_threads((ctypes.c_int32 * len(threads))(*sorted(threads)), len(threads))
+
+    def step_scope(self) -> AbstractContextManager[None]:
+        """Nothing to do: the allocator sees every step."""
+        return nullcontext()
+
+    def event_log(self) -> AllocatorLog:
+        """Its allocations and releases, one by one."""
+        return AllocatorLog(self._library)
+
+    def _read(self) -> _CReading:
+        now = _CReading()
+        self._library.gpumem_read(ctypes.byref(now))
+        return now
+
+
+def library() -> ctypes.CDLL:
+    """The allocator's library, built if need be; loading it alone changes nothing in this process."""
+    return _load(build())
+
+
+@cache
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise SetupError(
+            f"The virtual GPU's library {path} cannot be loaded ({error}): "
+            "delete it and run python -m gpumem_nb.memory.virtual_gpu.build."
+        ) from None
+    library.gpumem_install.restype = None
+    library.gpumem_set_limit.argtypes, library.gpumem_set_limit.restype = [ctypes.c_uint64], None
+    library.gpumem_enforce_on_this_thread.argtypes = [ctypes.c_bool]
+    library.gpumem_enforce_on_this_thread.restype = ctypes.c_bool
+    library.gpumem_set_foreign_threads.argtypes = [ctypes.POINTER(ctypes.c_int32), ctypes.c_size_t]
+    library.gpumem_set_foreign_threads.restype = None
+    library.gpumem_read.argtypes, library.gpumem_read.restype = [ctypes.POINTER(_CReading)], None
+    library.gpumem_reset_peak.restype = None
+    library.gpumem_log_begin.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(_CReading)]
+    library.gpumem_log_begin.restype = ctypes.c_uint64
+    address, length = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
+    library.gpumem_log_end.argtypes = [ctypes.c_uint64, address, length, address, length]
+    library.gpumem_log_end.restype = None
+    library.gpumem_allocation.argtypes, library.gpumem_allocation.restype = [ctypes.c_void_p], ctypes.c_uint64
+    library.gpumem_empty_cache.restype = None
+    library.gpumem_replay.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, ctypes.c_void_p]
+    library.gpumem_replay.restype = ctypes.c_size_t
+    return library

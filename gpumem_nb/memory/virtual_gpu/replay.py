@@ -1,0 +1,78 @@
+"""Recorded allocations, replayed by the virtual GPU's model of the caching allocator: how much would it reserve?
+
+Events are whole numbers: ``n`` allocates n bytes, ``-k`` releases the k-th allocation, counted from 1. So a trace is a
+list that fits into a JSON file, without addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...shared.errors import InvalidInput
+from .gpu import library
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay ended with and its peaks, in bytes; ``live`` as asked for, not rounded."""
+
+    live: int
+    live_peak: int
+    reserved: int
+    reserved_peak: int
+
+
+class _CReplayed(ctypes.Structure):
+    """``GpumemReplayed`` of allocator.cpp."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("live", "live_peak", "reserved", "reserved_peak")]
+    live: int
+    live_peak: int
+    reserved: int
+    reserved_peak: int
+
+
+def replay(events: Sequence[int]) -> Replayed:
+    """Follow recorded events with an empty cache and without limit; tensors of this process are not touched.
+
+    Raises:
+        InvalidInput: an event that releases what is not allocated.
+        SetupError: the virtual GPU's library cannot be built.
+    """
+    out = _CReplayed()
+    followed = library().gpumem_replay((ctypes.c_int64 * len(events))(*events), len(events), ctypes.byref(out))
+    if followed < len(events):
+        raise InvalidInput(
+            f"The trace cannot be followed: event {followed} is {events[followed]}, which releases nothing that is "
+            "allocated. n > 0 allocates n bytes, -k releases the k-th allocation."
+        )
+    return Replayed(out.live, out.live_peak, out.reserved, out.reserved_peak)
+
+
+def events_of(before: Mapping[str, Any], after: Mapping[str, Any], device: int) -> list[int]:
+    """What happened on a device between two of ``torch.cuda.memory._snapshot()``, while history was recorded.
+
+    What was held before comes first, in the order of addresses, because how it came to be is not known. A release
+    counts when the block can be used again (``free_completed``), not when it was asked for.
+    """
+    held = [
+        (block["address"], block["requested_size"])
+        for segment in before["segments"]
+        if segment["device"] == device
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    ]
+    events = [size for _, size in held]
+    numbers = {address: number for number, (address, _) in enumerate(held, start=1)}
+    allocations = len(held)
+    for entry in after["device_traces"][device]:
+        if entry["action"] == "alloc":
+            allocations += 1
+            numbers[entry["addr"]] = allocations
+            events.append(entry["size"])
+        elif entry["action"] == "free_completed" and entry["addr"] in numbers:
+            events.append(-numbers.pop(entry["addr"]))
+    return events

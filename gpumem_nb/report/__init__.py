@@ -1,0 +1,1 @@
+"""Words and tables for terminal and notebook, from plain values; without widgets."""

@@ -1,0 +1,180 @@
+"""What a peak is made of: by category, by module, and over the parts of a recorded step, as tables."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..shared.categories import CATEGORIES, MEANING
+from ..shared.messages import Ledger, Span, Timeline
+from ..shared.units import format_bytes
+from .tables import Table
+
+UNEXPLAINED = "not explained"
+WITHOUT_MODULE = "(no module)"
+_NAMES = {"": "(the model itself)", "…": "(smaller ones)"}  # of modules in a ledger
+MOST_ROWS = 20
+MOST_RANKS = 8
+MOST_PARTS = 40  # of a recorded step
+_TOO_SHORT = 0.01  # of a step, for a part of its own
+
+
+def not_explained(ledger: Ledger) -> int:
+    """Bytes of the peak that are in no category."""
+    return ledger.peak - sum(ledger.at_peak.values())
+
+
+def place(ledger: Ledger) -> str:
+    """Where in the step the peak was, such as ``forward of blocks.3``."""
+    return f"{ledger.phase} of {ledger.module}" if ledger.module else ledger.phase
+
+
+def share(size: int, of: int) -> str:
+    """A part in percent; ``n/a`` of nothing."""
+    return f"{size / of:.1%}".replace("%", " %") if of else "n/a"
+
+
+def category_table(rank: int, ledger: Ledger) -> Table:
+    """Category, bytes, share and meaning, in stacking order from top to bottom, of what is there."""
+    rows = [
+        (name, format_bytes(ledger.at_peak[name]), share(ledger.at_peak[name], ledger.peak), MEANING[name])
+        for name in reversed(CATEGORIES)
+        if ledger.at_peak.get(name)
+    ]
+    if missing := not_explained(ledger):
+        rows.append((UNEXPLAINED, format_bytes(missing), share(missing, ledger.peak), "in no category"))
+    headings = ("category", "at the peak", "share", "what it is")
+    return Table(_title(rank, ledger), headings, tuple(rows), frozenset({"category", "what it is"}))
+
+
+def ranks_by_category(worst_first: Mapping[int, Ledger]) -> Table:
+    """A column for each rank; of many ranks for the worst, the median and the best."""
+    shown = {f"rank {rank}": worst_first[rank] for rank in sorted(worst_first)}
+    if len(worst_first) > MOST_RANKS:
+        ordered = list(worst_first)
+        chosen = {"worst": ordered[0], "median": ordered[len(ordered) // 2], "best": ordered[-1]}
+        shown = {f"{word}: rank {rank}": worst_first[rank] for word, rank in chosen.items()}
+
+    def row(name: str, sizes: list[int]) -> tuple[str, ...]:
+        of = zip(sizes, shown.values(), strict=True)
+        return (name, *(f"{format_bytes(size)} {share(size, ledger.peak):>7}" for size, ledger in of))
+
+    rows = [
+        row(name, [ledger.at_peak.get(name, 0) for ledger in shown.values()])
+        for name in reversed(CATEGORIES)
+        if any(ledger.at_peak.get(name) for ledger in shown.values())
+    ]
+    if any(missing := [not_explained(ledger) for ledger in shown.values()]):
+        rows.append(row(UNEXPLAINED, missing))
+    rows.append(row("live peak", [ledger.peak for ledger in shown.values()]))
+    rows.append(("in", *map(place, shown.values())))
+    title = "At the peak of the latest step that was looked into"
+    return Table(title, ("category", *shown), tuple(rows), frozenset({"category"}))
+
+
+def by_module(ledger: Ledger) -> list[tuple[str, str, int]]:
+    """The whole peak as ``(module, category, bytes)``, largest first; what belongs to no module under that name."""
+    rest = defaultdict(int, {name: ledger.at_peak.get(name, 0) for name in ledger.at_peak})
+    for _, category, size in ledger.modules:
+        rest[category] -= size
+    if missing := not_explained(ledger):
+        rest[UNEXPLAINED] = missing
+    without = [(WITHOUT_MODULE, category, size) for category, size in rest.items() if size]
+    named = [(_NAMES.get(module, module), category, size) for module, category, size in ledger.modules]
+    return sorted([*named, *without], key=lambda entry: -entry[2])
+
+
+def by_outer_module(ledger: Ledger) -> dict[str, dict[str, int]]:
+    """Bytes by module and category; inner modules count with those that they lie in, as far as there are too many."""
+    entries = by_module(ledger)
+    depth = max((module.count(".") + 1 for module, _, _ in entries), default=1)
+    while len(found := _by_path(entries, depth)) > MOST_ROWS and depth > 1:
+        depth -= 1
+    return found
+
+
+def module_table(rank: int, ledger: Ledger) -> Table:
+    """Module, bytes, share and what they are, largest first."""
+    rows = [
+        (module, format_bytes(sum(sizes.values())), share(sum(sizes.values()), ledger.peak), _in_words(sizes))
+        for module, sizes in sorted(by_outer_module(ledger).items(), key=lambda entry: -sum(entry[1].values()))
+    ]
+    headings = ("module", "at the peak", "share", "what it is")
+    return Table(_title(rank, ledger), headings, tuple(rows), frozenset({"module", "what it is"}))
+
+
+def _by_path(entries: Iterable[tuple[str, str, int]], depth: int) -> dict[str, dict[str, int]]:
+    """Bytes by module, of whose path so many names count, and category."""
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for module, category, size in entries:
+        found[".".join(module.split(".")[:depth])][category] += size
+    return found
+
+
+def _in_words(sizes: Mapping[str, int]) -> str:
+    largest = sorted(sizes.items(), key=lambda entry: -entry[1])
+    return ", ".join(f"{category} {format_bytes(size)}" for category, size in largest)
+
+
+def parts(timeline: Timeline, most: int = MOST_PARTS) -> list[Span]:
+    """The step in few parts: spans of one phase in modules that begin alike are joined, no further than needed."""
+    deepest = max((span.module.count(".") + 1 for span in timeline.spans), default=0)
+    shortest_ms = timeline.step_s * 1000 * _TOO_SHORT
+    found: list[Span] = []
+    for depth in range(deepest, -1, -1):
+        found = joined(timeline.spans, depth, shortest_ms)
+        if len(found) <= most:
+            break
+    return found
+
+
+def joined(spans: Sequence[Span], depth: int, shortest_ms: float = 0.0) -> list[Span]:
+    """Spans that follow each other in one phase and in one module, of whose path so many names count."""
+    found: list[Span] = []
+    for span in spans:
+        module = ".".join(span.module.split(".")[:depth])
+        last = found[-1] if found else None
+        # Before, between and after its children a module runs for a moment itself.
+        if last and last.phase == span.phase:
+            after = span.end_ms - span.begin_ms < shortest_ms and last.module.startswith(module)
+            before = last.end_ms - last.begin_ms < shortest_ms and module.startswith(last.module)
+            if last.module == module or after or before:
+                found[-1] = Span(last.begin_ms, span.end_ms, last.phase, last.module if after else module)
+                continue
+        found.append(Span(span.begin_ms, span.end_ms, span.phase, module))
+    return found
+
+
+def highest(timeline: Timeline, span: Span) -> int:
+    """The highest live bytes in a part of a recorded step; between two changes they stay as they are."""
+    first = max(0, bisect_right(timeline.time_ms, span.begin_ms) - 1)
+    last = max(first + 1, bisect_left(timeline.time_ms, span.end_ms))
+    return max(
+        (sum(at_once) for at_once in zip(*(v[first:last] for v in timeline.live.values()), strict=True)), default=0
+    )
+
+
+def timeline_table(timeline: Timeline) -> Table:
+    """The parts of a recorded step in order, with when, how long and how high."""
+    peaks = [(span, highest(timeline, span)) for span in parts(timeline)]
+    top = max(peaks, key=lambda entry: entry[1], default=None)
+    rows = tuple(
+        (
+            f"{span.begin_ms:.1f}",
+            f"{span.end_ms - span.begin_ms:.1f}",
+            span.phase,
+            span.module,
+            format_bytes(peak),
+            "← peak" if (span, peak) == top else "",
+        )
+        for span, peak in peaks
+    )
+    title = f"Step {timeline.step} of rank {timeline.rank}, {timeline.step_s * 1000:.0f} ms while it was recorded"
+    headings = ("from ms", "ms", "phase", "module", "highest live", "")
+    return Table(title, headings, rows, frozenset({"phase", "module", ""}))
+
+
+def _title(rank: int, ledger: Ledger) -> str:
+    kind = " (virtual)" if ledger.virtual else ""
+    return f"At the peak of rank {rank}: {format_bytes(ledger.peak)}{kind} in {place(ledger)}"

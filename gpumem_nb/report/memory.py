@@ -1,0 +1,297 @@
+"""The memory report: live, reserved and device bytes of every rank, and what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..shared.errors import InvalidInput, nearest
+from ..shared.messages import DeviceUse, Ledger, RankInfo, Reading, Timeline
+from ..shared.units import format_bytes
+from .breakdown import (
+    UNEXPLAINED,
+    WITHOUT_MODULE,
+    by_module,
+    category_table,
+    module_table,
+    not_explained,
+    ranks_by_category,
+    timeline_table,
+)
+from .device_table import device_table, reasons
+from .tables import Table, notes_html
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+VIEWS = ("category", "module")
+FRAMES = (*VIEWS, "timeline")
+
+_LIVE = "Live is held by tensors; a peak is the highest since the last reset."
+_RESERVED = (
+    "Reserved is more than live: the caching allocator rounds sizes up and keeps what was freed for later, maybe in "
+    "pieces too small to use (reserved − live)."
+)
+_DEVICE = (
+    "Device used is more than reserved: it counts each process's CUDA context and libraries, and other processes too."
+)
+_VIRTUAL = (
+    "Virtual: CPU tensors accounted as on a GPU; reserved is modelled after the CUDA caching allocator and is all that "
+    "a virtual device has in use."
+)
+_NOT_READ = "n/a could not be read."
+_NO_LEDGER = "What the bytes are made of is known once a step was trained: %hvd_train."
+_TENSORS_ONLY = "Only tensors were seen: memory inside operators is missing from the categories."
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """One rank's device and what it read; ``ledger`` is of the latest step that was looked into."""
+
+    info: RankInfo
+    reading: Reading
+    ledger: Ledger | None = None
+    device_use: DeviceUse | None = None
+
+    @property
+    def kind(self) -> str:
+        """``virtual`` or ``real``."""
+        return "virtual" if self.info.virtual else "real"
+
+    @property
+    def fragmentation(self) -> int | None:
+        """Reserved, but not held by any tensor."""
+        return None if self.reading.reserved is None else self.reading.reserved - self.reading.live
+
+    @property
+    def byte_values(self) -> dict[str, int | None]:
+        """The columns of bytes, in the order in which they are shown."""
+        r = self.reading
+        return {
+            "live": r.live,
+            "live peak": r.live_peak,
+            "reserved": r.reserved,
+            "reserved peak": r.reserved_peak,
+            "reserved − live": self.fragmentation,
+            "device used": r.device_used,
+            "limit": r.limit,
+        }
+
+
+_COLUMNS = {
+    "live": "live_bytes",
+    "live peak": "live_peak_bytes",
+    "reserved": "reserved_bytes",
+    "reserved peak": "reserved_peak_bytes",
+    "reserved − live": "fragmentation_bytes",
+    "device used": "device_used_bytes",
+    "limit": "limit_bytes",
+}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MemoryReport:
+    """Where the bytes are, for every rank in rank order.
+
+    ``by`` chooses what the peak is broken down into when the report is shown: the worst rank's categories (``None``),
+    those of all ranks (``category``), or the worst rank's modules (``module``). ``timelines`` are recorded steps.
+    """
+
+    ranks: tuple[RankMemory, ...]
+    by: str | None = None
+    timelines: tuple[Timeline, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_view(self.by)
+
+    @property
+    def worst(self) -> RankMemory | None:
+        """The rank whose looked-into peak is the largest share of its limit; ``None`` before any was looked into."""
+        return next(iter(self._worst_first), None)
+
+    @property
+    def _worst_first(self) -> list[RankMemory]:
+        known = [rank for rank in self.ranks if rank.ledger]
+        return sorted(known, key=lambda rank: -_share(rank.ledger, rank.reading.limit))
+
+    @property
+    def worst_timeline(self) -> Timeline | None:
+        """The recorded step of the rank with the largest share of its limit at the peak."""
+        limits = {rank.info.rank: rank.reading.limit for rank in self.ranks}
+        return max(self.timelines, key=lambda line: _share(line.ledger, limits.get(line.rank)), default=None)
+
+    def frame(self, by: str | None = None) -> pd.DataFrame:
+        """The report as data; bytes are nullable integers, ``<NA>`` where they could not be read.
+
+        Args:
+            by: ``None`` for one row per rank, ``category`` or ``module`` for what the peaks are made of, ``timeline``
+                for the recorded steps.
+        """
+        if by is None:
+            return _frame([self._row(rank) for rank in self.ranks], _RANK_COLUMNS)
+        if by == "category":
+            return _frame([row for rank in self.ranks for row in _category_rows(rank)], _CATEGORY_COLUMNS)
+        if by == "module":
+            return _frame([row for rank in self.ranks for row in _module_rows(rank)], _MODULE_COLUMNS)
+        if by == "timeline":
+            return _frame([row for line in self.timelines for row in _timeline_rows(line)], _TIMELINE_COLUMNS)
+        raise InvalidInput(f"by={by!r} is not known: {nearest(str(by), FRAMES)}.")
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """Why the numbers differ, and what each rank's readings lack."""
+        lacking = any(value is None for rank in self.ranks for value in rank.byte_values.values())
+        return (
+            *why_they_differ([rank.info for rank in self.ranks]),
+            *([_NOT_READ] if lacking else []),
+            *reasons([(rank.info.rank, rank.device_use) for rank in self.ranks if rank.device_use]),
+            *dict.fromkeys(rank.info.note for rank in self.ranks if rank.info.note),
+        )
+
+    @property
+    def breakdown(self) -> tuple[Table, ...]:
+        """What the peaks are made of, as far as a step was looked into."""
+        worst, timeline = self.worst, self.worst_timeline
+        tables = []
+        if timeline:
+            tables.append(timeline_table(timeline))
+        if worst and worst.ledger:
+            rank = worst.info.rank
+            if self.by == "category":
+                known = {entry.info.rank: entry.ledger for entry in self._worst_first if entry.ledger}
+                tables.append(ranks_by_category(known))
+            elif self.by == "module":
+                tables.append(module_table(rank, worst.ledger))
+            else:
+                tables.append(category_table(rank, worst.ledger))
+        return tuple(tables)
+
+    @property
+    def _about_breakdown(self) -> tuple[str, ...]:
+        worst = self.worst
+        if worst is None or worst.ledger is None:
+            return (_NO_LEDGER,)
+        return () if worst.ledger.exact else (_TENSORS_ONLY,)
+
+    @property
+    def _overview(self) -> tuple[Table, ...]:
+        headings = ("rank", "device", "kind", *_COLUMNS)
+        rows = tuple(
+            (str(r.info.rank), r.info.device_name, r.kind, *map(format_bytes, r.byte_values.values()))
+            for r in self.ranks
+        )
+        now = Table("", headings, rows, frozenset(headings[:3]))
+        uses = [(r.info.rank, r.reading.reserved, r.device_use) for r in self.ranks if r.device_use]
+        return (now, device_table(uses)) if uses else (now,)
+
+    def __str__(self) -> str:
+        parts = [*self._overview, "\n".join(self.sentences), *self.breakdown, *self._about_breakdown]
+        return "\n\n".join(map(str, parts))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        overview = "".join(table.html() for table in self._overview) + notes_html(self.sentences)
+        return overview + "".join(table.html() for table in self.breakdown) + notes_html(self._about_breakdown)
+
+    def _row(self, rank: RankMemory) -> dict[str, Any]:
+        info, use, ledger = rank.info, rank.device_use or DeviceUse(), rank.ledger
+        values = {_COLUMNS[name]: value for name, value in rank.byte_values.items()}
+        return {
+            "rank": info.rank,
+            "host": info.host,
+            "device": info.device_name,
+            "kind": rank.kind,
+            **values,
+            "own_bytes": use.own,
+            "others_bytes": use.others,
+            "utilisation_percent": use.utilisation,
+            "temperature_celsius": use.temperature,
+            "power_watts": use.power,
+            "clock_mhz": use.clock,
+            "peak_bytes": ledger.peak if ledger else None,
+            "peak_phase": ledger.phase if ledger else None,
+            "peak_module": ledger.module if ledger else None,
+        }
+
+
+def why_they_differ(ranks: Sequence[RankInfo]) -> tuple[str, ...]:
+    """A sentence each about live, reserved and device bytes of these ranks."""
+    real, virtual = not all(info.virtual for info in ranks), any(info.virtual for info in ranks)
+    return (_LIVE, _RESERVED, *([_DEVICE] if real else []), *([_VIRTUAL] if virtual else []))
+
+
+def check_view(by: object) -> None:
+    """Refuse what a peak cannot be broken down into."""
+    if by is not None and by not in VIEWS:
+        raise InvalidInput(f"by={by!r} is not known: {nearest(str(by), VIEWS)}.")
+
+
+_RANK_COLUMNS = (
+    *("rank", "host", "device", "kind", *_COLUMNS.values(), "own_bytes", "others_bytes", "utilisation_percent"),
+    *("temperature_celsius", "power_watts", "clock_mhz", "peak_bytes", "peak_phase", "peak_module"),
+)
+_CATEGORY_COLUMNS = ("rank", "category", "peak_bytes", "share", "rest_bytes")
+_MODULE_COLUMNS = ("rank", "module", "category", "peak_bytes", "share")
+_TIMELINE_COLUMNS = ("rank", "step", "time_ms", "phase", "module", "category", "live_bytes")
+_WHOLE = ("utilisation_percent", "temperature_celsius", "clock_mhz")
+
+
+def _share(ledger: Ledger | None, limit: int | None) -> float:
+    return ledger.peak / (limit or 1) if ledger else 0.0
+
+
+def _category_rows(rank: RankMemory) -> list[dict[str, Any]]:
+    ledger = rank.ledger
+    if ledger is None:
+        return []
+    missing = not_explained(ledger)
+    entries = {**ledger.at_peak, **({UNEXPLAINED: missing} if missing else {})}
+    return [
+        {
+            "rank": rank.info.rank,
+            "category": category,
+            "peak_bytes": size,
+            "share": size / ledger.peak if ledger.peak else None,
+            "rest_bytes": ledger.at_rest.get(category),
+        }
+        for category, size in entries.items()
+    ]
+
+
+def _module_rows(rank: RankMemory) -> list[dict[str, Any]]:
+    ledger = rank.ledger
+    if ledger is None:
+        return []
+    return [
+        {
+            "rank": rank.info.rank,
+            "module": "" if module == WITHOUT_MODULE else module,
+            "category": category,
+            "peak_bytes": size,
+            "share": size / ledger.peak if ledger.peak else None,
+        }
+        for module, category, size in by_module(ledger)
+    ]
+
+
+def _timeline_rows(line: Timeline) -> list[dict[str, Any]]:
+    spans = line.spans
+    rows: list[dict[str, Any]] = []
+    at = 0
+    for i, moment in enumerate(line.time_ms):
+        while at + 1 < len(spans) and spans[at].end_ms <= moment:
+            at += 1
+        place = {"phase": spans[at].phase, "module": spans[at].module} if spans else {}
+        when = {"rank": line.rank, "step": line.step, "time_ms": moment, **place}
+        rows += [when | {"category": name, "live_bytes": values[i]} for name, values in line.live.items()]
+    return rows
+
+
+def _frame(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> pd.DataFrame:
+    import pandas as pd
+
+    frame = pd.DataFrame(rows, columns=list(columns))
+    whole = [name for name in columns if name.endswith("_bytes") or name in _WHOLE]
+    return frame.astype(dict.fromkeys(whole, "Int64"))

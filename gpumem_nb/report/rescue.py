@@ -1,0 +1,112 @@
+"""What became of a step that some rank could not finish, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..shared.messages import Failure
+from ..shared.settings import Settings
+from ..shared.units import format_bytes
+
+TRIALS_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Settings tried out on the ranks after memory ran out. ``peak_bytes``: live, worst rank; ``None``: no fit."""
+
+    settings: Settings
+    peak_bytes: int | None
+
+
+@dataclass(slots=True)
+class Rescue:
+    """One discarded step.
+
+    Attributes:
+        failure: what the first rank that failed said.
+        step: the number the step would have had.
+        settings: what it ran under.
+        did: what was done about it.
+        goes_on: the smaller micro-batches that training went on with.
+        looking: whether it is still being found out what would have fit.
+        trials: what was tried afterwards, each for one step that was undone.
+    """
+
+    failure: Failure
+    step: int
+    settings: Settings
+    did: str = ""
+    goes_on: Settings | None = None
+    looking: bool = False
+    trials: list[Fit] = field(default_factory=list)
+
+    @property
+    def headline(self) -> str:
+        """Who could not do what, and why."""
+        failure = self.failure
+        if failure.phase == "settings":
+            return f"These settings cannot be used: {failure.message}"
+        where = f"in the {failure.phase} part of the step"
+        if failure.module:
+            where += f", in {failure.module}"
+        if failure.kind != "oom":
+            return f"rank {failure.rank} failed {where}: {failure.message}"
+        if failure.asked is None:
+            return f"rank {failure.rank} ran out of memory {where}: {failure.message}"
+        free = "" if failure.free is None else f" with {format_bytes(failure.free)} free"
+        return f"rank {failure.rank} ran out of memory {where}: Tried to allocate {format_bytes(failure.asked)}{free}."
+
+    @property
+    def fits(self) -> list[str]:
+        """The flips that would have made it fit, as they were measured."""
+        return [
+            f"{flips(self.settings, trial.settings)} (live peak {format_bytes(trial.peak_bytes)})"
+            for trial in self.trials
+            if trial.peak_bytes is not None
+        ]
+
+    @property
+    def advice(self) -> str:
+        """Which flips would have helped; empty where the failure is not about memory."""
+        if self.failure.kind != "oom":
+            return ""
+        if self.goes_on:
+            peaks = [format_bytes(trial.peak_bytes) for trial in self.trials]
+            return f"With it the step fits (live peak {peaks[-1]})." if peaks else ""
+        if self.fits:
+            best = next(trial.settings for trial in self.trials if trial.peak_bytes is not None)
+            found = f"Tried out on the ranks, these would have fit: {'; '.join(self.fits)}."
+            return f"{found} Type %hvd_set {flips(self.settings, best)}"
+        if self.looking:
+            return "What would have fit is being tried out on the ranks."
+        larger = "Use a smaller model or a larger limit."
+        if not self.trials:
+            return larger
+        tried = [flips(self.settings, trial.settings) for trial in self.trials]
+        if len(tried) > TRIALS_NAMED:
+            tried = [*tried[: TRIALS_NAMED - 1], f"and so on down to {tried[-1]}"]
+        return f"Tried out on the ranks, none of these would have fit: {'; '.join(tried)}. {larger}"
+
+    def worked(self, settings: Settings, peak_bytes: int) -> None:
+        """A step was done under these settings."""
+        if settings == self.goes_on and not self.trials:
+            self.trials.append(Fit(settings, peak_bytes))
+
+    def __str__(self) -> str:
+        lines = [self.headline, f"The step was discarded on all ranks; {self.did}." if self.did else "", self.advice]
+        return "\n".join(line for line in lines if line)
+
+
+def flips(before: Settings, after: Settings) -> str:
+    """What to type to get from one to the other."""
+    return " ".join(f"{name}={value}" for name, value in after.changed_from(before).items())
+
+
+def shrunk(settings: Settings) -> Settings | None:
+    """The same global batch in smaller micro-batches, half the size if that is even; ``None`` below one sample."""
+    size = settings.batch_size
+    factor = next((divisor for divisor in range(2, size + 1) if size % divisor == 0), None)
+    if factor is None:
+        return None
+    return settings.replace(batch_size=size // factor, accumulation_steps=settings.accumulation_steps * factor)

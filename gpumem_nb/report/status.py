@@ -1,0 +1,86 @@
+"""What a session says about itself: who runs where doing what, and what was saved or resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from ..shared.messages import RankInfo, WorkloadInfo
+from ..shared.settings import Settings
+from ..shared.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Status:
+    """Who runs where, on what, doing what."""
+
+    doing: str
+    ranks: tuple[RankInfo, ...]
+    workload: WorkloadInfo | None
+    settings: Settings
+    steps: int
+    snapshots: str
+    ledger: str
+    start_seconds: Mapping[str, float]
+    others: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """The same for programs."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        lines = [self.doing]
+        for info in self.ranks:
+            kind = "virtual, " if info.virtual else ""
+            lines.append(
+                f"rank {info.rank}: {info.device_name} ({kind}limit {format_bytes(info.memory_limit)}), "
+                f"{info.threads} thread{'s' * (info.threads != 1)}, {info.host} pid {info.pid}"
+                + (f" ({info.note})" if info.note else "")
+            )
+        if self.workload:
+            w = self.workload
+            lines.append(
+                f"workload {w.name}: {w.parameters:,} parameters ({format_bytes(w.parameter_bytes)}), "
+                f"{w.dataset_len:,} samples, {w.blocks} blocks"
+            )
+        lines.append(f"settings: {self.settings}")
+        if self.workload:
+            lines += [self.snapshots, self.ledger]
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.start_seconds.items())
+        if self.others:
+            lines.append(f"other processes: {'; '.join(self.others)}")
+        lines.append(f"started in {sum(self.start_seconds.values()):.1f} s ({phases})")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def describe_ledger(every: int | str, cost: float | None) -> str:
+    """How often steps are looked into (``never`` or one in that many), and the share of time that it costs."""
+    if every == "never":
+        return "ledger: no step is looked into (%hvd_set ledger_steps=20)"
+    costs = "" if cost is None else f", which costs {cost:.1%} of the time"
+    return f"ledger: one step in {every} is looked into{costs}"
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """A training state that was saved or resumed; ``bytes`` is the file's size, ``seconds`` what it took."""
+
+    done: str
+    path: Path
+    bytes: int
+    steps: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.done} {self.path}: step {self.steps}, {format_bytes(self.bytes)}, {self.seconds:.1f} s"
+
+    __repr__ = __str__

@@ -1,0 +1,98 @@
+"""Who waits for whom, in words."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..shared.messages import Apart, Pulse, Waiting
+from ..shared.ranklist import name_ranks
+
+WORTH_A_WORD_S = 2.0
+STALL_S = 1.0  # the shortest limit; ranks that came apart without having waited did not stall
+# Ranks free each other at the limit, give or take a pulse. Who waits for this much longer will not be freed.
+PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What ranks do and what others wait in, in words, and for how many seconds that has lasted."""
+
+    text: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.text[:1].upper()}{self.text[1:]} for {self.seconds:.0f} s"
+
+
+def now(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> Scene | None:
+    """What takes long, and who waits for whom; nothing when requests are answered fast.
+
+    Args:
+        pulses: of the ranks that work on something for more than a second.
+        pending: ranks that have not answered; one without a pulse may be stopped.
+        size: number of ranks; those that are not pending have nothing to do.
+    """
+    if not pulses:
+        return None
+    waiting = {rank: pulse.waiting for rank, pulse in pulses.items()}
+    scene = _scene(waiting, _doing(pulses, pending, size), max(pulse.seconds for pulse in pulses.values()), _PRESENT)
+    return scene if scene.seconds >= WORTH_A_WORD_S else None
+
+
+def ended(apart: Mapping[int, Apart], pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> Scene | None:
+    """Who waited for whom until the ranks came apart; nothing when nobody had waited. ``apart``: who has said so."""
+    waiting = {rank: pulse.waiting for rank, pulse in pulses.items()} | {rank: of.left for rank, of in apart.items()}
+    doing = _doing(pulses, pending, size) | {rank: f"in {of.doing}" for rank, of in apart.items()}
+    scene = _scene(waiting, doing, 0.0, _PAST)
+    return scene if scene.seconds >= STALL_S else None
+
+
+def out_of_reach(pulses: Mapping[int, Pulse], limit_s: float) -> bool:
+    """Whether ranks still wait although they should have been freed: some rank takes no part in anything."""
+    return any(pulse.waiting and pulse.waiting.seconds > limit_s + PATIENCE_S for pulse in pulses.values())
+
+
+_PRESENT = (("is", "are"), ("waits", "wait"))
+_PAST = (("was", "were"), ("waited", "waited"))
+
+
+def _doing(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> dict[int, str]:
+    doing = {rank: "without a sign of life" if rank in pending else "without work" for rank in range(size)}
+    fresh = {rank: pulse for rank, pulse in pulses.items() if time.time() - pulse.time_s < PATIENCE_S}
+    return doing | {rank: f"in {pulse.doing}" for rank, pulse in fresh.items()}
+
+
+def _scene(
+    waiting: Mapping[int, Waiting | None],
+    doing: Mapping[int, str],
+    seconds: float,
+    verbs: tuple[tuple[str, str], tuple[str, str]],
+) -> Scene:
+    waits: dict[str, list[int]] = defaultdict(list)
+    busy: dict[str, list[int]] = defaultdict(list)
+    longest_s = 0.0
+    for rank, what in doing.items():
+        wait = waiting.get(rank)
+        if wait and wait.seconds > 0:
+            waits[f"in {_collective(wait.collective, what)}"].append(rank)
+            longest_s = max(longest_s, wait.seconds)
+        else:
+            busy[what].append(rank)
+    parts = [
+        f"{name_ranks(ranks)} {singular if len(ranks) == 1 else plural} {what}"
+        for (singular, plural), of in zip(verbs, (busy, waits), strict=True)
+        for what, ranks in of.items()
+    ]
+    return Scene(", ".join(parts), longest_s or seconds)
+
+
+def _collective(collective: str, doing: str) -> str:
+    """A collective for people: the trainer's own have names that tell them nothing."""
+    if "gpumem_nb.bucket." in collective:
+        return f"the gradient reduction of {doing[doing.rfind('step') :]}"
+    if "'gpumem_nb." in collective:
+        return f"the agreement of all ranks in {doing.removeprefix('in ')}"
+    return f"{collective} of {doing.removeprefix('in ')}"

@@ -1,0 +1,318 @@
+"""What travels between kernel and ranks: plain values, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The memory of one rank's device at one moment, in bytes. What cannot be read is ``None``.
+
+    ``live`` is held by tensors, ``reserved`` by the caching allocator, ``device_used`` by everything on the device;
+    peaks count since the last reset.
+    """
+
+    live: int
+    live_peak: int
+    reserved: int | None
+    reserved_peak: int | None
+    device_used: int | None
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where the bytes of one step were, on one rank.
+
+    Categories are those of :mod:`gpumem_nb.shared.categories`. ``peak`` is the highest live bytes of the step by
+    the allocator's count; ``at_peak`` adds up to it but for what could not be explained, and ``at_rest`` to the live
+    bytes after the step. ``phase`` and ``module`` say what ran at the peak;
+    ``modules`` splits the peak as ``(module, category, bytes)``, largest first, for what belongs to a module.
+    ``virtual`` bytes are a virtual GPU's; ``exact`` says that every allocation was seen, not only tensors.
+    """
+
+    peak: int
+    phase: str
+    module: str
+    at_peak: dict[str, int]
+    at_rest: dict[str, int]
+    modules: tuple[tuple[str, str, int], ...]
+    virtual: bool
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a step: from when to when, in milliseconds, which phase, and in which module (may be empty)."""
+
+    begin_ms: float
+    end_ms: float
+    phase: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One step at the level of allocations, on one rank.
+
+    ``time_ms`` counts from the step's start; ``live`` has for each category the live bytes at those times, thinned out
+    so that the peak stays; ``spans`` cover the step without gaps; ``step_s`` is how long the recorded step took.
+    """
+
+    rank: int
+    step: int
+    step_s: float
+    time_ms: tuple[float, ...]
+    live: dict[str, tuple[int, ...]]
+    spans: tuple[Span, ...]
+    ledger: Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What NVML says about a device at one moment; what cannot be read is ``None``, and ``missing`` says why by field.
+
+    ``used``, ``total``, ``own`` (this process: context, libraries and its allocator's reserved bytes) and ``others``
+    (all other processes) in bytes, ``utilisation`` in percent, ``temperature`` in degrees Celsius, ``power`` in watts,
+    ``clock`` of the multiprocessors in MHz. Of a MIG instance the last three are those of its whole GPU.
+    """
+
+    used: int | None = None
+    total: int | None = None
+    own: int | None = None
+    others: int | None = None
+    utilisation: int | None = None
+    temperature: int | None = None
+    power: float | None = None
+    clock: int | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One optimizer step on one rank.
+
+    ``time_s`` counts from the session's start, ``step_s`` is the step's duration, bytes are as in :class:`Reading`
+    (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
+    first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
+    ``ledger`` is there for the steps that were looked into.
+    """
+
+    rank: int
+    step: int
+    time_s: float
+    loss: float | None
+    step_s: float
+    samples_per_s: float
+    live_bytes: int
+    live_peak_bytes: int
+    reserved_bytes: int | None
+    reserved_peak_bytes: int | None
+    device_used_bytes: int | None
+    settings_id: int
+    event: str = ""
+    ledger: Ledger | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank could not finish a step.
+
+    ``kind`` is ``oom``, ``error``, ``interrupted`` or ``stall`` (the ranks came apart); ``phase`` is the part of the
+    step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``, ``reduction``, ``update``); ``message``
+    is one sentence, ``traceback`` the text for those who want it. ``module`` is where in the model it was, as far as
+    that can be told; ``asked`` and ``free`` are the bytes wanted and left when memory ran out, ``None`` if not known.
+    """
+
+    rank: int
+    kind: str
+    phase: str
+    message: str
+    traceback: str = ""
+    module: str = ""
+    asked: int | None = None
+    free: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Memory that one rank keeps from step to step.
+
+    ``bytes_per_step`` are those of what was found with one holder, ``bytes_so_far`` by how much live bytes have grown
+    in all. ``tensor_bytes``, ``shape`` and ``dtype`` are the largest tensor's that a step leaves behind, ``made_at``
+    the line that made it (empty where there is none). ``name`` is an expression for the holder, ``holder`` what it is
+    in words, ``fix`` one sentence.
+    """
+
+    rank: int
+    step: int
+    bytes_per_step: int
+    bytes_so_far: int
+    tensor_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    made_at: str
+    name: str
+    holder: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOrder:
+    """Take an automatic snapshot.
+
+    It becomes ``folder/<generation>-<steps>.state``; all snapshots of all sessions together take at most ``space``
+    bytes. ``options`` are those of a ready-made workload, ``None`` for any other.
+    """
+
+    folder: str
+    generation: int
+    space: int
+    options: dict[str, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A training state that was written to a file, or why it was not.
+
+    ``bytes`` is the file's size (of what did not fit, the size it would have had), ``cpu_s`` what writing it took of a
+    core, ``problem`` is empty or a sentence.
+    """
+
+    path: str
+    steps: int
+    bytes: int
+    cpu_s: float
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A whole number of steps under one settings object, the same on every rank. Zero steps only apply the settings.
+
+    ``nudges`` counts the nudges sent before it: a later one ends the chunk at the next step boundary. A ``trial`` is
+    one step that is measured and then undone on all ranks. ``snapshot`` is taken before the settings are applied.
+    One step in ``ledger_steps`` is looked into, and the first two under new settings; none with 0.
+    """
+
+    settings: Settings
+    settings_id: int
+    steps: int
+    nudges: int = 0
+    snapshot: SnapshotOrder | None = None
+    trial: bool = False
+    ledger_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReply:
+    """What one rank did with a chunk; without samples if an earlier chunk under the same settings had failed already.
+
+    ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
+    writing has ended since the last reply; ``leaks`` are those found since then. ``device_use`` is about a second old.
+    """
+
+    rank: int
+    samples: tuple[Sample, ...]
+    reading: Reading
+    failure: Failure | None = None
+    snapshot_s: float = 0.0
+    stored: Stored | None = None
+    leaks: tuple[Leak, ...] = ()
+    device_use: DeviceUse | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """What a rank needs to know at start.
+
+    ``memory_limit`` in bytes, ``None`` for the device's own; ``stall_limit_s`` is how long it waits for other ranks.
+    """
+
+    device: str
+    memory_limit: int | None
+    threads: int
+    epoch_time_s: float
+    stall_limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Who a rank is: shown by ``%hvd_status``. ``machine`` names the boot and the container that ``pid`` belongs to."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    device: str
+    device_name: str
+    virtual: bool
+    memory_limit: int | None
+    threads: int
+    note: str = ""
+    machine: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadInfo:
+    """What was loaded: sizes that the kernel needs to check settings and to describe the workload."""
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+    dataset_len: int
+    blocks: int
+    own_optimizer: str | None = None
+    own_learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception of code that ran on a rank, as text: the object itself would keep its frames' tensors alive."""
+
+    ename: str
+    evalue: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A collective, and for how many seconds a rank waits or waited in it."""
+
+    collective: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What a rank is doing while a request takes long: for how many seconds, and what it waits in.
+
+    ``time_s`` is the wall clock: a rank whose pulse is old does not run at all.
+    """
+
+    doing: str
+    seconds: float
+    time_s: float
+    waiting: Waiting | None
+    reading: Reading | None = None
+    device_use: DeviceUse | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Horovod no longer joins a rank to the others: what it was doing, and the collective in which it came apart."""
+
+    doing: str
+    left: Waiting | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request gave, and whether the rank is still joined to the others (``None``)."""
+
+    value: Any
+    apart: Apart | None = None

@@ -1,0 +1,55 @@
+"""Bytes for people: reading sizes they type, printing sizes they read."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from .errors import InvalidInput
+
+_UNIT_BYTES = {
+    "B": 1,
+    **{f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", start=1)},
+}
+_BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _UNIT_BYTES.items()}
+_LARGEST_BYTES = 1024 * 2**40
+_ALLOWED = (
+    "a whole number of bytes, or a number with KiB, MiB, GiB, TiB (powers of 1024) or KB, MB, GB, TB (powers of 1000), "
+    "above 0 and at most 1024 TiB, such as '2GiB', '512 MiB' or '1.5GB'"
+)
+
+
+def parse_size(size: str | int) -> int:
+    """The bytes that ``size`` means; a bare number is bytes, units are read in any case.
+
+    Raises:
+        InvalidInput: not a size, not above 0, or beyond 1024 TiB.
+    """
+    n = _bytes(size)
+    if n is None or not 1 <= n <= _LARGEST_BYTES:
+        raise InvalidInput(f"{size!r} is not a memory size: it must be {_ALLOWED}.")
+    return n
+
+
+def _bytes(size: object) -> int | None:
+    if isinstance(size, int) and not isinstance(size, bool):
+        return size
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)\s*", str(size), re.ASCII | re.IGNORECASE)
+    if not isinstance(size, str) or match is None:
+        return None
+    number, unit = match.groups()
+    factor = _BY_LOWER_CASE.get(unit.lower() or "b")
+    return None if factor is None else int(Decimal(number) * factor)
+
+
+def format_bytes(n: int | None) -> str:
+    """``n`` with one decimal in the largest binary unit that keeps it at 1 or more; ``n/a`` for what is not known."""
+    if n is None:
+        return "n/a"
+    value, unit = float(n), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1023.95:  # 1024.0 after rounding belongs to the next unit
+            break
+        value, unit = value / 1024, larger
+    return f"{n} B" if unit == "B" else f"{value:.1f} {unit}"
