@@ -24,7 +24,7 @@ from .kernel.stop_button import finish_anyway
 from .kernel.training import Training
 from .report.memory import MemoryReport
 from .report.status import StateFile, Status, describe_ledger
-from .report.waits import Scene
+from .report.waits import WaitReport
 from .shared import snapshot_folder
 from .shared.errors import Interrupted, InvalidInput, NoSession, nearest
 from .shared.messages import RankInfo, Timeline, WorkloadInfo
@@ -165,12 +165,14 @@ class Session:
             f"rank {rank} is stopped (SIGSTOP): continue it with {command}, or start again with %hvd_restart"
             for rank, command in self._ranks.stopped().items()
         ]
-        return "; ".join([*stopped, str(self.scene or self._training.describe()), *filter(None, [self._idle.notice()])])
+        return "; ".join(
+            [*stopped, str(self.wait_report or self._training.describe()), *filter(None, [self._idle.notice()])]
+        )
 
     @property
-    def scene(self) -> Scene | None:
+    def wait_report(self) -> WaitReport | None:
         """What takes long, and who waits for whom; ``None`` when nothing does."""
-        return self._foreground.scene
+        return self._foreground.wait_report
 
     @property
     def workload(self) -> WorkloadInfo | None:

@@ -107,7 +107,7 @@ def looked_into(gpu: VirtualGPU, training: Training, precision: str) -> Ledger:
 def ledger_and_profiler(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> tuple[Ledger, int, int]:
     """A ledger of the second step, the live bytes before there was a model, and the profiler's peak above them."""
     gc.collect()
-    before = gpu.reading().live
+    before = gpu.reading().live_bytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         training = MODELS[name]()  # inside: the profiler misses releases of what it has not seen made
         checkpointed(training, checkpointing)

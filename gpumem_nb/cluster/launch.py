@@ -30,7 +30,7 @@ from ..shared.processes import STOPPED, Identity, identify
 from . import loopback
 from .hosts import Host
 from .remote import RemoteRank
-from .remote_hosts import Elsewhere
+from .remote_hosts import RemoteHosts
 
 Progress = Callable[[str, float], None]
 """Told what is being waited for, and how much of the start is done (0 to 1)."""
@@ -91,7 +91,7 @@ class Launched:
             device=device,
             memory_limit=memory_limit,
         )
-        self._record_path = cluster_records.shelf() / f"{kernel.pid}-{kernel.started}-{next(_numbers)}.json"
+        self._record_path = cluster_records.records_dir() / f"{kernel.pid}-{kernel.started}-{next(_numbers)}.json"
         self._start_up = start_up
         self._ending = threading.Lock()
         self._ended = False
@@ -99,7 +99,7 @@ class Launched:
         self.controller: Identity | None = None
         self.mpiexec: Identity | None = None
         opening = {"folders": self._record.folders, "ranks": n, "device": device, "memory_limit": memory_limit}
-        self.elsewhere = Elsewhere(hosts, self.profile, opening)
+        self.remote_hosts = RemoteHosts(hosts, self.profile, opening)
         self._variables = variables
         self._mpi_folders = {
             "OMPI_MCA_btl_sm_backing_directory": str(self.folders[-1]),
@@ -128,23 +128,23 @@ class Launched:
     def start(self, deadline: float, progress: Progress) -> None:
         """Start controller and engines and connect. ``deadline`` is on the clock of ``time.monotonic``."""
         with self.phase("controller", progress):
-            self.elsewhere.open(deadline)
+            self.remote_hosts.open(deadline)
             self.record_all()
             # ipyparallel's own waits within a start are shorter: a busy machine may take longer.
             left_s = max(1, math.ceil(deadline - time.monotonic()))
             self.cluster.controller_args = [
                 *self.cluster.controller_args,
                 f"--IPController.registration_timeout={left_s}",
-                *self.elsewhere.controller_arguments(),
+                *self.remote_hosts.controller_arguments(),
             ]
             self.cluster.start_controller_sync()
             self.controller = identify(self.cluster.controller.pid)
             self.record_all()
         with self.phase("engines", progress):
             launcher = self.cluster.config.MPIEngineSetLauncher
-            launcher.environment = self._variables | self._mpi_folders | self.elsewhere.variables()
-            launcher.mpi_args = self.elsewhere.mpiexec_arguments([*self._variables])
-            if not self.elsewhere.hosts:
+            launcher.environment = self._variables | self._mpi_folders | self.remote_hosts.variables()
+            launcher.mpi_args = self.remote_hosts.mpiexec_arguments([*self._variables])
+            if not self.remote_hosts.hosts:
                 launcher.environment |= loopback.variables()
                 launcher.mpi_args += loopback.arguments()
             launcher.engine_args = [
@@ -156,7 +156,7 @@ class Launched:
                 f"--IPEngine.startup_command={self._start_up}",
             ]
             self.cluster.start_engines_sync(self.n)
-            self.elsewhere.hand_over(Path(self.cluster.controller.connection_files["engine"]))
+            self.remote_hosts.hand_over(Path(self.cluster.controller.connection_files["engine"]))
             self.mpiexec = identify(self.cluster.engine_set.pid)
             self.record_all()
             self.client = self.cluster.connect_client_sync(timeout=left_s)
@@ -196,13 +196,13 @@ class Launched:
             self.record_all()
             if self.client is not None:
                 self.client.close(linger=0)
-            self.elsewhere.dismiss()
+            self.remote_hosts.dismiss()
             if patience_s and not any(who.state == STOPPED for who in self.processes):
                 for who in (self.mpiexec, self.controller):
                     if who:
                         who.signal(signal.SIGTERM)
                 cluster_records.await_end(self.processes, patience_s)
-            self.elsewhere.close()
+            self.remote_hosts.close()
             self._record.end()
             self._record_path.unlink(missing_ok=True)
             atexit.unregister(self.stop)
@@ -210,7 +210,7 @@ class Launched:
 
     def record_all(self) -> None:
         """Take note of every process that belongs to the cluster right now."""
-        family = {*_family(self.controller), *_family(self.mpiexec), *self.elsewhere.connections}
+        family = {*_family(self.controller), *_family(self.mpiexec), *self.remote_hosts.connections}
         if new := family - set(self._record.processes):
             known = tuple(who for who in self._record.processes if who.runs)
             self._record = dataclasses.replace(self._record, processes=(*known, *new))
@@ -237,7 +237,7 @@ class Launched:
 
     def identify_rank(self, info: RankInfo) -> Identity | RemoteRank:
         """Who a rank is; raises ``StartError`` when it has ended already."""
-        who = self.elsewhere.rank(info.machine, info.pid) or identify(info.pid)
+        who = self.remote_hosts.rank(info.machine, info.pid) or identify(info.pid)
         if who is None:
             raise StartError(f"Rank {info.rank} (pid {info.pid}) ended while it was starting. {self.log_tail()}")
         return who
@@ -247,7 +247,7 @@ class Launched:
         for what, who in (("mpiexec", self.mpiexec), ("The controller", self.controller)):
             if who is None or not who.runs:
                 raise StartError(f"{what} ended before all ranks were up. It said: {self.log_tail()}")
-        for host in self.elsewhere.hosts:
+        for host in self.remote_hosts.hosts:
             if host.lost:
                 raise StartError(f"Host {host.name} {host.lost}")
 

@@ -75,7 +75,7 @@ class Ranks:
                     self._launched.check_up()
                 self.infos: list[Any] = joining.get()
             self._identities = [self._launched.identify_rank(info) for info in self.infos]
-            self._launched.elsewhere.look_after(self._identities)
+            self._launched.remote_hosts.look_after(self._identities)
             progress("ready", 1.0)
         except BaseException as error:
             tail = self._launched.log_tail()

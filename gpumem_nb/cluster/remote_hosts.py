@@ -16,7 +16,7 @@ from .hosts import Host
 from .remote import RemoteHost, RemoteRank, ranks_on
 
 
-class Elsewhere:
+class RemoteHosts:
     """The other hosts of a cluster, if any.
 
     Args:

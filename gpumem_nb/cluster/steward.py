@@ -53,7 +53,7 @@ class Steward:
         self._record = cluster_records.Record(
             cluster_records.machine(), me, (), tuple(folders), ranks=ranks, device=device, memory_limit=memory_limit
         )
-        self._record_path = cluster_records.shelf() / f"{me.pid}-{me.started}-steward.json"
+        self._record_path = cluster_records.records_dir() / f"{me.pid}-{me.started}-steward.json"
         self._record.write(self._record_path)
 
     def connect(self, name: str, info: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ class Watch:
     ) -> None:
         self._launched = launched
         self._ranks = ranks
-        self._hosts = launched.elsewhere.hosts
+        self._hosts = launched.remote_hosts.hosts
         self._names: dict[Needed, str] = dict(launched.essential.items())
         self._names |= {who: f"Rank {rank}" for rank, who in enumerate(ranks)}
         self._names |= {host: f"Host {host.name} ({name_ranks([*ranks_on(host, ranks)])})" for host in self._hosts}

@@ -82,7 +82,7 @@ def set_up(config: RankConfig) -> RankInfo:
         device=str(_device.torch_device),
         device_name=_device.name,
         virtual=_device.kind == "virtual",
-        memory_limit=_device.reading().limit,
+        memory_limit=_device.reading().limit_bytes,
         threads=torch.get_num_threads(),
         note=_device.note,
         machine=cluster_records.machine(),
@@ -191,14 +191,14 @@ def resume_drop() -> None:
     _device.empty_cache()
 
 
-def keep_attached(names: dict[str, str | None], path: str, space: int) -> str:
+def save_attached(names: dict[str, str | None], path: str, space: int) -> str:
     """Keep the attached objects in a file, so that a restart can bring them back; says why that cannot be done."""
-    return attached_objects.keep({name: namespace()[name] for name in names.values() if name}, Path(path), space)
+    return attached_objects.save({name: namespace()[name] for name in names.values() if name}, Path(path), space)
 
 
-def bring_attached(names: dict[str, str | None], path: str) -> None:
+def load_attached(names: dict[str, str | None], path: str) -> None:
     """Define the kept objects again under their names."""
-    kept = attached_objects.bring(Path(path))
+    kept = attached_objects.load(Path(path))
     with _device.exempt():
         capture.clone_onto_device(kept[str(names["model"])])
     namespace().update(kept)

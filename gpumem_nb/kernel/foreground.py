@@ -14,7 +14,7 @@ from ..report import waits
 from ..shared.errors import ClusterDied, GpumemError, InvalidInput, NoSession, RankError, Stalled, WorkloadError
 from ..shared.ranklist import name_ranks, parse_ranks
 from .history import History
-from .stop_button import Presses, let_finish
+from .stop_button import InterruptTracker, let_finish
 from .training import Training
 
 RESUMING = "gpumem_nb resuming"
@@ -37,7 +37,7 @@ class Foreground:
         self._history = history
         self._ended = ended
         self._touch = touch
-        self._presses = Presses()
+        self._interrupts = InterruptTracker()
         self._waiting = 0  # calls that somebody waits for
 
     @property
@@ -48,10 +48,10 @@ class Foreground:
     @property
     def in_vain(self) -> bool:
         """Whether some ranks did not stop when they were interrupted last."""
-        return self._presses.in_vain
+        return self._interrupts.in_vain
 
     @property
-    def scene(self) -> waits.Scene | None:
+    def wait_report(self) -> waits.WaitReport | None:
         """What takes long, and who waits for whom; ``None`` when nothing does."""
         if self._ended():
             return None
@@ -130,7 +130,7 @@ class Foreground:
                         call.settle(1.0)
                     show(call)
                     if not finished and waits.out_of_reach(call.pulses(), self._ranks.stall_limit_s):
-                        raise ClusterDied(f"{self.scene}, and could not be freed.")
+                        raise ClusterDied(f"{self.wait_report}, and could not be freed.")
             except TimeoutError:
                 self._ranks.interrupt_until(call.finished, call.pending())
                 raise
@@ -161,7 +161,7 @@ class Foreground:
             yield
         except KeyboardInterrupt:
             training = self._training
-            raise self._presses.explain(stop_ranks or training.interrupt, busy or training.waiting_for) from None
+            raise self._interrupts.explain(stop_ranks or training.interrupt, busy or training.waiting_for) from None
         finally:
             self._waiting -= 1
             self._touch()
@@ -180,12 +180,12 @@ class Foreground:
         call.finished(0.5)  # ranks that waited together are freed together
         if not call.apart():
             return ""
-        scene = waits.ended(call.apart(), self._ranks.pulses(), call.pending(), self._ranks.size)
-        if not scene:
+        wait_report = waits.ended(call.apart(), self._ranks.pulses(), call.pending(), self._ranks.size)
+        if not wait_report:
             return ""
         if late := call.pending():
             self._ranks.interrupt_until(call.finished, late)
-        what = f"{scene} (stall_limit_s={self._ranks.stall_limit_s:g})."
+        what = f"{wait_report} (stall_limit_s={self._ranks.stall_limit_s:g})."
         self._history.mark("stall", what)
         if left := call.pending():
             return f"{what} {name_ranks(left).capitalize()} could not be interrupted: use %hvd_restart."

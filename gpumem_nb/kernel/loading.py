@@ -167,7 +167,7 @@ class Loading:
                     f"Nothing is loaded: the attached objects could not be kept ({origin.not_kept}). Run their cells "
                     "again, attach them, and type %hvd_resume."
                 )
-            self._foreground.call("bring_attached", origin.attached, str(self._snapshots.folder / ATTACHED))
+            self._foreground.call("load_attached", origin.attached, str(self._snapshots.folder / ATTACHED))
             self._begin("attach", origin.attached)
         why = "there was no snapshot yet"
         for snapshot in lost.snapshots:
@@ -189,7 +189,7 @@ class Loading:
             snapshot_folder.make(folder)
         except OSError as error:
             return f"{folder} cannot be made: {error.strerror}"
-        why_not: str = self._foreground.call("keep_attached", names, str(folder / ATTACHED), space, ranks=[0])[0]
+        why_not: str = self._foreground.call("save_attached", names, str(folder / ATTACHED), space, ranks=[0])[0]
         return why_not
 
     def _begin(self, function: str, argument: Any, options: dict[str, float] | None = None) -> WorkloadInfo:

@@ -14,7 +14,7 @@ AGAIN_S = 2.0
 """Two interrupts within this time mean that the gentle way does not do."""
 
 
-class Presses:
+class InterruptTracker:
     """Remembers when stop was pressed last.
 
     Attributes:

@@ -316,7 +316,7 @@ class Training:
 
     def _look_after(self, call: Call) -> None:
         """Interrupt ranks whose step the others have been freed from; one that is out of reach is named."""
-        if self._scene(call):
+        if self._wait_report(call):
             if not self._stalled:
                 call.finished(0.5)  # ranks that waited together are freed together
                 self._tell_stall(call)
@@ -332,20 +332,20 @@ class Training:
                 if left and time.monotonic() - self._late_s > LATE_PATIENCE_S:
                     self._strand(f"{name_ranks(left)} could not be interrupted")
         elif not self._stuck and waits.out_of_reach(call.pulses(), self._ranks.stall_limit_s):
-            scene = waits.now(self._ranks.pulses(), self._ranks.pending(), self._ranks.size)
-            self._strand(f"{scene}, and could not be freed")
+            wait_report = waits.now(self._ranks.pulses(), self._ranks.pending(), self._ranks.size)
+            self._strand(f"{wait_report}, and could not be freed")
 
-    def _scene(self, call: Call) -> waits.Scene | None:
+    def _wait_report(self, call: Call) -> waits.WaitReport | None:
         """Who waited for whom when the ranks came apart in this chunk, if they did."""
         apart = call.apart()
         return waits.ended(apart, self._ranks.pulses(), call.pending(), self._ranks.size) if apart else None
 
     def _tell_stall(self, call: Call) -> None:
         """Pause and say who waited for whom: the settings are not to blame."""
-        scene = self._scene(call)
+        wait_report = self._wait_report(call)
         why = (
-            f"{scene} (stall_limit_s={self._ranks.stall_limit_s:g})"
-            if scene
+            f"{wait_report} (stall_limit_s={self._ranks.stall_limit_s:g})"
+            if wait_report
             else "Horovod was shut down while ranks trained, by a cell or by the model's own code"
         )
         with self._locked():

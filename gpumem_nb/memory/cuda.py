@@ -41,7 +41,7 @@ class CudaDevice:
         self._limit = self._total
         self._nvml = Nvml(str(properties.uuid))
         self.note = self._nvml.note
-        self._device_used = self.use().used
+        self._device_used = self.use().used_bytes
         if memory_limit is not None:
             self.set_limit(memory_limit)
 
@@ -50,18 +50,18 @@ class CudaDevice:
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         live, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return Reading(
-            live=live["current"],
-            live_peak=live["peak"],
-            reserved=reserved["current"],
-            reserved_peak=reserved["peak"],
-            device_used=self._device_used,
-            limit=self._limit,
+            live_bytes=live["current"],
+            live_peak_bytes=live["peak"],
+            reserved_bytes=reserved["current"],
+            reserved_peak_bytes=reserved["peak"],
+            device_used_bytes=self._device_used,
+            limit_bytes=self._limit,
         )
 
     def use(self) -> DeviceUse:
         """What NVML says of the whole device at this moment; takes milliseconds."""
         use = self._nvml.use(torch.cuda.memory_reserved(self.torch_device))
-        self._device_used = use.used
+        self._device_used = use.used_bytes
         return use
 
     def room(self) -> int:

@@ -55,18 +55,18 @@ class Nvml:
                 missing.update(dict.fromkeys(fields, _why(error)))
                 return None
 
-        memory = ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(self._device), "used", "total")
-        processes = ask(lambda: self._processes(reserved), "own", "others")
-        milliwatts = ask(lambda: pynvml.nvmlDeviceGetPowerUsage(self._gpu), "power")
+        memory = ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(self._device), "used_bytes", "total_bytes")
+        processes = ask(lambda: self._processes(reserved), "own_bytes", "other_bytes")
+        milliwatts = ask(lambda: pynvml.nvmlDeviceGetPowerUsage(self._gpu), "power_w")
         return DeviceUse(
-            used=int(memory.used) if memory else None,
-            total=int(memory.total) if memory else None,
-            own=processes[self._pid] if processes else None,
-            others=ask(lambda: self._others(processes), "others") if processes else None,
-            utilisation=ask(self._utilisation, "utilisation"),
-            temperature=ask(self._temperature, "temperature"),
-            power=None if milliwatts is None else milliwatts / 1000,
-            clock=ask(lambda: int(pynvml.nvmlDeviceGetClockInfo(self._gpu, pynvml.NVML_CLOCK_SM)), "clock"),
+            used_bytes=int(memory.used) if memory else None,
+            total_bytes=int(memory.total) if memory else None,
+            own_bytes=processes[self._pid] if processes else None,
+            other_bytes=ask(lambda: self._others(processes), "other_bytes") if processes else None,
+            utilisation_percent=ask(self._utilisation, "utilisation_percent"),
+            temperature_c=ask(self._temperature, "temperature_c"),
+            power_w=None if milliwatts is None else milliwatts / 1000,
+            clock_mhz=ask(lambda: int(pynvml.nvmlDeviceGetClockInfo(self._gpu, pynvml.NVML_CLOCK_SM)), "clock_mhz"),
             missing=missing,
         )
 

@@ -163,7 +163,7 @@ class StandIn:
 
     def _counted(self) -> tuple[int, int]:
         now = self.reading()
-        return now.live, now.live_peak
+        return now.live_bytes, now.live_peak_bytes
 
     def admits(self, values: Iterable[object]) -> bool:
         """Count the tensors among ``values``; false when the limit is enforced and they pass it."""

@@ -96,7 +96,7 @@ def track() -> Iterator[Tracked]:
     device, tracked = opened(), Tracked()
     gc.collect()
     recorder, births = Recorder(device, *_modules()), Births(device.torch_device)
-    tracked.before = device.reading().live
+    tracked.before = device.reading().live_bytes
     with recorder.watching(), _optimizers_seen(recorder):
         recorder.mark("")
         try:
@@ -106,7 +106,7 @@ def track() -> Iterator[Tracked]:
             gc.collect()  # circles of garbage are not left behind
             lasting = _claim_all(recorder)
             tracked.ledger = recorder.end().ledger()
-            tracked.after = device.reading().live
+            tracked.after = device.reading().live_bytes
             births.prune()
             tracked.left = tuple(_left([birth for birth in births.births if birth.address not in lasting]))
 

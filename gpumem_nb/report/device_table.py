@@ -10,6 +10,18 @@ from ..shared.ranklist import name_ranks
 from ..shared.units import format_bytes
 from .tables import Table
 
+# Fields of DeviceUse for people.
+_WORDS = {
+    "used_bytes": "used",
+    "total_bytes": "total",
+    "own_bytes": "own",
+    "other_bytes": "others",
+    "utilisation_percent": "utilisation",
+    "temperature_c": "temperature",
+    "power_w": "power",
+    "clock_mhz": "clock",
+}
+
 
 def device_table(uses: Sequence[tuple[int, int | None, DeviceUse]]) -> Table:
     """Rank, bytes that its allocator has reserved, and NVML's account of the device."""
@@ -20,12 +32,12 @@ def device_table(uses: Sequence[tuple[int, int | None, DeviceUse]]) -> Table:
     rows = tuple(
         (
             str(rank),
-            *map(format_bytes, (use.used, use.own, _less(use.own, reserved), use.others)),
-            format_bytes(_less(use.used, use.own, use.others)),
-            _with_unit(use.utilisation, " %"),
-            _with_unit(use.temperature, " °C"),
-            _with_unit(use.power, " W"),
-            _with_unit(use.clock, " MHz"),
+            *map(format_bytes, (use.used_bytes, use.own_bytes, _less(use.own_bytes, reserved), use.other_bytes)),
+            format_bytes(_less(use.used_bytes, use.own_bytes, use.other_bytes)),
+            _with_unit(use.utilisation_percent, " %"),
+            _with_unit(use.temperature_c, " °C"),
+            _with_unit(use.power_w, " W"),
+            _with_unit(use.clock_mhz, " MHz"),
         )
         for rank, reserved, use in uses
     )
@@ -38,7 +50,7 @@ def reasons(uses: Sequence[tuple[int, DeviceUse]]) -> tuple[str, ...]:
     for rank, use in uses:
         for field, why in use.missing.items():
             fields, ranks = lacking[why]
-            fields[field] = None
+            fields[_WORDS.get(field, field)] = None
             ranks[rank] = None
     return tuple(
         f"n/a: {', '.join(fields)} of {name_ranks(list(ranks))}: {why.rstrip('.')}."

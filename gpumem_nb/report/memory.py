@@ -62,20 +62,20 @@ class RankMemory:
     @property
     def fragmentation(self) -> int | None:
         """Reserved, but not held by any tensor."""
-        return None if self.reading.reserved is None else self.reading.reserved - self.reading.live
+        return None if self.reading.reserved_bytes is None else self.reading.reserved_bytes - self.reading.live_bytes
 
     @property
     def byte_values(self) -> dict[str, int | None]:
         """The columns of bytes, in the order in which they are shown."""
         r = self.reading
         return {
-            "live": r.live,
-            "live peak": r.live_peak,
-            "reserved": r.reserved,
-            "reserved peak": r.reserved_peak,
+            "live": r.live_bytes,
+            "live peak": r.live_peak_bytes,
+            "reserved": r.reserved_bytes,
+            "reserved peak": r.reserved_peak_bytes,
             "reserved − live": self.fragmentation,
-            "device used": r.device_used,
-            "limit": r.limit,
+            "device used": r.device_used_bytes,
+            "limit": r.limit_bytes,
         }
 
 
@@ -113,12 +113,12 @@ class MemoryReport:
     @property
     def _worst_first(self) -> list[RankMemory]:
         known = [rank for rank in self.ranks if rank.ledger]
-        return sorted(known, key=lambda rank: -_share(rank.ledger, rank.reading.limit))
+        return sorted(known, key=lambda rank: -_share(rank.ledger, rank.reading.limit_bytes))
 
     @property
     def worst_timeline(self) -> Timeline | None:
         """The recorded step of the rank with the largest share of its limit at the peak."""
-        limits = {rank.info.rank: rank.reading.limit for rank in self.ranks}
+        limits = {rank.info.rank: rank.reading.limit_bytes for rank in self.ranks}
         return max(self.timelines, key=lambda line: _share(line.ledger, limits.get(line.rank)), default=None)
 
     def frame(self, by: str | None = None) -> pd.DataFrame:
@@ -182,7 +182,7 @@ class MemoryReport:
             for r in self.ranks
         )
         now = Table("", headings, rows, frozenset(headings[:3]))
-        uses = [(r.info.rank, r.reading.reserved, r.device_use) for r in self.ranks if r.device_use]
+        uses = [(r.info.rank, r.reading.reserved_bytes, r.device_use) for r in self.ranks if r.device_use]
         return (now, device_table(uses)) if uses else (now,)
 
     def __str__(self) -> str:
@@ -204,12 +204,12 @@ class MemoryReport:
             "device": info.device_name,
             "kind": rank.kind,
             **values,
-            "own_bytes": use.own,
-            "others_bytes": use.others,
-            "utilisation_percent": use.utilisation,
-            "temperature_celsius": use.temperature,
-            "power_watts": use.power,
-            "clock_mhz": use.clock,
+            "own_bytes": use.own_bytes,
+            "others_bytes": use.other_bytes,
+            "utilisation_percent": use.utilisation_percent,
+            "temperature_celsius": use.temperature_c,
+            "power_watts": use.power_w,
+            "clock_mhz": use.clock_mhz,
             "peak_bytes": ledger.peak if ledger else None,
             "peak_phase": ledger.phase if ledger else None,
             "peak_module": ledger.module if ledger else None,

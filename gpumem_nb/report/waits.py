@@ -17,7 +17,7 @@ PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class WaitReport:
     """What ranks do and what others wait in, in words, and for how many seconds that has lasted."""
 
     text: str
@@ -27,7 +27,7 @@ class Scene:
         return f"{self.text[:1].upper()}{self.text[1:]} for {self.seconds:.0f} s"
 
 
-def now(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> Scene | None:
+def now(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> WaitReport | None:
     """What takes long, and who waits for whom; nothing when requests are answered fast.
 
     Args:
@@ -38,16 +38,20 @@ def now(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> Scene
     if not pulses:
         return None
     waiting = {rank: pulse.waiting for rank, pulse in pulses.items()}
-    scene = _scene(waiting, _doing(pulses, pending, size), max(pulse.seconds for pulse in pulses.values()), _PRESENT)
-    return scene if scene.seconds >= WORTH_A_WORD_S else None
+    wait_report = _wait_report(
+        waiting, _doing(pulses, pending, size), max(pulse.seconds for pulse in pulses.values()), _PRESENT
+    )
+    return wait_report if wait_report.seconds >= WORTH_A_WORD_S else None
 
 
-def ended(apart: Mapping[int, Apart], pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> Scene | None:
+def ended(
+    apart: Mapping[int, Apart], pulses: Mapping[int, Pulse], pending: Sequence[int], size: int
+) -> WaitReport | None:
     """Who waited for whom until the ranks came apart; nothing when nobody had waited. ``apart``: who has said so."""
     waiting = {rank: pulse.waiting for rank, pulse in pulses.items()} | {rank: of.left for rank, of in apart.items()}
     doing = _doing(pulses, pending, size) | {rank: f"in {of.doing}" for rank, of in apart.items()}
-    scene = _scene(waiting, doing, 0.0, _PAST)
-    return scene if scene.seconds >= STALL_S else None
+    wait_report = _wait_report(waiting, doing, 0.0, _PAST)
+    return wait_report if wait_report.seconds >= STALL_S else None
 
 
 def out_of_reach(pulses: Mapping[int, Pulse], limit_s: float) -> bool:
@@ -65,12 +69,12 @@ def _doing(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> di
     return doing | {rank: f"in {pulse.doing}" for rank, pulse in fresh.items()}
 
 
-def _scene(
+def _wait_report(
     waiting: Mapping[int, Waiting | None],
     doing: Mapping[int, str],
     seconds: float,
     verbs: tuple[tuple[str, str], tuple[str, str]],
-) -> Scene:
+) -> WaitReport:
     waits: dict[str, list[int]] = defaultdict(list)
     busy: dict[str, list[int]] = defaultdict(list)
     longest_s = 0.0
@@ -86,7 +90,7 @@ def _scene(
         for (singular, plural), of in zip(verbs, (busy, waits), strict=True)
         for what, ranks in of.items()
     ]
-    return Scene(", ".join(parts), longest_s or seconds)
+    return WaitReport(", ".join(parts), longest_s or seconds)
 
 
 def _collective(collective: str, doing: str) -> str:

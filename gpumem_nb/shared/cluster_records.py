@@ -116,7 +116,7 @@ def read(path: Path) -> Record | None:
     return record if whole else None
 
 
-def shelf() -> Path:
+def records_dir() -> Path:
     """The folder of this user's records, made when it is not there; the temporary one where that cannot be."""
     folder = platformdirs.user_cache_path("gpumem_nb") / "sessions"
     try:
@@ -129,7 +129,7 @@ def shelf() -> Path:
     return Path(tempfile.gettempdir())
 
 
-def of(folder: Path) -> tuple[Path, Record] | None:
+def find(folder: Path) -> tuple[Path, Record] | None:
     """The record of the cluster to which this folder belongs on this machine, and where it lies."""
     return next(((path, record) for path, record in _here() if record.folders[0] == str(folder)), None)
 
@@ -166,7 +166,7 @@ def claim_and_end(path: Path, sparing: Collection[int] = ()) -> Record | None:
 
 
 def _here() -> Iterator[tuple[Path, Record]]:
-    for path in sorted(shelf().glob("*.json")):
+    for path in sorted(records_dir().glob("*.json")):
         record = read(path)
         if record and record.machine == machine():
             yield path, record

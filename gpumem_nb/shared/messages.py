@@ -12,16 +12,16 @@ from .settings import Settings
 class Reading:
     """The memory of one rank's device at one moment, in bytes. What cannot be read is ``None``.
 
-    ``live`` is held by tensors, ``reserved`` by the caching allocator, ``device_used`` by everything on the device;
-    peaks count since the last reset.
+    ``live_bytes`` are held by tensors, ``reserved_bytes`` by the caching allocator, ``device_used_bytes`` by everything on
+    the device; peaks count since the last reset.
     """
 
-    live: int
-    live_peak: int
-    reserved: int | None
-    reserved_peak: int | None
-    device_used: int | None
-    limit: int | None
+    live_bytes: int
+    live_peak_bytes: int
+    reserved_bytes: int | None
+    reserved_peak_bytes: int | None
+    device_used_bytes: int | None
+    limit_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +76,19 @@ class Timeline:
 class DeviceUse:
     """What NVML says about a device at one moment; what cannot be read is ``None``, and ``missing`` says why by field.
 
-    ``used``, ``total``, ``own`` (this process: context, libraries and its allocator's reserved bytes) and ``others``
-    (all other processes) in bytes, ``utilisation`` in percent, ``temperature`` in degrees Celsius, ``power`` in watts,
-    ``clock`` of the multiprocessors in MHz. Of a MIG instance the last three are those of its whole GPU.
+    ``own_bytes`` are this process's (context, libraries and its allocator's reserved bytes), ``other_bytes`` those of all
+    other processes; ``clock_mhz`` is that of the multiprocessors. Of a MIG instance temperature, power and clock are those
+    of its whole GPU.
     """
 
-    used: int | None = None
-    total: int | None = None
-    own: int | None = None
-    others: int | None = None
-    utilisation: int | None = None
-    temperature: int | None = None
-    power: float | None = None
-    clock: int | None = None
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    own_bytes: int | None = None
+    other_bytes: int | None = None
+    utilisation_percent: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    clock_mhz: int | None = None
     missing: dict[str, str] = field(default_factory=dict)
 
 

@@ -38,11 +38,11 @@ def peaks(by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None
     """Of each rank that was heard of, in rank order."""
     found = []
     for rank, (samples, reading) in enumerate(zip(by_rank, readings, strict=True)):
-        limit = reading.limit if reading else None
+        limit = reading.limit_bytes if reading else None
         newest = next((sample for sample in reversed(samples) if sample.event in GOOD), None)
         if newest is None:
             if reading:
-                found.append(Peak(rank, reading.live_peak, limit, None))
+                found.append(Peak(rank, reading.live_peak_bytes, limit, None))
             continue
         looked = next((s for s in reversed(samples) if s.ledger and s.event in GOOD), newest)
         ledger = looked.ledger if looked.settings_id == newest.settings_id else None

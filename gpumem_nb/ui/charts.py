@@ -43,21 +43,23 @@ class Charts:
     ) -> None:
         """Draw this; ``bands`` are the worst rank's."""
         present = [reading for reading in readings if reading]
-        bytes_now = [value for reading in present for value in (reading.live_peak, reading.reserved or 0)]
+        bytes_now = [value for reading in present for value in (reading.live_peak_bytes, reading.reserved_bytes or 0)]
         top = max([1, int(seen.peak.max(initial=0)), *bytes_now, *(peak.bytes for peak in peaks)])
         scale = _GIB if top >= 2 * _GIB else _MIB
         bars = shown(peaks)
         stacks = [[_part(peak, name) for peak in bars.values()] for name in (*CATEGORIES, None)]
         truths = [
             [getattr(readings[peak.rank], name, None) for peak in bars.values()]
-            for name in ("reserved", "live", "device_used", "limit")
+            for name in ("reserved_bytes", "live_bytes", "device_used_bytes", "limit_bytes")
         ]
         now = [np.array([_scaled(value, scale) for value in of_ranks]) for of_ranks in (*stacks, *truths)]
         y = [*now, *bands.live / scale, *seen.peak / scale, *seen.speed, seen.loss, *seen.seconds * 1000]
         x = [list(bars)] * len(now) + [bands.step] * len(bands.live)
         x += [seen.step] * (len(y) - len(x))
         worst = worst_first(peaks)[0].rank if peaks else 0
-        layout = self._layout(top, scale, {reading.limit for reading in present if reading.limit}, marks, seen, worst)
+        layout = self._layout(
+            top, scale, {reading.limit_bytes for reading in present if reading.limit_bytes}, marks, seen, worst
+        )
         changed = {name: value for name, value in layout.items() if self._sent.get(name) != value}
         self._sent = layout
         self.figure.plotly_update({"x": x, "y": y}, changed)

@@ -31,9 +31,9 @@ def status(session: Session, silent_s: float) -> str:
     if session.ended:
         again = "%hvd_start" if session.ended == "stopped" else "%hvd_restart"
         return f"{_sentence(session.ended)} Start again with {again}."
-    if scene := session.scene:
+    if wait_report := session.wait_report:
         # Seconds are for the eyes: a screen reader would announce every one of them.
-        return f'{_sentence(scene.text)} <small aria-hidden="true">{scene.seconds:.0f} s</small>'
+        return f'{_sentence(wait_report.text)} <small aria-hidden="true">{wait_report.seconds:.0f} s</small>'
     if (waiting := session.waiting_for) and silent_s > PATIENCE_S:
         named = ", ".join(map(str, waiting))
         why = "their step takes long, or a cell runs there" if len(waiting) > 1 else "it may be busy with a cell"
@@ -81,10 +81,12 @@ def _worst(readings: Sequence[Reading | None]) -> tuple[str, str]:
     known = [reading for reading in readings if reading]
     if not known:
         return "n/a", ""
-    worst = max(known, key=lambda reading: reading.live_peak / (reading.limit or 1))
-    if not worst.limit:
-        return format_bytes(worst.live_peak), ", limit n/a"
-    return format_bytes(worst.live_peak), f", {worst.live_peak / worst.limit:.0%} of {format_bytes(worst.limit)}"
+    worst = max(known, key=lambda reading: reading.live_peak_bytes / (reading.limit_bytes or 1))
+    if not worst.limit_bytes:
+        return format_bytes(worst.live_peak_bytes), ", limit n/a"
+    return format_bytes(
+        worst.live_peak_bytes
+    ), f", {worst.live_peak_bytes / worst.limit_bytes:.0%} of {format_bytes(worst.limit_bytes)}"
 
 
 def _epochs(session: Session) -> str:

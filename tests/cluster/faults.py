@@ -155,7 +155,7 @@ FAULTS = [
 ]
 
 
-class Scene:
+class WaitReport:
     """One fault in one situation: strikes it and keeps what was said and how long that took.
 
     Attributes:
@@ -284,12 +284,12 @@ class Scene:
             self.heard_s = time.monotonic()
 
 
-def endure(session: Session, fault: Fault, situation: str) -> tuple[Scene, int]:
-    """A fault strikes, is told and leaves all well; returns the scene and how many steps were lost."""
+def endure(session: Session, fault: Fault, situation: str) -> tuple[WaitReport, int]:
+    """A fault strikes, is told and leaves all well; returns the wait_report and how many steps were lost."""
     before, processes, steps = trouble.everything(session), family(session), session.history.steps
-    scene = Scene(session, fault)
-    getattr(scene, situation)()
-    assert scene.heard_s, (fault, situation, scene.said)
+    wait_report = WaitReport(session, fault)
+    getattr(wait_report, situation)()
+    assert wait_report.heard_s, (fault, situation, wait_report.said)
     if fault.ends == "dies":
         _ended_and_restored(session, processes)
     else:
@@ -302,7 +302,7 @@ def endure(session: Session, fault: Fault, situation: str) -> tuple[Scene, int]:
     assert len(weights(session)) == 1
     assert session.train(2).steps == 2
     assert len(weights(session)) == 1
-    return scene, lost
+    return wait_report, lost
 
 
 def _ended_and_restored(session: Session, processes: list[psutil.Process]) -> None:

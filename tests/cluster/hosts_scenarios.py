@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from gpumem_nb.session import Session, start
-from gpumem_nb.shared.cluster_records import await_end, shelf
+from gpumem_nb.shared.cluster_records import await_end, records_dir
 from gpumem_nb.shared.errors import ClusterDied, Interrupted
 from gpumem_nb.shared.processes import Identity
 from tests.cluster.test_flips import wait_for_steps
@@ -30,7 +30,7 @@ GONE_S = 10.0
 
 
 def records_of_stewards() -> set[Path]:
-    return set(shelf().glob("*-steward.json"))
+    return set(records_dir().glob("*-steward.json"))
 
 
 BEFORE = records_of_stewards()

@@ -23,7 +23,7 @@ from gpumem_nb.shared.messages import DeviceUse
 _asked = []
 def _use():
     _asked.append(threading.current_thread().name)
-    return DeviceUse(used=len(_asked), own=rank, missing={"power": "of no interest"})
+    return DeviceUse(used_bytes=len(_asked), own_bytes=rank, missing={"power_w": "of no interest"})
 _rank._device.use = _use
 """
 
@@ -60,7 +60,7 @@ def uses(session: Session) -> list[DeviceUse | None]:
 def latest(session: Session, rank: int) -> int:
     """How often the device had been asked when the notebook last heard of it."""
     use = uses(session)[rank]
-    return use.used or 0 if use else 0
+    return use.used_bytes or 0 if use else 0
 
 
 def forget(session: Session) -> None:
@@ -86,8 +86,8 @@ def test_while_nothing_trains_the_notebook_asks_about_once_a_second(readable: Se
     began = time.monotonic()
     until(lambda: latest(readable, 1) >= 2)
     assert readable.run("len(_asked)", ranks=[1])[0] <= 2 + 2 * (time.monotonic() - began)
-    assert [use.own for use in uses(readable) if use] == [0, 1]
-    assert uses(readable)[0].missing == {"power": "of no interest"}  # type: ignore[union-attr]
+    assert [use.own_bytes for use in uses(readable) if use] == [0, 1]
+    assert uses(readable)[0].missing == {"power_w": "of no interest"}  # type: ignore[union-attr]
 
 
 def test_while_training_it_comes_with_the_chunks_and_is_asked_beside_the_steps(

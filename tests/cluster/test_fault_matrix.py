@@ -20,10 +20,10 @@ def test_fault(fault: Fault, situation: str) -> None:
     session = trouble.prepared(ranks(2))
     session.set(stall_limit_s=faults.STALL_LIMIT_S, snapshot_steps=2)
     session.train(3)
-    scene, _ = faults.endure(session, fault, situation)
-    assert scene.took_s < fault.within_s
+    wait_report, _ = faults.endure(session, fault, situation)
+    assert wait_report.took_s < fault.within_s
     if situation == "flip" and fault.ends != "survived":
-        assert not scene.steps_flipped, "it struck in the first step under the new settings"
+        assert not wait_report.steps_flipped, "it struck in the first step under the new settings"
 
 
 CHEAP = [
@@ -45,5 +45,5 @@ def test_a_hundred_faults_at_random_moments(seed: int) -> None:
         )
         session.train(1)
         fault = dice.choice(CHEAP).at_a_random_moment(dice)
-        scene, _ = faults.endure(session, fault, "foreground")
-        assert scene.took_s < fault.within_s, fault
+        wait_report, _ = faults.endure(session, fault, "foreground")
+        assert wait_report.took_s < fault.within_s, fault

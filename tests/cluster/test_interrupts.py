@@ -38,7 +38,7 @@ def loss(model, batch):
 
 
 class Stop:
-    """Presses stop once something is true; says how long the prompt took to come back."""
+    """InterruptTracker stop once something is true; says how long the prompt took to come back."""
 
     def __init__(self, when: Callable[[], bool], times: int = 1) -> None:
         self._when = when

@@ -178,9 +178,9 @@ def test_a_recorded_step_is_in_the_report_and_undone(two_ranks: Session, fresh: 
 
 def test_memory_held_by_a_cell_shows(two_ranks: Session) -> None:
     two_ranks.run("import gc; gc.collect(); held = None")
-    before = [entry.reading.live for entry in two_ranks.memory().ranks]
+    before = [entry.reading.live_bytes for entry in two_ranks.memory().ranks]
     two_ranks.run("held = torch.empty(5 * 2**20, dtype=torch.uint8)")
-    after = [entry.reading.live for entry in two_ranks.memory().ranks]
+    after = [entry.reading.live_bytes for entry in two_ranks.memory().ranks]
     two_ranks.run("held = None")
     assert [b - a for a, b in zip(before, after, strict=True)] == [5 * 2**20] * 2
 

@@ -35,7 +35,7 @@ def _of_figures(cell: Mapping[str, Any]) -> Iterator[str]:
         if not 0 < live <= reserved:
             yield f"rank {rank}: live peak {live}, reserved peak {reserved}"
         device = figures["device"] or {}
-        own, used, total = device.get("own"), device.get("used"), device.get("total")
+        own, used, total = device.get("own_bytes"), device.get("used_bytes"), device.get("total_bytes")
         parts = [part for part in (own, used, total) if part is not None]
         if parts != sorted(parts):
             yield f"rank {rank}: own {own}, used {used}, total {total}"

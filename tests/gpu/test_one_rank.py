@@ -17,27 +17,36 @@ MIB = 2**20
 def test_live_is_within_reserved_and_reserved_within_the_device(trained: Session) -> None:
     reading = trained.memory().ranks[0].reading
     assert not trained.ranks[0].virtual
-    assert 0 < reading.live <= reading.live_peak
-    assert reading.live <= reading.reserved
-    assert reading.device_used is None or reading.reserved < reading.device_used
+    assert 0 < reading.live_bytes <= reading.live_peak_bytes
+    assert reading.live_bytes <= reading.reserved_bytes
+    assert reading.device_used_bytes is None or reading.reserved_bytes < reading.device_used_bytes
 
 
 def test_live_is_what_torch_says(trained: Session) -> None:
     (allocated,) = trained.run("torch.cuda.memory_allocated()")
     reading = trained.memory().ranks[0].reading
-    assert reading.live == allocated
+    assert reading.live_bytes == allocated
     trained.run("_held = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)")
-    assert trained.memory().ranks[0].reading.live == allocated + 64 * MIB
+    assert trained.memory().ranks[0].reading.live_bytes == allocated + 64 * MIB
     trained.run("del _held")
 
 
 def test_nvml_tells_of_the_whole_device_or_why_not(trained: Session) -> None:
     use = trained.memory().ranks[0].device_use
-    for name in ("used", "total", "own", "others", "utilisation", "temperature", "power", "clock"):
+    for name in (
+        "used_bytes",
+        "total_bytes",
+        "own_bytes",
+        "other_bytes",
+        "utilisation_percent",
+        "temperature_c",
+        "power_w",
+        "clock_mhz",
+    ):
         assert (getattr(use, name) is None) == (name in use.missing), name
-    if use.own is not None:
+    if use.own_bytes is not None:
         (reserved,) = trained.run("torch.cuda.memory_reserved()")
-        assert use.own > reserved, "context and libraries take something"
+        assert use.own_bytes > reserved, "context and libraries take something"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
@@ -63,7 +72,7 @@ def test_the_ledger_adds_up_to_the_peak(trained: Session) -> None:
 
 def test_a_batch_that_does_not_fit_is_survived(trained: Session) -> None:
     trained.run("from gpumem_nb.engine import rank as _r; _r._device.empty_cache()")
-    limit = trained.memory().ranks[0].reading.reserved + 2 * MIB
+    limit = trained.memory().ranks[0].reading.reserved_bytes + 2 * MIB
     trained.run(f"_r._device.set_limit({limit})")
     try:
         trained.set(batch_size=1024)

@@ -23,15 +23,15 @@ def test_all_ranks_hold_the_same_weights_after_every_kind_of_flip(trained: Sessi
 def test_ranks_on_one_gpu_see_one_another(trained: Session) -> None:
     uses = [rank.device_use for rank in trained.memory().ranks]
     for use in uses:
-        if use.own is not None and use.others is not None:
-            assert use.others >= sum(other.own for other in uses if other.own) - use.own - 2**26
-    totals = {use.total for use in uses}
+        if use.own_bytes is not None and use.other_bytes is not None:
+            assert use.other_bytes >= sum(other.own_bytes for other in uses if other.own_bytes) - use.own_bytes - 2**26
+    totals = {use.total_bytes for use in uses}
     assert len(totals) == 1
 
 
 def test_each_rank_has_its_own_allocator(trained: Session) -> None:
-    before = [rank.reading.live for rank in trained.memory().ranks]
+    before = [rank.reading.live_bytes for rank in trained.memory().ranks]
     trained.run("_held = torch.empty(2**24, dtype=torch.uint8, device=device)", ranks=[2])
-    after = [rank.reading.live for rank in trained.memory().ranks]
+    after = [rank.reading.live_bytes for rank in trained.memory().ranks]
     trained.run("del _held", ranks=[2])
     assert [late - early for early, late in zip(before, after, strict=True)] == [0, 0, 2**24, 0]

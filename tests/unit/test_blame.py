@@ -14,7 +14,7 @@ from gpumem_nb.shared.messages import Failure
 
 
 def told(error: BaseException) -> Failure:
-    return failure_of(error, 0, "forward", nn.Linear(1, 1), None, Mock(**{"reading.return_value.limit": None}))
+    return failure_of(error, 0, "forward", nn.Linear(1, 1), None, Mock(**{"reading.return_value.limit_bytes": None}))
 
 
 def chained(cause: BaseException, *, context: bool) -> BaseException:

@@ -93,9 +93,9 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 def test_a_reading_is_torchs_statistics_of_this_ranks_gpu(driver: Driver) -> None:
     device = open_device("cuda", local_rank=1, memory_limit=None)
     now = device.reading()
-    assert (now.live, now.live_peak) == (300 * MIB, 301 * MIB)
-    assert (now.reserved, now.reserved_peak) == (400 * MIB, 401 * MIB)
-    assert (now.device_used, now.limit) == (2 * GIB, 16 * GIB)
+    assert (now.live_bytes, now.live_peak_bytes) == (300 * MIB, 301 * MIB)
+    assert (now.reserved_bytes, now.reserved_peak_bytes) == (400 * MIB, 401 * MIB)
+    assert (now.device_used_bytes, now.limit_bytes) == (2 * GIB, 16 * GIB)
     assert (device.name, device.kind, device.note, driver.device) == ("Fake H1", "cuda", "", 1)
 
 
@@ -106,25 +106,25 @@ def test_ranks_beyond_the_last_gpu_share_them_in_turn(driver: Driver) -> None:
 def test_nvml_is_asked_when_its_use_is_and_never_by_a_reading(driver: Driver, nvml: FakeNvml) -> None:
     device = open_device("cuda", 1, None)
     nvml.gpus[1].used = 3 * GIB
-    assert device.reading().device_used == 2 * GIB
+    assert device.reading().device_used_bytes == 2 * GIB
     use = device.use()
     assert use is not None
-    assert (use.used, use.own, use.others) == (3 * GIB, GIB, 0)
-    assert device.reading().device_used == 3 * GIB
+    assert (use.used_bytes, use.own_bytes, use.other_bytes) == (3 * GIB, GIB, 0)
+    assert device.reading().device_used_bytes == 3 * GIB
     driver.reserved = 2 * GIB  # more than NVML's process of our number holds
-    assert device.use().own is None  # type: ignore[union-attr]
+    assert device.use().own_bytes is None  # type: ignore[union-attr]
 
 
 def test_a_lost_gpus_device_bytes_are_none_and_the_note_says_why(driver: Driver, nvml: FakeNvml) -> None:
     nvml.gpus[1].broken = lost("").broken
     device = open_device("cuda", 1, None)
-    assert device.reading().device_used is None
+    assert device.reading().device_used_bytes is None
     assert "the GPU is lost" in device.note
 
 
 def test_a_limit_is_torchs_fraction_of_the_gpu_and_lifted_inside_exempt(driver: Driver) -> None:
     device = open_device("cuda", 1, 4 * GIB)
-    assert device.reading().limit == 4 * GIB
+    assert device.reading().limit_bytes == 4 * GIB
     with device.exempt():
         pass
     device.set_limit(None)
@@ -132,7 +132,7 @@ def test_a_limit_is_torchs_fraction_of_the_gpu_and_lifted_inside_exempt(driver: 
     assert allowed == [(4 * GIB, 1), (16 * GIB, 1), (4 * GIB, 1), (16 * GIB, 1)]
     with pytest.raises(InvalidInput, match="more than Fake H1 has: at most 16"):
         device.set_limit(17 * GIB)
-    assert device.reading().limit == 16 * GIB
+    assert device.reading().limit_bytes == 16 * GIB
 
 
 def test_room_is_what_the_limit_and_the_other_processes_leave(driver: Driver) -> None:

@@ -41,7 +41,7 @@ def record() -> dict[str, Any]:
     rank = {
         "live_peak_bytes": 300 * MIB,
         "reserved_peak_bytes": 320 * MIB,
-        "device": {"own": 800 * MIB, "used": 1000 * MIB, "total": 16000 * MIB, "missing": {}},
+        "device": {"own_bytes": 800 * MIB, "used_bytes": 1000 * MIB, "total_bytes": 16000 * MIB, "missing": {}},
         "ledger": {"peak": 290 * MIB, "at_peak": {"parameters": 90 * MIB, "activations": 200 * MIB}},
     }
     cell = {
@@ -65,7 +65,7 @@ def test_a_record_that_adds_up_has_no_problems(record: dict[str, Any]) -> None:
 def test_what_could_not_be_read_is_no_problem(record: dict[str, Any]) -> None:
     cell = record["cells"][0]
     cell["trace"] = cell["per_rank"][0]["ledger"] = cell["per_rank"][0]["device"] = None
-    cell["per_rank"][1]["device"]["own"] = None
+    cell["per_rank"][1]["device"]["own_bytes"] = None
     assert problems(record) == []
 
 
@@ -75,7 +75,7 @@ def test_what_could_not_be_read_is_no_problem(record: dict[str, Any]) -> None:
         (("samples_per_s",), 0.0, "0.0 samples/s"),
         (("per_rank", 1, "ledger", "at_peak", "parameters"), 1, "rank 1: the categories add up to"),
         (("per_rank", 0, "live_peak_bytes"), 400 * MIB, "rank 0: live peak"),
-        (("per_rank", 1, "device", "used"), 700 * MIB, "rank 1: own"),
+        (("per_rank", 1, "device", "used_bytes"), 700 * MIB, "rank 1: own"),
         (("trace", "requested_bytes"), 7, "bytes held, torch with 7"),
         (("trace", "reserved_bytes"), 7 * MIB, "apart"),
     ],
@@ -102,7 +102,7 @@ def test_the_grid_flips_every_choice_once_from_the_default() -> None:
     assert {} in cells
     assert {"precision": "bf16"} in cells
     assert {"checkpointing": "all"} in cells
-    assert not any("own" in cell.values() for cell in cells)
+    assert not any("own_bytes" in cell.values() for cell in cells)
     assert len(cells) == len({json.dumps(cell) for cell in cells})
     assert LARGE.keys() == SMALL.keys()
 

@@ -39,7 +39,7 @@ every_setting = pytest.mark.parametrize(("precision", "checkpointing"), SETTINGS
 @every_setting
 def test_the_peak_is_the_profilers(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> None:
     ledger, before, profilers = ledger_and_profiler(gpu, name, precision, checkpointing)
-    assert ledger.peak == gpu.reading().live_peak
+    assert ledger.peak == gpu.reading().live_peak_bytes
     assert ledger.peak - before == pytest.approx(profilers, rel=1e-3)
     assert sum(ledger.at_peak.values()) == ledger.peak
 
@@ -55,7 +55,7 @@ def test_categories_are_what_the_tensors_hold(gpu: VirtualGPU, name: str, precis
     checkpointed(training, checkpointing)
     training.step(precision)
     ledger = looked_into(gpu, training, precision)
-    assert sum(ledger.at_rest.values()) == gpu.reading().live
+    assert sum(ledger.at_rest.values()) == gpu.reading().live_bytes
     params = list(training.model.parameters())
     state = [value for values in training.optimizer.state.values() for value in values.values()]
     assert ledger.at_rest[PARAMETERS] == ledger.at_peak[PARAMETERS] == sum(storages(params).values())
@@ -131,8 +131,8 @@ def test_the_timeline_covers_the_step_and_keeps_its_peak(gpu: VirtualGPU) -> Non
     ledger = record.ledger()
     timeline = record.timeline(rank=3, step=7, ledger=ledger)
     totals = [sum(at_once) for at_once in zip(*timeline.live.values(), strict=True)]
-    assert max(totals) == ledger.peak == gpu.reading().live_peak
-    assert totals[-1] == gpu.reading().live
+    assert max(totals) == ledger.peak == gpu.reading().live_peak_bytes
+    assert totals[-1] == gpu.reading().live_bytes
     assert list(timeline.time_ms) == sorted(timeline.time_ms)
     assert len(timeline.time_ms) == len(totals) <= 605
     ends = [span.end_ms for span in timeline.spans]
@@ -153,7 +153,7 @@ def test_without_the_allocator_tensors_tell_nearly_the_same(gpu: VirtualGPU, pre
             return TensorLog(gpu.torch_device, requested)
 
     def requested() -> tuple[int, int]:
-        return gpu.reading().live, gpu.reading().live_peak
+        return gpu.reading().live_bytes, gpu.reading().live_peak_bytes
 
     training = MODELS["text-gpt"]()
     training.step(precision)
@@ -172,11 +172,11 @@ def test_a_step_that_is_given_up_leaves_nothing(gpu: VirtualGPU) -> None:
     training = MODELS["text-gpt"]()
     training.step("fp32")
     gc.collect()
-    before = gpu.reading().live
+    before = gpu.reading().live_bytes
     recorder = Recorder(gpu, training.model)
     with recorder.watching():
         training.loss(training.model, training.batch)
-    assert gpu.reading().live == before
+    assert gpu.reading().live_bytes == before
 
 
 class Wide(nn.Module):
@@ -251,10 +251,10 @@ def test_what_the_allocator_counts_beyond_is_in_no_category(gpu: VirtualGPU) -> 
 
         def reading(self) -> Any:
             now = gpu.reading()
-            return dataclasses.replace(now, live_peak=now.live_peak + 4096)
+            return dataclasses.replace(now, live_peak_bytes=now.live_peak_bytes + 4096)
 
         def event_log(self) -> TensorLog:
-            return TensorLog(gpu.torch_device, lambda: (gpu.reading().live, gpu.reading().live_peak))
+            return TensorLog(gpu.torch_device, lambda: (gpu.reading().live_bytes, gpu.reading().live_peak_bytes))
 
     training = MODELS["text-gpt"]()
     training.step("fp32")
@@ -263,4 +263,4 @@ def test_what_the_allocator_counts_beyond_is_in_no_category(gpu: VirtualGPU) -> 
         training.step("fp32", recorder)
         ledger = recorder.end().ledger()
     assert not_explained(ledger) == 4096
-    assert sum(ledger.at_peak.values()) == gpu.reading().live_peak
+    assert sum(ledger.at_peak.values()) == gpu.reading().live_peak_bytes

@@ -16,7 +16,7 @@ from tests.ledgers import MIB, info, ledger, reading, timeline
 
 def rank(number: int, reading: Reading, *, virtual: bool, note: str = "", name: str = "GPU") -> RankMemory:
     device = "cpu" if virtual else f"cuda:{number}"
-    return RankMemory(RankInfo(number, number, "here", 1, device, name, virtual, reading.limit, 1, note), reading)
+    return RankMemory(RankInfo(number, number, "here", 1, device, name, virtual, reading.limit_bytes, 1, note), reading)
 
 
 def known(number: int = 0, scale: float = 1.0, use: DeviceUse | None = None, **changed: int) -> RankMemory:
@@ -173,7 +173,7 @@ def test_the_parts_of_a_deep_step_are_joined_until_they_are_few() -> None:
 
 def test_nvml_is_shown_beside_what_it_leaves_unexplained_and_gaps_have_their_reason() -> None:
     why = "this GPU does not tell"
-    use = DeviceUse(900 * MIB, 2048 * MIB, 700 * MIB, 150 * MIB, 87, missing={"temperature": why, "power": why})
+    use = DeviceUse(900 * MIB, 2048 * MIB, 700 * MIB, 150 * MIB, 87, missing={"temperature_c": why, "power_w": why})
     real = dataclasses.replace(known(2, use=use), info=info(2, virtual=False))
     text = str(MemoryReport((known(0), real)))
     row = next(line for line in text.splitlines() if line.startswith("2 ") and "%" in line)

@@ -68,7 +68,7 @@ def _run(module: str, name: str) -> None:
     gpu.set_limit(None)
     gpu.empty_cache()
     gpu.reset_peak()
-    assert gpu.reading().live == 0, "an earlier test left tensors behind"
+    assert gpu.reading().live_bytes == 0, "an earlier test left tensors behind"
     getattr(importlib.import_module(module), name).body(gpu)
 
 
@@ -83,16 +83,16 @@ def test_live_is_exactly_what_tensors_asked_for(gpu: VirtualGPU) -> None:
     import torch
 
     a = torch.empty(1001)
-    assert gpu.reading().live == 4004
+    assert gpu.reading().live_bytes == 4004
     b = a.double()
-    assert gpu.reading().live == 4004 + 8008
+    assert gpu.reading().live_bytes == 4004 + 8008
     view = a[3:]
-    assert gpu.reading().live == 4004 + 8008
+    assert gpu.reading().live_bytes == 4004 + 8008
     del a
-    assert gpu.reading().live == 4004 + 8008
+    assert gpu.reading().live_bytes == 4004 + 8008
     del view, b
-    assert gpu.reading().live == 0
-    assert gpu.reading().live_peak == 4004 + 8008
+    assert gpu.reading().live_bytes == 0
+    assert gpu.reading().live_peak_bytes == 4004 + 8008
 
 
 @on_virtual_gpu
@@ -101,12 +101,12 @@ def test_peak_counts_from_the_last_reset(gpu: VirtualGPU) -> None:
     del kept
     kept = tensor(3 * MIB)
     gpu.reset_peak()
-    assert gpu.reading().live_peak == 3 * MIB
-    assert gpu.reading().reserved_peak == 20 * MIB
+    assert gpu.reading().live_peak_bytes == 3 * MIB
+    assert gpu.reading().reserved_peak_bytes == 20 * MIB
     del kept
     gpu.empty_cache()
-    assert gpu.reading().live_peak == 3 * MIB
-    assert gpu.reading().reserved == 0
+    assert gpu.reading().live_peak_bytes == 3 * MIB
+    assert gpu.reading().reserved_bytes == 0
 
 
 @on_virtual_gpu
@@ -115,13 +115,13 @@ def test_empty_tensors_and_resized_ones_are_counted_right(gpu: VirtualGPU) -> No
 
     before = gpu.allocations
     nothing = torch.empty(0)
-    assert (gpu.reading().live, gpu.allocations, nothing.data_ptr()) == (0, before, 0)
+    assert (gpu.reading().live_bytes, gpu.allocations, nothing.data_ptr()) == (0, before, 0)
     grown = torch.arange(1000, dtype=torch.uint8)
     grown.resize_(5000)
-    assert (gpu.reading().live, gpu.allocations) == (5000, before + 2)
+    assert (gpu.reading().live_bytes, gpu.allocations) == (5000, before + 2)
     assert grown[:3].tolist() == [0, 1, 2]
     grown.untyped_storage().resize_(0)
-    assert gpu.reading().live == 0
+    assert gpu.reading().live_bytes == 0
 
 
 @on_virtual_gpu
@@ -131,9 +131,9 @@ def test_storages_made_by_python_are_counted_once_they_are_cloned(gpu: VirtualGP
 
     original = tensor(1000)
     copies = [copy.deepcopy(original), pickle.loads(pickle.dumps(original))]
-    assert gpu.reading().live == 1000
+    assert gpu.reading().live_bytes == 1000
     copies = [t.clone() for t in copies]
-    assert gpu.reading().live == 3000
+    assert gpu.reading().live_bytes == 3000
     assert [t.nbytes for t in copies] == [1000, 1000]
 
 
@@ -146,9 +146,9 @@ def test_tensors_stay_aligned_for_vector_instructions(gpu: VirtualGPU) -> None:
 def test_memory_from_before_is_neither_counted_nor_harmed(gpu: VirtualGPU) -> None:
     _, older = _gpu()
     assert older.sum().item() == 3 * MIB
-    assert gpu.reading().live == 0
+    assert gpu.reading().live_bytes == 0
     older.untyped_storage().resize_(0)
-    assert gpu.reading().live == 0
+    assert gpu.reading().live_bytes == 0
 
 
 @on_virtual_gpu
@@ -166,9 +166,9 @@ def test_every_thread_is_counted(gpu: VirtualGPU) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert gpu.reading().live == 4 * MIB
+    assert gpu.reading().live_bytes == 4 * MIB
     kept.clear()
-    assert gpu.reading().live == 0
+    assert gpu.reading().live_bytes == 0
 
 
 @on_virtual_gpu
@@ -185,8 +185,8 @@ def test_peak_of_a_training_step_equals_the_profilers(gpu: VirtualGPU) -> None:
         live += event.nbytes()
         peak = max(peak, live)
     assert peak > live + MIB
-    assert gpu.reading().live_peak == pytest.approx(peak, rel=1e-3)
-    assert gpu.reading().live == live
+    assert gpu.reading().live_peak_bytes == pytest.approx(peak, rel=1e-3)
+    assert gpu.reading().live_bytes == live
 
 
 def _small_training(batch_size: int) -> Callable[[], float]:
@@ -221,8 +221,8 @@ def test_passing_the_limit_is_torchs_own_error_and_says_how_much_there_was(gpu: 
         "which 32.00 MiB is free. 30.00 MiB is allocated by tensors and 2.00 MiB is reserved but unallocated."
     )
     assert type(caught.value) is torch.OutOfMemoryError
-    assert gpu.reading().live == held.nbytes
-    assert gpu.reading().limit == 64 * MIB
+    assert gpu.reading().live_bytes == held.nbytes
+    assert gpu.reading().limit_bytes == 64 * MIB
 
 
 @on_virtual_gpu
@@ -232,14 +232,14 @@ def test_training_goes_on_after_an_out_of_memory_error(gpu: VirtualGPU) -> None:
     step = _small_training(batch_size=4)
     losses = [step()]
     too_large = _small_training(batch_size=512)
-    before = gpu.reading().live
-    gpu.set_limit((gpu.reading().reserved or 0) + 20 * MIB)
+    before = gpu.reading().live_bytes
+    gpu.set_limit((gpu.reading().reserved_bytes or 0) + 20 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match="virtual GPU out of memory") as caught:
         too_large()
     caught.value.__traceback__ = None
     del caught
     gc.collect()
-    assert gpu.reading().live <= before
+    assert gpu.reading().live_bytes <= before
     losses += [step(), step()]
     assert losses[2] < losses[1] < losses[0]
 
@@ -254,7 +254,7 @@ def test_other_threads_pass_the_limit_and_are_counted(gpu: VirtualGPU) -> None:
     thread = threading.Thread(target=lambda: kept.append(tensor(16 * MIB)))
     thread.start()
     thread.join()
-    assert gpu.reading().live == 16 * MIB
+    assert gpu.reading().live_bytes == 16 * MIB
     assert gpu.over_limit == before + 1
     with pytest.raises(torch.OutOfMemoryError):
         tensor(1)
@@ -269,7 +269,7 @@ def test_exempt_makes_room_only_inside(gpu: VirtualGPU) -> None:
         with gpu.exempt():
             pass
         zeros = torch.zeros(4 * MIB)
-    assert gpu.reading().live == zeros.nbytes
+    assert gpu.reading().live_bytes == zeros.nbytes
     with pytest.raises(torch.OutOfMemoryError):
         tensor(16 * MIB)
     with pytest.raises(KeyError), gpu.exempt():
@@ -289,7 +289,7 @@ def test_a_forked_data_worker_is_not_on_the_device(gpu: VirtualGPU) -> None:
             os._exit(1)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert gpu.reading().live == 0
+    assert gpu.reading().live_bytes == 0
 
 
 # What the CUDA caching allocator would reserve, computed by hand from its rules.
@@ -298,59 +298,59 @@ def test_a_forked_data_worker_is_not_on_the_device(gpu: VirtualGPU) -> None:
 @on_virtual_gpu
 def test_small_tensors_share_segments_of_2_mib(gpu: VirtualGPU) -> None:
     kept = [tensor(1)]
-    assert gpu.reading().reserved == 2 * MIB
+    assert gpu.reading().reserved_bytes == 2 * MIB
     kept += [tensor(512) for _ in range(4095)]
-    assert gpu.reading().reserved == 2 * MIB
+    assert gpu.reading().reserved_bytes == 2 * MIB
     kept.append(tensor(1))
-    assert gpu.reading().reserved == 4 * MIB
-    assert gpu.reading().live == 1 + 4095 * 512 + 1
+    assert gpu.reading().reserved_bytes == 4 * MIB
+    assert gpu.reading().live_bytes == 1 + 4095 * 512 + 1
 
 
 @on_virtual_gpu
 def test_one_mib_is_still_small(gpu: VirtualGPU) -> None:
     kept = [tensor(MIB), tensor(MIB)]
-    assert gpu.reading().reserved == 2 * MIB
+    assert gpu.reading().reserved_bytes == 2 * MIB
     kept.append(tensor(MIB + 1))
-    assert gpu.reading().reserved == 22 * MIB
+    assert gpu.reading().reserved_bytes == 22 * MIB
 
 
 @on_virtual_gpu
 def test_medium_tensors_share_segments_of_20_mib(gpu: VirtualGPU) -> None:
     kept = [tensor(5 * MIB) for _ in range(4)]
-    assert gpu.reading().reserved == 20 * MIB
+    assert gpu.reading().reserved_bytes == 20 * MIB
     kept.append(tensor(5 * MIB))
-    assert gpu.reading().reserved == 40 * MIB
+    assert gpu.reading().reserved_bytes == 40 * MIB
 
 
 @on_virtual_gpu
 def test_large_tensors_get_multiples_of_2_mib(gpu: VirtualGPU) -> None:
     kept = [tensor(10 * MIB)]
-    assert gpu.reading().reserved == 10 * MIB
+    assert gpu.reading().reserved_bytes == 10 * MIB
     kept.append(tensor(10 * MIB + 1))
-    assert gpu.reading().reserved == 22 * MIB
+    assert gpu.reading().reserved_bytes == 22 * MIB
     kept.append(tensor(10 * MIB - 512))
-    assert gpu.reading().reserved == 42 * MIB
+    assert gpu.reading().reserved_bytes == 42 * MIB
 
 
 @on_virtual_gpu
 def test_a_rest_of_one_mib_in_a_large_segment_is_not_split_off(gpu: VirtualGPU) -> None:
     kept = [tensor(9 * MIB), tensor(9 * MIB)]  # leaves 2 MiB: split off
     kept.append(tensor(2 * MIB))
-    assert gpu.reading().reserved == 20 * MIB
+    assert gpu.reading().reserved_bytes == 20 * MIB
     kept.clear()
     kept += [tensor(19 * MIB // 2), tensor(19 * MIB // 2)]  # leaves 1 MiB: stays with the second
-    assert gpu.reading().reserved == 20 * MIB
+    assert gpu.reading().reserved_bytes == 20 * MIB
     kept.append(tensor(MIB + 1))
-    assert gpu.reading().reserved == 40 * MIB
+    assert gpu.reading().reserved_bytes == 40 * MIB
 
 
 @on_virtual_gpu
 def test_the_best_fitting_cached_block_is_taken(gpu: VirtualGPU) -> None:
     kept = [tensor(30 * MIB), tensor(12 * MIB)]
     kept.clear()
-    assert gpu.reading().reserved == 42 * MIB
+    assert gpu.reading().reserved_bytes == 42 * MIB
     kept += [tensor(11 * MIB), tensor(30 * MIB)]
-    assert gpu.reading().reserved == 42 * MIB
+    assert gpu.reading().reserved_bytes == 42 * MIB
 
 
 @on_virtual_gpu
@@ -359,13 +359,13 @@ def test_freed_neighbours_merge(gpu: VirtualGPU) -> None:
     del b
     del d
     del c  # between two free ones
-    assert gpu.reading().reserved == 20 * MIB
+    assert gpu.reading().reserved_bytes == 20 * MIB
     wide = tensor(15 * MIB)
-    assert gpu.reading().reserved == 20 * MIB
+    assert gpu.reading().reserved_bytes == 20 * MIB
     del a, wide
     whole = tensor(20 * MIB)
-    assert gpu.reading().reserved == 20 * MIB
-    assert gpu.reading().live == whole.nbytes
+    assert gpu.reading().reserved_bytes == 20 * MIB
+    assert gpu.reading().live_bytes == whole.nbytes
 
 
 @on_virtual_gpu
@@ -379,8 +379,8 @@ def test_fragments_do_not_serve_a_larger_tensor(gpu: VirtualGPU) -> None:
         tensor(9 * MIB)
     gpu.set_limit(None)
     larger = tensor(9 * MIB)
-    assert gpu.reading().reserved == 40 * MIB
-    assert gpu.reading().live == b.nbytes + d.nbytes + larger.nbytes
+    assert gpu.reading().reserved_bytes == 40 * MIB
+    assert gpu.reading().live_bytes == b.nbytes + d.nbytes + larger.nbytes
 
 
 @on_virtual_gpu
@@ -388,28 +388,28 @@ def test_free_segments_are_released_before_giving_up(gpu: VirtualGPU) -> None:
     gpu.set_limit(64 * MIB)
     first = tensor(40 * MIB)
     del first
-    assert gpu.reading().reserved == 40 * MIB
+    assert gpu.reading().reserved_bytes == 40 * MIB
     second = tensor(48 * MIB)
-    assert gpu.reading().reserved == 48 * MIB
-    assert gpu.reading().reserved_peak == 48 * MIB
-    assert gpu.reading().live == second.nbytes
+    assert gpu.reading().reserved_bytes == 48 * MIB
+    assert gpu.reading().reserved_peak_bytes == 48 * MIB
+    assert gpu.reading().live_bytes == second.nbytes
 
 
 @on_virtual_gpu
 def test_empty_cache_releases_only_what_no_tensor_holds(gpu: VirtualGPU) -> None:
     held, freed, small = tensor(5 * MIB), tensor(40 * MIB), tensor(100)
     del freed, small
-    assert gpu.reading().reserved == 62 * MIB
+    assert gpu.reading().reserved_bytes == 62 * MIB
     gpu.empty_cache()
-    assert gpu.reading().reserved == 20 * MIB
-    assert gpu.reading().device_used == 20 * MIB
-    assert gpu.reading().live == held.nbytes
+    assert gpu.reading().reserved_bytes == 20 * MIB
+    assert gpu.reading().device_used_bytes == 20 * MIB
+    assert gpu.reading().live_bytes == held.nbytes
 
 
 @on_virtual_gpu
 def test_the_default_limit_is_2_gib_and_the_name_says_so(gpu: VirtualGPU) -> None:
     device = open_device("virtual", 3, None)
-    assert device.reading().limit == 2 * 2**30
+    assert device.reading().limit_bytes == 2 * 2**30
     assert device.name == "virtual GPU 3 (2.0 GiB)"
     assert (device.kind, str(device.torch_device), device.note) == ("virtual", "cpu", "")
 
@@ -489,8 +489,8 @@ def test_replaying_what_happened_reserves_the_same(gpu: VirtualGPU) -> None:
             events.append(size)
             held[sum(event > 0 for event in events)] = tensor(size)
     now, replayed = gpu.reading(), replay(events)
-    assert (replayed.live, replayed.live_peak) == (now.live, now.live_peak)
-    assert (replayed.reserved, replayed.reserved_peak) == (now.reserved, now.reserved_peak)
+    assert (replayed.live, replayed.live_peak) == (now.live_bytes, now.live_peak_bytes)
+    assert (replayed.reserved, replayed.reserved_peak) == (now.reserved_bytes, now.reserved_peak_bytes)
     assert gpu.reading() == now, "a replay is no allocation"
     held.clear()
 

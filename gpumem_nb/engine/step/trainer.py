@@ -175,7 +175,7 @@ class Trainer:
             return self._try_out(chunk)
         nudge.catch_up(chunk.nudges)
         failure = self._apply(chunk)
-        self._leaks.chunk_begins(self.device.reading().live)
+        self._leaks.chunk_begins(self.device.reading().live_bytes)
         outcomes: list[_Outcome] = []
         for _ in range(chunk.steps):
             outcomes.append(self._step(failure, chunk))
@@ -427,11 +427,11 @@ class Trainer:
             loss=None,
             step_s=step_s,
             samples_per_s=self.settings.samples_per_rank / step_s,
-            live_bytes=reading.live,
-            live_peak_bytes=reading.live_peak,
-            reserved_bytes=reading.reserved,
-            reserved_peak_bytes=reading.reserved_peak,
-            device_used_bytes=reading.device_used,
+            live_bytes=reading.live_bytes,
+            live_peak_bytes=reading.live_peak_bytes,
+            reserved_bytes=reading.reserved_bytes,
+            reserved_peak_bytes=reading.reserved_peak_bytes,
+            device_used_bytes=reading.device_used_bytes,
             settings_id=self._settings_id,
             event=event,
             ledger=ledger,

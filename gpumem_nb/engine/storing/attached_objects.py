@@ -14,7 +14,7 @@ from ...shared.errors import StateFileError
 from ...shared.units import format_bytes
 
 
-def keep(objects: dict[str, Any], path: Path, space: int) -> str:
+def save(objects: dict[str, Any], path: Path, space: int) -> str:
     """Write ``objects`` (by variable name) to a file in the session's own folder.
 
     All in one pickle, because an optimizer holds the very parameters of its model.
@@ -40,8 +40,8 @@ def keep(objects: dict[str, Any], path: Path, space: int) -> str:
     return ""
 
 
-def bring(path: Path) -> dict[str, Any]:
-    """The objects that :func:`keep` wrote. The file lies in a folder that its owner alone can write to."""
+def load(path: Path) -> dict[str, Any]:
+    """The objects that :func:`save` wrote. The file lies in a folder that its owner alone can write to."""
     try:
         return cloudpickle.loads(path.read_bytes())  # type: ignore[no-any-return]
     except Exception as error:

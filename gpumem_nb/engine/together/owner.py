@@ -22,7 +22,7 @@ def watch(profile: Path) -> None:
 
     One rank does it for all, ranks that are stopped or stuck included; the others end by themselves if it cannot.
     """
-    found = cluster_records.of(profile)
+    found = cluster_records.find(profile)
     while found and found[1].kernel.runs:
         time.sleep(PERIOD_S)
     if not (found and _end_from_outside(found[0])):

@@ -90,7 +90,7 @@ class Recorder:
 
     def end(self) -> Record:
         """Stop recording and work out where the bytes were."""
-        live_peak = self._device.reading().live_peak
+        live_peak = self._device.reading().live_peak_bytes
         events = self._log.end()
         ended_ns = time.perf_counter_ns()
         for number, param in events.casts.items():

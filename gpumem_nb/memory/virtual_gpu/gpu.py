@@ -126,12 +126,12 @@ class VirtualGPU:
         """The memory at this moment, in bytes."""
         now = self._read()
         return Reading(
-            live=now.live,
-            live_peak=now.live_peak,
-            reserved=now.reserved,
-            reserved_peak=now.reserved_peak,
-            device_used=now.reserved,
-            limit=now.limit or None,
+            live_bytes=now.live,
+            live_peak_bytes=now.live_peak,
+            reserved_bytes=now.reserved,
+            reserved_peak_bytes=now.reserved_peak,
+            device_used_bytes=now.reserved,
+            limit_bytes=now.limit or None,
         )
 
     def room(self) -> int | None:

@@ -19,9 +19,9 @@ from gpumem_nb.shared.processes import Identity, identify
 
 
 @pytest.fixture(autouse=True)
-def own_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_records_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return cluster_records.shelf()
+    return cluster_records.records_dir()
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ def record(kernel: Identity, *processes: Identity, **changes: Any) -> Record:
     return Record(**(values | changes))
 
 
-def test_what_a_dead_kernel_left_is_ended_and_removed(own_shelf: Path, sleeper: Callable[..., Identity]) -> None:
+def test_what_a_dead_kernel_left_is_ended_and_removed(own_records_dir: Path, sleeper: Callable[..., Identity]) -> None:
     left, bystander = sleeper(), sleeper()
     orphaned = record(gone(), left)
     helper = sleeper(mark=orphaned.folders[0])
-    path = own_shelf / "1-1-1.json"
+    path = own_records_dir / "1-1-1.json"
     orphaned.write(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert own_shelf.stat().st_mode & 0o777 == 0o700
+    assert own_records_dir.stat().st_mode & 0o777 == 0o700
     assert cluster_records.clean_up_after_others() == [orphaned]
     assert not left.runs
     assert not helper.runs, "whatever the ranks had started themselves"
@@ -83,10 +83,12 @@ def test_what_a_dead_kernel_left_is_ended_and_removed(own_shelf: Path, sleeper: 
     assert cluster_records.clean_up_after_others() == []
 
 
-def test_a_living_kernel_s_cluster_is_named_and_left_alone(own_shelf: Path, sleeper: Callable[..., Identity]) -> None:
+def test_a_living_kernel_s_cluster_is_named_and_left_alone(
+    own_records_dir: Path, sleeper: Callable[..., Identity]
+) -> None:
     kernel, rank = sleeper(), sleeper()
     living = record(kernel, rank)
-    living.write(own_shelf / "2-2-2.json")
+    living.write(own_records_dir / "2-2-2.json")
     assert cluster_records.clean_up_after_others() == []
     assert rank.runs
     [other] = cluster_records.others()
@@ -112,10 +114,10 @@ def test_a_living_kernel_s_cluster_is_named_and_left_alone(own_shelf: Path, slee
     ],
 )
 def test_a_foreign_or_malformed_record_is_never_acted_upon(
-    change: Callable[[dict[str, Any]], object], own_shelf: Path, sleeper: Callable[..., Identity]
+    change: Callable[[dict[str, Any]], object], own_records_dir: Path, sleeper: Callable[..., Identity]
 ) -> None:
     left = sleeper()
-    path = own_shelf / "3-3-3.json"
+    path = own_records_dir / "3-3-3.json"
     orphaned = record(gone(), left)
     orphaned.write(path)
     said = json.loads(path.read_text())
@@ -128,24 +130,24 @@ def test_a_foreign_or_malformed_record_is_never_acted_upon(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '"text"', "[" * 100_000])
-def test_a_file_that_is_no_record_is_ignored(text: str, own_shelf: Path) -> None:
-    (own_shelf / "4-4-4.json").write_text(text)
+def test_a_file_that_is_no_record_is_ignored(text: str, own_records_dir: Path) -> None:
+    (own_records_dir / "4-4-4.json").write_text(text)
     assert cluster_records.clean_up_after_others() == []
 
 
-def test_a_pid_that_somebody_else_has_by_now_is_spared(own_shelf: Path, sleeper: Callable[..., Identity]) -> None:
+def test_a_pid_that_somebody_else_has_by_now_is_spared(own_records_dir: Path, sleeper: Callable[..., Identity]) -> None:
     stranger = sleeper()
-    path = own_shelf / "5-5-5.json"
+    path = own_records_dir / "5-5-5.json"
     record(gone(), Identity(stranger.pid, stranger.started - 1)).write(path)
     assert len(cluster_records.clean_up_after_others()) == 1
     assert stranger.runs
 
 
-def test_a_link_to_a_record_is_ignored(own_shelf: Path, tmp_path: Path, sleeper: Callable[..., Identity]) -> None:
+def test_a_link_to_a_record_is_ignored(own_records_dir: Path, tmp_path: Path, sleeper: Callable[..., Identity]) -> None:
     left = sleeper()
     orphaned = record(gone(), left)
     orphaned.write(tmp_path / "elsewhere.json")
-    (own_shelf / "6-6-6.json").symlink_to(tmp_path / "elsewhere.json")
+    (own_records_dir / "6-6-6.json").symlink_to(tmp_path / "elsewhere.json")
     assert cluster_records.clean_up_after_others() == []
     assert left.runs
     os.rmdir(orphaned.folders[0])
