@@ -179,6 +179,8 @@ class SnapshotOrder:
 class Stored:
     """A training state that was written to a file, or why it was not.
 
+    Not ``taken``: the ranks had come apart from one another, and the next one is not far.
+
     ``bytes`` is the file's size (of what did not fit, the size it would have had), ``cpu_s`` what writing it took of a
     core, ``problem`` is empty or a sentence.
     """
@@ -188,6 +190,7 @@ class Stored:
     bytes: int
     cpu_s: float
     problem: str = ""
+    taken: bool = True
 
 
 @dataclass(frozen=True, slots=True)
