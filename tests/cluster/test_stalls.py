@@ -70,7 +70,7 @@ def loss(model, batch):
     if stuck == "all":
         time.sleep(4)
     if stuck == "slow":
-        time.sleep(1.2)
+        time.sleep(step_s)
     if stuck == "once" and rank == 1:
         stuck = None
         time.sleep(1000)
@@ -171,9 +171,11 @@ def test_the_notebook_is_answered_while_ranks_are_being_joined(impatient: Sessio
     goes_on(session)
 
 
-def test_whoever_waits_waits_for_one_slow_step_at_most(impatient: Session) -> None:
+# A chunk is sent ahead while one is under way, if it is expected to take less than a second.
+@pytest.mark.parametrize("step_s", [0.6, 1.2])
+def test_whoever_waits_waits_for_one_slow_step_at_most(impatient: Session, step_s: float) -> None:
     session = attach(impatient)
-    session.run("stuck = 'slow'")
+    session.run(f"stuck, step_s = 'slow', {step_s}")
     session.play()
     begun = session.history.steps
     while session.history.steps < begun + 2:  # by then it is known how long a step takes
