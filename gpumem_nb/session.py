@@ -14,7 +14,7 @@ from .cluster.calls import Call
 from .cluster.launch import Progress
 from .kernel import compatibility, starting
 from .kernel.foreground import Foreground, pickled
-from .kernel.history import History, Run, Runs
+from .kernel.history import History
 from .kernel.idle import IdleWatch
 from .kernel.inspection import Inspection
 from .kernel.loading import Loading, Origin
@@ -22,7 +22,9 @@ from .kernel.policy import RULES, Policy
 from .kernel.snapshot_plan import SnapshotPlan
 from .kernel.stop_button import finish_anyway
 from .kernel.training import Training
+from .report.configurations import Runs
 from .report.memory import MemoryReport
+from .report.run_summary import Run
 from .report.status import StateFile, Status, describe_ledger
 from .report.waits import WaitReport
 from .shared import snapshot_folder

@@ -16,11 +16,12 @@ from ..cluster.ranks import Ranks
 from ..cluster.shield import shielded
 from ..report import waits
 from ..report.rescue import Rescue, flips, shrunk
+from ..report.run_summary import Run
 from ..shared.errors import ClusterDied, GpumemError, TrainingFailed
 from ..shared.messages import Chunk, ChunkReply, Failure, Pulse, Sample, WorkloadInfo
 from ..shared.ranklist import name_ranks
 from ..shared.settings import Settings
-from .history import History, Run
+from .history import History
 from .policy import Policy
 from .snapshot_plan import SnapshotPlan
 from .tryout import Tryout
@@ -391,7 +392,7 @@ class Training:
     def _receive(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
         samples = [sample for reply in replies for sample in reply.samples]
         self._history.add(samples, [reply.reading for reply in replies], [reply.device_use for reply in replies])
-        done = [sample for sample in samples if sample.event in ("", "flip")]
+        done = [sample for sample in samples if sample.done]
         failure = next((reply.failure for reply in replies if reply.failure), None)
         leaks = self._history.leaked([leak for reply in replies for leak in reply.leaks])
         with self._locked():

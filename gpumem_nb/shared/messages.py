@@ -92,6 +92,10 @@ class DeviceUse:
     missing: dict[str, str] = field(default_factory=dict)
 
 
+DONE = ("", "flip")
+"""What ``Sample.event`` says of a step that was done."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One optimizer step on one rank.
@@ -116,6 +120,11 @@ class Sample:
     settings_id: int
     event: str = ""
     ledger: Ledger | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the step was done, and not discarded or undone."""
+        return self.event in DONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..shared.categories import CATEGORIES
 from ..shared.messages import Ledger, Reading, Sample
-from .series import GOOD, MOST_LINES, Array
+from .series import MOST_LINES, Array
 
 STANDS_OUT = 0.05  # more than the median rank
 MOST_LEDGERS = 240  # points of each band; one step in twenty was looked into
@@ -39,12 +39,12 @@ def peaks(by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None
     found = []
     for rank, (samples, reading) in enumerate(zip(by_rank, readings, strict=True)):
         limit = reading.limit_bytes if reading else None
-        newest = next((sample for sample in reversed(samples) if sample.event in GOOD), None)
+        newest = next((sample for sample in reversed(samples) if sample.done), None)
         if newest is None:
             if reading:
                 found.append(Peak(rank, reading.live_peak_bytes, limit, None))
             continue
-        looked = next((s for s in reversed(samples) if s.ledger and s.event in GOOD), newest)
+        looked = next((s for s in reversed(samples) if s.ledger and s.done), newest)
         ledger = looked.ledger if looked.settings_id == newest.settings_id else None
         found.append(Peak(rank, ledger.peak if ledger else newest.live_peak_bytes, limit, ledger))
     return found
@@ -84,7 +84,7 @@ class Bands:
 
 def bands(samples: Sequence[Sample]) -> Bands:
     """Of one rank, thinned out to the latest in each stretch of steps."""
-    good = [sample for sample in samples if sample.event in GOOD]
+    good = [sample for sample in samples if sample.done]
     looked = [(sample.step, sample.ledger) for sample in good if sample.ledger]
     if not looked:
         return Bands(np.empty(0), np.empty((len(CATEGORIES), 0)))

@@ -6,17 +6,17 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
-from ..kernel.history import Effect, History, format_rate
+from ..kernel.history import History
 from ..report import leak_sentences
 from ..report.breakdown import place
+from ..report.configurations import Effect
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
 from ..session import Session
 from ..shared.messages import Leak, RankInfo, Reading, Sample
-from ..shared.units import format_bytes
+from ..shared.units import format_bytes, format_rate
 from .advice import FIXED, easing, in_words
 from .bands import Peak, above_median, worst_first
-from .series import GOOD
 
 PATIENCE_S = 2.0  # an answer that takes longer is worth a word
 _MOST_HINTS = 2
@@ -57,7 +57,7 @@ def _sentence(text: str) -> str:
 
 def tiles(session: Session, samples: Sequence[Sequence[Sample]], readings: Sequence[Reading | None]) -> str:
     """The numbers to read from the back row."""
-    latest = [[sample for sample in of_rank if sample.event in GOOD][-_LATEST_STEPS:] for of_rank in samples]
+    latest = [[sample for sample in of_rank if sample.done][-_LATEST_STEPS:] for of_rank in samples]
     now = latest[0][-1].settings_id if latest and latest[0] else None
     latest = [[sample for sample in of_rank if sample.settings_id == now] for of_rank in latest]
     speed = step_s = loss = None

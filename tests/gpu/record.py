@@ -20,7 +20,7 @@ from typing import Any
 import pynvml
 
 import gpumem_nb
-from gpumem_nb.kernel.history import Run
+from gpumem_nb.report.run_summary import Run
 from gpumem_nb.session import Session
 from gpumem_nb.shared import gpus
 from gpumem_nb.shared.errors import GpumemError
