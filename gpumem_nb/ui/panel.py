@@ -9,7 +9,6 @@ from typing import Any
 
 import ipywidgets
 
-from ..session import Session
 from ..shared.messages import Sample
 from . import legend, threads, wording
 from .actions import Actions
@@ -18,6 +17,7 @@ from .charts import Charts
 from .controls import Controls
 from .region import Region
 from .series import marks, series
+from .steered import Steered
 from .style import CSS
 
 REFRESH_S = 0.25
@@ -33,7 +33,7 @@ class Panel:
         view: the widget that holds everything.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Steered) -> None:
         self._session = session
         self._actions = Actions(self._refused, self._refresh)
         self._refreshing = threading.RLock()

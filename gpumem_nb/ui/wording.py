@@ -12,11 +12,11 @@ from ..report.breakdown import place
 from ..report.configurations import Effect
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
-from ..session import Session
 from ..shared.messages import Leak, RankInfo, Reading, Sample
 from ..shared.units import format_bytes, format_rate
 from .advice import FIXED, easing, in_words
 from .bands import Peak, above_median, worst_first
+from .steered import Steered
 
 PATIENCE_S = 2.0  # an answer that takes longer is worth a word
 _MOST_HINTS = 2
@@ -24,7 +24,7 @@ _WORTH_A_WORD = 0.1  # of the peak
 _LATEST_STEPS = 10  # what "now" means for speed and step time
 
 
-def status(session: Session, silent_s: float) -> str:
+def status(session: Steered, silent_s: float) -> str:
     """What is happening, and what is being waited for; ``silent_s`` is the time since ranks were last heard of."""
     ranks = f"{session.size} ranks" if session.size > 1 else "1 rank"
     workload, steps = session.workload, session.history.steps
@@ -55,7 +55,7 @@ def _sentence(text: str) -> str:
     return f"{escape(text[:1].upper() + text[1:])}."
 
 
-def tiles(session: Session, samples: Sequence[Sequence[Sample]], readings: Sequence[Reading | None]) -> str:
+def tiles(session: Steered, samples: Sequence[Sequence[Sample]], readings: Sequence[Reading | None]) -> str:
     """The numbers to read from the back row."""
     latest = [[sample for sample in of_rank if sample.done][-_LATEST_STEPS:] for of_rank in samples]
     now = latest[0][-1].settings_id if latest and latest[0] else None
@@ -89,7 +89,7 @@ def _worst(readings: Sequence[Reading | None]) -> tuple[str, str]:
     ), f", {worst.live_peak_bytes / worst.limit_bytes:.0%} of {format_bytes(worst.limit_bytes)}"
 
 
-def _epochs(session: Session) -> str:
+def _epochs(session: Steered) -> str:
     history, workload = session.history, session.workload
     if workload is None:
         return ""
