@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .cluster.calls import Call
-from .cluster.launch import Progress
 from .kernel import compatibility, starting
 from .kernel.foreground import Foreground, pickled
 from .kernel.history import History
@@ -30,6 +29,7 @@ from .report.waits import WaitReport
 from .shared import snapshot_folder
 from .shared.errors import Interrupted, InvalidInput, NoSession, nearest
 from .shared.messages import RankInfo, Timeline, WorkloadInfo
+from .shared.progress import Progress
 from .shared.settings import KNOBS, Settings
 from .shared.workload import Workload
 
