@@ -48,8 +48,8 @@ def test_a_terminal_has_one_line_that_is_rewritten() -> None:
 def test_a_failure_says_what_was_waited_for() -> None:
     log = io.StringIO()
     bar = text_bar("Starting ranks", log)
-    with pytest.raises(RuntimeError), shown(bar) as progress:
-        progress("starting the controller", 0.1)
+    bar("starting the controller", 0.1)
+    with pytest.raises(RuntimeError), shown(bar):
         raise RuntimeError
     last = log.getvalue().splitlines()[-1]
     assert last.startswith("Starting ranks: failed after ")
