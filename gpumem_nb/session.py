@@ -129,6 +129,7 @@ class Session:
         self._ended = ""
         self._ranks.look_after(self._training.give_up)
         self._idle = IdleWatch(lambda: self._policy.idle_minutes, self._works, self._stop_idle)
+        self._idle.start()
         _current = self
 
     # Who runs ---------------------------------------------------------------------------------------------------
@@ -404,6 +405,7 @@ class Session:
 
         if self._panel is None or self._panel.closed:
             self._panel = Panel(self)
+            self._panel.watch()
         return self._panel
 
     # Ending -----------------------------------------------------------------------------------------------------

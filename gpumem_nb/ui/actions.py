@@ -6,11 +6,11 @@ import queue
 from collections.abc import Callable
 
 from ..shared.errors import GpumemError
-from . import threads
 
 
 class Actions:
-    """Runs actions on a thread of its own: a step under way may take long, and the kernel must not wait for it.
+    """Actions that wait for the thread that calls :meth:`work`: a step under way may take long, and the kernel must not
+    wait for it.
 
     ``failed`` is told in words when an action was refused, ``done`` is called after each one.
     """
@@ -19,7 +19,6 @@ class Actions:
         self._failed = failed
         self._done = done
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        threads.start(self._work, "gpumem_nb panel actions")
 
     def submit(self, action: Callable[[], object]) -> None:
         """Do this after what was asked for before."""
@@ -29,7 +28,8 @@ class Actions:
         """End after what was asked for before."""
         self._queue.put(None)
 
-    def _work(self) -> None:
+    def work(self) -> None:
+        """Do what is asked for, in order, until :meth:`close`."""
         while action := self._queue.get():
             try:
                 action()

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 class Panel:
     """Shows a session and steers it; made by ``session.panel()``, shown by being the last expression of a cell.
 
+    It lives from :meth:`watch` on: until then it shows nothing new and does nothing that its controls ask for.
+
     Attributes:
         closed: whether :meth:`close` was called.
         view: the widget that holds everything.
@@ -44,8 +46,8 @@ class Panel:
         self._sidecar: Any = None
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
+        self._worker: threading.Thread | None = None
         self.view = threads.make(self._make)
-        self.watch()
 
     @property
     def closed(self) -> bool:
@@ -74,7 +76,9 @@ class Panel:
                     widget.close()
 
     def watch(self) -> None:
-        """Keep the panel up to date until it is closed or the session ends."""
+        """Keep the panel up to date until it is closed or the session ends, and do what its controls ask for."""
+        if self._worker is None:
+            self._worker = threads.start(self._actions.work, "gpumem_nb panel actions")
         if self._watcher is None or not self._watcher.is_alive():
             self._shown = ()
             self._watcher = threads.start(self._watch, "gpumem_nb panel")
