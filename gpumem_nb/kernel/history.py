@@ -143,7 +143,7 @@ class History:
             return [list(kept)[-last:] if last else list(kept) for kept in self._by_rank]
 
     def ledger_cost(self) -> float | None:
-        """What looking into steps costs on average, as a share of training time; ``None`` before it is known.
+        """What recording steps costs on average, as a share of training time; ``None`` before it is known.
 
         From the durations of rank 0's steps under the latest settings, the first ones left out: those are special.
         """
@@ -151,12 +151,12 @@ class History:
             steps = [sample for sample in self._by_rank[0] if sample.event == ""]
         latest = steps[-1].settings_id if steps else None
         steps = [sample for sample in steps if sample.settings_id == latest][2:]
-        looked_into = [sample.step_s for sample in steps if sample.ledger]
+        recorded = [sample.step_s for sample in steps if sample.ledger]
         others = [sample.step_s for sample in steps if not sample.ledger]
-        if not looked_into or not others:
+        if not recorded or not others:
             return None
-        longer = statistics.median(looked_into) / statistics.median(others) - 1
-        return max(0.0, longer) * len(looked_into) / len(steps)
+        longer = statistics.median(recorded) / statistics.median(others) - 1
+        return max(0.0, longer) * len(recorded) / len(steps)
 
     def effect(self) -> Effect | None:
         """The latest flip between two configurations of one workload."""

@@ -69,7 +69,7 @@ def ranks_by_category(worst_first: Mapping[int, Ledger]) -> Table:
         rows.append(row(UNEXPLAINED, missing))
     rows.append(row("live peak", [ledger.peak for ledger in shown.values()]))
     rows.append(("in", *map(place, shown.values())))
-    title = "At the peak of the latest step that was looked into"
+    title = "At the peak of the latest recorded step"
     return Table(title, ("category", *shown), tuple(rows), frozenset({"category"}))
 
 

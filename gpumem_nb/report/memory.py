@@ -47,7 +47,7 @@ _TENSORS_ONLY = "Only tensors were seen: memory inside operators is missing from
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's device and what it read; ``ledger`` is of the latest step that was looked into."""
+    """One rank's device and what it read; ``ledger`` is that of the latest recorded step."""
 
     info: RankInfo
     reading: Reading
@@ -107,7 +107,7 @@ class MemoryReport:
 
     @property
     def worst(self) -> RankMemory | None:
-        """The rank whose looked-into peak is the largest share of its limit; ``None`` before any was looked into."""
+        """The rank whose recorded peak is the largest share of its limit; ``None`` before any was recorded."""
         return next(iter(self._worst_first), None)
 
     @property
@@ -151,7 +151,7 @@ class MemoryReport:
 
     @property
     def breakdown(self) -> tuple[Table, ...]:
-        """What the peaks are made of, as far as a step was looked into."""
+        """What the peaks are made of, as far as a step was recorded."""
         worst, timeline = self.worst, self.worst_timeline
         tables = []
         if timeline:

@@ -13,14 +13,14 @@ from ..shared.messages import Ledger, Reading, Sample
 from .series import MOST_LINES, Array
 
 STANDS_OUT = 0.05  # more than the median rank
-MOST_LEDGERS = 240  # points of each band; one step in twenty was looked into
+MOST_LEDGERS = 240  # points of each band; by default one step in twenty is recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The latest known peak of a rank in bytes.
 
-    ``ledger`` says what it is made of, once a step was looked into under the settings of now.
+    ``ledger`` says what it is made of, once a step was recorded under the current settings.
     """
 
     rank: int
@@ -44,8 +44,8 @@ def peaks(by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None
             if reading:
                 found.append(Peak(rank, reading.live_peak_bytes, limit, None))
             continue
-        looked = next((s for s in reversed(samples) if s.ledger and s.done), newest)
-        ledger = looked.ledger if looked.settings_id == newest.settings_id else None
+        recorded = next((s for s in reversed(samples) if s.ledger and s.done), newest)
+        ledger = recorded.ledger if recorded.settings_id == newest.settings_id else None
         found.append(Peak(rank, ledger.peak if ledger else newest.live_peak_bytes, limit, ledger))
     return found
 
@@ -73,7 +73,7 @@ def shown(found: Sequence[Peak]) -> dict[str, Peak]:
 
 @dataclass(frozen=True, slots=True)
 class Bands:
-    """Bytes of each category at the peak, a row each in stacking order, at the steps that were looked into.
+    """Bytes of each category at the peak, a row each in stacking order, at the steps that were recorded.
 
     The last column repeats the one before it at the latest step.
     """
@@ -85,11 +85,11 @@ class Bands:
 def bands(samples: Sequence[Sample]) -> Bands:
     """Of one rank, thinned out to the latest in each stretch of steps."""
     good = [sample for sample in samples if sample.done]
-    looked = [(sample.step, sample.ledger) for sample in good if sample.ledger]
-    if not looked:
+    recorded = [(sample.step, sample.ledger) for sample in good if sample.ledger]
+    if not recorded:
         return Bands(np.empty(0), np.empty((len(CATEGORIES), 0)))
-    width = -(-(looked[-1][0] - looked[0][0] + 1) // MOST_LEDGERS)
-    kept = list({step // width: (step, ledger) for step, ledger in looked}.values())
+    width = -(-(recorded[-1][0] - recorded[0][0] + 1) // MOST_LEDGERS)
+    kept = list({step // width: (step, ledger) for step, ledger in recorded}.values())
     kept.append((good[-1].step, kept[-1][1]))
     live = [[ledger.at_peak.get(name, 0) for _, ledger in kept] for name in CATEGORIES]
     return Bands(np.array([step for step, _ in kept], dtype=np.float64), np.array(live, dtype=np.float64))

@@ -82,7 +82,7 @@ class Charts:
 
 
 def _part(peak: Peak, category: str | None) -> int | None:
-    """What a category takes of a peak; ``None`` stands for all of one that was not looked into."""
+    """What a category takes of a peak; ``None`` stands for all of one that was not recorded."""
     if category is None:
         return None if peak.ledger else peak.bytes
     # Nothing is 0 here: a gap would make plotly begin the stack anew above it.

@@ -44,7 +44,7 @@ def make_figure(names: Sequence[str], real: bool) -> LiveFigure:
 
 
 def _stacks() -> list[Any]:
-    """For each category what it takes of the ranks' peaks, and one for peaks that were not looked into."""
+    """For each category what it takes of the ranks' peaks, and one for peaks that were not recorded."""
     looks = LOOKS | {"categories not known yet": UNKNOWN}
     return [
         go.Bar(
@@ -80,7 +80,7 @@ def _truths(real: bool) -> list[Any]:
 
 
 def _bands() -> list[Any]:
-    """The worst rank's categories over steps; what a step was made of holds until the next one was looked into."""
+    """The worst rank's categories over steps; what a step was made of holds until the next one was recorded."""
     return [
         go.Scatter(
             name=name,

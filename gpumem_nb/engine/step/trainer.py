@@ -22,7 +22,7 @@ from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
 from ...shared.errors import WorkloadError
-from ...shared.messages import DONE, Chunk, ChunkReply, Failure, Sample, Timeline, WorkloadInfo
+from ...shared.messages import Chunk, ChunkReply, Failure, Sample, Timeline, WorkloadInfo
 from ...shared.settings import Settings
 from ...shared.workload import Workload
 from ..together import collectives, nudge
@@ -415,7 +415,7 @@ class Trainer:
 
     def _sample(self, start_s: float, event: str) -> Sample:
         reading, ledger = self.device.reading(), None
-        if Recorder.current and event in DONE:
+        if Recorder.current and event in ("", "flip"):
             self._record = Recorder.current.end()
         if self._record:
             ledger = self._record.ledger()
