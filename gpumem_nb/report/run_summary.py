@@ -33,7 +33,7 @@ class Run:
     def frame(self) -> pd.DataFrame:
         """One row per rank and step; bytes, seconds and samples/s as the column names say.
 
-        The columns of categories hold their bytes at the peak of the steps that were recorded, and nothing for the others.
+        The columns of categories hold their bytes at the peak of the steps that were recorded; of others nothing.
         """
         import pandas as pd
 

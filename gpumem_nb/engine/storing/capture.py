@@ -306,7 +306,7 @@ def _to_bytes(value: Any) -> bytes:
 
 
 def _gather(own: bytes, failed: bool) -> list[tuple[np.ndarray[Any, Any], bool]]:
-    """Every rank's bytes and whether they are an error message, in rank order; ``hvd.allgather_object`` takes longer."""
+    """Every rank's bytes, and whether they are an error message; ``hvd.allgather_object`` takes longer."""
     prefix = len(own).to_bytes(_LENGTH_BYTES, "little") + bytes([failed])
     block = torch.from_numpy(np.frombuffer(prefix + own, dtype=np.uint8).copy())
     gathered = hvd.allgather(block, name="gpumem_nb.state").numpy()
