@@ -1,4 +1,4 @@
-"""Ranks that nobody uses hold memory that others need: after a while without work they are stopped."""
+"""Idle ranks hold memory that others may need: after a while without work they are stopped."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class IdleWatch:
         if minutes is None or left_s > NOTICE * minutes * 60:
             return ""
         left = f"{left_s / 60:.0f} minutes" if left_s > 90 else f"{max(0.0, left_s):.0f} s"
-        return f"nobody works here: the ranks stop in {left} (idle_minutes={minutes:g})"
+        return f"the session is idle: the ranks stop in {left} (idle_minutes={minutes:g})"
 
     def _left_s(self) -> float:
         minutes = self._minutes()

@@ -64,7 +64,7 @@ _PAST = (("was", "were"), ("waited", "waited"))
 
 
 def _doing(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> dict[int, str]:
-    doing = {rank: "without a sign of life" if rank in pending else "without work" for rank in range(size)}
+    doing = {rank: "not responding" if rank in pending else "idle" for rank in range(size)}
     fresh = {rank: pulse for rank, pulse in pulses.items() if time.time() - pulse.time_s < PATIENCE_S}
     return doing | {rank: f"in {pulse.doing}" for rank, pulse in fresh.items()}
 

@@ -36,7 +36,7 @@ def status(session: Steered, silent_s: float) -> str:
         return f'{_sentence(wait_report.text)} <small aria-hidden="true">{wait_report.seconds:.0f} s</small>'
     if (waiting := session.waiting_for) and silent_s > PATIENCE_S:
         named = ", ".join(map(str, waiting))
-        why = "their step takes long, or a cell runs there" if len(waiting) > 1 else "it may be busy with a cell"
+        why = "their step takes long, or a cell is running there" if len(waiting) > 1 else "it may be busy with a cell"
         return (
             f"Waiting for rank{'s' * (len(waiting) > 1)} {named}: {why} "
             f'<small aria-hidden="true">{silent_s:.0f} s</small>'
@@ -56,7 +56,7 @@ def _sentence(text: str) -> str:
 
 
 def tiles(session: Steered, samples: Sequence[Sequence[Sample]], readings: Sequence[Reading | None]) -> str:
-    """The numbers to read from the back row."""
+    """The few numbers that are shown large."""
     latest = [[sample for sample in of_rank if sample.done][-_LATEST_STEPS:] for of_rank in samples]
     now = latest[0][-1].settings_id if latest and latest[0] else None
     latest = [[sample for sample in of_rank if sample.settings_id == now] for of_rank in latest]
@@ -108,7 +108,7 @@ def effect(effect: Effect | None) -> str:
     if effect is None:
         return ""
     if not effect.after.steps:
-        return f"<div><span>{escape(effect.flip)}</span> measured with the next step</div>"
+        return f"<div><span>{escape(effect.flip)}</span> will be measured with the next step</div>"
     return (
         f"<div><span>{escape(effect.flip)}</span> <span>live peak <b>{escape(effect.memory)}</b></span> "
         f"<span><b>{escape(effect.speed)}</b></span></div>"
