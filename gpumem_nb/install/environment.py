@@ -1,4 +1,4 @@
-"""What of the toolkit's footing is there, what is not, and the command that mends it."""
+"""What the toolkit needs: what is there, what is missing, and the command that installs or repairs it."""
 
 from __future__ import annotations
 
