@@ -59,7 +59,7 @@ class Tried:
         self.loss = statistics.fmean(losses) if losses else None
 
     def settle(self) -> None:
-        """Keep the figures alone: there are thousands of configurations in a long session."""
+        """Keep only the resulting figures: a long session tries thousands of configurations."""
         self.peaks = [self.peak_bytes] if self.peak_bytes is not None else []
         self.reserved = [self.reserved_peak_bytes]
         self.throughputs = [self.samples_per_s] if self.samples_per_s is not None else []

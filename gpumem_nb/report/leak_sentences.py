@@ -1,4 +1,4 @@
-"""Memory that ranks keep from step to step, in words. All leaks here have the same holder, each on another rank."""
+"""Memory that ranks keep from step to step, in words. The leaks of one call have the same holder on different ranks."""
 
 from __future__ import annotations
 

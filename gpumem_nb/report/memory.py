@@ -61,7 +61,7 @@ class RankMemory:
 
     @property
     def fragmentation(self) -> int | None:
-        """Reserved, but not held by any tensor."""
+        """Bytes that are reserved but not held by any tensor."""
         return None if self.reading.reserved_bytes is None else self.reading.reserved_bytes - self.reading.live_bytes
 
     @property
@@ -146,7 +146,7 @@ class MemoryReport:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Why the numbers differ, and what each rank's readings lack."""
+        """Why the numbers differ, and which readings are missing and why."""
         lacking = any(value is None for rank in self.ranks for value in rank.byte_values.values())
         return (
             *why_they_differ([rank.info for rank in self.ranks]),

@@ -1,6 +1,6 @@
-"""The one progress bar, tqdm's: a line that is rewritten in a terminal, seldom lines in a log.
+"""The one progress bar, tqdm's: a line that is rewritten in a terminal, a line now and then in a log.
 
-It writes to a stream. What is rewritten elsewhere (the output of a notebook's cell) stands behind a small stream too.
+It writes to a stream; ``ui/progress`` has one that rewrites the output of a notebook's cell.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 
 class Stream(Protocol):
-    """Where a bar is drawn; each text that is written stands in place of the one before it."""
+    """Where a bar is drawn; each text that is written replaces the one before it."""
 
     @property
     def encoding(self) -> str:
-        """What it can show."""
+        """The encoding of what is written, for the characters of the bar."""
 
     def write(self, text: str) -> object:
         """Show this."""
@@ -29,7 +29,7 @@ class Stream(Protocol):
 
 
 class Lines:
-    """Cannot rewrite: a new line for each text. For logs."""
+    """A stream that cannot rewrite, such as a log: a new line for each text."""
 
     encoding = "utf-8"
 
@@ -61,8 +61,8 @@ class ProgressBar:
     Args:
         title: what is being done.
         stream: where to draw.
-        rewrites: whether the stream shows a text in place of the one before it; otherwise calls draw only news.
-        measured: whether it is known how much is done; otherwise there is only the time.
+        rewrites: whether the stream replaces what was written before; otherwise only a new thing to wait for is drawn.
+        measured: whether it is known how much is done; otherwise only the time is shown.
     """
 
     def __init__(self, title: str, stream: Stream, rewrites: bool, measured: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""What a session says about itself: who runs where doing what, and what was saved or resumed."""
+"""A session's status in words, and what was saved or resumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Status:
     others: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """The same for programs."""
+        """The same as JSON, for programs."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Doing what a control asks for, one after the other and away from the kernel's own threads."""
+"""What the panel's controls ask for is done in order, away from the kernel's own threads."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Actions:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
 
     def submit(self, action: Callable[[], object]) -> None:
-        """Do this after what was asked for before."""
+        """Do this once everything submitted before is done."""
         self._queue.put(action)
 
     def close(self) -> None:
-        """End after what was asked for before."""
+        """End once everything submitted before is done."""
         self._queue.put(None)
 
     def work(self) -> None:

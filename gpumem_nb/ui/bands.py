@@ -30,12 +30,12 @@ class Peak:
 
     @property
     def share(self) -> float:
-        """Of the limit; where that is not known, only good for comparing ranks."""
+        """The peak as a share of the limit; where that is not known, in bytes, which only compares ranks."""
         return self.bytes / (self.limit or 1)
 
 
 def peaks(by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None]) -> list[Peak]:
-    """Of each rank that was heard of, in rank order."""
+    """The latest known peak of each rank that has reported, in rank order."""
     found = []
     for rank, (samples, reading) in enumerate(zip(by_rank, readings, strict=True)):
         limit = reading.limit_bytes if reading else None
@@ -51,19 +51,19 @@ def peaks(by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None
 
 
 def worst_first(found: Sequence[Peak]) -> list[Peak]:
-    """By share of the limit, in whole percent, so that ranks which are alike do not change places."""
+    """Sorted by share of the limit, in whole percent, so that similar ranks do not keep changing places."""
     top = max((peak.share for peak in found), default=0) or 1
     return sorted(found, key=lambda peak: (-round(100 * peak.share / top), peak.rank))
 
 
 def above_median(peak: Peak, found: Sequence[Peak]) -> float:
-    """How much more than the median rank's it is, as a part of that; 0 where it does not stand out."""
+    """How much larger than the median rank's it is, as a fraction of that; 0 where it does not stand out."""
     more = peak.bytes / max(1, statistics.median(other.bytes for other in found)) - 1
     return more if more >= STANDS_OUT else 0.0
 
 
 def shown(found: Sequence[Peak]) -> dict[str, Peak]:
-    """The ranks that get a bar each, by what is written under it."""
+    """The ranks that get a bar each, by the label under it."""
     if len(found) <= MOST_LINES:
         return {f"rank {peak.rank}": peak for peak in found}
     ordered = worst_first(found)
@@ -83,7 +83,7 @@ class Bands:
 
 
 def bands(samples: Sequence[Sample]) -> Bands:
-    """Of one rank, thinned out to the latest in each stretch of steps."""
+    """The bands of one rank, thinned out to the latest record in each stretch of steps."""
     good = [sample for sample in samples if sample.done]
     recorded = [(sample.step, sample.ledger) for sample in good if sample.ledger]
     if not recorded:

@@ -41,7 +41,7 @@ class Charts:
         seen: Series,
         marks: Sequence[Mark],
     ) -> None:
-        """Draw this; ``bands`` are the worst rank's."""
+        """Draw these values; ``bands`` are the worst rank's."""
         present = [reading for reading in readings if reading]
         bytes_now = [value for reading in present for value in (reading.live_peak_bytes, reading.reserved_bytes or 0)]
         top = max([1, int(seen.peak.max(initial=0)), *bytes_now, *(peak.bytes for peak in peaks)])

@@ -1,4 +1,4 @@
-"""What a start is waiting for: a progress bar in a notebook, in a terminal, and as lines in a log.
+"""Progress of a start and of other long calls, in a notebook, in a terminal and in a log.
 
 A notebook gets tqdm's text and not its widget: of a widget a saved notebook keeps only how it looked at first, which is
 0 %, whereas text is kept as it was shown last, with how long it took.

@@ -70,7 +70,7 @@ def series(by_rank: Sequence[Sequence[Sample]]) -> Series:
 
 
 def lines(ranks: int) -> list[str]:
-    """What the rows of a :class:`Series` are."""
+    """Names of the rows of a :class:`Series`."""
     return [f"rank {rank}" for rank in range(ranks)] if ranks <= MOST_LINES else ["highest rank", "median", "lowest"]
 
 
@@ -88,7 +88,7 @@ class Mark:
 
 
 def marks(by_rank: Sequence[Sequence[Sample]], settings: Callable[[int], Settings | None]) -> list[Mark]:
-    """The latest flips and failures, as the samples tell them: a flip stands at its first step."""
+    """The latest flips and failures, found in the samples: a flip is marked at its first step."""
     found: dict[int, Mark] = {}
     before: Settings | None = None
     for at_once in zip(*by_rank, strict=False):

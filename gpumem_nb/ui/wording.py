@@ -25,7 +25,7 @@ _LATEST_STEPS = 10  # what "now" means for speed and step time
 
 
 def status(session: Steered, silent_s: float) -> str:
-    """What is happening, and what is being waited for; ``silent_s`` is the time since ranks were last heard of."""
+    """What is happening, and what is being waited for; ``silent_s`` is the time since ranks last reported."""
     ranks = f"{session.size} ranks" if session.size > 1 else "1 rank"
     workload, steps = session.workload, session.history.steps
     if session.ended:
@@ -150,7 +150,7 @@ def _outlier(worst: Peak, found: Sequence[Peak]) -> str:
 
 
 def _what_helps(category: str, phase: str, history: History, blocks: int) -> str:
-    """Knobs that may free some of it; of those that were tried already only what made the peak smaller, measured."""
+    """Knobs that may free some of it; of those already tried, only what made the peak smaller."""
     if not history.tried:
         return ""
     now = history.tried[-1]
@@ -186,7 +186,7 @@ def rescue(rescue: Rescue | None) -> str:
 
 
 def leak(found: Sequence[Leak]) -> str:
-    """A card about memory that ranks keep from step to step with one holder."""
+    """A card about memory that one holder keeps from step to step."""
     so_far = format_bytes(max(leak.bytes_so_far for leak in found))
     heading = leak_sentences.headline(found)
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in (leak_sentences.what(found[0]), found[0].fix))
