@@ -12,9 +12,10 @@ import cloudpickle
 
 from ..shared.errors import ClusterDied, GpumemError, RankError, StartError
 from ..shared.messages import Pulse
+from ..shared.progress import Progress
 from .calls import Call
 from .hosts import Host
-from .launch import Launched, Progress, environment
+from .launch import Launched, environment
 from .shield import shielded
 from .watch import Watch
 

@@ -16,7 +16,7 @@ OVER_TIME = ("2", "3", "4", "5")  # the axes whose x is the optimizer step
 
 
 class LiveFigure(go.FigureWidget):  # type: ignore[misc]
-    """A figure that a page which is loaded again shows as it is now; plotly's own tells what it was at first."""
+    """A figure that a reloaded page shows as it is now; plotly's own class would show it as it was at first."""
 
     _complete = False
 
@@ -25,7 +25,7 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
         self._complete = True
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
-        """What the browser is told; everything when it asks for everything."""
+        """The state for the browser; all of it when it asks for all."""
         state: dict[str, Any] = super().get_state(key, drop_defaults)
         if key is None and self._complete:
             to_json = self.trait_metadata("_widget_data", "to_json")
@@ -44,7 +44,7 @@ def make_figure(names: Sequence[str], real: bool) -> LiveFigure:
 
 
 def _stacks() -> list[Any]:
-    """For each category what it takes of the ranks' peaks, and one for peaks that were not looked into."""
+    """A trace for each category with its share of the ranks' peaks, and one for peaks that were not recorded."""
     looks = LOOKS | {"categories not known yet": UNKNOWN}
     return [
         go.Bar(
@@ -80,7 +80,7 @@ def _truths(real: bool) -> list[Any]:
 
 
 def _bands() -> list[Any]:
-    """The worst rank's categories over steps; what a step was made of holds until the next one was looked into."""
+    """The worst rank's categories over steps; what a step was made of holds until the next one was recorded."""
     return [
         go.Scatter(
             name=name,
@@ -99,7 +99,7 @@ def _bands() -> list[Any]:
 
 
 def _peak_lines(names: Sequence[str]) -> list[Any]:
-    """Thin and told apart by their dashes only: the colours here are those of the categories."""
+    """Thin, and distinguished by their dashes only: the colours are those of the categories."""
     return [
         go.Scatter(
             name=name,
