@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .cluster.calls import Call
-from .cluster.launch import Progress
+from .cluster.launchers import Progress
 from .kernel import compatibility, starting
 from .kernel.foreground import Foreground, pickled
 from .kernel.history import History, Run, Runs
@@ -68,7 +68,7 @@ def start(
             virtual one.
         hosts: where, such as ``"a:2,b:2"``, this machine among them; all on this machine by default. On the others
             everything must lie at the same paths, and ssh must reach them without a password.
-        launcher: ``mpi``.
+        launcher: how they are started, by its name in :data:`gpumem_nb.cluster.launchers.LAUNCHERS`: ``mpi``.
         threads: CPU threads of each rank; by default the cores are shared out evenly.
         timeout: seconds for the whole start.
         progress: told what is being waited for.

@@ -92,7 +92,7 @@ def only_expected_doors_are_open(session: Session) -> None:
     launched = session._ranks._launched
     launched.record_all()
     # Open MPI binds its own ports to every interface and has no switch against it: mpiexec's, and those of ranks.
-    mpi = {launched.mpiexec.pid, session.ranks[0].pid}
+    mpi = {launched.starter.pid, session.ranks[0].pid}
     listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     print("Open MPI listens at", [tuple(c.laddr) for c in listening if c.pid in mpi])
     reached = {c.laddr.ip for c in listening if c.pid not in mpi}

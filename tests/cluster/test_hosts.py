@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import gpumem_nb
-from gpumem_nb.cluster import hosts
-from gpumem_nb.cluster.hosts import Host, share_out
+from gpumem_nb.cluster.hosts import parsing
+from gpumem_nb.cluster.hosts.parsing import Host, share_out
 from gpumem_nb.shared.errors import InvalidInput
 from tests.cluster.two_hosts import missing, run_on_a, two_hosts
 
@@ -16,7 +16,7 @@ from tests.cluster.two_hosts import missing, run_on_a, two_hosts
 @pytest.fixture
 def two_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine is called ``a``, no other name is known."""
-    monkeypatch.setattr(hosts, "_is_here", lambda name: name == "a")
+    monkeypatch.setattr(parsing, "_is_here", lambda name: name == "a")
 
 
 @pytest.mark.usefixtures("two_places")

@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ..shared.errors import StartError
-from ..shared.processes import Identity, identify
-from ..shared.version import __version__
-from .hosts import Host, own_networks
+from ...shared.errors import StartError
+from ...shared.processes import Identity, identify
+from ...shared.version import __version__
+from .parsing import Host, own_networks
 from .steward import DISMISSED
 
 SILENCE_S = 2.0
@@ -51,7 +51,7 @@ class RemoteHost:
         self._unread = b""
         self._listener: threading.Thread | None = None
         path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-        steward = shlex.join(["env", *path, sys.executable, "-m", "gpumem_nb.cluster.steward"])
+        steward = shlex.join(["env", *path, sys.executable, "-m", "gpumem_nb.cluster.hosts.steward"])
         options = ["-4", "-T", "-a", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
         with errors.open("wb") as said:
             self._ssh = subprocess.Popen(

@@ -1,6 +1,6 @@
 """Stands in for the notebook kernel on another host: the ranks there belong to it, and end with it.
 
-``python -m gpumem_nb.cluster.steward``, started over ssh, whose connection is the only door: orders come in and signs
+``python -m gpumem_nb.cluster.hosts.steward``, started over ssh, whose connection is the only door: orders come in and signs
 of life go out, one JSON object a line. It ends all that runs there when the connection ends, or when it no longer hears
 the controller's heartbeat: the kernel may be busy for minutes, the controller never is. Its own end is noticed by its
 ranks, as the kernel's is on the kernel's host.
@@ -20,10 +20,10 @@ from typing import Any
 
 import zmq
 
-from ..shared import cluster_records
-from ..shared.processes import Identity, identify, marked
-from ..shared.version import __version__
-from .hosts import own_networks
+from ...shared import cluster_records
+from ...shared.processes import Identity, identify, marked
+from ...shared.version import __version__
+from .parsing import own_networks
 
 PERIOD_S = 0.25
 """Between two signs of life."""
