@@ -1,4 +1,10 @@
-"""Controller and engines as ipyparallel starts them."""
+"""Controller and engines as ipyparallel starts them, and the settings under which nobody is dead by the clock.
+
+By default an engine ends itself after 40 s without the controller's heartbeat, and the controller drops an engine after
+30 s without an answer. Here both may be silent for as long as they like (a busy machine, a suspended laptop, a stopped
+process): who has ended is seen by those who watch processes (``cluster/watch.py``, ``engine/together/owner.py``,
+``cluster/hosts/steward.py``).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,8 @@ from ...shared.processes import Identity, identify
 
 HEARTBEAT_MS = 300
 """An engine is registered with the second one: the default of 3 s would make a start long."""
+_NEVER = 2**31 - 1
+"""So many beats of an engine may the controller miss; ``0`` would be none at all."""
 
 
 def make(size: int, engine_set: str, profile: Path) -> Any:
@@ -39,7 +47,7 @@ def start_controller(cluster: Any, timeout_s: int, arguments: list[str]) -> Iden
     cluster.controller_args = [
         "--log-level=ERROR",
         f"--HeartMonitor.period={HEARTBEAT_MS}",
-        "--HeartMonitor.max_heartmonitor_misses=100",
+        f"--HeartMonitor.max_heartmonitor_misses={_NEVER}",
         f"--IPController.registration_timeout={timeout_s}",
         *arguments,
     ]
@@ -51,6 +59,7 @@ def engine_arguments(timeout_s: int, start_up: str) -> list[str]:
     """Arguments of the command ``ipengine``; ``start_up`` is code that runs first."""
     return [
         "--log-level=ERROR",
+        "--IPEngine.max_heartbeat_misses=0",  # which means that none is expected
         # Signals go to the ranks themselves, and cluster/watch.py looks after them.
         "--IPEngine.enable_nanny=False",
         f"--IPEngine.wait_for_url_file={timeout_s}",
