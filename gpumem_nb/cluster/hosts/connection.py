@@ -61,7 +61,7 @@ class RemoteHost:
         steward = shlex.join(["env", *path, sys.executable, "-m", "gpumem_nb.cluster.hosts.steward"])
         # Asked after each half of the silence. Not through a connection that ssh shares, whose options are its own.
         answering = [f"ServerAliveInterval={SILENCE_S // 2}", "ServerAliveCountMax=1", "ControlPath=none"]
-        settings = ["BatchMode=yes", "ConnectTimeout=10", *answering]
+        settings = ["BatchMode=yes", "ConnectTimeout=10", "LogLevel=INFO", *answering]
         options = ["-4", "-T", "-a", "-x", *(word for setting in settings for word in ("-o", setting))]
         with errors.open("wb") as said:
             self._ssh = subprocess.Popen(
