@@ -18,6 +18,7 @@ import gpumem_nb
 
 from .completion import complete_hvd
 from .kernel.policy import RULES
+from .kernel.starting import LAUNCHERS
 from .session import Session, current
 from .shared.errors import InvalidInput, NoSession
 from .ui.cells import CellOutput
@@ -59,7 +60,7 @@ class HvdMagics(Magics):
     @argument("--device", default="auto", help="auto, cuda, or cpu: a virtual GPU for every rank")
     @argument("--memory-limit", help="memory of each rank, such as 2GiB; by default the whole GPU, or 2 GiB if virtual")
     @argument("--hosts", help="hosts with their ranks, this machine among them, such as a:2,b:2; by default only here")
-    @argument("--launcher", default="mpi", help="how ranks are started: mpi")
+    @argument("--launcher", default="mpi", help=f"how ranks are started: {', '.join(LAUNCHERS)}")
     @argument("--threads", type=int, help="CPU threads of each rank; by default the cores are shared out")
     @argument("--timeout", type=float, default=120.0, help="seconds for the whole start")
     @line_magic

@@ -71,7 +71,7 @@ def start(
             virtual one.
         hosts: where, such as ``"a:2,b:2"``, this machine among them; all on this machine by default. On the others
             everything must lie at the same paths, and ssh must reach them without a password.
-        launcher: ``mpi``.
+        launcher: how they are started, by its name in :data:`gpumem_nb.cluster.launchers.LAUNCHERS`: ``mpi``.
         threads: CPU threads of each rank; by default the cores are shared out evenly.
         timeout: seconds for the whole start.
         progress: told what is being waited for.
