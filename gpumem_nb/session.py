@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from .report.waits import WaitReport
 from .shared import snapshot_folder
 from .shared.errors import Interrupted, InvalidInput, NoSession, nearest
 from .shared.messages import RankInfo, Timeline, WorkloadInfo
+from .shared.ranklist import RankChoice
 from .shared.settings import KNOBS, Settings
 from .shared.workload import Workload
 
@@ -185,19 +186,23 @@ class Session:
         self,
         code_or_function: str | Callable[..., Any],
         *args: Any,
-        ranks: str | Sequence[int] | None = None,
+        ranks: RankChoice = None,
         timeout: float | None = None,
     ) -> list[Any]:
         """Run on ranks and return the results in rank order.
 
+        Results travel as pickles. Tensors on a GPU, also those inside other objects, come back as tensors on the CPU.
+
         Args:
             code_or_function: source code, whose last expression gives the result, or a function.
             *args: arguments of the function.
-            ranks: which ones, as numbers or as text such as ``"0,2-3"``; all by default.
+            ranks: which ones, as a number, several numbers or text such as ``"0,2-3"``; all by default.
             timeout: seconds to wait; no limit by default.
 
         Raises:
-            RankError: code failed on a rank; raised as soon as the first one failed.
+            InvalidInput: the code has a syntax error, or ``ranks`` names none that are there.
+            RankError: code failed on a rank, or gave what cannot be read here (an object of a class that only the ranks
+                can import); raised as soon as the first one failed.
             TimeoutError: it took too long; the ranks were interrupted.
         """
         if isinstance(code_or_function, str):
@@ -210,7 +215,7 @@ class Session:
         self,
         source: str,
         *,
-        ranks: str | Sequence[int] | None = None,
+        ranks: RankChoice = None,
         timeout: float | None = None,
         title: str = "<code>",
         result: str = "value",
@@ -222,14 +227,14 @@ class Session:
         Args:
             source: plain Python.
             ranks, timeout: as in :meth:`run`.
-            title: stands in tracebacks in place of a file name.
+            title: stands in tracebacks in place of a file name, with a number of its own: ``<code 3>``.
             result: ``value`` to send back what the last expression gives, ``text`` for its representation.
             memory: let each rank print what the code did to its memory.
             show: called ten times a second and at the end.
         """
         return self._foreground.run_cell(source, title, result, memory, ranks, timeout, show)
 
-    def push(self, variables: Mapping[str, Any], ranks: str | Sequence[int] | None = None) -> None:
+    def push(self, variables: Mapping[str, Any], ranks: RankChoice = None) -> None:
         """Define variables on the ranks."""
         for name in variables:
             if not isinstance(name, str) or not name.isidentifier():
@@ -237,8 +242,13 @@ class Session:
         pickled(variables, "The value")
         self._foreground.call("push", dict(variables), ranks=ranks)
 
-    def pull(self, name: str, ranks: str | Sequence[int] | None = None) -> list[Any]:
-        """The values of a variable, in rank order."""
+    def pull(self, name: str, ranks: RankChoice = None) -> list[Any]:
+        """The values of a variable, in rank order. What lies on a GPU comes back on the CPU, as :meth:`run` says.
+
+        Raises:
+            WorkloadError: there is no variable of that name on some rank.
+            RankError: a value cannot be pickled there, or cannot be read here.
+        """
         return self._foreground.call("pull", name, ranks=ranks)
 
     # What is trained --------------------------------------------------------------------------------------------
