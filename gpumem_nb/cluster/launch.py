@@ -13,7 +13,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,11 @@ from ..shared import cluster_records
 from ..shared.errors import StartError
 from ..shared.messages import RankInfo
 from ..shared.processes import STOPPED, Identity, identify
+from ..shared.progress import Progress
 from . import loopback
 from .hosts import Host
 from .remote import RemoteRank
 from .remote_hosts import RemoteHosts
-
-Progress = Callable[[str, float], None]
-"""Told what is being waited for, and how much of the start is done (0 to 1)."""
 
 GRACE_S = 1.0
 """Between asking processes to end and ending them."""

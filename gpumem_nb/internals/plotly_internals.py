@@ -14,7 +14,7 @@ CHECKED_WITH = ("7.1.0",)
 
 
 class LiveFigure(go.FigureWidget):  # type: ignore[misc]
-    """A figure that a page which is loaded again shows as it is now; plotly's own tells what it was at first."""
+    """A figure that a reloaded page shows as it is now; plotly's own class would show it as it was at first."""
 
     _complete = False
 
@@ -23,7 +23,7 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
         self._complete = True
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
-        """What the browser is told; everything when it asks for everything."""
+        """The state for the browser; all of it when it asks for all."""
         state: dict[str, Any] = super().get_state(key, drop_defaults)
         if key is None and self._complete:
             to_json = self.trait_metadata("_widget_data", "to_json")

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from ..cluster import resources
 from ..cluster.hosts import Host, share_out
-from ..cluster.launch import Progress
 from ..cluster.ranks import Ranks
 from ..engine import entry
 from ..shared import cluster_records
 from ..shared.errors import InvalidInput
 from ..shared.messages import RankConfig
+from ..shared.progress import Progress
 from ..shared.units import parse_size
 
 

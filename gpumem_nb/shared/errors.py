@@ -15,7 +15,7 @@ class GpumemError(Exception):
         return _made_again, (type(self), self.args), vars(self)
 
     def _render_traceback_(self) -> list[str]:
-        """IPython shows this in place of a traceback: where in the toolkit it was raised helps nobody."""
+        """IPython shows this instead of a traceback: where in the toolkit it was raised does not help the user."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -30,7 +30,7 @@ class InvalidInput(GpumemError, ValueError):
 
 
 class SetupError(GpumemError):
-    """A part the toolkit stands on is missing or broken; the message names the command that mends it."""
+    """Something that the toolkit needs is missing or broken; the message names the command that repairs it."""
 
 
 class StartError(GpumemError):
@@ -38,7 +38,7 @@ class StartError(GpumemError):
 
 
 class NoSession(GpumemError):
-    """Nothing runs yet (or any more)."""
+    """No ranks are running: they have not been started, or were stopped."""
 
     def __init__(self) -> None:
         super().__init__("No ranks are running. Start some with %hvd_start 4 (or gpumem_nb.start(4)).")

@@ -26,7 +26,7 @@ def make_figure(names: Sequence[str], real: bool) -> LiveFigure:
 
 
 def _stacks() -> list[Any]:
-    """For each category what it takes of the ranks' peaks, and one for peaks that were not looked into."""
+    """A trace for each category with its share of the ranks' peaks, and one for peaks that were not recorded."""
     looks = LOOKS | {"categories not known yet": UNKNOWN}
     return [
         go.Bar(
@@ -62,7 +62,7 @@ def _truths(real: bool) -> list[Any]:
 
 
 def _bands() -> list[Any]:
-    """The worst rank's categories over steps; what a step was made of holds until the next one was looked into."""
+    """The worst rank's categories over steps; what a step was made of holds until the next one was recorded."""
     return [
         go.Scatter(
             name=name,
@@ -81,7 +81,7 @@ def _bands() -> list[Any]:
 
 
 def _peak_lines(names: Sequence[str]) -> list[Any]:
-    """Thin and told apart by their dashes only: the colours here are those of the categories."""
+    """Thin, and distinguished by their dashes only: the colours are those of the categories."""
     return [
         go.Scatter(
             name=name,

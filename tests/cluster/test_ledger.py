@@ -29,7 +29,7 @@ import hashlib
 from gpumem_nb.engine.rank import reading
 tensors = [*model.parameters(), torch.get_rng_state()]
 tensors += [value for values in optimizer.state.values() for value in values.values()]
-hashlib.sha1(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest(), reading().live
+hashlib.sha1(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest(), reading().live_bytes
 """
 
 

@@ -176,7 +176,7 @@ def test_memory_gives_live_peak_reserved_and_limit_of_each_rank(
 
 def test_memory_says_what_the_peak_of_each_rank_is_made_of(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks)
-    assert "known once a step was trained" in str(session.memory())
+    assert "known once a step has been trained" in str(session.memory())
     session.train(2)
     report = session.memory(by="category")
     frame, peaks = report.frame(by="category"), report.frame()["peak_bytes"]

@@ -93,7 +93,7 @@ class LeakWatch:
         self._steps, self._step = self._steps + 1, sample.step
         self._growth.step_ended(sample.live_bytes - losses * self._bytes_of_a_number())
         if self._births is not None:
-            self._go_on_watching(self._births, done=sample.event in ("", "flip"))
+            self._go_on_watching(self._births, done=sample.done)
         elif (every := self._growth.every) and self._is_due():
             self._births = Births(self._device)
             self._watched_steps, self._ends_after = 0, 2 * every + 1  # two of them must leave something
