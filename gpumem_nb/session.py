@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from .shared import snapshot_folder
 from .shared.errors import Interrupted, InvalidInput, NoSession, nearest
 from .shared.messages import RankInfo, Timeline, WorkloadInfo
 from .shared.progress import Progress
+from .shared.ranklist import RankChoice
 from .shared.settings import KNOBS, Settings
 from .shared.workload import Workload
 
@@ -197,22 +198,25 @@ class Session:
         self,
         code_or_function: str | Callable[..., Any],
         *args: Any,
-        ranks: str | Sequence[int] | None = None,
+        ranks: RankChoice = None,
         timeout: float | None = None,
     ) -> list[Any]:
         """Run on ranks and return the results in rank order.
 
+        Results travel as pickles. Tensors on a GPU, also those inside other objects, come back as tensors on the CPU.
+
         Args:
             code_or_function: source code, whose last expression gives the result, or a function.
             *args: arguments of the function.
-            ranks: which ones, as numbers or as text such as ``"0,2-3"``; all by default.
+            ranks: which ones, as a number, several numbers or text such as ``"0,2-3"``; all by default.
             timeout: seconds to wait; no limit by default.
 
         Raises:
             InvalidInput: neither code nor a function, a syntax error in the code, or ranks that do not exist.
             WorkloadError: the function or its arguments cannot be sent to the ranks.
-            RankError: code failed on a rank; raised as soon as the first one failed (``Stalled`` if that was because
-                other ranks did not come).
+            RankError: code failed on a rank, or gave what cannot be read here (an object of a class that only the ranks
+                can import); raised as soon as the first one failed (``Stalled`` if that was because other ranks did
+                not come).
             TimeoutError: it took too long; the ranks were interrupted.
         """
         if isinstance(code_or_function, str):
@@ -225,7 +229,7 @@ class Session:
         self,
         source: str,
         *,
-        ranks: str | Sequence[int] | None = None,
+        ranks: RankChoice = None,
         timeout: float | None = None,
         title: str = "<code>",
         result: str = "value",
@@ -237,7 +241,7 @@ class Session:
         Args:
             source: plain Python.
             ranks, timeout: as in :meth:`run`.
-            title: stands in tracebacks in place of a file name.
+            title: stands in tracebacks in place of a file name, with a number of its own: ``<code 3>``.
             result: ``value`` to send back what the last expression gives, ``text`` for its representation.
             memory: let each rank print what the code did to its memory.
             show: called ten times a second and at the end.
@@ -248,7 +252,7 @@ class Session:
         """
         return self._foreground.run_cell(source, title, result, memory, ranks, timeout, show)
 
-    def push(self, variables: Mapping[str, Any], ranks: str | Sequence[int] | None = None) -> None:
+    def push(self, variables: Mapping[str, Any], ranks: RankChoice = None) -> None:
         """Define variables on the ranks, all of them by default.
 
         Raises:
@@ -262,13 +266,13 @@ class Session:
         pickled(variables, "The value")
         self._foreground.call("push", dict(variables), ranks=ranks)
 
-    def pull(self, name: str, ranks: str | Sequence[int] | None = None) -> list[Any]:
-        """The values of a variable, in rank order.
+    def pull(self, name: str, ranks: RankChoice = None) -> list[Any]:
+        """The values of a variable, in rank order. What lies on a GPU comes back on the CPU, as :meth:`run` says.
 
         Raises:
             InvalidInput: ranks that do not exist.
             WorkloadError: there is no such variable on a rank.
-            RankError: a value that cannot be sent.
+            RankError: a value that cannot be sent, or that cannot be read here.
         """
         return self._foreground.call("pull", name, ranks=ranks)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import cloudpickle
 
+from ..internals.ipyparallel_internals import forget_sent
 from ..shared.errors import ClusterDied, GpumemError, RankError, StartError
 from ..shared.messages import Pulse, RankConfig
 from ..shared.progress import Progress
@@ -179,7 +180,7 @@ class Ranks:
             results = [client[rank].apply_async(function, *arguments) for rank in ranks]
             call = Call(list(ranks), results, self._entry.PULSE)
             self._calls.append(call)
-            client.history.clear()  # the client would keep the id of every message for good
+            forget_sent(client)
         if self._death:
             call.abort(self._death)
         return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from .settings import Settings
 
@@ -320,7 +319,14 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request gave, and whether the rank is still joined to the others (``None``)."""
+    """What a request gave, and whether the rank is still joined to the others (``apart`` is ``None``).
 
-    value: Any
+    ``content`` is a pickle of its own, so that the rest can be read where the content cannot: the value, or with
+    ``raised`` the exception that came instead of it (a :class:`GpumemError` or :class:`Raised`). ``kind`` says in words
+    what it is.
+    """
+
+    content: bytes
+    kind: str
     apart: Apart | None = None
+    raised: bool = False

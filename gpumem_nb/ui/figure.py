@@ -7,31 +7,13 @@ from typing import Any
 
 from plotly import graph_objects as go
 
+from ..internals.plotly_internals import LiveFigure
 from .style import DASHES, GREY, LOOKS, RANK_COLOURS, UNKNOWN, VERMILION
 
 HEIGHT_PX = 740
 COLUMNS = ((0.0, 0.29), (0.36, 0.65), (0.72, 1.0))  # where they begin and end, of the figure's width
 UPPER, LOWER = (0.43, 0.91), (0.04, 0.31)
 OVER_TIME = ("2", "3", "4", "5")  # the axes whose x is the optimizer step
-
-
-class LiveFigure(go.FigureWidget):  # type: ignore[misc]
-    """A figure that a reloaded page shows as it is now; plotly's own class would show it as it was at first."""
-
-    _complete = False
-
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._complete = True
-
-    def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
-        """The state for the browser; all of it when it asks for all."""
-        state: dict[str, Any] = super().get_state(key, drop_defaults)
-        if key is None and self._complete:
-            to_json = self.trait_metadata("_widget_data", "to_json")
-            state["_widget_data"] = to_json(self._data, self)
-            state["_widget_layout"] = to_json(self._layout_obj._props, self)
-        return state
 
 
 def make_figure(names: Sequence[str], real: bool) -> LiveFigure:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...internals.torch_internals import address
 from ...shared.messages import Leak, Sample
 from ..tensors import tensors_of_this_process
 from .births import Birth, Births
@@ -203,8 +204,8 @@ def _root_of_ends(tensors: Sequence[Tensor], holders: Holders, graphs: Graphs) -
 def _tensors_by_storage(addresses: set[int]) -> dict[int, list[Tensor]]:
     found: dict[int, list[Tensor]] = {address: [] for address in addresses}
     for tensor in tensors_of_this_process():
-        if tensor.layout is torch.strided and (address := tensor.untyped_storage()._cdata) in found:
-            found[address].append(tensor)
+        if tensor.layout is torch.strided and (place := address(tensor.untyped_storage())) in found:
+            found[place].append(tensor)
     return found
 
 
