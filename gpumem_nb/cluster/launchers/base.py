@@ -183,23 +183,30 @@ class Launcher(ABC):
 
         With patience they are asked first; who does not end in time, or cannot because it is stopped, is killed.
         """
-        with self._ending:
-            if self._ended:
-                return
-            self.record_all()
-            if self.client is not None:
-                self.client.close(linger=0)
-            self.remote_hosts.dismiss()
-            if patience_s and not any(who.state == STOPPED for who in self.processes):
-                for who in (self.starter, self.controller):
-                    if who:
-                        who.signal(signal.SIGTERM)
-                cluster_records.await_end(self.processes, patience_s)
-            self.remote_hosts.close()
-            self._record.end()
-            self._record_path.unlink(missing_ok=True)
-            atexit.unregister(self.stop)
-            self._ended = True
+        while not self._ended:
+            if self._ending.acquire(blocking=False):  # says who does it; nobody waits for the lock itself
+                try:
+                    self._end(patience_s)
+                finally:
+                    self._ending.release()
+            else:
+                time.sleep(0.02)
+
+    def _end(self, patience_s: float) -> None:
+        self.record_all()
+        if self.client is not None:
+            self.client.close(linger=0)
+        self.remote_hosts.dismiss()
+        if patience_s and not any(who.state == STOPPED for who in self.processes):
+            for who in (self.starter, self.controller):
+                if who:
+                    who.signal(signal.SIGTERM)
+            cluster_records.await_end(self.processes, patience_s)
+        self.remote_hosts.close()
+        self._record.end()
+        self._record_path.unlink(missing_ok=True)
+        atexit.unregister(self.stop)
+        self._ended = True
 
     def record_all(self) -> None:
         """Take note of every process that belongs to the cluster right now."""
