@@ -35,7 +35,7 @@ from ..shared.workload import Workload
 from .attach import attached
 from .step.data import ShardedStream, as_dataset
 from .step.trainer import Trainer
-from .storing import attached_objects, capture
+from .storing import attached_objects, capture, restore
 from .storing.snapshots import Snapshots
 from .streams import flush_only_what_was_written
 from .together import collectives, nudge
@@ -51,7 +51,7 @@ _device_use: DeviceUse | None = None  # as NVML had it when it was last asked
 _pulse: PulseThread | None = None
 _trainer: Trainer | None = None
 _snapshots = Snapshots()
-_checked: capture.Checked | None = None  # between the two phases of resuming
+_checked: restore.Checked | None = None  # between the two phases of resuming
 
 
 def set_up(config: RankConfig) -> RankInfo:
@@ -167,7 +167,7 @@ def resume_check(path: str) -> Header:
     The file may be gone when the second phase is over, so what it says about itself is answered now.
     """
     global _checked
-    _checked = capture.Checked(Path(path), _loaded_trainer(), _device)
+    _checked = restore.Checked(Path(path), _loaded_trainer(), _device)
     return _checked.header
 
 
@@ -198,7 +198,7 @@ def load_attached(names: dict[str, str | None], path: str) -> None:
     """Define the kept objects again under their names."""
     kept = attached_objects.load(Path(path))
     with _device.exempt():
-        capture.clone_onto_device(kept[str(names["model"])])
+        attached_objects.clone_onto_device(kept[str(names["model"])])
     namespace().update(kept)
 
 
