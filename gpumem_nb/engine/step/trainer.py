@@ -59,6 +59,7 @@ class Trainer:
         self._settings_id = -1
         self._failed_id = -1  # under which a step was discarded
         self._proven_id = -1  # under which a step was finished
+        self._left_after = -1  # as many nudges, ranks left a chunk; those made before that have no steps any more
         self._flipped = False  # since the last step that was finished
         self._recorded_steps = 0  # under these settings
 
@@ -121,7 +122,7 @@ class Trainer:
         self._leaks.chunk_begins(self._device.reading().live_bytes)
         samples: list[Sample] = []
         losses: list[Tensor | None] = []
-        for _ in range(chunk.steps):
+        for _ in range(chunk.steps if chunk.nudges > self._left_after else 0):
             outcome, sample = self._step(failure, chunk)
             samples.append(sample)
             losses.append(outcome.loss)
@@ -129,6 +130,8 @@ class Trainer:
             failure = outcome.failure
             if outcome.discarded:
                 self._failed_id = chunk.settings_id
+            elif outcome.last:
+                self._left_after = chunk.nudges
             if outcome.last:
                 break
         # Reading a loss waits for the device, so it is done once a chunk.
