@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -98,10 +98,6 @@ class CudaDevice:
 
     def communicates_on(self, threads: Collection[int]) -> None:
         """Nothing to do: torch's allocator does not tell who asks."""
-
-    def step_scope(self) -> AbstractContextManager[None]:
-        """Nothing to do: torch's allocator sees every step."""
-        return nullcontext()
 
     def event_log(self) -> TensorLog:
         """The tensors that come and go; memory inside operators is not seen."""

@@ -60,9 +60,9 @@ class RankMemory:
         return "virtual" if self.info.virtual else "real"
 
     @property
-    def fragmentation(self) -> int | None:
+    def fragmentation(self) -> int:
         """Reserved, but not held by any tensor."""
-        return None if self.reading.reserved_bytes is None else self.reading.reserved_bytes - self.reading.live_bytes
+        return self.reading.reserved_bytes - self.reading.live_bytes
 
     @property
     def byte_values(self) -> dict[str, int | None]:

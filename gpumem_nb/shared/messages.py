@@ -10,7 +10,7 @@ from .settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The memory of one rank's device at one moment, in bytes. What cannot be read is ``None``.
+    """The memory of one rank's device at one moment, in bytes. What cannot be read is ``None``, as is no limit.
 
     ``live_bytes`` are held by tensors, ``reserved_bytes`` by the caching allocator, ``device_used_bytes`` by everything on
     the device; peaks count since the last reset.
@@ -18,8 +18,8 @@ class Reading:
 
     live_bytes: int
     live_peak_bytes: int
-    reserved_bytes: int | None
-    reserved_peak_bytes: int | None
+    reserved_bytes: int
+    reserved_peak_bytes: int
     device_used_bytes: int | None
     limit_bytes: int | None
 
@@ -110,8 +110,8 @@ class Sample:
     samples_per_s: float
     live_bytes: int
     live_peak_bytes: int
-    reserved_bytes: int | None
-    reserved_peak_bytes: int | None
+    reserved_bytes: int
+    reserved_peak_bytes: int
     device_used_bytes: int | None
     settings_id: int
     event: str = ""

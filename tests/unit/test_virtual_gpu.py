@@ -233,7 +233,7 @@ def test_training_goes_on_after_an_out_of_memory_error(gpu: VirtualGPU) -> None:
     losses = [step()]
     too_large = _small_training(batch_size=512)
     before = gpu.reading().live_bytes
-    gpu.set_limit((gpu.reading().reserved_bytes or 0) + 20 * MIB)
+    gpu.set_limit(gpu.reading().reserved_bytes + 20 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match="virtual GPU out of memory") as caught:
         too_large()
     caught.value.__traceback__ = None

@@ -236,7 +236,7 @@ class Trainer:
             try:
                 collectives.check()
                 before = ForwardUndo(self.model)
-                with self.device.step_scope(), self._leaks.step():
+                with self._leaks.step():
                     loss = self._forward_backward()
             except BaseException as error:  # a rank that left without a vote would keep the others waiting
                 failure = self._failure(error)
@@ -319,8 +319,7 @@ class Trainer:
         failure = None
         try:
             undo = UpdateUndo(self.parameters, self.optimizer)
-            with self.device.step_scope():
-                self._update()
+            self._update()
             if trial and Recorder.current:
                 self._record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:

@@ -177,10 +177,6 @@ class VirtualGPU:
         """What these threads, and no others, ask for is communication (Linux; elsewhere all but the computing one)."""
         self._library.gpumem_set_foreign_threads((ctypes.c_int32 * len(threads))(*sorted(threads)), len(threads))
 
-    def step_scope(self) -> AbstractContextManager[None]:
-        """Nothing to do: the allocator sees every step."""
-        return nullcontext()
-
     def event_log(self) -> AllocatorLog:
         """Its allocations and releases, one by one."""
         return AllocatorLog(self._library)
