@@ -32,6 +32,7 @@ INGREDIENTS = (
     "gpumem_nb/install/horovod_*.py",
     "gpumem_nb/memory/virtual_gpu/build.py",
     "gpumem_nb/**/*.cpp",
+    "gpumem_nb/**/*.h",
 )
 
 HELP = """\

@@ -26,7 +26,7 @@ class Replayed:
 
 
 class _CReplayed(ctypes.Structure):
-    """``GpumemReplayed`` of allocator.cpp."""
+    """``GpumemReplayed`` of replay.cpp."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("live", "live_peak", "reserved", "reserved_peak")]
     live: int
