@@ -77,8 +77,8 @@ class DeviceUse:
     """What NVML says about a device at one moment; what cannot be read is ``None``, and ``missing`` says why by field.
 
     ``own_bytes`` are this process's (context, libraries and its allocator's reserved bytes), ``other_bytes`` those of
-    all other processes; ``clock_mhz`` is that of the multiprocessors. Of a MIG instance temperature, power and clock are
-    those of its whole GPU.
+    all other processes; ``clock_mhz`` is that of the multiprocessors. Of a MIG instance temperature, power and clock
+    are those of its whole GPU.
     """
 
     used_bytes: int | None = None
