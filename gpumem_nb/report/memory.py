@@ -210,7 +210,7 @@ class MemoryReport:
             "temperature_celsius": use.temperature_c,
             "power_watts": use.power_w,
             "clock_mhz": use.clock_mhz,
-            "peak_bytes": ledger.peak if ledger else None,
+            "peak_bytes": ledger.peak_bytes if ledger else None,
             "peak_phase": ledger.phase if ledger else None,
             "peak_module": ledger.module if ledger else None,
         }
@@ -239,7 +239,7 @@ _WHOLE = ("utilisation_percent", "temperature_celsius", "clock_mhz")
 
 
 def _share(ledger: Ledger | None, limit: int | None) -> float:
-    return ledger.peak / (limit or 1) if ledger else 0.0
+    return ledger.peak_bytes / (limit or 1) if ledger else 0.0
 
 
 def _category_rows(rank: RankMemory) -> list[dict[str, Any]]:
@@ -253,7 +253,7 @@ def _category_rows(rank: RankMemory) -> list[dict[str, Any]]:
             "rank": rank.info.rank,
             "category": category,
             "peak_bytes": size,
-            "share": size / ledger.peak if ledger.peak else None,
+            "share": size / ledger.peak_bytes if ledger.peak_bytes else None,
             "rest_bytes": ledger.at_rest.get(category),
         }
         for category, size in entries.items()
@@ -270,7 +270,7 @@ def _module_rows(rank: RankMemory) -> list[dict[str, Any]]:
             "module": "" if module == WITHOUT_MODULE else module,
             "category": category,
             "peak_bytes": size,
-            "share": size / ledger.peak if ledger.peak else None,
+            "share": size / ledger.peak_bytes if ledger.peak_bytes else None,
         }
         for module, category, size in by_module(ledger)
     ]
@@ -285,7 +285,7 @@ def _timeline_rows(line: Timeline) -> list[dict[str, Any]]:
             at += 1
         place = {"phase": spans[at].phase, "module": spans[at].module} if spans else {}
         when = {"rank": line.rank, "step": line.step, "time_ms": moment, **place}
-        rows += [when | {"category": name, "live_bytes": values[i]} for name, values in line.live.items()]
+        rows += [when | {"category": name, "live_bytes": values[i]} for name, values in line.live_bytes.items()]
     return rows
 
 

@@ -32,7 +32,7 @@ def fingerprint(trainer):
     return digest.digest()
 
 def everything():
-    return fingerprint(engine._trainer).hex(), reading().live
+    return fingerprint(engine._trainer).hex(), reading().live_bytes
 
 def note_steps(path, form, count):
     with open(path, "w+b") as file:

@@ -40,9 +40,14 @@ def _of_figures(cell: Mapping[str, Any]) -> Iterator[str]:
         if parts != sorted(parts):
             yield f"rank {rank}: own {own}, used {used}, total {total}"
         ledger = figures["ledger"]
-        if ledger and not 0 <= ledger["peak"] - (known := sum(ledger["at_peak"].values())) <= ROUNDING * ledger["peak"]:
+        if (
+            ledger
+            and not 0
+            <= ledger["peak_bytes"] - (known := sum(ledger["at_peak"].values()))
+            <= ROUNDING * ledger["peak_bytes"]
+        ):
             yield f"rank {rank}: the categories add up to {known}, not to {ledger['peak']} less rounding"
-        if ledger and ledger["peak"] > live:
+        if ledger and ledger["peak_bytes"] > live:
             yield f"rank {rank}: the ledger's peak {ledger['peak']} is above the live peak {live}"
 
 
@@ -51,8 +56,8 @@ def _of_trace(cell: Mapping[str, Any]) -> Iterator[str]:
     if trace is None:
         return
     modelled = replay(trace["events"])
-    if modelled.live != trace["requested_bytes"]:
-        yield f"the trace ends with {modelled.live} bytes held, torch with {trace['requested_bytes']}"
-    off = abs(modelled.reserved - trace["reserved_bytes"]) / trace["reserved_bytes"]
+    if modelled.live_bytes != trace["requested_bytes"]:
+        yield f"the trace ends with {modelled.live_bytes} bytes held, torch with {trace['requested_bytes']}"
+    off = abs(modelled.reserved_bytes - trace["reserved_bytes"]) / trace["reserved_bytes"]
     if off > RESERVED_TOLERANCE:
-        yield f"the model reserves {modelled.reserved}, torch {trace['reserved_bytes']} ({off:.1%} apart)"
+        yield f"the model reserves {modelled.reserved_bytes}, torch {trace['reserved_bytes']} ({off:.1%} apart)"

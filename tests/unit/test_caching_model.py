@@ -145,7 +145,7 @@ def test_replaying_what_happened_reserves_the_same(gpu: VirtualGPU) -> None:
             events.append(size)
             held[sum(event > 0 for event in events)] = tensor(size)
     now, replayed = gpu.reading(), replay(events)
-    assert (replayed.live, replayed.live_peak) == (now.live_bytes, now.live_peak_bytes)
-    assert (replayed.reserved, replayed.reserved_peak) == (now.reserved_bytes, now.reserved_peak_bytes)
+    assert (replayed.live_bytes, replayed.live_peak_bytes) == (now.live_bytes, now.live_peak_bytes)
+    assert (replayed.reserved_bytes, replayed.reserved_peak_bytes) == (now.reserved_bytes, now.reserved_peak_bytes)
     assert gpu.reading() == now, "a replay is no allocation"
     held.clear()

@@ -21,7 +21,7 @@ def rank(number: int, reading: Reading, *, virtual: bool, note: str = "", name: 
 
 def known(number: int = 0, scale: float = 1.0, use: DeviceUse | None = None, **changed: int) -> RankMemory:
     made = ledger(scale, **changed)
-    return RankMemory(info(number), reading(made.peak), made, use)
+    return RankMemory(info(number), reading(made.peak_bytes), made, use)
 
 
 @pytest.fixture
@@ -106,11 +106,11 @@ def test_categories_of_the_worst_rank_add_up_and_are_explained() -> None:
 
 def test_what_is_in_no_category_is_shown_as_such() -> None:
     short = ledger()
-    short = dataclasses.replace(short, peak=short.peak + 3 * MIB)
-    report = MemoryReport((RankMemory(info(), reading(short.peak), short),))
+    short = dataclasses.replace(short, peak_bytes=short.peak_bytes + 3 * MIB)
+    report = MemoryReport((RankMemory(info(), reading(short.peak_bytes), short),))
     assert "not explained         3.0 MiB   7.0 %" in str(report)
     for by in ("category", "module"):
-        assert report.frame(by=by)["peak_bytes"].sum() == short.peak
+        assert report.frame(by=by)["peak_bytes"].sum() == short.peak_bytes
         assert "not explained" in str(dataclasses.replace(report, by=by))
 
 

@@ -272,7 +272,7 @@ def test_only_the_threads_of_horovod_are_foreign(gpu: VirtualGPU) -> None:
     horovod.join()
     events = log.end()
     assert {int(nbytes) for nbytes in events.bytes[events.foreign]} == {3 * MIB}
-    assert log.begin([]).foreign == 3 * MIB
+    assert log.begin([]).foreign_bytes == 3 * MIB
     log.end()
     gpu.communicates_on(())
 

@@ -103,7 +103,7 @@ class Recorder:
                 events=events,
                 claims=self._claims,
                 marks=self._marks,
-                live_peak=live_peak,
+                live_peak_bytes=live_peak,
                 virtual=self._device.kind == "virtual",
                 exact=self._log.exact,
             )
