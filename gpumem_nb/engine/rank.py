@@ -102,9 +102,7 @@ def apart(what: str) -> Apart | None:
 
 def step() -> tuple[str, float]:
     """The part of the step under way, in words, and when that step began."""
-    if _trainer is None:
-        return "training", 0.0
-    return f"the {_trainer.phase} part of step {_trainer.steps + 1}", _trainer.began_s
+    return _trainer.doing() if _trainer else ("training", 0.0)
 
 
 def set_stall_limit(seconds: float) -> None:
@@ -143,7 +141,7 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     trainer = _loaded_trainer()
     held_up_s = _snapshots.take(trainer, _device, chunk.snapshot) if chunk.snapshot else 0.0
     reply = trainer.run(chunk)
-    namespace().update(optimizer=trainer.optimizer)  # which a flip may have changed
+    namespace().update(optimizer=trainer.live.optimizer)  # which a flip may have changed
     return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
 
 
@@ -180,7 +178,7 @@ def resume_apply() -> WorkloadInfo:
     assert _checked is not None
     _checked.apply(trainer)
     resume_drop()
-    namespace().update(optimizer=trainer.optimizer)
+    namespace().update(optimizer=trainer.live.optimizer)
     return trainer.info()
 
 
@@ -279,8 +277,8 @@ def _train(make: Callable[[], Workload]) -> WorkloadInfo | None:
         return None
     trainer.join()
     _trainer = trainer
-    namespace().update(model=_trainer.model, optimizer=_trainer.optimizer)
-    return _trainer.info()
+    namespace().update(model=trainer.live.model, optimizer=trainer.live.optimizer)
+    return trainer.info()
 
 
 def _prepare(workload: Workload) -> tuple[Workload, ShardedStream]:

@@ -180,6 +180,8 @@ class SnapshotOrder:
 class Stored:
     """A training state that was written to a file, or why it was not.
 
+    Not ``taken``: the ranks had come apart from one another, and the next one is not far.
+
     ``size_bytes`` is the file's (of what did not fit, the size it would have had), ``cpu_s`` what writing it took of a
     core, ``problem`` is empty or a sentence.
     """
@@ -189,6 +191,7 @@ class Stored:
     size_bytes: int
     cpu_s: float
     problem: str = ""
+    taken: bool = True
 
 
 @dataclass(frozen=True, slots=True)
