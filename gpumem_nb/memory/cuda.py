@@ -11,8 +11,8 @@ import torch
 from ..shared.errors import InvalidInput, SetupError
 from ..shared.messages import DeviceUse, Reading
 from ..shared.units import format_bytes
-from .device_use import Nvml
 from .ledger.events import TensorLog
+from .nvml import Nvml
 
 MOST_ENTRIES = 100_000  # a step of a large model has some ten thousand; each takes up to several KB of host memory
 

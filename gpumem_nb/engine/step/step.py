@@ -14,8 +14,8 @@ from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 from ...memory.device import Device
-from ...memory.leaks.watch import LeakWatch
-from ...memory.ledger.account import Record
+from ...memory.leaks.detector import LeakDetector
+from ...memory.ledger.account import Account
 from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
@@ -93,7 +93,7 @@ class Stepper:
         loss: Callable[[Any, Any], Tensor],
         stream: ShardedStream,
         device: Device,
-        leaks: LeakWatch,
+        leaks: LeakDetector,
     ) -> None:
         self._live = live
         self._loss = loss
@@ -104,7 +104,7 @@ class Stepper:
         self._param_bytes = sum(param.nbytes for param in live.parameters)
         self._phase = "settings"
         self.began_s = time.monotonic()
-        self.record: Record | None = None
+        self.record: Account | None = None
 
     @property
     def phase(self) -> str:

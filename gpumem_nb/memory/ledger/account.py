@@ -83,7 +83,7 @@ class Observed:
     exact: bool
 
 
-class Record:
+class Account:
     """What one step was: live bytes by category after each event, and who owned what at the peak."""
 
     def __init__(self, observed: Observed) -> None:

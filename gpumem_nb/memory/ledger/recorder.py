@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ...shared.categories import ACTIVATIONS, CASTS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ..device import Device
 from ..tensors import tensors_in
-from .account import Claim, Mark, Observed, Record
+from .account import Account, Claim, Mark, Observed
 
 OUTSIDE_BACKWARD = -1  # torch's number of the backward pass under way
 _Pack = Callable[[Tensor], Any]
@@ -88,14 +88,14 @@ class Recorder:
             stack.enter_context(self._log.watching())
             yield
 
-    def end(self) -> Record:
+    def end(self) -> Account:
         """Stop recording and work out where the bytes were."""
         live_peak = self._device.reading().live_peak_bytes
         events = self._log.end()
         ended_ns = time.perf_counter_ns()
         for number, param in events.casts.items():
             self._claim(number, Claim(CASTS, self._homes[param], 0))
-        return Record(
+        return Account(
             Observed(
                 began_ns=self._began_ns,
                 ended_ns=ended_ns,
