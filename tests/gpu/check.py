@@ -39,16 +39,12 @@ def _of_figures(cell: Mapping[str, Any]) -> Iterator[str]:
         parts = [part for part in (own, used, total) if part is not None]
         if parts != sorted(parts):
             yield f"rank {rank}: own {own}, used {used}, total {total}"
-        ledger = figures["ledger"]
-        if (
-            ledger
-            and not 0
-            <= ledger["peak_bytes"] - (known := sum(ledger["at_peak"].values()))
-            <= ROUNDING * ledger["peak_bytes"]
-        ):
-            yield f"rank {rank}: the categories add up to {known}, not to {ledger['peak']} less rounding"
-        if ledger and ledger["peak_bytes"] > live:
-            yield f"rank {rank}: the ledger's peak {ledger['peak']} is above the live peak {live}"
+        if ledger := figures["ledger"]:
+            peak, known = ledger["peak_bytes"], sum(ledger["at_peak"].values())
+            if not 0 <= peak - known <= ROUNDING * peak:
+                yield f"rank {rank}: the categories add up to {known}, not to {peak} less rounding"
+            if peak > live:
+                yield f"rank {rank}: the ledger's peak {peak} is above the live peak {live}"
 
 
 def _of_trace(cell: Mapping[str, Any]) -> Iterator[str]:
