@@ -7,12 +7,14 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import horovod.torch as hvd
 import torch
 
+from ..internals.ipyparallel_internals import publish_beside
 from ..memory import cuda
 from ..memory.device import Device, open_device
 from ..shared import cluster_records
@@ -22,6 +24,7 @@ from ..shared.messages import (
     Chunk,
     ChunkReply,
     DeviceUse,
+    Pulse,
     RankConfig,
     RankInfo,
     Reading,
@@ -38,7 +41,7 @@ from .step.trainer import Trainer
 from .storing import attached_objects, capture
 from .storing.snapshots import Snapshots
 from .streams import flush_only_what_was_written
-from .together import collectives, nudge
+from .together import collectives, nudge, pulse
 from .together.agreement import any_rank
 from .together.interrupts import interruptible, take_over
 from .together.pulse import PulseThread
@@ -71,7 +74,7 @@ def set_up(config: RankConfig) -> RankInfo:
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
     _device.communicates_on(horovod_threads)
     _greet()
-    _pulse = PulseThread(kernel, collectives, step, reading, device_use, config.stall_limit_s)
+    _pulse = PulseThread(partial(_publish, kernel), collectives, step, reading, device_use, config.stall_limit_s)
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
     return RankInfo(
@@ -210,6 +213,7 @@ def reading() -> Reading:
 def device_use() -> DeviceUse | None:
     """What NVML says of the device right now; takes milliseconds, and chunks send on what it said."""
     global _device_use
+    _device_use = None  # should this fail, the next chunk does not send on what was true before
     _device_use = _device.use()
     return _device_use
 
@@ -251,6 +255,10 @@ def _loaded_trainer() -> Trainer:
     if _trainer is None:
         raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
     return _trainer
+
+
+def _publish(kernel: Any, request: Any, sent: Pulse) -> None:
+    publish_beside(kernel, request, {pulse.KEY: sent})
 
 
 def _greet() -> None:

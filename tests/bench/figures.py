@@ -214,10 +214,10 @@ for part in range({rounds}):
 
 
 def ledger(notebook: Notebook, ranks: int, workload: str, rounds: int) -> Figure:
-    """What looking into one step in twenty costs on average, from the durations of such steps and the others."""
+    """What recording one step in twenty costs on average, from the durations of such steps and the others."""
     notebook.run("import statistics")
     notebook.run(LEDGER.format(workload=workload, steps=60 * rounds, rounds=rounds))
-    name = f"ledger: cost of looking into 1 step in 20, {workload}, {ranks} ranks"
+    name = f"ledger: cost of recording 1 step in 20, {workload}, {ranks} ranks"
     return Figure(name, "≤ 2 %", " %", notebook.run("", "shares"), f"{60 * rounds} steps")
 
 

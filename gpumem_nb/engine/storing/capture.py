@@ -72,7 +72,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
             own = _to_bytes(_own_part(trainer))
             if hvd.rank() == 0:
                 shared = _shared_part(trainer)
-        except Exception as error:  # the other ranks wait for this one's part, even if it is an excuse
+        except Exception as error:  # the other ranks wait for this one's part, even if it is an error message
             problem, own = str(error) if isinstance(error, StateFileError) else _unexpected(error), b""
         parts = _gather(problem.encode() if problem else own, failed=bool(problem))
     for part, wrong in parts:
@@ -306,7 +306,7 @@ def _to_bytes(value: Any) -> bytes:
 
 
 def _gather(own: bytes, failed: bool) -> list[tuple[np.ndarray[Any, Any], bool]]:
-    """Every rank's bytes and whether they are its excuse, in rank order; ``hvd.allgather_object`` takes longer."""
+    """Every rank's bytes, and whether they are an error message; ``hvd.allgather_object`` takes longer."""
     prefix = len(own).to_bytes(_LENGTH_BYTES, "little") + bytes([failed])
     block = torch.from_numpy(np.frombuffer(prefix + own, dtype=np.uint8).copy())
     gathered = hvd.allgather(block, name="gpumem_nb.state").numpy()
