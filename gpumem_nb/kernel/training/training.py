@@ -10,7 +10,7 @@ from typing import Any
 from ...cluster.calls import Call
 from ...cluster.ranks import IN_PASSING_S, Ranks
 from ...report.run_summary import Run
-from ...shared.errors import ClusterDied, GpumemError, TrainingFailed
+from ...shared.errors import ClusterDied, GpumemError, InvalidInput, TrainingFailed
 from ...shared.messages import Chunk, ChunkReply, Pulse, Sample, WorkloadInfo
 from ...shared.ranklist import name_ranks
 from ...shared.settings import Settings
@@ -23,6 +23,7 @@ from .in_flight import InFlight, Pace
 from .stalls import Stalls
 from .state import TrainingState
 
+MOST_STEPS = 10**9
 PAUSE_PATIENCE_S = 0.4  # for the step under way, before an interrupt discards it
 IDLE_READING_S = 1.0
 BUSY_LOOK_S = 0.5
@@ -185,7 +186,16 @@ class Training:
             return self._in_flight.ask_alone(function, *arguments)
 
     def train(self, steps: int) -> Run:
-        """Train that many steps and wait for them. An interrupt pauses and returns what was done by then."""
+        """Train that many steps and wait for them. An interrupt pauses and returns what was done by then.
+
+        Raises:
+            InvalidInput: no number of steps that could be trained.
+            TrainingFailed: training stopped by itself.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+            raise InvalidInput(
+                f"{steps!r} steps cannot be trained: it must be a whole number of at least 1, such as 100."
+            )
         with self._state.locked():
             self._state.start_recording()
         try:
