@@ -16,7 +16,7 @@ from ...shared.messages import Failure
 from ...shared.units import parse_size
 from ..together import collectives
 from .ambient import behind, let_go
-from .checkpointing import Segment
+from .segment import Segment
 
 # What CUDA itself says, where torch raises no error of its own for it.
 _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
