@@ -16,8 +16,10 @@ from IPython.display import display
 
 import gpumem_nb
 
-from .completion import complete_hvd
+from .completion import Completion, Offered
 from .kernel.policy import RULES
+from .kernel.starting import DEVICES, LAUNCHERS
+from .report.memory import VIEWS
 from .session import Session, current
 from .shared.errors import InvalidInput, NoSession
 from .ui.cells import CellOutput
@@ -56,10 +58,12 @@ class HvdMagics(Magics):
 
     @magic_arguments()
     @argument("n", nargs="?", type=int, help="number of ranks; by default one per visible GPU, or 2 without GPUs")
-    @argument("--device", default="auto", help="auto, cuda, or cpu: a virtual GPU for every rank")
+    @argument(
+        "--device", type=Offered(DEVICES), default="auto", help="auto, cuda, or cpu: a virtual GPU for every rank"
+    )
     @argument("--memory-limit", help="memory of each rank, such as 2GiB; by default the whole GPU, or 2 GiB if virtual")
     @argument("--hosts", help="where, such as a:2,b:2, this machine among them; by default all on it")
-    @argument("--launcher", default="mpi", help="how ranks are started: mpi")
+    @argument("--launcher", type=Offered(LAUNCHERS), default="mpi", help=f"how ranks are started: {', '.join(LAUNCHERS)}")
     @argument("--threads", type=int, help="CPU threads of each rank; by default the cores are shared out")
     @argument("--timeout", type=float, default=120.0, help="seconds for the whole start")
     @line_magic
@@ -214,7 +218,11 @@ class HvdMagics(Magics):
             display(panel)
 
     @magic_arguments()
-    @argument("--by", help="what the peak is made of: category, for all ranks, or module, as a treemap too")
+    @argument(
+        "--by",
+        type=Offered(VIEWS),
+        help="what the peak is made of: category, for all ranks, or module, as a treemap too",
+    )
     @argument("--timeline", action="store_true", help="record one step, allocation by allocation; it is undone")
     @argument("--snapshot", metavar="PATH", help="write torch's own snapshot of one step on rank 0's GPU to a file")
     @line_magic
@@ -316,6 +324,11 @@ def _loaded(session: Session) -> str:
 def _somebody_works(info: object) -> None:
     with suppress(NoSession):
         current().touch()
+
+
+complete_hvd = Completion(
+    {name: getattr(HvdMagics, method) for of_kind in HvdMagics.magics.values() for name, method in of_kind.items()}
+)
 
 
 def register(shell: InteractiveShell) -> None:

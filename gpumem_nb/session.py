@@ -27,8 +27,9 @@ from .report.status import StateFile, Status, describe_ledger
 from .report.waits import WaitReport
 from .shared import snapshot_folder
 from .shared.errors import Interrupted, InvalidInput, NoSession, nearest
+from .shared.knobs import KNOBS
 from .shared.messages import RankInfo, Timeline, WorkloadInfo
-from .shared.settings import KNOBS, Settings
+from .shared.settings import Settings
 from .shared.workload import Workload
 
 if TYPE_CHECKING:

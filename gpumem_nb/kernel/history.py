@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from ..report.differences import arrows
 from ..report.leak_sentences import in_words
 from ..report.rescue import Rescue
 from ..shared.categories import CATEGORIES
@@ -109,8 +110,7 @@ class Effect:
     @property
     def flip(self) -> str:
         """What was changed."""
-        changed = self.after.settings.changed_from(self.before.settings)
-        return ", ".join(f"{name} {getattr(self.before.settings, name)} → {value}" for name, value in changed.items())
+        return arrows(self.before.settings, self.after.settings)
 
     @property
     def memory(self) -> str:
@@ -279,14 +279,12 @@ class Runs:
 
     def frame(self) -> pd.DataFrame:
         """One row a configuration: its settings, steps, live and reserved peak in bytes, samples/s, loss, outcome."""
-        import dataclasses
-
         import pandas as pd
 
         rows = [
             {
                 "workload": entry.workload,
-                **dataclasses.asdict(entry.settings),
+                **entry.settings.as_dict(),
                 "global_batch": entry.settings.samples_per_rank * self._size,
                 "steps": entry.steps,
                 "live_peak_bytes": entry.peak_bytes,
@@ -371,7 +369,7 @@ class Run:
             settings = self._settings[sample.settings_id]
             at_peak = sample.ledger.at_peak if sample.ledger else {}
             shares = {f"{category.replace(' ', '_')}_bytes": at_peak.get(category) for category in CATEGORIES}
-            rows.append(row | dataclasses.asdict(settings) | {"event": sample.event} | shares)
+            rows.append(row | settings.as_dict() | {"event": sample.event} | shares)
         return pd.DataFrame(rows)
 
     def __str__(self) -> str:

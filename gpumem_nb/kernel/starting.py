@@ -14,6 +14,9 @@ from ..shared.errors import InvalidInput
 from ..shared.messages import RankConfig
 from ..shared.units import parse_size
 
+DEVICES = resources.DEVICES
+LAUNCHERS = ("mpi",)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -53,8 +56,8 @@ def plan(
     progress: Progress,
 ) -> Plan:
     """Check the arguments of a start against one another and the machine, and clean up after kernels that are gone."""
-    if launcher != "mpi":
-        raise InvalidInput(f"launcher={launcher!r} is not known. Allowed: mpi.")
+    if launcher not in LAUNCHERS:
+        raise InvalidInput(f"launcher={launcher!r} is not known. Allowed: {', '.join(LAUNCHERS)}.")
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
         raise InvalidInput(f"timeout={timeout!r} cannot be used: it must be a number of seconds above 0, such as 120.")
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):

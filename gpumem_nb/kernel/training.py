@@ -15,8 +15,10 @@ from ..cluster.calls import Call
 from ..cluster.ranks import Ranks
 from ..cluster.shield import shielded
 from ..report import waits
-from ..report.rescue import Rescue, flips, shrunk
+from ..report.differences import arrows, typed
+from ..report.rescue import Rescue
 from ..shared.errors import ClusterDied, GpumemError, TrainingFailed
+from ..shared.knobs.batch import shrunk
 from ..shared.messages import Chunk, ChunkReply, Failure, Pulse, Sample, WorkloadInfo
 from ..shared.ranklist import name_ranks
 from ..shared.settings import Settings
@@ -124,7 +126,7 @@ class Training:
             self._adopt(settings)
             self._snapshots.flip()
             if self._workload:
-                self._history.mark("flip", _describe(before, settings))
+                self._history.mark("flip", arrows(before, settings))
         self.apply()
 
     def apply(self) -> None:
@@ -440,7 +442,7 @@ class Training:
             self._try_out(rescue)
         if other:
             rescue.goes_on = other if shrinks else None
-            rescue.did = f"training {'goes on with' if shrinks else 'went back to'} {flips(chunk.settings, other)}"
+            rescue.did = f"training {'goes on with' if shrinks else 'went back to'} {typed(chunk.settings, other)}"
             self._adopt(other)
             self._history.mark("note", rescue.did.removeprefix("training "))
         if failure.kind == "error" or not (other or newer):
@@ -540,7 +542,3 @@ class Training:
 
 def _came_apart(replies: list[ChunkReply]) -> bool:
     return any(reply.failure and reply.failure.kind == "stall" for reply in replies)
-
-
-def _describe(before: Settings, after: Settings) -> str:
-    return ", ".join(f"{name} {getattr(before, name)} → {value}" for name, value in after.changed_from(before).items())

@@ -27,7 +27,6 @@ from ...shared.errors import WorkloadError
 SEGMENT_BLOCKS: dict[str, Callable[[int], int]] = {
     "blocks": lambda count: 1,
     "sqrt": lambda count: math.ceil(math.sqrt(count)),
-    "all": lambda count: count,
 }
 
 

@@ -22,6 +22,7 @@ from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
 from ...shared.errors import WorkloadError
+from ...shared.knobs import KNOBS
 from ...shared.messages import Chunk, ChunkReply, Failure, Sample, Timeline, WorkloadInfo
 from ...shared.settings import Settings
 from ...shared.workload import Workload
@@ -360,30 +361,32 @@ class Trainer:
             return None
         wanted, changed = chunk.settings, chunk.settings.changed_from(self.settings)
         try:
-            if "checkpointing" in changed:
-                self._set_checkpointing(wanted.checkpointing)
-            # What has been applied is noted at once: if the rest fails, going back starts from what is true.
-            self.settings = self.settings.replace(checkpointing=wanted.checkpointing)
-            if "optimizer" in changed:
-                self._set_optimizer(wanted)
-            self.settings = self.settings.replace(optimizer=wanted.optimizer)
-            optimizers.set_implementation(self.optimizer, wanted.optimizer_impl)
-            if wanted.learning_rate != self.optimizer.param_groups[0]["lr"]:
-                optimizers.set_learning_rate(self.optimizer, wanted.learning_rate)
+            wanted.check_known()
+            for name, knob in KNOBS.items():
+                if knob.apply:
+                    knob.apply(self, wanted)
+                # What has been applied is noted at once: if the rest fails, going back starts from what is true.
+                self.settings = self.settings.replace(**{name: getattr(wanted, name)})
         except BaseException as error:
             return self._failure(error)
         self.settings, self._settings_id = wanted, chunk.settings_id
         self._flipped, self._looked_into = self._flipped or bool(changed), 0
         return None
 
-    def _set_checkpointing(self, mode: str) -> None:
+    def set_checkpointing(self, mode: str) -> None:
+        """Checkpoint activations in this mode from the next step on."""
+        if mode == self.settings.checkpointing:
+            return
         if self._checkpointing:
             self._checkpointing.remove()
             self._checkpointing = None
         if mode != "none":
             self._checkpointing = Checkpointing(self.model, self._blocks(), mode)
 
-    def _set_optimizer(self, settings: Settings) -> None:
+    def set_optimizer(self, settings: Settings) -> None:
+        """Train with the optimizer that these settings name; the one before is kept until a step was done."""
+        if settings.optimizer == self.settings.optimizer:
+            return
         if settings.optimizer == "own" and self.own_optimizer is None:
             raise WorkloadError(
                 f"{self.workload.name} brings no optimizer of its own. Use optimizer=sgd, momentum, adam or adamw."
@@ -398,6 +401,15 @@ class Trainer:
             self.optimizer, self._parked = self._parked[1].optimizer, None
         else:
             self.optimizer = optimizers.build(self.parameters, settings)
+
+    def set_optimizer_impl(self, name: str) -> None:
+        """Compute the same update in another way; the state stays."""
+        optimizers.set_implementation(self.optimizer, name)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the rate of the first parameter group, and scale those of the others by the same factor."""
+        if rate != self.optimizer.param_groups[0]["lr"]:
+            optimizers.set_learning_rate(self.optimizer, rate)
 
     def _blocks(self) -> list[nn.Module]:
         return self.workload.blocks(self.model) if self.workload.blocks else find_blocks(self.model)

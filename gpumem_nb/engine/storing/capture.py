@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import pickle
 import random
@@ -83,7 +82,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
     header = state_file.Header(
         workload=trainer.workload.name,
         options=options,
-        settings=dataclasses.asdict(trainer.settings),
+        settings=trainer.settings.as_dict(),
         steps=trainer.steps,
         position=trainer.stream.position,
         ranks=hvd.size(),
@@ -114,7 +113,7 @@ class Checked:
     def _open(self, path: Path, stream: IO[bytes], trainer: Trainer) -> None:
         """Read everything that :meth:`apply` will ask for."""
         try:
-            self.settings = Settings().replace(**self.header.settings)
+            self.settings = Settings.from_saved(self.header.settings)
         except InvalidInput as error:
             raise StateFileError(f"{path} holds settings that are not known here. {error}") from None
         if self.header.dataset_len != trainer.stream.length:
