@@ -63,7 +63,9 @@ class HvdMagics(Magics):
     )
     @argument("--memory-limit", help="memory of each rank, such as 2GiB; by default the whole GPU, or 2 GiB if virtual")
     @argument("--hosts", help="where, such as a:2,b:2, this machine among them; by default all on it")
-    @argument("--launcher", type=Offered(LAUNCHERS), default="mpi", help=f"how ranks are started: {', '.join(LAUNCHERS)}")
+    @argument(
+        "--launcher", type=Offered(LAUNCHERS), default="mpi", help=f"how ranks are started: {', '.join(LAUNCHERS)}"
+    )
     @argument("--threads", type=int, help="CPU threads of each rank; by default the cores are shared out")
     @argument("--timeout", type=float, default=120.0, help="seconds for the whole start")
     @line_magic

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..categories import ACTIVATIONS
-from .knob import MOST, Changes, Knob, LiveModel, Need
+from ..categories import ACTIVATIONS, CASTS
+from .knob import MOST, SOME, Changes, Knob, LiveModel, Need
 
 if TYPE_CHECKING:
     from ..messages import WorkloadInfo
@@ -33,7 +33,7 @@ CHECKPOINTING = Knob(
     "activation checkpointing: keep all activations, or recompute them in backward per block or per √n blocks",
     choices=("none", "blocks", "sqrt"),
     short="ckpt ",
-    moves={ACTIVATIONS: MOST},
+    moves={ACTIVATIONS: MOST, CASTS: SOME},  # casts are made one segment at a time
     changes_mathematics=False,
     apply=_apply,
     lighter=_lighter,
