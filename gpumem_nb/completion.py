@@ -20,6 +20,7 @@ class Offered:
         self.words = words
 
     def __call__(self, text: str) -> str:
+        """What argparse asks of a type."""
         return text
 
 
