@@ -128,4 +128,5 @@ def test_settings_that_name_a_knob_this_process_lacks_are_refused_when_they_are_
     arrived = pickle.loads(sent)
     with pytest.raises(WorkloadError, match="knob 'frozen_layers' was registered in the notebook, but not on the rank"):
         arrived.check_known()
+    assert arrived.replace(batch_size=8) == Settings(batch_size=8), "a knob taken out of the table is gone"
     register(registered)

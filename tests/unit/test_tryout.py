@@ -14,7 +14,7 @@ from gpumem_nb.shared.settings import Settings
 def tried(settings: Settings, phase: str, blocks: bool, most: int = 9) -> list[str]:
     """As typed, while nothing fits."""
     tryout = Tryout(Rescue(Failure(0, "oom", phase, ""), 1, settings), blocks, sample_s=0.0)
-    found = []
+    found: list[str] = []
     while len(found) < most and tryout.next():
         tryout.learn({"oom"}, [])
         found.append(typed(settings, tryout.rescue.trials[-1].settings))

@@ -34,7 +34,7 @@ class Values:
         return {name: getattr(self, name) for name in self.table}
 
     def _with(self, changed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-        merged = dict(changed)
+        merged = {name: value for name, value in changed.items() if name in self.table}
         for name, value in values.items():
             option = self.table.get(name)
             if option is None:
