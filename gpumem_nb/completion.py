@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from IPython.core.magic_arguments import argument
@@ -16,7 +16,7 @@ from .workloads.catalog import CATALOG
 class Offered:
     """The type of an argument that takes text of which some is offered; the session says whether it can be used."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Collection[str]) -> None:
         self.words = words
 
     def __call__(self, text: str) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 
 import cloudpickle
 
+from ..internals.ipyparallel_internals import forget_sent
 from ..shared.errors import ClusterDied, GpumemError, RankError, StartError
-from ..shared.messages import Pulse
+from ..shared.messages import Pulse, RankConfig
+from ..shared.progress import Progress
 from .calls import Call
-from .hosts import Host
-from .launch import Launched, Progress, environment
+from .launchers import Launcher
 from .shield import shielded
 from .watch import Watch
 
@@ -29,48 +30,33 @@ class Ranks:
     """A started cluster whose engines have been set up as Horovod ranks.
 
     Args:
-        n: number of ranks.
-        threads: CPU threads of each.
-        device: ``cuda`` or ``cpu``.
-        entry: importable module of the functions called over there (``call``, ``call_function``, ``run_cell``,
-            ``START_UP``).
-        set_up: name and argument of the function that joins the ranks.
-        timeout: seconds for the whole start.
-        memory_limit: of each rank in bytes, for other notebooks to know.
-        hosts: where the ranks run, if not all on this machine.
+        launcher: starts them.
+        entry: importable module of the functions called over there (``call``, ``call_function``, ``run_cell``).
+        config: what the ranks are told when they join each other.
+        timeout_s: for the whole start.
+        progress: told what is being waited for.
 
-    Attributes:
-        stall_limit_s: how long ranks wait for one another.
+    Raises:
+        StartError: the start failed; nothing is left running.
     """
 
     def __init__(
-        self,
-        n: int,
-        threads: int,
-        device: str,
-        entry: Any,
-        set_up: tuple[str, Any],
-        timeout: float,
-        progress: Progress,
-        memory_limit: int | None = None,
-        hosts: Sequence[Host] = (),
+        self, launcher: Launcher, entry: Any, config: RankConfig, timeout_s: float, progress: Progress
     ) -> None:
         self._entry = entry
         self._calls: list[Call] = []
-        self._apart = False
-        self.stall_limit_s: float = set_up[1].stall_limit_s
+        self._joining: Call | None = None  # the request that joins the ranks again
         self._sending = threading.RLock()  # every rank gets the requests of several threads in the same order
-        self.size = n
-        deadline = time.monotonic() + timeout
+        self.size = launcher.job.size
+        deadline = time.monotonic() + timeout_s
         self._death: ClusterDied | None = None
         self._watch: Watch | None = None
-        self._launched = Launched(n, environment(threads, device), entry.START_UP, device, memory_limit, hosts)
+        self._launched = launcher
         try:
             self._launched.start(deadline, progress)
             with self._launched.phase("horovod", progress):
-                name, argument = set_up
                 left = max(1.0, deadline - time.monotonic())
-                joining = self.call(name, argument)
+                joining = self.call("set_up", config)
                 for _ in joining.slices(left):
                     self._launched.check_up()
                 self.infos: list[Any] = joining.get()
@@ -84,7 +70,7 @@ class Ranks:
                 raise
             if isinstance(error, TimeoutError):
                 raise StartError(
-                    f"The ranks did not join each other within {timeout:g} s. Give them longer with --timeout. {tail}"
+                    f"The ranks did not join each other within {timeout_s:g} s. Give them longer with --timeout. {tail}"
                 ) from None
             if isinstance(error, Exception):
                 raise StartError(f"The ranks could not be started: {error}. {tail}") from error
@@ -98,6 +84,10 @@ class Ranks:
     def call(self, function: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Call:
         """Call a function of the engine's entry points by name."""
         return self._send(self._entry.call, function, cloudpickle.dumps(arguments), ranks=ranks)
+
+    def post(self, function: str, *arguments: Any) -> Call:
+        """The same to all ranks at once, where they are known to be joined: waits for nothing."""
+        return self._post(self._entry.call, function, cloudpickle.dumps(arguments), ranks=range(self.size))
 
     def call_function(self, blob: bytes, ranks: Sequence[int] | None = None) -> Call:
         """Call a pickled function."""
@@ -115,34 +105,22 @@ class Ranks:
         """The ranks that have not answered everything yet."""
         return sorted({rank for call in self._calls for rank in call.pending()})
 
-    def set_stall_limit(self, seconds: float) -> None:
-        """Let ranks wait for one another no longer than this."""
-        self.stall_limit_s = seconds
-        self.call("set_stall_limit", seconds)
-
     def rejoin(self, patience_s: float = 0.0) -> bool:
         """Join the ranks again if Horovod was shut down; says whether they are joined.
 
         They are not while a rank still works (``patience_s`` is how long that is waited for): the others would wait for
         it where no interrupt reaches them.
+
+        Raises:
+            ClusterDied: they could not be joined.
         """
-        with self._sending:
-            self._apart = self._apart or any(call.apart() for call in self._calls)
-            if not self._apart:
-                self._calls = [call for call in self._calls if call.pending()]
-                return True
-            deadline = time.monotonic() + patience_s
-            if not all(call.finished(max(0.0, deadline - time.monotonic())) for call in self._calls):
+        deadline = time.monotonic() + patience_s
+        while self._joining or self._separated():
+            if joining := self._joining or self._begin_joining():
+                self._await_joined(joining)
+            elif not all(call.finished(max(0.0, deadline - time.monotonic())) for call in list(self._calls)):
                 return False
-            self._calls = []
-            try:
-                self._post(self._entry.call, "rejoin", cloudpickle.dumps(()), ranks=range(self.size)).get(
-                    REJOIN_PATIENCE_S
-                )
-            except (TimeoutError, RankError) as error:
-                raise ClusterDied(f"The ranks could not be joined again ({error}).") from None
-            self._apart = False
-            return True
+        return True
 
     def look_after(self, died: Callable[[ClusterDied], None]) -> None:
         """Notice from now on when a process ends that the cluster needs: every call fails, ``died`` is told why."""
@@ -154,6 +132,7 @@ class Ranks:
             died(error)
 
         self._watch = Watch(self._launched, self._identities, self._last_output, abort)
+        self._watch.start()
 
     def interrupt_until(self, stopped: Callable[[float], bool], ranks: Sequence[int] | None = None) -> bool:
         """Interrupt ranks (all by default) until ``stopped(timeout)`` says that they did; says whether in time.
@@ -190,20 +169,42 @@ class Ranks:
         return "\n".join(call.outputs()[call.ranks.index(rank)] for call in calls)
 
     def _send(self, function: Any, *arguments: Any, ranks: Sequence[int] | None) -> Call:
-        chosen = range(self.size) if ranks is None else ranks
-        with self._sending:
-            if self._death:
-                raise ClusterDied(self._death.cause)
-            self.rejoin(IN_PASSING_S)
-            return self._post(function, *arguments, ranks=chosen)
+        self.rejoin(IN_PASSING_S)
+        return self._post(function, *arguments, ranks=range(self.size) if ranks is None else ranks)
 
     def _post(self, function: Any, *arguments: Any, ranks: Sequence[int]) -> Call:
         client = self._launched.client
-        with shielded():
+        with shielded(), self._sending:
+            if self._death:
+                raise ClusterDied(self._death.cause)
             results = [client[rank].apply_async(function, *arguments) for rank in ranks]
-        call = Call(list(ranks), results, self._entry.PULSE)
-        self._calls.append(call)
-        client.history.clear()  # the client would keep the id of every message for good
+            call = Call(list(ranks), results, self._entry.PULSE)
+            self._calls.append(call)
+            forget_sent(client)
         if self._death:
             call.abort(self._death)
         return call
+
+    def _separated(self) -> bool:
+        """Whether some rank has answered that it came apart from the others; all other answered calls are let go."""
+        with self._sending:
+            apart = [call for call in self._calls if call.apart()]
+            self._calls = [call for call in self._calls if call in apart or call.pending()]
+            return bool(apart)
+
+    def _begin_joining(self) -> Call | None:
+        """Ask all ranks to join each other, once none of them works any more; ``None`` before that."""
+        with self._sending:
+            if self._joining is None and not any(call.pending() for call in self._calls):
+                self._calls = []
+                self._joining = self._post(self._entry.call, "rejoin", cloudpickle.dumps(()), ranks=range(self.size))
+            return self._joining
+
+    def _await_joined(self, joining: Call) -> None:
+        try:
+            joining.get(REJOIN_PATIENCE_S)
+        except (TimeoutError, RankError) as error:
+            raise ClusterDied(f"The ranks could not be joined again ({error}).") from None
+        with self._sending:
+            if self._joining is joining:
+                self._joining = None

@@ -57,7 +57,7 @@ _OPTIONS = (
     Option(
         "ledger_steps",
         20,
-        "one step in so many is looked into, to see what the memory is filled with; never for none",
+        "how often the memory of a step is recorded by category: one step in this many, or never",
         parse=whole,
         allowed="a whole number of at least 1, such as 20, or never",
         words={"never": "never"},

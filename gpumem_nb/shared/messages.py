@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from .settings import Settings
 
@@ -12,8 +11,8 @@ from .settings import Settings
 class Reading:
     """The memory of one rank's device at one moment, in bytes. What cannot be read is ``None``.
 
-    ``live_bytes`` are held by tensors, ``reserved_bytes`` by the caching allocator, ``device_used_bytes`` by everything on
-    the device; peaks count since the last reset.
+    ``live_bytes`` are held by tensors, ``reserved_bytes`` by the caching allocator, ``device_used_bytes`` by everything
+    on the device; peaks count since the last reset.
     """
 
     live_bytes: int
@@ -76,9 +75,9 @@ class Timeline:
 class DeviceUse:
     """What NVML says about a device at one moment; what cannot be read is ``None``, and ``missing`` says why by field.
 
-    ``own_bytes`` are this process's (context, libraries and its allocator's reserved bytes), ``other_bytes`` those of all
-    other processes; ``clock_mhz`` is that of the multiprocessors. Of a MIG instance temperature, power and clock are those
-    of its whole GPU.
+    ``own_bytes`` are this process's (context, libraries and its allocator's reserved bytes), ``other_bytes`` those of
+    all other processes; ``clock_mhz`` is that of the multiprocessors. Of a MIG instance temperature, power and clock
+    are those of its whole GPU.
     """
 
     used_bytes: int | None = None
@@ -99,7 +98,7 @@ class Sample:
     ``time_s`` counts from the session's start, ``step_s`` is the step's duration, bytes are as in :class:`Reading`
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
     first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
-    ``ledger`` is there for the steps that were looked into.
+    ``ledger`` is there for the steps whose memory was recorded.
     """
 
     rank: int
@@ -116,6 +115,11 @@ class Sample:
     settings_id: int
     event: str = ""
     ledger: Ledger | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the step was done, and not discarded or undone."""
+        return self.event in ("", "flip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,8 @@ class SnapshotOrder:
 class Stored:
     """A training state that was written to a file, or why it was not.
 
+    Not ``taken``: the ranks had come apart from one another, and the next one is not far.
+
     ``bytes`` is the file's size (of what did not fit, the size it would have had), ``cpu_s`` what writing it took of a
     core, ``problem`` is empty or a sentence.
     """
@@ -188,6 +194,7 @@ class Stored:
     bytes: int
     cpu_s: float
     problem: str = ""
+    taken: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +203,7 @@ class Chunk:
 
     ``nudges`` counts the nudges sent before it: a later one ends the chunk at the next step boundary. A ``trial`` is
     one step that is measured and then undone on all ranks. ``snapshot`` is taken before the settings are applied.
-    One step in ``ledger_steps`` is looked into, and the first two under new settings; none with 0.
+    The memory of one step in ``ledger_steps`` is recorded, and of the first two under new settings; of none with 0.
     """
 
     settings: Settings
@@ -312,7 +319,14 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request gave, and whether the rank is still joined to the others (``None``)."""
+    """What a request gave, and whether the rank is still joined to the others (``apart`` is ``None``).
 
-    value: Any
+    ``content`` is a pickle of its own, so that the rest can be read where the content cannot: the value, or with
+    ``raised`` the exception that came instead of it (a :class:`GpumemError` or :class:`Raised`). ``kind`` says in words
+    what it is.
+    """
+
+    content: bytes
+    kind: str
     apart: Apart | None = None
+    raised: bool = False

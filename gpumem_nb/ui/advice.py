@@ -22,7 +22,7 @@ FIXED = {
 
 
 def what_helps(category: str, phase: str, history: History, blocks: int) -> str:
-    """Knobs that may free some of it; of those that were tried already only what made the peak smaller, measured."""
+    """Knobs that may free some of it; of those already tried, only what made the peak smaller."""
     if not history.tried:
         return ""
     now = history.tried[-1]

@@ -7,8 +7,8 @@ from typing import Any
 
 import ipywidgets
 
-from ..session import Session
 from ..shared.knobs import KNOBS, Knob
+from .steered import Steered
 
 _NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
 
@@ -22,7 +22,7 @@ class Controls:
         knobs, buttons: the boxes to show.
     """
 
-    def __init__(self, session: Session, ask: Callable[[Callable[[], object]], None]) -> None:
+    def __init__(self, session: Steered, ask: Callable[[Callable[[], object]], None]) -> None:
         self._session = session
         self._ask = ask
         self._asked: dict[str, int] = dict.fromkeys(KNOBS, 0)

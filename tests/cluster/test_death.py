@@ -25,8 +25,8 @@ NOTICED_S = 3.0
 def pid_of(session: Session, who: str) -> int:
     launched = session._ranks._launched
     assert launched.controller
-    assert launched.mpiexec
-    return {"rank": session.ranks[1].pid, "controller": launched.controller.pid, "mpiexec": launched.mpiexec.pid}[who]
+    assert launched.starter
+    return {"rank": session.ranks[1].pid, "controller": launched.controller.pid, "mpiexec": launched.starter.pid}[who]
 
 
 def train(session: Session) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 import gpumem_nb
 from gpumem_nb import session as session_module
-from gpumem_nb.cluster import launch
+from gpumem_nb.cluster.launchers import mpi
 from gpumem_nb.engine import entry
 from gpumem_nb.session import Session, current
 from gpumem_nb.shared import cluster_records
@@ -61,7 +61,7 @@ def test_nothing_listens_beyond_loopback_and_ranks_may_bind_what_they_like(share
     pids = {who.pid for who in launched.processes}
     listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in pids]
     assert listening
-    assert launched.mpiexec.pid in {c.pid for c in listening}, "PRRTE's ports, which no setting confines"
+    assert launched.starter.pid in {c.pid for c in listening}, "PRRTE's ports, which no setting confines"
     assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
     bound = (
         "import os, socket\ns = socket.socket()\ns.bind(('', 0))\ns.getsockname()[0], os.environ.get('LD_PRELOAD', '')"
@@ -149,7 +149,7 @@ def test_an_mpiexec_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     broken = tmp_path / "mpiexec"
     broken.write_text("#!/bin/sh\necho no such fabric >&2\nexit 3\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(launch, "require_tool", lambda name: broken)
+    monkeypatch.setattr(mpi, "require_tool", lambda name: broken)
     before = profiles()
     with pytest.raises(StartError, match="no such fabric"):
         gpumem_nb.start(2, device="cpu", timeout=30)

@@ -38,9 +38,9 @@ criterion = nn.CrossEntropyLoss()
 """
 MOMENTS = (
     "__import__('hashlib').sha1(b''.join(v.numpy().tobytes() for p in __import__('gpumem_nb.engine.rank', "
-    "fromlist=['x'])._trainer.optimizer.state.values() for v in p.values() if torch.is_tensor(v))).hexdigest()"
+    "fromlist=['x'])._trainer.live.optimizer.state.values() for v in p.values() if torch.is_tensor(v))).hexdigest()"
 )
-LIVE = "__import__('gpumem_nb.engine.rank', fromlist=['x']).reading().live"
+LIVE = "__import__('gpumem_nb.engine.rank', fromlist=['x']).reading().live_bytes"
 POSITION = "__import__('gpumem_nb.engine.rank', fromlist=['x'])._trainer.stream.position"
 
 

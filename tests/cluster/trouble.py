@@ -23,32 +23,33 @@ if not gc.get_freeze_count():
     gc.freeze()  # garbage is collected with each step that is discarded: not through all that was ever imported
 
 def fingerprint(trainer):
-    state = [*trainer.model.parameters(), *trainer.model.buffers(), torch.get_rng_state()]
-    for parameter in trainer.parameters:
-        values = sorted(trainer.optimizer.state.get(parameter, {}).items())
+    live = trainer.live
+    state = [*live.model.parameters(), *live.model.buffers(), torch.get_rng_state()]
+    for parameter in live.parameters:
+        values = sorted(live.optimizer.state.get(parameter, {}).items())
         state += [value for _, value in values if isinstance(value, torch.Tensor)]
     digest = hashlib.sha1(b"".join(tensor.detach().numpy().tobytes() for tensor in state))
-    digest.update(repr((random.getstate(), len(trainer.optimizer.state))).encode())
+    digest.update(repr((random.getstate(), len(live.optimizer.state))).encode())
     return digest.digest()
 
 def everything():
-    return fingerprint(engine._trainer).hex(), reading().live
+    return fingerprint(engine._trainer).hex(), reading().live_bytes
 
 def note_steps(path, form, count):
     with open(path, "w+b") as file:
         file.truncate(count * struct.calcsize(form))
         notes = mmap.mmap(file.fileno(), 0)
-    original = getattr(Trainer._attempt, "__wrapped__", Trainer._attempt)
+    original = getattr(Trainer._step, "__wrapped__", Trainer._step)
 
     @functools.wraps(original)
-    def attempt(trainer, *arguments):
-        outcome = original(trainer, *arguments)
+    def step(trainer, *arguments):
+        outcome, sample = original(trainer, *arguments)
         if not outcome.discarded:
             place = trainer.steps % count * struct.calcsize(form)
             struct.pack_into(form, notes, place, trainer.steps, fingerprint(trainer))
-        return outcome
+        return outcome, sample
 
-    Trainer._attempt = attempt
+    Trainer._step = step
 """
 
 # A model with everything that a step changes (weights, statistics, random numbers), and a place for each fault.
@@ -65,11 +66,11 @@ wait = 0
 
 def plant(where, what, after=0, flip=False):
     global fault, kind, wait, old
-    fault, kind, wait, old = where, what, after, engine._trainer.settings if flip else None
+    fault, kind, wait, old = where, what, after, engine._trainer.live.settings if flip else None
 
 def strike(where):
     global fault, wait
-    if fault != where or rank != 1 or engine._trainer.settings == old:
+    if fault != where or rank != 1 or engine._trainer.live.settings == old:
         return False
     wait -= 1
     if wait >= 0:
