@@ -68,7 +68,7 @@ def reading(peak: int = 40 * MIB, limit: int | None = 96 * MIB) -> Reading:
 
 def sample(step: int, rank: int = 0, looked_into: Ledger | None = None, **changed: Any) -> Sample:
     """A step; its peak is its ledger's."""
-    peak = looked_into.peak if looked_into else 40 * MIB
+    peak = looked_into.peak_bytes if looked_into else 40 * MIB
     values = {
         **{"rank": rank, "step": step, "time_s": step / 10, "loss": 1.0, "step_s": 0.1, "samples_per_s": 320.0},
         **{"live_bytes": 13 * MIB, "live_peak_bytes": peak, "reserved_bytes": peak, "reserved_peak_bytes": peak},

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import default_collate
 
 from gpumem_nb.engine.step.checkpointing import Checkpointing, find_blocks
-from gpumem_nb.memory.ledger.account import Record
+from gpumem_nb.memory.ledger.account import Account
 from gpumem_nb.memory.ledger.recorder import Recorder
 from gpumem_nb.memory.tensors import tensors_in
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
@@ -93,7 +93,7 @@ def checkpointed(training: Training, mode: str) -> Checkpointing | None:
     return None if mode == "none" else Checkpointing(training.model, find_blocks(training.model), mode)
 
 
-def recorded(gpu: VirtualGPU, training: Training, precision: str) -> Record:
+def recorded(gpu: VirtualGPU, training: Training, precision: str) -> Account:
     recorder = Recorder(gpu, training.model)
     with recorder.watching():
         training.step(precision, recorder)

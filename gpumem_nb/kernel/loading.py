@@ -119,7 +119,7 @@ class Loading:
         self._training.apply()
         call = self._training.ask_alone("save", str(target), self._origin.options)
         stored = self._foreground.finish(call).get()[0]
-        return StateFile("saved", target, stored.bytes, stored.steps, time.perf_counter() - began)
+        return StateFile("saved", target, stored.size_bytes, stored.steps, time.perf_counter() - began)
 
     def resume(self, source: Path | None, progress: Progress) -> StateFile:
         """Go on from a file, or from the newest automatic snapshot."""

@@ -53,10 +53,11 @@ class Rescue:
             where += f", in {failure.module}"
         if failure.kind != "oom":
             return f"rank {failure.rank} failed {where}: {failure.message}"
-        if failure.asked is None:
+        if failure.asked_bytes is None:
             return f"rank {failure.rank} ran out of memory {where}: {failure.message}"
-        free = "" if failure.free is None else f" with {format_bytes(failure.free)} free"
-        return f"rank {failure.rank} ran out of memory {where}: Tried to allocate {format_bytes(failure.asked)}{free}."
+        free = "" if failure.free_bytes is None else f" with {format_bytes(failure.free_bytes)} free"
+        asked = format_bytes(failure.asked_bytes)
+        return f"rank {failure.rank} ran out of memory {where}: Tried to allocate {asked}{free}."
 
     @property
     def fits(self) -> list[str]:

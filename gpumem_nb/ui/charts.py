@@ -43,7 +43,7 @@ class Charts:
     ) -> None:
         """Draw these values; ``bands`` are the worst rank's."""
         present = [reading for reading in readings if reading]
-        bytes_now = [value for reading in present for value in (reading.live_peak_bytes, reading.reserved_bytes or 0)]
+        bytes_now = [value for reading in present for value in (reading.live_peak_bytes, reading.reserved_bytes)]
         top = max([1, int(seen.peak.max(initial=0)), *bytes_now, *(peak.bytes for peak in peaks)])
         scale = _GIB if top >= 2 * _GIB else _MIB
         bars = shown(peaks)

@@ -132,13 +132,15 @@ def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
     if not helps:
         helps = FIXED.get(category, "")
         for other, part in parts[1:]:
-            hint = what_helps(other, ledger.phase, history, blocks) if part >= _WORTH_A_WORD * ledger.peak else ""
+            hint = (
+                what_helps(other, ledger.phase, history, blocks) if part >= _WORTH_A_WORD * ledger.peak_bytes else ""
+            )
             if hint:
-                helps += f" {_sentence(other)[:-1]}: {100 * part / ledger.peak:.0f} %; {hint}"
+                helps += f" {_sentence(other)[:-1]}: {100 * part / ledger.peak_bytes:.0f} %; {hint}"
                 break
     return escape(
-        f"{_sentence(category)[:-1]} {fill} {100 * size / max(1, ledger.peak):.0f} % of {whose} peak "
-        f"({format_bytes(size)} of {format_bytes(ledger.peak)}), in {place(ledger)}. {outlier}{helps}",
+        f"{_sentence(category)[:-1]} {fill} {100 * size / max(1, ledger.peak_bytes):.0f} % of {whose} peak "
+        f"({format_bytes(size)} of {format_bytes(ledger.peak_bytes)}), in {place(ledger)}. {outlier}{helps}",
         quote=False,
     )
 
@@ -156,7 +158,7 @@ def rescue(rescue: Rescue | None) -> str:
     what = "ran out of memory" if failure.kind == "oom" else "failed"
     facts = [("part of the step", failure.phase), ("module", failure.module)]
     if failure.kind == "oom":
-        facts += [("asked for", format_bytes(failure.asked)), ("free", format_bytes(failure.free))]
+        facts += [("asked for", format_bytes(failure.asked_bytes)), ("free", format_bytes(failure.free_bytes))]
     shown = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span> " for name, value in facts if value)
     message = "" if failure.kind == "oom" else f"<p>{escape(failure.message)}</p>"
     did = f"<p>The step was discarded on all ranks; {escape(rescue.did)}.</p>" if rescue.did else ""

@@ -13,5 +13,5 @@ if __name__ == "__main__":
     for name in MODELS:
         for precision, checkpointing in SETTINGS:
             ledger, before, profilers = ledger_and_profiler(gpu, name, precision, checkpointing)
-            off.append(100 * abs(ledger.peak - before - profilers) / profilers)
+            off.append(100 * abs(ledger.peak_bytes - before - profilers) / profilers)
     print(json.dumps(off))

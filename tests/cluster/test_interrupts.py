@@ -231,17 +231,17 @@ def test_an_interrupted_resume_is_done_or_not_begun(
     applying = tmp_path / "applying"
 
     def slow_to_apply() -> None:
-        from gpumem_nb.engine.storing import capture
+        from gpumem_nb.engine.storing import restore
 
-        apply = capture.Checked.apply
+        apply = restore.Checked.apply
 
         def slowly(checked: Any, trainer: Any) -> None:
             applying.touch()
             time.sleep(0.5)
-            capture.Checked.apply = apply  # type: ignore[method-assign]
+            restore.Checked.apply = apply  # type: ignore[method-assign]
             checked.apply(trainer)
 
-        capture.Checked.apply = slowly  # type: ignore[method-assign]
+        restore.Checked.apply = slowly  # type: ignore[method-assign]
 
     session.run(slow_to_apply)
     stop = Stop(applying.exists)

@@ -57,7 +57,7 @@ def test_every_byte_of_a_step_has_a_category(two_ranks: Session, fresh: Callable
             assert ledger is not None
             assert ledger.exact
             assert ledger.virtual
-            assert sum(ledger.at_peak.values()) == ledger.peak == sample.live_peak_bytes
+            assert sum(ledger.at_peak.values()) == ledger.peak_bytes == sample.live_peak_bytes
             assert sum(ledger.at_rest.values()) == sample.live_bytes
             assert set(ledger.at_peak) <= set(CATEGORIES)
             assert ledger.at_peak[INPUTS] > 0
@@ -113,8 +113,8 @@ def test_a_recorded_step_is_undone(two_ranks: Session, fresh: Callable[..., Sess
     assert [timeline.rank for timeline in timelines] == [0, 1]
     for timeline, (_, live) in zip(timelines, before, strict=True):
         assert timeline.step == 4
-        totals = list(map(sum, zip(*timeline.live.values(), strict=True)))
-        assert max(totals) == timeline.ledger.peak
+        totals = list(map(sum, zip(*timeline.live_bytes.values(), strict=True)))
+        assert max(totals) == timeline.ledger.peak_bytes
         assert totals[0] == about(live)
         phases = [span.phase for span in timeline.spans]
         order = ["data", "forward", "backward", "reduction", "update"]

@@ -201,7 +201,7 @@ def test_a_recorded_step_is_in_the_report_and_undone(two_ranks: Session, fresh: 
     assert {"forward", "backward", "update"} <= set(frame["phase"])
     for line in report.timelines:
         recorded = frame[frame["rank"] == line.rank]
-        assert recorded.groupby("time_ms")["live_bytes"].sum().max() == line.ledger.peak
+        assert recorded.groupby("time_ms")["live_bytes"].sum().max() == line.ledger.peak_bytes
     assert str(report).count("← peak") == 1
 
 

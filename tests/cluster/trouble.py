@@ -59,7 +59,7 @@ CODE = (
 import pathlib, time
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from gpumem_nb.engine.step.checkpointing import Segment
+from gpumem_nb.engine.step.segment import Segment
 
 fault = kind = old = None
 wait = 0

@@ -82,8 +82,10 @@ def test_the_ledger_adds_up_to_the_peak(trained: Session) -> None:
     looked_into = [sample for sample in trained.history.samples()[0] if sample.ledger]
     assert looked_into
     for sample in looked_into:
-        assert sample.ledger.peak == sample.live_peak_bytes
-        assert 0 <= sample.ledger.peak - sum(sample.ledger.at_peak.values()) < 0.1 * sample.ledger.peak, "rounding"
+        assert sample.ledger.peak_bytes == sample.live_peak_bytes
+        assert 0 <= sample.ledger.peak_bytes - sum(sample.ledger.at_peak.values()) < 0.1 * sample.ledger.peak_bytes, (
+            "rounding"
+        )
         assert not sample.ledger.virtual
 
 

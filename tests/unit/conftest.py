@@ -9,12 +9,21 @@ from types import ModuleType
 
 import pytest
 
+from tests.virtual_gpu import process_of_its_own
+
 
 @pytest.fixture(autouse=True, scope="module")
 def what_was_before_is_not_looked_through() -> None:
     """These tests ask the garbage collector a lot; with all that was imported and tested before it takes its time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def process_with_a_virtual_gpu() -> Iterator[None]:
+    """Where tests under ``on_virtual_gpu`` run."""
+    with process_of_its_own():
+        yield
 
 
 @pytest.fixture

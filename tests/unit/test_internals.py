@@ -111,14 +111,14 @@ class Doubled(torch.autograd.Function):
         return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return 2 * gradient
 
 
 @checks("torch", "_raw_saved_* of graph nodes")
 def raw() -> None:
     x = torch.ones(2, requires_grad=True)
-    for result in (x.exp(), Doubled.apply(x)):
+    for result in (x.exp(), Doubled.apply(x)):  # type: ignore[no-untyped-call]
         saved = list(torch_internals.saved_raw(result.grad_fn))
         must([one.data.tolist() for one in saved] in ([result.tolist()], [x.tolist()]), f"{saved} is saved")
     with torch.autograd.graph.saved_tensors_hooks(lambda t: "packed", lambda packed: x):
@@ -175,8 +175,8 @@ class Mode(torch_internals.TorchDispatchMode):
 
 @checks("torch", "torch.utils._python_dispatch")
 def modes() -> None:
-    before, mode = torch_internals.count_modes(), Mode()
-    mode.__enter__()
+    before, mode = torch_internals.count_modes(), Mode()  # type: ignore[no-untyped-call]
+    mode.__enter__()  # type: ignore[no-untyped-call]
     torch.ones(1)
     inside = torch_internals.count_modes()
     torch_internals.leave_mode()
@@ -220,7 +220,7 @@ def scaling() -> None:
     optimizer = torch.optim.AdamW([torch.ones(1)], lr=1.0, fused=True)
     must(optimizer._step_supports_amp_scaling, "fused kernels take no scale")
     torch_internals.keep_scale_from(optimizer)
-    optimizer.grad_scale = optimizer.found_inf = torch.ones(1)
+    vars(optimizer).update(grad_scale=torch.ones(1), found_inf=torch.ones(1))
     torch_internals.forget_scaler(optimizer)
     must(not {"grad_scale", "found_inf"} & vars(optimizer).keys(), "they stay")
 
@@ -343,7 +343,7 @@ def hooks() -> None:
 def set_parent() -> None:
     from ipykernel.kernelbase import Kernel
 
-    kernel = Kernel()
+    kernel: Any = Kernel()  # type: ignore[no-untyped-call]
     ipykernel_internals.speak_for_no_request(kernel)
     must(kernel.get_parent() == {}, "the thread speaks for a request")
 

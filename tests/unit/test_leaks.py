@@ -16,9 +16,9 @@ from torch.utils.data import default_collate
 
 import gpumem_nb
 from gpumem_nb.memory.leaks.births import Births
+from gpumem_nb.memory.leaks.detector import LeakDetector
 from gpumem_nb.memory.leaks.graphs import Graphs
 from gpumem_nb.memory.leaks.holders import Holders, holder_on
-from gpumem_nb.memory.leaks.watch import LeakWatch
 from gpumem_nb.report.leak_sentences import in_words
 from gpumem_nb.shared.messages import Leak, Sample
 from gpumem_nb.ui import wording
@@ -114,7 +114,7 @@ def test_what_a_library_makes_is_said_to_be_made_there() -> None:
 
 def watched(step: Callable[[int], None], live: Callable[[int], int], steps: int = STEPS, **known: object) -> list[Leak]:
     """What is told of steps after which live bytes are these."""
-    watch, found = LeakWatch(3, torch.device("cpu"), known), []
+    watch, found = LeakDetector(3, torch.device("cpu"), known), []
     watch.chunk_begins(0)
     for number in range(steps):
         with watch.step():

@@ -24,7 +24,7 @@ def test_a_loop_of_ones_own_is_reported_like_a_training_step() -> None:
             optimizer.zero_grad()
     weights = sum(param.nbytes for param in net.parameters())
     assert report.ledger is not None
-    assert sum(report.ledger.at_peak.values()) == report.peak == report.ledger.peak
+    assert sum(report.ledger.at_peak.values()) == report.peak == report.ledger.peak_bytes
     assert report.ledger.at_peak[PARAMETERS] == report.ledger.at_rest[PARAMETERS] == weights
     assert 2 * weights < report.ledger.at_rest[OPTIMIZER_STATE] < 2 * weights + KIB
     assert report.ledger.at_peak[ACTIVATIONS] >= 2048 * 512 * 4

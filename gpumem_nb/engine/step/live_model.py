@@ -68,8 +68,8 @@ class LiveModel:
         """Bring everything to these settings.
 
         Raises:
-            WorkloadError: one of them is not known here or does not fit this workload. Those before it stay applied
-                and are noted, so that going back starts from what is true.
+            WorkloadError: one of them is not known here or does not fit this workload. What comes before it stays
+                applied, and is noted, so that going back starts from what is true.
         """
         settings.check_known()
         for name, knob in KNOBS.items():
