@@ -132,9 +132,7 @@ def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
     if not helps:
         helps = FIXED.get(category, "")
         for other, part in parts[1:]:
-            hint = (
-                what_helps(other, ledger.phase, history, blocks) if part >= _WORTH_A_WORD * ledger.peak_bytes else ""
-            )
+            hint = what_helps(other, ledger.phase, history, blocks) if part >= _WORTH_A_WORD * ledger.peak_bytes else ""
             if hint:
                 helps += f" {_sentence(other)[:-1]}: {100 * part / ledger.peak_bytes:.0f} %; {hint}"
                 break
