@@ -78,8 +78,6 @@ class Session:
         """What the last :meth:`restart` brought back, in words."""
         return self._life.restored
 
-    # Who runs ---------------------------------------------------------------------------------------------------
-
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -108,8 +106,6 @@ class Session:
     def workload(self) -> WorkloadInfo | None:
         """What is loaded."""
         return self._life.training.workload
-
-    # Code on ranks ----------------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -185,8 +181,6 @@ class Session:
         """
         return self._life.foreground.call("pull", name, ranks=ranks)
 
-    # What is trained --------------------------------------------------------------------------------------------
-
     def load(self, name_or_workload: str | Workload, **options: Any) -> WorkloadInfo:
         """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh.
 
@@ -239,8 +233,6 @@ class Session:
         """
         self._life.foreground.check_alive()
         return self._life.loading.resume(path, progress)
-
-    # Settings and training --------------------------------------------------------------------------------------
 
     @property
     def settings(self) -> Settings:
@@ -309,8 +301,6 @@ class Session:
         """The ranks that have not answered yet what training asked of them."""
         return [] if self._life.ended else self._life.training.waiting_for()
 
-    # What was measured ------------------------------------------------------------------------------------------
-
     def memory(self, by: str | None = None, timeline: bool = False) -> MemoryReport:
         """Live, reserved and device bytes of every rank, its limit, and what the latest known peak is made of.
 
@@ -357,8 +347,6 @@ class Session:
             self._panel = Panel(self)
             self._panel.watch()
         return self._panel
-
-    # Ending -----------------------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
         """Interrupt what the ranks are doing: a cell raises ``KeyboardInterrupt``, a training step is discarded."""

@@ -11,8 +11,9 @@ from ..cluster.ranks import Ranks
 from ..report.status import Status, describe_ledger
 from ..shared import snapshot_folder
 from ..shared.errors import Interrupted, InvalidInput, nearest
+from ..shared.knobs import KNOBS
 from ..shared.progress import Progress
-from ..shared.settings import KNOBS, Settings
+from ..shared.settings import Settings
 from . import compatibility, starting
 from .foreground import Foreground
 from .history import History

@@ -241,7 +241,7 @@ class Loading:
         info: WorkloadInfo = self._foreground.call("resume_apply")[0]
         self._origin.resumed_from, self._origin.unrestored = source, None
         self._history.seen_before = header.position
-        settings = Settings().replace(**header.settings)
+        settings = Settings.from_saved(header.settings)
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
         self._training.apply()
 

@@ -64,7 +64,8 @@ class SnapshotPlan:
     @property
     def space(self) -> int:
         """Bytes that snapshots may take."""
-        return self._policy().snapshot_space
+        space_bytes: int = self._policy().snapshot_space
+        return space_bytes
 
     def flip(self) -> None:
         """The next chunk changes settings."""

@@ -15,7 +15,9 @@ from ..shared.messages import RankConfig
 from ..shared.progress import Progress
 from ..shared.units import parse_size
 
-__all__ = ["LAUNCHERS", "Plan", "others", "plan"]
+__all__ = ["DEVICES", "LAUNCHERS", "Plan", "others", "plan"]
+
+DEVICES = resources.DEVICES
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..shared.messages import Sample
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
+from .differences import arrows
 from .tables import Table, notes_html
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ class Effect:
     @property
     def flip(self) -> str:
         """What was changed."""
-        changed = self.after.settings.changed_from(self.before.settings)
-        return ", ".join(f"{name} {getattr(self.before.settings, name)} → {value}" for name, value in changed.items())
+        return arrows(self.before.settings, self.after.settings)
 
     @property
     def memory(self) -> str:
@@ -128,7 +127,7 @@ class Runs:
         rows = [
             {
                 "workload": entry.workload,
-                **dataclasses.asdict(entry.settings),
+                **entry.settings.as_dict(),
                 "global_batch": entry.settings.samples_per_rank * self._size,
                 "steps": entry.steps,
                 "live_peak_bytes": entry.peak_bytes,
@@ -178,6 +177,5 @@ def _percent(before: float | None, after: float | None) -> str:
 
 
 def _optimizer(settings: Settings) -> str:
-    if settings.optimizer_impl == "default":
-        return settings.optimizer
-    return f"{settings.optimizer}/{settings.optimizer_impl}"
+    implementation = "" if settings.optimizer_impl == "default" else f"/{settings.optimizer_impl}"
+    return f"{settings.optimizer}{implementation}"

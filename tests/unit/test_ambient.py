@@ -64,7 +64,7 @@ def after_two_steps(model: nn.Module) -> list[torch.Tensor]:
 def attempt(at: int) -> tuple[nn.Module, bool]:
     """A step with an interrupt at that moment, and what the trainer does afterwards; was the step over before it?"""
     model = make()
-    checkpointing = Checkpointing(model, list(model), "all")
+    checkpointing = Checkpointing(model, list(model), "sqrt")
     ambient = Ambient()
     interrupter = Interrupter(at)
     try:

@@ -168,7 +168,7 @@ def test_generation_cache_is_off_only_while_checkpointing() -> None:
 
     model: Any = Stack()
     model.config = Config()
-    checkpointing = Checkpointing(model, find_blocks(model), "all")
+    checkpointing = Checkpointing(model, find_blocks(model), "sqrt")
     assert model.config.use_cache is False
     checkpointing.remove()
     assert model.config.use_cache is True

@@ -24,7 +24,6 @@ from .segment import Segment
 SEGMENT_BLOCKS: dict[str, Callable[[int], int]] = {
     "blocks": lambda count: 1,
     "sqrt": lambda count: math.ceil(math.sqrt(count)),
-    "all": lambda count: count,
 }
 
 

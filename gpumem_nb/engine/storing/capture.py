@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -75,7 +74,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
     header = state_file.Header(
         workload=trainer.workload.name,
         options=options,
-        settings=dataclasses.asdict(trainer.live.settings),
+        settings=trainer.live.settings.as_dict(),
         steps=trainer.steps,
         position=trainer.stream.position,
         ranks=hvd.size(),

@@ -48,7 +48,7 @@ class Checked:
     def _open(self, path: Path, stream: IO[bytes], trainer: Trainer) -> None:
         """Read everything that :meth:`apply` will ask for."""
         try:
-            self.settings = Settings().replace(**self.header.settings)
+            self.settings = Settings.from_saved(self.header.settings)
         except InvalidInput as error:
             raise StateFileError(f"{path} holds settings that are not known here. {error}") from None
         if self.header.dataset_len != trainer.stream.length:

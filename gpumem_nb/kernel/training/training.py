@@ -9,6 +9,7 @@ from typing import Any
 
 from ...cluster.calls import Call
 from ...cluster.ranks import IN_PASSING_S, Ranks
+from ...report.differences import arrows
 from ...report.run_summary import Run
 from ...shared.errors import ClusterDied, GpumemError, InvalidInput, TrainingFailed
 from ...shared.messages import Chunk, ChunkReply, Pulse, Sample, WorkloadInfo
@@ -138,7 +139,7 @@ class Training:
             self._state.adopt(settings)
             self._snapshots.flip()
             if self._state.workload:
-                self._history.mark("flip", _describe(before, settings))
+                self._history.mark("flip", arrows(before, settings))
         self.apply()
 
     def apply(self) -> None:
@@ -385,7 +386,3 @@ class Training:
 
 def _came_apart(replies: list[ChunkReply]) -> bool:
     return any(reply.failure and reply.failure.kind == "stall" for reply in replies)
-
-
-def _describe(before: Settings, after: Settings) -> str:
-    return ", ".join(f"{name} {getattr(before, name)} → {value}" for name, value in after.changed_from(before).items())
