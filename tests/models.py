@@ -61,16 +61,19 @@ def ready_made(name: str, **options: int) -> Training:
 def of_transformers(name: str) -> Training:
     import transformers
 
-    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3}
+    small |= {"num_attention_heads": 2, "intermediate_size": 64}
+    model: nn.Module
     if name == "GPT-2":
-        config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=97, n_positions=SEQUENCE)
-        model = transformers.GPT2LMHeadModel(config)
+        gpt = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=97, n_positions=SEQUENCE)
+        model = transformers.GPT2LMHeadModel(gpt)
     elif name == "BERT":
-        config = transformers.BertConfig(vocab_size=97, max_position_embeddings=SEQUENCE, **small)
-        model = transformers.BertForMaskedLM(config)
+        bert = transformers.BertConfig(vocab_size=97, max_position_embeddings=SEQUENCE, **small)
+        model = transformers.BertForMaskedLM(bert)
     else:
-        config = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=5, **small)
-        model = transformers.ViTForImageClassification(config)
+        labels: dict[str, Any] = {"num_labels": 5}  # every configuration takes it; only some declare it
+        vit = transformers.ViTConfig(image_size=32, patch_size=8, **small, **labels)
+        model = transformers.ViTForImageClassification(vit)
     if name == "ViT":
         batch = {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.arange(BATCH)}
     else:

@@ -19,8 +19,8 @@ from gpumem_nb.kernel import tryout
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError
 from tests.cluster import trouble
-from tests.cluster.test_flips import wait_for_steps
 from tests.conftest import weights
+from tests.internals import wait_for_steps
 
 STALL_LIMIT_S = 2.0
 STEPS = 100_000  # more than are done before the fault strikes
@@ -112,11 +112,12 @@ def controller(session: Session) -> int:
     rank = psutil.Process(session.ranks[0].pid)
     kernel = psutil.Process()
     mpiexec = next(parent for parent in rank.parents() if parent.ppid() == kernel.pid)
-    return next(
-        child.pid
+    found = next(
+        child
         for child in kernel.children()
         if child.pid != mpiexec.pid and "ipyparallel.controller" in " ".join(child.cmdline())
     )
+    return int(found.pid)
 
 
 def family(session: Session) -> list[psutil.Process]:

@@ -20,10 +20,11 @@ from gpumem_nb.session import Session, start
 from gpumem_nb.shared.cluster_records import await_end, records_dir
 from gpumem_nb.shared.errors import ClusterDied, Interrupted
 from gpumem_nb.shared.processes import Identity
-from tests.cluster.test_flips import wait_for_steps
+from tests import internals
 from tests.cluster.test_interrupts import PROMPT_S, Stop, asked
 from tests.cluster.two_hosts import ADDRESSES, left_on_b, on_b
 from tests.conftest import SMALL, weights
+from tests.internals import wait_for_steps
 
 NOTICED_S = 3.0
 GONE_S = 10.0
@@ -47,9 +48,7 @@ def loaded() -> Session:
 
 
 def traces(session: Session) -> tuple[tuple[Identity, ...], list[Path]]:
-    launched = session._ranks._launched
-    launched.record_all()
-    return launched.processes, [*map(Path, launched._record.folders), launched._record_path]
+    return internals.processes_of(session), [*internals.folders_of(session), internals.record_of(session)]
 
 
 def nothing_is_left(kept: tuple[tuple[Identity, ...], list[Path]], within_s: float) -> None:
@@ -89,10 +88,8 @@ def trains_is_closed_to_others_and_can_be_interrupted() -> None:
 
 
 def only_expected_doors_are_open(session: Session) -> None:
-    launched = session._ranks._launched
-    launched.record_all()
     # Open MPI binds its own ports to every interface and has no switch against it: mpiexec's, and those of ranks.
-    mpi = {launched.mpiexec.pid, session.ranks[0].pid}
+    mpi = {internals.mpiexec_of(session), session.ranks[0].pid}
     listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     print("Open MPI listens at", [tuple(c.laddr) for c in listening if c.pid in mpi])
     reached = {c.laddr.ip for c in listening if c.pid not in mpi}
@@ -100,7 +97,7 @@ def only_expected_doors_are_open(session: Session) -> None:
 
 
 def who_does_not_know_the_keys_gets_nothing(session: Session) -> None:
-    folder = session._ranks._launched.profile
+    folder = internals.connection_files_of(session).parent
     info = json.loads(next((folder / "security").glob("*client.json")).read_text())
     assert info["interface"] == "tcp://127.0.0.1", "clients are on this host"
     assert info["key"]

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,18 +16,17 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.cluster_records import await_end
 from gpumem_nb.shared.errors import ClusterDied, GpumemError
 from gpumem_nb.shared.processes import Identity, identify
-from tests.cluster.test_flips import wait_for_steps
+from tests import internals
 from tests.conftest import ranks
+from tests.internals import wait_for_steps
 
 pytestmark = pytest.mark.cluster
 NOTICED_S = 3.0
 
 
 def pid_of(session: Session, who: str) -> int:
-    launched = session._ranks._launched
-    assert launched.controller
-    assert launched.mpiexec
-    return {"rank": session.ranks[1].pid, "controller": launched.controller.pid, "mpiexec": launched.mpiexec.pid}[who]
+    pids = {"rank": session.ranks[1].pid, "controller": internals.controller_of(session)}
+    return (pids | {"mpiexec": internals.mpiexec_of(session)})[who]
 
 
 def train(session: Session) -> None:
@@ -54,15 +54,13 @@ def traces() -> Iterator[list[object]]:
     processes = [who for who in kept if isinstance(who, Identity)]
     assert await_end(processes, patience_s=2)
     deadline = time.monotonic() + 2
-    while left := [path for path in kept if isinstance(path, str) and os.path.exists(path)]:
+    while left := [path for path in kept if isinstance(path, Path) and path.exists()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
 
 
 def remember(session: Session, traces: list[object]) -> None:
-    launched = session._ranks._launched
-    launched.record_all()
-    traces += [*launched.processes, *launched._record.folders, str(launched._record_path)]
+    traces += [*internals.processes_of(session), *internals.folders_of(session), internals.record_of(session)]
 
 
 KILLED, SEGFAULT, CONTROLLER, MPIEXEC = (
@@ -120,7 +118,7 @@ def test_a_death_is_noticed_named_and_cleaned_up(
 
 def wait_for_output(session: Session) -> None:
     deadline = time.monotonic() + 20
-    while not any("almost there" in text for call in list(session._ranks._calls) for text in call.outputs()):
+    while "almost there" not in internals.printed_so_far(session):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

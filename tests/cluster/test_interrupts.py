@@ -8,18 +8,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from gpumem_nb import Workload
 from gpumem_nb.session import Session
 from gpumem_nb.shared import state_file
 from gpumem_nb.shared.errors import Interrupted, WorkloadError
-from tests.cluster.test_flips import wait_for_steps
+from tests import internals
 from tests.cluster.test_save import losses
 from tests.conftest import ranks, weights
+from tests.internals import wait_for_steps
 
 pytestmark = pytest.mark.cluster
 PROMPT_S = 2.0
@@ -65,7 +66,7 @@ class Stop:
 
 def asked(session: Session) -> Callable[[], bool]:
     """Whether a rank has a request of somebody who waits for it."""
-    return lambda: session._foreground.busy and any(call.pending() for call in list(session._ranks._calls))
+    return lambda: internals.somebody_waits_for_ranks(session)
 
 
 def stuck_session(kind: str) -> Session:
@@ -80,15 +81,17 @@ def stuck_session(kind: str) -> Session:
 @pytest.mark.parametrize(
     "doing",
     [
-        lambda session: (session.play(), wait_until_waiting(session), session.pause()),
-        lambda session: (session.play(), wait_until_waiting(session), session.memory()),
-        lambda session: (session.play(), wait_until_waiting(session), session.push({"a": 1})),
-        lambda session: (session.play(), wait_until_waiting(session), session.load("digits-resnet")),
+        lambda session: session.pause(),
+        lambda session: session.memory(),
+        lambda session: session.push({"a": 1}),
+        lambda session: session.load("digits-resnet"),
     ],
     ids=["pause", "memory", "push", "load"],
 )
 def test_a_rank_stuck_in_python_is_interrupted(doing: Callable[[Session], object]) -> None:
     session = stuck_session("python")
+    session.play()
+    wait_until_waiting(session)
     stop = Stop(asked(session))
     with pytest.raises(Interrupted, match="are ready"):
         doing(session)
@@ -188,7 +191,7 @@ def test_a_flip_that_waits_is_interrupted() -> None:
 def slow_to_make(begun: Path, hears: bool) -> Workload:
     """A workload whose model takes long to be made, and may not care about interrupts."""
 
-    def model() -> Any:
+    def model() -> torch.nn.Module:
         begun.touch()
         try:
             time.sleep(30)
@@ -197,7 +200,7 @@ def slow_to_make(begun: Path, hears: bool) -> Workload:
                 raise
         return torch.nn.Linear(4, 2)
 
-    def rows() -> Any:
+    def rows() -> Dataset[tuple[torch.Tensor, ...]]:
         return torch.utils.data.TensorDataset(torch.zeros(64, 4))
 
     return Workload("slow", model, rows, lambda model, batch: model(batch[0]).square().mean())
@@ -231,15 +234,16 @@ def test_an_interrupted_resume_is_done_or_not_begun(
     applying = tmp_path / "applying"
 
     def slow_to_apply() -> None:
+        from gpumem_nb.engine.step.trainer import Trainer
         from gpumem_nb.engine.storing import capture
 
         apply = capture.Checked.apply
 
-        def slowly(checked: Any, trainer: Any) -> None:
+        def slowly(self: capture.Checked, trainer: Trainer) -> None:
             applying.touch()
             time.sleep(0.5)
             capture.Checked.apply = apply  # type: ignore[method-assign]
-            checked.apply(trainer)
+            self.apply(trainer)
 
         capture.Checked.apply = slowly  # type: ignore[method-assign]
 
@@ -274,16 +278,15 @@ def test_an_interrupted_save_leaves_a_whole_file_or_none(
 
 def test_an_interrupted_end_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     session = ranks(2)
-    processes = session._ranks._launched.processes
+    processes = internals.processes_of(session)
     ending, go_on = threading.Event(), threading.Event()
-    end = session._shut_down
 
-    def slow_end() -> None:
+    def slowly(end: Callable[[], None]) -> None:
         ending.set()
         go_on.wait(10)
         end()
 
-    monkeypatch.setattr(session, "_shut_down", slow_end)
+    internals.end_by(monkeypatch, session, slowly)
     stop = Stop(ending.is_set)
     with pytest.raises(KeyboardInterrupt):
         session.stop()

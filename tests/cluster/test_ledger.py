@@ -61,9 +61,11 @@ def test_every_byte_of_a_step_has_a_category(two_ranks: Session, fresh: Callable
             assert set(ledger.at_peak) <= set(CATEGORIES)
             assert ledger.at_peak[INPUTS] > 0
             assert any(module.startswith("blocks.3") for module, _, _ in ledger.modules)
+        assert ledger is not None
         assert ledger.at_peak[COMMUNICATION] >= 16 * 2**20, "Horovod's fusion buffer, once there is one"
     frame = run.frame()
     assert frame.activations_bytes.notna().sum() == 2 * 6
+    assert ledger is not None
     assert frame.optimizer_state_bytes.max() == ledger.at_peak[OPTIMIZER_STATE]
     assert len(weights(session)) == 1
 

@@ -6,8 +6,9 @@ import io
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from gpumem_nb.kernel.starting import Plan
 from gpumem_nb.session import Session
 from gpumem_nb.shared import state_file
 from gpumem_nb.shared.errors import GpumemError, Interrupted, RankError, StartError, StateFileError
-from tests.cluster.test_save import LIVE, losses
+from tests.cluster.test_save import losses
 from tests.cluster.test_snapshots import kill_a_rank, snapshots
 from tests.conftest import weights
+from tests.internals import LIVE, STEPS
 
 pytestmark = pytest.mark.cluster
 
@@ -93,6 +95,9 @@ def test_a_whole_file_of_the_wrong_content_changes_nothing(
     payload = torch.load(stream, weights_only=True)
     own = torch.load(io.BytesIO(payload["ranks"][0].numpy().tobytes()), weights_only=True)
 
+    def not_torchs(stream: IO[bytes]) -> None:
+        stream.write(b"not torch's")
+
     def packed(value: Any) -> torch.Tensor:
         stream = io.BytesIO()
         torch.save(value, stream)
@@ -108,11 +113,11 @@ def test_a_whole_file_of_the_wrong_content_changes_nothing(
     bad += [payload | {"scaler": without(payload["scaler"], "scale")}, [1, 2], {"parameters": {"x": io.StringIO}}]
     before = weights(session), session.settings, session.run(LIVE)
     for content in bad:
-        state_file.write(wrong, header, lambda stream, content=content: torch.save(content, stream))
+        state_file.write(wrong, header, partial(torch.save, content))
         with pytest.raises(StateFileError, match="does not hold a training state") as caught:
             session.resume(wrong)
         assert "\n" not in str(caught.value)
-    state_file.write(wrong, header, lambda stream: stream.write(b"not torch's") and None)
+    state_file.write(wrong, header, not_torchs)
     with pytest.raises(StateFileError, match="does not hold a training state"):
         session.resume(wrong)
     assert (weights(session), session.settings, session.run(LIVE)) == before
@@ -128,7 +133,6 @@ if rank == 1:
         raise OSError("not this time")
     of_ranks.run_chunk = once
 """
-STEPS = "of_ranks._trainer.steps"
 
 
 def test_ranks_still_in_a_chunk_that_failed_on_another_are_waited_for(

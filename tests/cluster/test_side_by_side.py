@@ -12,6 +12,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from gpumem_nb.shared import cluster_records
+from tests.kernels import kernel_pid
 
 pytestmark = pytest.mark.cluster
 
@@ -28,6 +29,7 @@ class Notebook:
     def __init__(self) -> None:
         self._closed = False
         self._manager = KernelManager(kernel_name="python3")
+        assert self._manager.kernel_spec is not None
         self._manager.kernel_spec.argv[0] = sys.executable
         self._manager.start_kernel()
         self._client = self._manager.client()
@@ -36,7 +38,7 @@ class Notebook:
 
     @property
     def pid(self) -> int:
-        return int(self._manager.provisioner.pid)
+        return kernel_pid(self._manager)
 
     def run(self, code: str) -> str:
         """What a cell prints; an error in it fails the test."""

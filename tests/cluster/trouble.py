@@ -10,14 +10,14 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from gpumem_nb.session import Session
+from tests.internals import INSIDE
 
 # All that training changes, in one fingerprint. Each step done leaves its own in a file that outlives the process:
 # memory that is mapped, because limits on the size of files are among the faults.
-LOOK = """
-import functools, gc, hashlib, mmap, random, struct
-from gpumem_nb.engine import rank as engine
-from gpumem_nb.engine.rank import reading
-from gpumem_nb.engine.step.trainer import Trainer
+LOOK = (
+    INSIDE
+    + """
+import gc, hashlib, mmap, random, struct
 
 if not gc.get_freeze_count():
     gc.freeze()  # garbage is collected with each step that is discarded: not through all that was ever imported
@@ -32,24 +32,20 @@ def fingerprint(trainer):
     return digest.digest()
 
 def everything():
-    return fingerprint(engine._trainer).hex(), reading().live
+    return fingerprint(the_trainer()).hex(), live_bytes()
 
 def note_steps(path, form, count):
     with open(path, "w+b") as file:
         file.truncate(count * struct.calcsize(form))
         notes = mmap.mmap(file.fileno(), 0)
-    original = getattr(Trainer._attempt, "__wrapped__", Trainer._attempt)
 
-    @functools.wraps(original)
-    def attempt(trainer, *arguments):
-        outcome = original(trainer, *arguments)
-        if not outcome.discarded:
-            place = trainer.steps % count * struct.calcsize(form)
-            struct.pack_into(form, notes, place, trainer.steps, fingerprint(trainer))
-        return outcome
+    def note(trainer):
+        place = trainer.steps % count * struct.calcsize(form)
+        struct.pack_into(form, notes, place, trainer.steps, fingerprint(trainer))
 
-    Trainer._attempt = attempt
+    after_each_step(note)
 """
+)
 
 # A model with everything that a step changes (weights, statistics, random numbers), and a place for each fault.
 CODE = (
@@ -65,11 +61,11 @@ wait = 0
 
 def plant(where, what, after=0, flip=False):
     global fault, kind, wait, old
-    fault, kind, wait, old = where, what, after, engine._trainer.settings if flip else None
+    fault, kind, wait, old = where, what, after, the_trainer().settings if flip else None
 
 def strike(where):
     global fault, wait
-    if fault != where or rank != 1 or engine._trainer.settings == old:
+    if fault != where or rank != 1 or the_trainer().settings == old:
         return False
     wait -= 1
     if wait >= 0:

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,8 @@ def what_was_before_is_not_looked_through() -> None:
 
 
 @pytest.fixture
-def module() -> Iterator[ModuleType]:
-    """A module that somebody has imported, with variables of their own."""
+def module() -> Iterator[Any]:
+    """A module that somebody has imported, with variables of their own (of which the type checker cannot know)."""
     module = ModuleType("somebodys")
     sys.modules["somebodys"] = module
     yield module

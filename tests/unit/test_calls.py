@@ -9,7 +9,7 @@ from gpumem_nb.cluster.calls import Call
 from gpumem_nb.shared.messages import Answer
 
 
-class JustAnswered(Future):
+class JustAnswered(Future[bytes]):
     """An answer of ipyparallel's in the moment in which it is done and its get() does not know it yet."""
 
     def get(self, timeout: float | None = None) -> bytes:
