@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -99,6 +100,7 @@ class Session:
         self._plan = plan
         self._origin = Origin()
         self._policy = Policy()
+        self._changing_policy = threading.Lock()
         self._snapshots = SnapshotPlan(
             snapshot_folder.for_session(next(_numbers)),
             lambda: self._policy,
@@ -119,12 +121,14 @@ class Session:
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
         self.history = history  # only now: a start that fails leaves what was measured before
-        self._training = Training(self._ranks, self.history, self._snapshots, self._lost)
-        self._training.policy = self._policy
-        self._foreground = Foreground(self._ranks, self._training, self.history, lambda: self._ended, self.touch)
+        self._training = Training(self._ranks, self.history, self._snapshots, lambda: self._policy, self._lost)
+        self._foreground = Foreground(
+            self._ranks, self._training, self.history, lambda: self._policy, lambda: self._ended, self.touch
+        )
         self._inspection = Inspection(self.ranks, self._foreground, self._training, self.history)
         self._loading = Loading(self._foreground, self._training, self.history, self._snapshots, self._origin)
         self._ended = ""
+        self._training.start()
         self._ranks.look_after(self._training.give_up)
         self._idle = IdleWatch(lambda: self._policy.idle_minutes, self._works, self._stop_idle)
         _current = self
@@ -303,18 +307,18 @@ class Session:
             if name not in KNOBS and name not in RULES:
                 raise InvalidInput(f"There is no knob {name!r}: {nearest(name, [*KNOBS, *RULES])}.")
         rules = {name: knobs.pop(name) for name in RULES if name in knobs}
-        settings, policy = self.settings.replace(**knobs), self._policy.replace(**rules)
-        if workload := self._training.workload:
-            compatibility.check(settings, workload, self.size)
+
+        def check(settings: Settings) -> None:
+            if workload := self._training.workload:
+                compatibility.check(settings, workload, self.size)
+
+        self._policy.replace(**rules)  # whatever cannot be used is refused before anything is changed
+        check(self.settings.replace(**knobs))
         self._foreground.check_alive()
-        if policy.stall_limit_s != self._policy.stall_limit_s:
-            self._ranks.set_stall_limit(policy.stall_limit_s)
-        self._policy = self._training.policy = policy
-        if "snapshot_space" in rules:
-            with suppress(OSError):
-                snapshot_folder.make_room(self._snapshots.folder, 0, policy.snapshot_space)
+        if rules:
+            self._change_policy(rules)
         with self._foreground.interruptible():
-            self._training.set(settings)
+            self._training.set(knobs, check)
         return self.settings
 
     def train(self, steps: int) -> Run:
@@ -468,6 +472,15 @@ class Session:
 
     def _lost(self, why: str) -> None:
         self._ended = f"the ranks are gone: {why}"
+
+    def _change_policy(self, rules: dict[str, Any]) -> None:
+        with self._changing_policy:
+            before, self._policy = self._policy, self._policy.replace(**rules)
+        if self._policy.stall_limit_s != before.stall_limit_s:
+            self._ranks.call("set_stall_limit", self._policy.stall_limit_s)
+        if "snapshot_space" in rules:
+            with suppress(OSError):
+                snapshot_folder.make_room(self._snapshots.folder, 0, self._policy.snapshot_space)
 
     def touch(self) -> None:
         """Somebody works here: the session is not idle."""

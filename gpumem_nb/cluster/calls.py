@@ -17,6 +17,9 @@ from ..shared.messages import Answer, Apart, Pulse, Raised
 from ..shared.ranklist import name_ranks
 from .shield import shielded
 
+SLICE_S = 0.1
+"""Waiting is done in slices: between them an interrupt is heard, inside it could leave a lock of Python's locked."""
+
 
 class Call:
     """One request to some ranks.
@@ -48,7 +51,14 @@ class Call:
 
     def finished(self, timeout: float) -> bool:
         """Whether all ranks have answered, in one way or another, within ``timeout`` s."""
-        return self._aborted is not None or not concurrent.futures.wait(self._results, timeout)[1]
+        deadline = time.monotonic() + timeout
+        while self._aborted is None and self.pending():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            with shielded():
+                concurrent.futures.wait(self._results, min(left, SLICE_S))
+        return True
 
     def pending(self) -> list[int]:
         """The ranks that have not answered yet."""
@@ -83,7 +93,7 @@ class Call:
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            finished = self.wait(min(0.1, max(0.0, deadline - time.monotonic())))
+            finished = self.wait(min(SLICE_S, max(0.0, deadline - time.monotonic())))
             error = self.first_error()
             yield finished or error is not None
             if error:

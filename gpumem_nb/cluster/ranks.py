@@ -39,8 +39,6 @@ class Ranks:
         memory_limit: of each rank in bytes, for other notebooks to know.
         hosts: where the ranks run, if not all on this machine.
 
-    Attributes:
-        stall_limit_s: how long ranks wait for one another.
     """
 
     def __init__(
@@ -57,8 +55,7 @@ class Ranks:
     ) -> None:
         self._entry = entry
         self._calls: list[Call] = []
-        self._apart = False
-        self.stall_limit_s: float = set_up[1].stall_limit_s
+        self._joining: Call | None = None  # the request that joins the ranks again
         self._sending = threading.RLock()  # every rank gets the requests of several threads in the same order
         self.size = n
         deadline = time.monotonic() + timeout
@@ -99,6 +96,10 @@ class Ranks:
         """Call a function of the engine's entry points by name."""
         return self._send(self._entry.call, function, cloudpickle.dumps(arguments), ranks=ranks)
 
+    def post(self, function: str, *arguments: Any) -> Call:
+        """The same to all ranks at once, where they are known to be joined: waits for nothing."""
+        return self._post(self._entry.call, function, cloudpickle.dumps(arguments), ranks=range(self.size))
+
     def call_function(self, blob: bytes, ranks: Sequence[int] | None = None) -> Call:
         """Call a pickled function."""
         return self._send(self._entry.call_function, blob, ranks=ranks)
@@ -115,34 +116,22 @@ class Ranks:
         """The ranks that have not answered everything yet."""
         return sorted({rank for call in self._calls for rank in call.pending()})
 
-    def set_stall_limit(self, seconds: float) -> None:
-        """Let ranks wait for one another no longer than this."""
-        self.stall_limit_s = seconds
-        self.call("set_stall_limit", seconds)
-
     def rejoin(self, patience_s: float = 0.0) -> bool:
         """Join the ranks again if Horovod was shut down; says whether they are joined.
 
         They are not while a rank still works (``patience_s`` is how long that is waited for): the others would wait for
         it where no interrupt reaches them.
+
+        Raises:
+            ClusterDied: they could not be joined.
         """
-        with self._sending:
-            self._apart = self._apart or any(call.apart() for call in self._calls)
-            if not self._apart:
-                self._calls = [call for call in self._calls if call.pending()]
-                return True
-            deadline = time.monotonic() + patience_s
-            if not all(call.finished(max(0.0, deadline - time.monotonic())) for call in self._calls):
+        deadline = time.monotonic() + patience_s
+        while self._joining or self._separated():
+            if joining := self._joining or self._begin_joining():
+                self._await_joined(joining)
+            elif not all(call.finished(max(0.0, deadline - time.monotonic())) for call in list(self._calls)):
                 return False
-            self._calls = []
-            try:
-                self._post(self._entry.call, "rejoin", cloudpickle.dumps(()), ranks=range(self.size)).get(
-                    REJOIN_PATIENCE_S
-                )
-            except (TimeoutError, RankError) as error:
-                raise ClusterDied(f"The ranks could not be joined again ({error}).") from None
-            self._apart = False
-            return True
+        return True
 
     def look_after(self, died: Callable[[ClusterDied], None]) -> None:
         """Notice from now on when a process ends that the cluster needs: every call fails, ``died`` is told why."""
@@ -190,20 +179,42 @@ class Ranks:
         return "\n".join(call.outputs()[call.ranks.index(rank)] for call in calls)
 
     def _send(self, function: Any, *arguments: Any, ranks: Sequence[int] | None) -> Call:
-        chosen = range(self.size) if ranks is None else ranks
-        with self._sending:
-            if self._death:
-                raise ClusterDied(self._death.cause)
-            self.rejoin(IN_PASSING_S)
-            return self._post(function, *arguments, ranks=chosen)
+        self.rejoin(IN_PASSING_S)
+        return self._post(function, *arguments, ranks=range(self.size) if ranks is None else ranks)
 
     def _post(self, function: Any, *arguments: Any, ranks: Sequence[int]) -> Call:
         client = self._launched.client
-        with shielded():
+        with shielded(), self._sending:
+            if self._death:
+                raise ClusterDied(self._death.cause)
             results = [client[rank].apply_async(function, *arguments) for rank in ranks]
-        call = Call(list(ranks), results, self._entry.PULSE)
-        self._calls.append(call)
-        client.history.clear()  # the client would keep the id of every message for good
+            call = Call(list(ranks), results, self._entry.PULSE)
+            self._calls.append(call)
+            client.history.clear()  # the client would keep the id of every message for good
         if self._death:
             call.abort(self._death)
         return call
+
+    def _separated(self) -> bool:
+        """Whether some rank has answered that it came apart from the others; all other answered calls are let go."""
+        with self._sending:
+            apart = [call for call in self._calls if call.apart()]
+            self._calls = [call for call in self._calls if call in apart or call.pending()]
+            return bool(apart)
+
+    def _begin_joining(self) -> Call | None:
+        """Ask all ranks to join each other, once none of them works any more; ``None`` before that."""
+        with self._sending:
+            if self._joining is None and not any(call.pending() for call in self._calls):
+                self._calls = []
+                self._joining = self._post(self._entry.call, "rejoin", cloudpickle.dumps(()), ranks=range(self.size))
+            return self._joining
+
+    def _await_joined(self, joining: Call) -> None:
+        try:
+            joining.get(REJOIN_PATIENCE_S)
+        except (TimeoutError, RankError) as error:
+            raise ClusterDied(f"The ranks could not be joined again ({error}).") from None
+        with self._sending:
+            if self._joining is joining:
+                self._joining = None

@@ -14,6 +14,7 @@ from ..report import waits
 from ..shared.errors import ClusterDied, GpumemError, InvalidInput, NoSession, RankError, Stalled, WorkloadError
 from ..shared.ranklist import name_ranks, parse_ranks
 from .history import History
+from .policy import Policy
 from .stop_button import InterruptTracker, let_finish
 from .training import Training
 
@@ -25,16 +26,24 @@ class Foreground:
     """Asks the ranks of one cluster, which training keeps busy beside it, and waits for their answers.
 
     Args:
+        policy: what the session does by itself, as it is now.
         ended: why the ranks are gone, in words; empty while they live.
         touch: told that somebody works here.
     """
 
     def __init__(
-        self, ranks: Ranks, training: Training, history: History, ended: Callable[[], str], touch: Callable[[], None]
+        self,
+        ranks: Ranks,
+        training: Training,
+        history: History,
+        policy: Callable[[], Policy],
+        ended: Callable[[], str],
+        touch: Callable[[], None],
     ) -> None:
         self._ranks = ranks
         self._training = training
         self._history = history
+        self._policy = policy
         self._ended = ended
         self._touch = touch
         self._interrupts = InterruptTracker()
@@ -129,7 +138,7 @@ class Foreground:
                     if finished:
                         call.settle(1.0)
                     show(call)
-                    if not finished and waits.out_of_reach(call.pulses(), self._ranks.stall_limit_s):
+                    if not finished and waits.out_of_reach(call.pulses(), self._policy().stall_limit_s):
                         raise ClusterDied(f"{self.wait_report}, and could not be freed.")
             except TimeoutError:
                 self._ranks.interrupt_until(call.finished, call.pending())
@@ -185,7 +194,7 @@ class Foreground:
             return ""
         if late := call.pending():
             self._ranks.interrupt_until(call.finished, late)
-        what = f"{wait_report} (stall_limit_s={self._ranks.stall_limit_s:g})."
+        what = f"{wait_report} (stall_limit_s={self._policy().stall_limit_s:g})."
         self._history.mark("stall", what)
         if left := call.pending():
             return f"{what} {name_ranks(left).capitalize()} could not be interrupted: use %hvd_restart."

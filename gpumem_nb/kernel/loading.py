@@ -12,7 +12,7 @@ from ..cluster.launch import Progress
 from ..report.status import StateFile
 from ..shared import snapshot_folder, state_file
 from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError
-from ..shared.messages import WorkloadInfo
+from ..shared.messages import SnapshotOrder, WorkloadInfo
 from ..shared.settings import Settings
 from ..shared.workload import Workload
 from ..workloads import catalog
@@ -139,10 +139,17 @@ class Loading:
             trained = self._training.workload is not None and self._history.steps > 0
             order = self._snapshots.order_now(self._history.steps) if trained else None
             if order:
-                patience_s = RESTART_PATIENCE_S + self._snapshots.expected_s
-                stored = self._foreground.call("snapshot_now", order, timeout=patience_s)[0]
-                return stored is not None and not stored.problem
+                return self._take_snapshot(order)
         return False
+
+    def _take_snapshot(self, order: SnapshotOrder) -> bool:
+        stored = None
+        try:
+            patience_s = RESTART_PATIENCE_S + self._snapshots.expected_s
+            stored = self._foreground.call("snapshot_now", order, timeout=patience_s)[0]
+        finally:
+            self._snapshots.answered(stored)
+        return stored is not None and stored.taken and not stored.problem
 
     def remember(self, up_to_date: bool) -> Unrestored:
         """Note what a restart is to bring back, before the ranks go; ``up_to_date``: with a snapshot of this step."""
@@ -184,7 +191,7 @@ class Loading:
 
     def _keep_attached(self, names: dict[str, str | None]) -> str:
         """Objects made in cells cannot be made again by a restart, so they are kept beside the snapshots."""
-        folder, space = self._snapshots.folder, self._training.policy.snapshot_space
+        folder, space = self._snapshots.folder, self._snapshots.space
         try:
             snapshot_folder.make(folder)
         except OSError as error:

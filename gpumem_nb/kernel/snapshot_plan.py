@@ -61,6 +61,11 @@ class SnapshotPlan:
         self._trained_s = self._cost_s = 0.0
         self._unfit_bytes = 0
 
+    @property
+    def space(self) -> int:
+        """Bytes that snapshots may take."""
+        return self._policy().snapshot_space
+
     def flip(self) -> None:
         """The next chunk changes settings."""
         self._before_flip = True
@@ -92,16 +97,23 @@ class SnapshotPlan:
         if held_up_s:
             self._held_up_s = held_up_s
             self._cost_s += held_up_s
-        for stored in (reply.stored for reply in replies if reply.stored):
-            self._writing = False
-            # Ranks wait for one another: a core's second taken from one of them is taken from all.
-            self._cost_s += stored.cpu_s
-            self.expected_s = self._held_up_s + stored.cpu_s
-            self._say(stored.problem)
-            if stored.problem:
-                self._unfit_bytes = stored.bytes
-            elif Path(stored.path).name == snapshot_folder.file_name(self.generation, stored.steps):
-                self.latest, self._asked_at = stored, stored.steps
+        for reply in replies:
+            if reply.stored:
+                self.answered(reply.stored)
+
+    def answered(self, stored: Stored | None = None) -> None:
+        """An order was carried out, or nothing came of it; in either case the next one may be given."""
+        self._writing = False
+        if stored is None or not stored.taken:
+            return
+        # Ranks wait for one another: a core's second taken from one of them is taken from all.
+        self._cost_s += stored.cpu_s
+        self.expected_s = self._held_up_s + stored.cpu_s
+        self._say(stored.problem)
+        if stored.problem:
+            self._unfit_bytes = stored.bytes
+        elif Path(stored.path).name == snapshot_folder.file_name(self.generation, stored.steps):
+            self.latest, self._asked_at = stored, stored.steps
 
     def describe(self) -> str:
         """The last snapshot and what all of them cost, in one line."""

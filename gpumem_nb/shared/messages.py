@@ -12,8 +12,8 @@ from .settings import Settings
 class Reading:
     """The memory of one rank's device at one moment, in bytes. What cannot be read is ``None``.
 
-    ``live_bytes`` are held by tensors, ``reserved_bytes`` by the caching allocator, ``device_used_bytes`` by everything on
-    the device; peaks count since the last reset.
+    ``live_bytes`` are held by tensors, ``reserved_bytes`` by the caching allocator, ``device_used_bytes`` by everything
+    on the device; peaks count since the last reset.
     """
 
     live_bytes: int
@@ -76,9 +76,9 @@ class Timeline:
 class DeviceUse:
     """What NVML says about a device at one moment; what cannot be read is ``None``, and ``missing`` says why by field.
 
-    ``own_bytes`` are this process's (context, libraries and its allocator's reserved bytes), ``other_bytes`` those of all
-    other processes; ``clock_mhz`` is that of the multiprocessors. Of a MIG instance temperature, power and clock are those
-    of its whole GPU.
+    ``own_bytes`` are this process's (context, libraries and its allocator's reserved bytes), ``other_bytes`` those of
+    all other processes; ``clock_mhz`` is that of the multiprocessors. Of a MIG instance temperature, power and clock
+    are those of its whole GPU.
     """
 
     used_bytes: int | None = None
@@ -179,6 +179,8 @@ class SnapshotOrder:
 class Stored:
     """A training state that was written to a file, or why it was not.
 
+    Not ``taken``: the ranks had come apart from one another, and the next one is not far.
+
     ``bytes`` is the file's size (of what did not fit, the size it would have had), ``cpu_s`` what writing it took of a
     core, ``problem`` is empty or a sentence.
     """
@@ -188,6 +190,7 @@ class Stored:
     bytes: int
     cpu_s: float
     problem: str = ""
+    taken: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,19 +29,19 @@ class Snapshots:
     def take(self, trainer: Trainer, device: Device, order: SnapshotOrder) -> float:
         """Copy the state and start writing it; all ranks call it together. Returns the seconds it held training up."""
         began = time.perf_counter()
-        if collectives.separated():  # the ranks join again before anything else; the next snapshot is not far
-            return 0.0
+        path = str(Path(order.folder) / snapshot_folder.file_name(order.generation, trainer.steps))
+        captured = None
         try:
+            collectives.check()
             captured = capture.capture(trainer, device, order.options)
-        except HorovodInternalError:  # they came apart in this very moment: the step will say so
-            pass
+        except (HorovodInternalError, collectives.Separated):  # the ranks join again before anything else
+            self._stored = Stored(path, trainer.steps, 0, 0.0, taken=False)
         except StateFileError as error:
-            path = Path(order.folder) / snapshot_folder.file_name(order.generation, trainer.steps)
-            self._stored = Stored(str(path), trainer.steps, 0, 0.0, f"No snapshot was taken. {error}")
-        else:
-            if captured and not (self._writing and self._writing.is_alive()):
-                self._writing = threading.Thread(target=self._write, args=(captured, order), daemon=True)
-                self._writing.start()
+            self._stored = Stored(path, trainer.steps, 0, 0.0, f"No snapshot was taken. {error}")
+        if captured:
+            self._wait()  # for one that the kernel has given up: it orders none while another is being written
+            self._writing = threading.Thread(target=self._write, args=(captured, order), daemon=True)
+            self._writing.start()
         return time.perf_counter() - began
 
     def take_and_wait(self, trainer: Trainer, device: Device, order: SnapshotOrder) -> Stored | None:

@@ -1,0 +1,129 @@
+"""What a failed step does: back to settings that work, or on with smaller ones, and trials of what would have fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...report.rescue import Rescue, flips, shrunk
+from ...shared.messages import Chunk, ChunkReply, Failure, Sample
+from ...shared.settings import Settings
+from ..history import History
+from ..policy import Policy
+from ..tryout import Tryout
+from .state import TrainingState
+
+TRIAL_ID = -2  # and below: trials are no configurations of their own
+
+
+class Failures:
+    """Decides how training goes on when a step could not be finished. Used under the training lock.
+
+    Args:
+        policy: what the session does by itself, as it is now.
+        send: sends a chunk of so many steps under the settings that training went on with.
+        send_trial: sends one step under other settings, which is undone; the number is the trial's own.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        state: TrainingState,
+        policy: Callable[[], Policy],
+        send: Callable[[int], None],
+        send_trial: Callable[[Settings, int], None],
+    ) -> None:
+        self._history = history
+        self._state = state
+        self._policy = policy
+        self._send = send
+        self._send_trial = send_trial
+        self._tryout: Tryout | None = None
+
+    @property
+    def trying_out(self) -> bool:
+        """Whether it is still being found out what would have fit."""
+        return self._tryout is not None
+
+    def handle(self, failure: Failure, chunk: Chunk) -> None:
+        """Go on with other settings, as the policy says; without any, or when they are not to blame, stop."""
+        newer = chunk.settings_id != self._state.settings_id  # somebody has asked for other settings meanwhile
+        if failure.kind == "interrupted":
+            self._state.stop()
+            if not newer:
+                self._state.adopt(self._state.settings)
+            return
+        rescue = self._rescue(failure, chunk)
+        other = None if newer else self._way_out(failure, chunk.settings)
+        shrinks = other is not None and self._policy().on_oom == "shrink" and other == shrunk(chunk.settings)
+        if failure.kind == "oom" and not shrinks:
+            self._try_out(rescue)
+        if other:
+            self._go_on(rescue, other, shrinks)
+        elif not newer:
+            self._state.adopt(self._state.settings)
+        if failure.kind == "error" or not (other or newer):
+            self._state.stop(rescue)
+            rescue.did = rescue.did or "training stopped"
+        if other and not self._state.wanted_steps:
+            self._send(0)  # nothing is trained under it, so that it is applied by itself
+
+    def worked(self, chunk: Chunk, done: Sequence[Sample]) -> None:
+        """Steps were done, perhaps the first under smaller settings that a rescue went on with."""
+        if self._history.rescue:
+            self._history.rescue.worked(chunk.settings, max(sample.live_peak_bytes for sample in done))
+
+    def learn(self, chunk: Chunk, replies: Sequence[ChunkReply]) -> None:
+        """A trial was answered; try the next one."""
+        failures = {reply.failure.kind for reply in replies if reply.failure}
+        if failures & {"stall", "interrupted"}:
+            self.end_tryout()
+        elif self._tryout:
+            self._tryout.learn(failures, [sample for reply in replies for sample in reply.samples])
+        self._try_next(chunk.settings_id - 1)
+        self._history.tried_out()
+
+    def end_tryout(self) -> None:
+        """Try nothing more."""
+        if self._tryout:
+            self._tryout.rescue.looking = False
+        self._tryout = None
+
+    def _rescue(self, failure: Failure, chunk: Chunk) -> Rescue:
+        tried = self._history.configuration(chunk.settings_id)
+        if tried:
+            tried.outcome = failure.kind
+        rescue = Rescue(failure, self._history.steps + 1, chunk.settings)
+        self._history.rescued(rescue)
+        self._state.note(rescue)
+        return rescue
+
+    def _way_out(self, failure: Failure, failed: Settings) -> Settings | None:
+        """Settings to go on with, or to go back to before stopping."""
+        on_oom = self._policy().on_oom
+        if failure.kind == "oom" and on_oom == "stop":
+            return None
+        if failure.kind == "oom" and on_oom == "shrink" and failure.phase not in ("settings", "update"):
+            return shrunk(failed)
+        works = self._state.applied if failure.phase == "settings" else self._state.proven
+        return works if works and failed.changed_from(works) else None
+
+    def _go_on(self, rescue: Rescue, other: Settings, shrinks: bool) -> None:
+        rescue.goes_on = other if shrinks else None
+        rescue.did = f"training {'goes on with' if shrinks else 'went back to'} {flips(rescue.settings, other)}"
+        self._state.adopt(other)
+        self._history.mark("note", rescue.did.removeprefix("training "))
+
+    def _try_out(self, rescue: Rescue) -> None:
+        """Find out on the ranks which settings would have fit; what they answer is added to the rescue."""
+        latest = [sample for of_rank in self._history.samples(last=2) for sample in of_rank]  # one of them was done
+        sample_s = max((1 / sample.samples_per_s for sample in latest), default=0.0)
+        workload = self._state.workload
+        self._tryout = Tryout(rescue, workload is not None and workload.blocks > 0, sample_s)
+        self._try_next(TRIAL_ID)
+
+    def _try_next(self, trial_id: int) -> None:
+        settings = self._tryout.next() if self._tryout else None
+        if settings:
+            self._send_trial(settings, trial_id)
+        else:
+            self.end_tryout()

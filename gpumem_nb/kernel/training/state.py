@@ -1,0 +1,99 @@
+"""Where training stands: what is loaded, under which settings, and how many steps are wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ...cluster.shield import shielded
+from ...report.rescue import Rescue
+from ...shared.errors import GpumemError, TrainingFailed
+from ...shared.messages import Sample, WorkloadInfo
+from ...shared.settings import Settings
+from ..history import History
+from .bell import Bell
+
+
+class TrainingState:
+    """Read by every thread, changed under :meth:`locked` only, which nobody holds while waiting for anything.
+
+    Attributes:
+        workload: what is loaded.
+        settings, settings_id: what the next chunk runs under.
+        applied: the last settings that the ranks could switch to.
+        proven: the last settings that a step was finished under.
+        wanted_steps: steps still to be done, those under way included.
+        failure: why training stopped by itself.
+        bell: rung when something has changed that others may wait for.
+    """
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._lock = threading.RLock()
+        self.bell = Bell()
+        self.workload: WorkloadInfo | None = None
+        self.settings = Settings()
+        self.settings_id = 0
+        self.applied = self.settings
+        self.proven: Settings | None = None
+        self.known_settings: dict[int, Settings] = {}
+        self.wanted_steps: float = 0
+        self.failure: GpumemError | Rescue | None = None
+        self._recording: list[Sample] | None = None
+        self._notes: list[Rescue | str] = []
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Change something: takes a moment, in which Ctrl-C is held back."""
+        with shielded(), self._lock:
+            yield
+
+    def begin(self, workload: WorkloadInfo, settings: Settings) -> None:
+        """A workload was loaded; train it under these settings from now on."""
+        self.workload = workload
+        self.applied, self.proven = settings, None
+        self.failure = None
+        self.adopt(settings)
+
+    def adopt(self, settings: Settings) -> None:
+        """Settings under a number of their own, also when they are the same: ranks hold a failed number for broken."""
+        self.settings = settings
+        self.settings_id += 1
+        self.known_settings[self.settings_id] = settings
+        if self.workload:
+            self._history.begin(self.settings_id, self.workload.name, settings)
+
+    def stop(self, failure: GpumemError | Rescue | None = None) -> None:
+        """Want no more steps, perhaps for this reason."""
+        self.wanted_steps = 0
+        self.failure = failure or self.failure
+
+    def raise_failure(self) -> None:
+        """Raise what training stopped for, if it did."""
+        if isinstance(self.failure, Rescue):
+            raise TrainingFailed(str(self.failure))
+        if self.failure:
+            raise self.failure
+
+    # What one call of train() gets back -------------------------------------------------------------------------
+
+    def start_recording(self) -> None:
+        """Keep samples and notes from now on."""
+        self._recording, self._notes = [], []
+
+    def record(self, samples: Sequence[Sample]) -> None:
+        """Keep samples for whoever records."""
+        if self._recording is not None:
+            self._recording.extend(samples)
+
+    def note(self, *notes: Rescue | str) -> None:
+        """Keep what happened on the way for whoever records; it is put into words at the end, when more is known."""
+        if self._recording is not None:
+            self._notes.extend(notes)
+
+    def end_recording(self) -> tuple[list[Sample], list[str]]:
+        """What was kept, and nothing more from now on."""
+        samples, notes = self._recording or [], [str(note) for note in self._notes]
+        self._recording, self._notes = None, []
+        return samples, notes

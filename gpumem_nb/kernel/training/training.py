@@ -1,0 +1,380 @@
+"""Training: keeps the ranks busy in the background, and does what is asked of it between two chunks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...cluster.calls import Call
+from ...cluster.ranks import IN_PASSING_S, Ranks
+from ...shared.errors import ClusterDied, GpumemError, TrainingFailed
+from ...shared.messages import Chunk, ChunkReply, Pulse, Sample, WorkloadInfo
+from ...shared.ranklist import name_ranks
+from ...shared.settings import Settings
+from ..history import History, Run
+from ..policy import Policy
+from ..snapshot_plan import SnapshotPlan
+from .bell import News, wait
+from .failures import Failures
+from .in_flight import InFlight, Pace
+from .stalls import Stalls
+from .state import TrainingState
+
+PAUSE_PATIENCE_S = 0.4  # for the step under way, before an interrupt discards it
+IDLE_READING_S = 1.0
+BUSY_LOOK_S = 0.5
+
+
+class Training:
+    """Keeps the ranks training. What moves it on is :meth:`turn`, which :meth:`start` repeats on a thread of its own.
+
+    Args:
+        policy: what the session does by itself, as it is now.
+        lost: called with a sentence when the cluster is gone.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        history: History,
+        snapshots: SnapshotPlan,
+        policy: Callable[[], Policy],
+        lost: Callable[[str], None],
+    ) -> None:
+        self._ranks = ranks
+        self._history = history
+        self._snapshots = snapshots
+        self._policy = policy
+        self._lost = lost
+        self._state = TrainingState(history)
+        self._in_flight = InFlight(ranks, self._state.bell.ring)
+        self._pace = Pace()
+        self._stalls = Stalls(ranks, history, self._state, lambda: policy().stall_limit_s)
+        self._failures = Failures(history, self._state, policy, self._send, self._send_trial)
+        self._idle_reading: Call | None = None
+        self._heard: dict[int, Pulse] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="gpumem_nb training", daemon=True)
+
+    def start(self) -> None:
+        """Begin to keep the ranks busy."""
+        self._thread.start()
+
+    # How it stands ----------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        """What the next chunk will run under."""
+        return self._state.settings
+
+    @property
+    def workload(self) -> WorkloadInfo | None:
+        """What is loaded."""
+        return self._state.workload
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are wanted or under way."""
+        under_way = bool(len(self._in_flight) or self._failures.trying_out) or self._in_flight.leftover is not None
+        return self.playing or under_way
+
+    @property
+    def playing(self) -> bool:
+        """Whether training goes on until it is paused."""
+        return self._state.wanted_steps > 0
+
+    def waiting_for(self) -> list[int]:
+        """The ranks that have not answered the oldest chunk."""
+        with self._state.locked():
+            call = self._in_flight.oldest
+            return call.pending() if call else []
+
+    def describe(self) -> str:
+        """What is happening, in words."""
+        waiting, failure = self.waiting_for(), self._state.failure
+        if failure:
+            return str(failure).splitlines()[0]
+        if len(self._in_flight) and not self.playing:
+            return f"finishing the steps under way on {name_ranks(waiting or range(self._ranks.size))}"
+        if self.playing:
+            return f"training, step {self._history.steps}"
+        if self.workload:
+            return f"paused at step {self._history.steps}"
+        return "no workload loaded"
+
+    # What is asked of it ----------------------------------------------------------------------------------------
+
+    def begin(self, workload: WorkloadInfo, settings: Settings) -> None:
+        """A workload was loaded; train it under these settings from now on."""
+        with self._state.locked():
+            self._state.begin(workload, settings)
+
+    def unload(self) -> None:
+        """There is no workload any more."""
+        with self._state.locked():
+            self._state.workload = None
+
+    def set(self, knobs: Mapping[str, Any], check: Callable[[Settings], None] = lambda settings: None) -> None:
+        """Change some knobs from the next chunk on; while nothing trains, apply them now.
+
+        Args:
+            knobs: new values by name; all others stay as they are at this moment.
+            check: raises for settings that do not go with what is loaded.
+
+        Raises:
+            InvalidInput: an unknown knob, a value that cannot be used, or what ``check`` raises; nothing was changed.
+            TrainingFailed: the ranks could not switch to them.
+        """
+        with self._state.locked():
+            before = self._state.settings
+            settings = before.replace(**knobs)
+            check(settings)
+            if not settings.changed_from(before):
+                return
+            self._state.adopt(settings)
+            self._snapshots.flip()
+            if self._state.workload:
+                self._history.mark("flip", _describe(before, settings))
+        self.apply()
+
+    def apply(self) -> None:
+        """While nothing trains, let the ranks switch to the settings now, and raise if they cannot."""
+        if not self.busy:
+            self._ranks.rejoin(IN_PASSING_S)
+        with self._state.locked():
+            apply_now = self._state.workload is not None and not self.busy
+            if apply_now:
+                self._state.failure = None
+                self._send(0)
+        self._state.bell.ring()
+        self.make_way()
+        if apply_now:
+            self._wait_until(lambda: not self.busy)
+            self._state.raise_failure()
+
+    def play(self, steps: float = math.inf) -> None:
+        """Train in the background, for some steps or until :meth:`pause`."""
+        with self._state.locked():
+            if self._stalls.stuck and self.waiting_for():
+                raise TrainingFailed(self._stalls.stuck)
+            self._state.failure = None
+            self._state.wanted_steps = steps
+        self._state.bell.ring()
+
+    def pause(self, timeout: float | None = None) -> bool:
+        """Stop after the chunks under way; says whether they ended in time."""
+        with self._state.locked():
+            self._state.stop()
+        self.make_way()
+        return self._wait_until(lambda: not self.busy or bool(self._stalls.stuck), timeout)
+
+    def make_way(self) -> None:
+        """Let the ranks end the chunks under way at the next step, because something else waits for them."""
+        with self._state.locked():
+            due = self._in_flight.nudge_due()
+        if due:
+            self._ranks.nudge()
+
+    def ask_alone(self, function: str, *arguments: Any) -> Call:
+        """Ask the ranks something, and send no chunk until all have answered."""
+        self._ranks.rejoin(IN_PASSING_S)
+        with self._state.locked():
+            return self._in_flight.ask_alone(function, *arguments)
+
+    def train(self, steps: int) -> Run:
+        """Train that many steps and wait for them. An interrupt pauses and returns what was done by then."""
+        with self._state.locked():
+            self._state.start_recording()
+        try:
+            self.play(steps)
+            # After a stall some rank may be busy for long with what the others were freed from.
+            self._wait_until(lambda: not self.busy or (self._stalls.told and self._state.failure is not None))
+        except KeyboardInterrupt:
+            if not self.pause(timeout=PAUSE_PATIENCE_S) and not self.interrupt():
+                raise
+            self._state.note("Interrupted.")
+        finally:
+            with self._state.locked():
+                samples, notes = self._state.end_recording()
+        self._state.raise_failure()
+        return Run(samples, dict(self._state.known_settings), notes)
+
+    def interrupt(self) -> bool:
+        """Stop training and interrupt what the ranks are doing; a step under way is discarded.
+
+        Says whether they stopped in time.
+        """
+        self.pause(timeout=0)
+        return self._ranks.interrupt_until(self.pause)
+
+    def give_up(self, error: GpumemError) -> None:
+        """Training cannot go on, for this reason; it may be that the cluster is gone."""
+        with self._state.locked():
+            if self._closing:
+                return
+            self._closing = isinstance(error, ClusterDied)
+            left = self._in_flight.give_up()
+            self._stalls.told = left  # as after a stall, whoever waits for steps is told now
+            self._snapshots.answered()
+            self._failures.end_tryout()
+            self._state.stop(error)
+            if not self._closing:
+                self._state.adopt(self._state.settings)
+        self._state.bell.ring()
+        if isinstance(error, ClusterDied):
+            self._lost(error.cause)
+        self._history.mark("error", str(error))
+
+    def close(self) -> None:
+        """Send nothing any more and end the thread."""
+        with self._state.locked():
+            self._closing = True
+            self._state.stop()
+        self._state.bell.ring()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    # The thread -------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        with self._state.bell.listening() as news:
+            while not self._closing:
+                try:
+                    self.turn(news)
+                except GpumemError as error:
+                    self.give_up(error)
+                except Exception as error:  # nobody shall wait for a thread that is gone
+                    self.give_up(TrainingFailed(f"Training stopped, by a mistake in gpumem_nb itself: {error!r}."))
+
+    def turn(self, news: News) -> None:
+        """Send what is due, wait a moment for news, and take in what has come."""
+        self._send_due()
+        call = self._in_flight.oldest
+        if call is None or call.pending():
+            wait(news, BUSY_LOOK_S if call else IDLE_READING_S)
+        self._hear()
+        with self._state.locked():
+            answered = self._in_flight.answered()
+            unanswered = self._in_flight.oldest
+        if answered and answered[0].trial:
+            self._learn(*answered)
+        elif answered:
+            self._receive(*answered)
+        elif unanswered:
+            self._stalls.look_after(unanswered)
+        elif not self.busy and not self._closing:
+            self._read_devices()
+
+    def _send_due(self) -> None:
+        """Joining the ranks again may take long, so it comes first and without the lock."""
+        if self._due_steps() <= 0 or not self._ranks.rejoin():
+            return
+        with self._state.locked():
+            while (steps := self._due_steps()) > 0:
+                self._stalls.told = False
+                self._send(int(min(steps, self._pace.steps(self._state.settings_id), self._steps_to_snapshot())))
+
+    def _due_steps(self) -> float:
+        """Steps that are wanted and not under way, if a chunk may be sent now."""
+        free = self._in_flight.free(self._pace.most_in_flight(self._state.settings_id))
+        return self._state.wanted_steps - self._in_flight.steps if free and not self._failures.trying_out else 0
+
+    def _steps_to_snapshot(self) -> float:
+        return self._snapshots.steps_left(self._history.steps + self._in_flight.steps)
+
+    def _send(self, steps: int) -> None:
+        """Send a chunk under the settings of now. Under the lock."""
+        snapshot = self._snapshots.order(self._history.steps + self._in_flight.steps)
+        every = self._policy().ledger_steps
+        self._in_flight.send(
+            Chunk(
+                self._state.settings,
+                self._state.settings_id,
+                steps,
+                self._in_flight.nudges,
+                snapshot,
+                ledger_steps=0 if every == "never" else int(every),
+            )
+        )
+
+    def _send_trial(self, settings: Settings, trial_id: int) -> None:
+        self._in_flight.send(Chunk(settings, trial_id, 1, self._in_flight.nudges, trial=True))
+
+    def _receive(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
+        """Take in what the ranks did with a chunk."""
+        samples = [sample for reply in replies for sample in reply.samples]
+        done = [sample for sample in samples if sample.event in ("", "flip")]
+        failure = next((reply.failure for reply in replies if reply.failure), None)
+        self._history.add(samples, [reply.reading for reply in replies], [reply.device_use for reply in replies])
+        leaks = self._history.leaked([leak for reply in replies for leak in reply.leaks])
+        with self._state.locked():
+            call = self._in_flight.take()
+            self._stalls.answered()
+            self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)
+            self._state.record(samples)
+            self._state.note(*leaks)
+            if not failure:
+                self._state.applied = chunk.settings
+            if done:
+                self._count(chunk, done, len(replies))
+            if _came_apart(replies):
+                self._stalled(chunk, call)
+            elif failure:
+                self._failures.handle(failure, chunk)
+            elif done:
+                self._failures.worked(chunk, done)
+        self._state.bell.ring()
+
+    def _count(self, chunk: Chunk, done: list[Sample], ranks: int) -> None:
+        self._state.proven = chunk.settings
+        if chunk.settings_id == self._state.settings_id:
+            self._pace.learn(chunk, max(sample.step_s for sample in done[-ranks:]))
+        self._state.wanted_steps = max(0, self._state.wanted_steps - len({sample.step for sample in done}))
+
+    def _stalled(self, chunk: Chunk, call: Call) -> None:
+        if not self._stalls.told:
+            self._stalls.tell(call)
+        if chunk.settings_id == self._state.settings_id:
+            self._state.adopt(self._state.settings)
+
+    def _learn(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
+        """Take in what came of a trial."""
+        with self._state.locked():
+            call = self._in_flight.take()
+            self._stalls.answered()
+            self._snapshots.received(0.0, replies)
+            if _came_apart(replies) and not self._stalls.told:
+                self._stalls.tell(call)
+            self._failures.learn(chunk, replies)
+        self._state.bell.ring()
+
+    def _hear(self) -> None:
+        """Readings come with the pulses of ranks that are busy for long."""
+        pulses = self._ranks.pulses()
+        if pulses and pulses != self._heard:
+            self._heard = pulses
+            readings, uses = list(self._history.readings), list(self._history.device_uses)
+            for rank, pulse in pulses.items():
+                readings[rank], uses[rank] = pulse.reading, pulse.device_use
+            self._history.read(readings, uses)
+
+    def _read_devices(self) -> None:
+        """Keep readings coming while cells run and nothing trains; at most one question is under way."""
+        if self._idle_reading is None:
+            self._idle_reading = self._ranks.call("look")
+        elif not self._idle_reading.pending():
+            finished, self._idle_reading = self._idle_reading, None
+            self._history.read(*zip(*finished.get(), strict=True))
+
+    def _wait_until(self, true: Callable[[], bool], timeout: float | None = None) -> bool:
+        return self._state.bell.wait_until(lambda: true() or self._closing, timeout) and true()
+
+
+def _came_apart(replies: list[ChunkReply]) -> bool:
+    return any(reply.failure and reply.failure.kind == "stall" for reply in replies)
+
+
+def _describe(before: Settings, after: Settings) -> str:
+    return ", ".join(f"{name} {getattr(before, name)} → {value}" for name, value in after.changed_from(before).items())
