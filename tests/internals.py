@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,15 +127,15 @@ def printed_so_far(session: Session) -> str:
 
 def wait_for_steps(session: Session, steps: int) -> None:
     """Wait until training has got that far."""
-    with session._training._changed:
-        assert session._training._changed.wait_for(lambda: session.history.steps >= steps, timeout=60)
+    while session.history.steps < steps:
+        assert not session.ended, session.ended
+        time.sleep(0.005)
 
 
 def now_and_under_way(session: Session) -> tuple[int, float, int]:
     """Of one moment: steps done, the session's clock in seconds, and steps that the ranks have been asked for."""
-    with session._training._changed:
-        under_way = sum(chunk.steps for chunk, _ in session._training._in_flight)
-        return session.history.steps, session.history.now_s(), under_way
+    with session._training._state.locked():
+        return session.history.steps, session.history.now_s(), session._training._in_flight.steps
 
 
 # Automatic snapshots --------------------------------------------------------------------------------------------------
@@ -192,5 +193,7 @@ def after_each_step(note):
 
     Trainer._attempt = attempt
 """
-"""Code that defines ``the_trainer()``, ``live_bytes()`` and ``after_each_step(note)``, which has ``note(trainer)`` called
-after each step that is not undone."""
+"""Code that defines ``the_trainer()``, ``live_bytes()`` and ``after_each_step(note)``.
+
+``note(trainer)`` is called after each step that is not undone.
+"""
