@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from gpumem_nb.kernel import compatibility
 from gpumem_nb.kernel.history import STEPS_JUDGED
 from gpumem_nb.session import Session
 from gpumem_nb.shared.settings import Settings
@@ -177,3 +179,21 @@ def test_samples_say_what_they_ran_under(two_ranks: Session, fresh: Callable[...
     assert (frame.reserved_peak_bytes >= frame.live_peak_bytes).all()
     assert frame.samples_per_s.to_list() == pytest.approx((16 / frame.step_s).to_list())
     assert statistics.fmean(frame.loss) > 0
+
+
+def test_knobs_that_two_threads_change_at_once_are_both_changed(
+    two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = fresh(two_ranks)
+    check, other = compatibility.check, threading.Thread(target=lambda: session.set(batch_size=8))
+
+    def check_while_another_thread_sets(*args: Any) -> None:
+        check(*args)
+        if other.ident is None:
+            other.start()
+            other.join(timeout=5)
+
+    monkeypatch.setattr(compatibility, "check", check_while_another_thread_sets)
+    session.set(accumulation_steps=2)
+    other.join()
+    assert (session.settings.batch_size, session.settings.accumulation_steps) == (8, 2)

@@ -244,3 +244,23 @@ def test_a_killed_kernel_loses_no_snapshot(two_ranks: Session, snapshots_of_test
     with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session:
         assert session.resume().steps >= 6
         assert session.train(1).steps == 1
+
+
+def test_a_snapshot_that_came_to_nothing_is_not_the_last(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.set(snapshot_steps=5)
+    session.run(
+        """
+from horovod.common.exceptions import HorovodInternalError
+import gpumem_nb.engine.storing.snapshots as snapshots_of_rank
+taking = snapshots_of_rank.capture.capture
+def come_apart(*args):
+    snapshots_of_rank.capture.capture = taking
+    raise HorovodInternalError("Horovod has been shut down")
+snapshots_of_rank.capture.capture = come_apart
+"""
+    )
+    session.train(40)
+    assert session.run("snapshots_of_rank.capture.capture is taking") == [True, True], "one snapshot was dropped"
+    assert "last snapshot at step" in session.status().snapshots
+    session.set(snapshot_steps="auto")

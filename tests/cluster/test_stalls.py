@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gpumem_nb.kernel.training.bell import Bell
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import RankError, TrainingFailed
 from tests.conftest import weights
@@ -61,12 +62,18 @@ class Rows(torch.utils.data.Dataset):
         return torch.randn(4)
 rows = Rows()
 def loss(model, batch):
+    global stuck
     if stuck == "sleep" and rank == 1:
         time.sleep(1000)
     if stuck == "c" and rank == 1:
         in_c()
     if stuck == "all":
         time.sleep(4)
+    if stuck == "slow":
+        time.sleep(1.2)
+    if stuck == "once" and rank == 1:
+        stuck = None
+        time.sleep(1000)
     return model(batch).square().mean()
 """
 
@@ -130,6 +137,52 @@ def test_a_rank_stuck_in_its_step_is_named_and_interrupted(impatient: Session) -
     assert time.monotonic() - start_s < PATIENCE_S
     session.run("stuck = None", timeout=PATIENCE_S)
     goes_on(session, before)
+
+
+def test_training_again_at_once_after_a_stall_joins_the_ranks(
+    impatient: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = attach(impatient)
+    ring = Bell.ring
+
+    def late(bell: Bell) -> None:
+        time.sleep(0.05)  # answers to the joining arrive meanwhile, and must be taken in
+        ring(bell)
+
+    session.run("stuck = 'once'")
+    monkeypatch.setattr(Bell, "ring", late)
+    with pytest.raises(TrainingFailed, match="Rank 1 was in the forward part of step 3"):
+        session.train(5)
+    goes_on(session)
+
+
+def test_the_notebook_is_answered_while_ranks_are_being_joined(impatient: Session) -> None:
+    session = attach(impatient)
+    session.run("hvd.shutdown()")
+    os.kill(session.ranks[1].pid, signal.SIGSTOP)
+    try:
+        session.play()
+        while not session.doing.startswith("rank 1 is stopped"):
+            time.sleep(0.05)
+        session.status()  # used to wait for the ranks, until they were given up for dead
+    finally:
+        os.kill(session.ranks[1].pid, signal.SIGCONT)
+    session.pause()
+    goes_on(session)
+
+
+def test_whoever_waits_waits_for_one_slow_step_at_most(impatient: Session) -> None:
+    session = attach(impatient)
+    session.run("stuck = 'slow'")
+    session.play()
+    begun = session.history.steps
+    while session.history.steps < begun + 2:  # by then it is known how long a step takes
+        time.sleep(0.05)
+    before = session.history.steps
+    session.pause()
+    assert session.history.steps <= before + 1
+    session.run("stuck = None")
+    goes_on(session)
 
 
 def test_a_stall_while_playing_pauses_and_is_told(impatient: Session) -> None:
