@@ -13,6 +13,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.messages import DeviceUse
 from tests.internals import DEVICE, FORGET_DEVICE_USE, claim
+from tests.timing import until
 
 pytestmark = pytest.mark.cluster
 
@@ -66,13 +67,6 @@ def latest(session: Session, rank: int) -> int:
 def forget(session: Session) -> None:
     session.run("_asked.clear()")
     session.history.device_uses = [None, None]
-
-
-def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_of_a_virtual_gpu_nothing_is_invented(two_ranks: Session, fresh: Callable[..., Session]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import TrainingFailed
 from tests.conftest import weights
-from tests.internals import hooks_expression, wait_for_steps
+from tests.internals import LIVE, hooks_expression, wait_for_steps
 
 pytestmark = pytest.mark.cluster
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.cluster
 def test_out_of_memory_on_all_ranks_goes_back_and_goes_on(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     session.train(2)
-    before = [entry.live for entry in session.run("__import__('gpumem_nb.engine.rank', fromlist=['x']).reading()")]
+    before = session.run(LIVE)
     session.set(batch_size=256)
     run = session.train(3)
     assert run.steps == 3
     assert "ran out of memory" in str(run)
     assert "went back to batch_size=32" in str(run)
     assert session.settings.batch_size == 32
-    after = [entry.live for entry in session.run("__import__('gpumem_nb.engine.rank', fromlist=['x']).reading()")]
+    after = session.run(LIVE)
     assert after == before, "the failed step must leave nothing behind"
     assert len(weights(session)) == 1
     assert [event.kind for event in session.history.events][-3:] == ["flip", "oom", "note"]

@@ -18,17 +18,17 @@ from gpumem_nb.shared.categories import (
 from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
 from gpumem_nb.shared.messages import Ledger, Sample
 from tests.conftest import about, weights
+from tests.internals import LIVE
 
 pytestmark = pytest.mark.cluster
 GPT = {"width": 32, "depth": 4, "heads": 2, "sequence_length": 64}
 
 
-STATE = """
+STATE = f"""
 import hashlib
-from gpumem_nb.engine.rank import reading
 tensors = [*model.parameters(), torch.get_rng_state()]
 tensors += [value for values in optimizer.state.values() for value in values.values()]
-hashlib.sha1(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest(), reading().live
+hashlib.sha1(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest(), {LIVE}
 """
 
 

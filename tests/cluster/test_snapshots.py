@@ -19,6 +19,7 @@ from gpumem_nb.shared.errors import ClusterDied, StateFileError
 from tests.cluster.test_save import LIMIT, attach_own, losses
 from tests.conftest import about, ranks, weights
 from tests.internals import LIVE, latest_snapshot_expression, snapshots_of
+from tests.timing import HANG_S
 
 pytestmark = pytest.mark.cluster
 
@@ -30,12 +31,12 @@ def usual_rules(two_ranks: Session) -> None:
 
 def keep_asking(session: Session) -> None:
     for _ in range(200):
-        session.run("rank", timeout=5)
+        session.run("rank", timeout=HANG_S)
 
 
 def snapshots(session: Session) -> list[int]:
     """Steps of the snapshots of what is loaded, newest first, once all are written."""
-    session.run("import threading\nfor t in threading.enumerate():\n    '_write' in t.name and t.join(10)")
+    session.run("import threading\nfor t in threading.enumerate():\n    '_write' in t.name and t.join(100)")
     plan = snapshots_of(session)
     return [state_file.verify(path).steps for path in snapshot_folder.newest_first(plan.folder, plan.generation)]
 

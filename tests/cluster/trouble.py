@@ -11,6 +11,7 @@ import pytest
 
 from gpumem_nb.session import Session
 from tests.internals import INSIDE
+from tests.timing import HANG_S
 
 # All that training changes, in one fingerprint. Each step done leaves its own in a file that outlives the process:
 # memory that is mapped, because limits on the size of files are among the faults.
@@ -146,7 +147,6 @@ random.seed(rank)
 """
 )
 
-LETTING_GO_S = 5.0
 _NOTE = "<q20s"  # a step and the fingerprint after it
 _NOTES = 4096  # of the latest steps
 _folder = TemporaryDirectory(prefix="gpumem_nb-notes-")
@@ -185,7 +185,7 @@ def same_memory(before: list[tuple[str, int]], session: Session) -> None:
 
     Horovod's thread lets go of what it has reduced a moment later; on a busy machine that is not at once.
     """
-    deadline = time.monotonic() + LETTING_GO_S
+    deadline = time.monotonic() + HANG_S
     while (after := live(everything(session))) != pytest.approx(live(before), abs=64):
         assert time.monotonic() < deadline, (before, after)
 
