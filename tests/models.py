@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,8 +108,17 @@ def looked_into(gpu: VirtualGPU, training: Training, precision: str) -> Ledger:
     return recorded(gpu, training, precision).ledger()
 
 
-def ledger_and_profiler(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> tuple[Ledger, int, int]:
-    """A ledger of the second step, the live bytes before there was a model, and the profiler's peak above them."""
+@dataclass
+class Profiled:
+    """A second step that both counted: its ledger, live bytes before there was a model, the profiler's peak above."""
+
+    training: Training
+    ledger: Ledger
+    before_bytes: int
+    profiler_bytes: int
+
+
+def profiled(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> Profiled:
     gc.collect()
     before = gpu.reading().live_bytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -121,4 +131,4 @@ def ledger_and_profiler(gpu: VirtualGPU, name: str, precision: str, checkpointin
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
-    return ledger, before, peak
+    return Profiled(training, ledger, before, peak)

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.cluster
 SCORE = "from gpumem_nb.workloads.evaluate import score\nscore({name!r}, model)"
 
 
-@pytest.mark.parametrize(("name", "steps"), [("digits-resnet", 70), ("digits-separable", 100), ("text-gpt", 50)])
+# digits-resnet learns on four ranks in the demo, which fails if it does not; tests/notebook runs it.
+@pytest.mark.parametrize(("name", "steps"), [("digits-separable", 100), ("text-gpt", 50)])
 def test_a_workload_learns_in_two_minutes(
     four_ranks: Session, fresh: Callable[..., Session], name: str, steps: int
 ) -> None:
