@@ -31,7 +31,13 @@ def start(
     threads: int | None = None,
     timeout: float = 120.0,
 ) -> Session:
-    """Start ``n`` Horovod ranks and connect to them, showing a progress bar; see :func:`gpumem_nb.session.start`."""
+    """Start ``n`` Horovod ranks and connect to them, showing a progress bar; see :func:`gpumem_nb.session.start`.
+
+    Raises:
+        InvalidInput: an argument that cannot be used, or ranks that are running already.
+        StartError, SetupError: the start failed; nothing is left running.
+        Interrupted: stop was pressed; nothing is left running.
+    """
     from . import session
     from .ui.progress import progress_bar
 
@@ -49,7 +55,7 @@ def start(
 
 
 def check() -> EnvironmentReport:
-    """Look at torch, Horovod, MPI and the GPUs: what works, and what to type about the rest."""
+    """Check torch, Horovod, MPI and the GPUs: what works, and what to type to repair the rest; raises nothing."""
     from .install import environment
 
     return environment.check()

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+from .cluster.launchers import LAUNCHERS
 from .kernel.policy import RULES
 from .shared.settings import KNOBS
 from .workloads.catalog import CATALOG
 
 _FLAGS = {
-    "hvd_start": ["--device", "--memory-limit", "--threads", "--timeout"],
+    "hvd_start": ["--device", "--memory-limit", "--hosts", "--launcher", "--threads", "--timeout"],
     "hvd": ["--ranks", "--out", "--quiet"],
     "hvd_status": ["--json"],
     "hvd_pull": ["--ranks"],
     "hvd_panel": ["--dock"],
     "hvd_memory": ["--by", "--timeline", "--snapshot"],
 }
-_VALUES = {"--device": ["auto", "cuda", "cpu"], "--launcher": ["mpi"], "--by": ["category", "module"]}
+_VALUES: dict[str, Collection[str]] = {
+    "--device": ["auto", "cuda", "cpu"],
+    "--launcher": LAUNCHERS,
+    "--by": ["category", "module"],
+}
 
 
 def complete_hvd(_: Any, event: Any) -> list[str]:
@@ -35,7 +41,7 @@ def _rest(candidate: str, word: str) -> str:
 
 def _candidates(magic: str, before: list[str], word: str) -> list[str]:
     if before and before[-1] in _VALUES:
-        return _VALUES[before[-1]]
+        return list(_VALUES[before[-1]])
     if magic == "hvd_set":
         name = word.partition("=")[0]
         if "=" in word:

@@ -18,6 +18,7 @@ import gpumem_nb
 
 from .completion import complete_hvd
 from .kernel.policy import RULES
+from .kernel.starting import LAUNCHERS
 from .session import Session, current
 from .shared.errors import InvalidInput, NoSession
 from .ui.cells import CellOutput
@@ -58,8 +59,8 @@ class HvdMagics(Magics):
     @argument("n", nargs="?", type=int, help="number of ranks; by default one per visible GPU, or 2 without GPUs")
     @argument("--device", default="auto", help="auto, cuda, or cpu: a virtual GPU for every rank")
     @argument("--memory-limit", help="memory of each rank, such as 2GiB; by default the whole GPU, or 2 GiB if virtual")
-    @argument("--hosts", help="where, such as a:2,b:2, this machine among them; by default all on it")
-    @argument("--launcher", default="mpi", help="how ranks are started: mpi")
+    @argument("--hosts", help="hosts with their ranks, this machine among them, such as a:2,b:2; by default only here")
+    @argument("--launcher", default="mpi", help=f"how ranks are started: {', '.join(LAUNCHERS)}")
     @argument("--threads", type=int, help="CPU threads of each rank; by default the cores are shared out")
     @argument("--timeout", type=float, default=120.0, help="seconds for the whole start")
     @line_magic
@@ -70,7 +71,7 @@ class HvdMagics(Magics):
         return gpumem_nb.start(**vars(args))
 
     @magic_arguments()
-    @argument("--json", action="store_true", help="for programs")
+    @argument("--json", action="store_true", help="print it as JSON, for programs")
     @line_magic
     @_says_usage
     def hvd_status(self, line: str) -> Any:
@@ -81,7 +82,7 @@ class HvdMagics(Magics):
 
     @magic_arguments()
     @argument("--ranks", help="where to run, such as 0 or 0,2-3; by default everywhere")
-    @argument("--out", help="keep what the last expression gives, a list in rank order, under this name here")
+    @argument("--out", help="store the results, a list in rank order, in this variable of the notebook")
     @argument("--quiet", action="store_true", help="show no output")
     @argument("--memory", action="store_true", help="report what the cell does to memory: peak, categories, leftovers")
     @cell_magic
@@ -147,7 +148,11 @@ class HvdMagics(Magics):
 
     @magic_arguments()
     @argument(
-        "pairs", nargs="+", type=_pair, metavar="role=variable", help="model=, data=, and maybe loss=, optimizer="
+        "pairs",
+        nargs="+",
+        type=_pair,
+        metavar="role=variable",
+        help="model= and data=, optionally loss= and optimizer=",
     )
     @line_magic
     @_says_usage
@@ -214,7 +219,7 @@ class HvdMagics(Magics):
             display(panel)
 
     @magic_arguments()
-    @argument("--by", help="what the peak is made of: category, for all ranks, or module, as a treemap too")
+    @argument("--by", help="break the peak down by category (all ranks) or by module (also as a treemap)")
     @argument("--timeline", action="store_true", help="record one step, allocation by allocation; it is undone")
     @argument("--snapshot", metavar="PATH", help="write torch's own snapshot of one step on rank 0's GPU to a file")
     @line_magic
@@ -295,7 +300,7 @@ class HvdMagics(Magics):
     @magic_arguments()
     @line_magic
     def hvd_check(self, line: str) -> Any:
-        """Look at torch, Horovod, MPI and the GPUs: what works, and what to type about the rest."""
+        """Check torch, Horovod, MPI and the GPUs: what works, and what to type to repair the rest."""
         parse_argstring(self.hvd_check, line)
         return gpumem_nb.check()
 

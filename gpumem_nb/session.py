@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .cluster.calls import Call
-from .cluster.launch import Progress
 from .kernel import compatibility, starting
 from .kernel.foreground import Foreground, pickled
-from .kernel.history import History, Run, Runs
+from .kernel.history import History
 from .kernel.idle import IdleWatch
 from .kernel.inspection import Inspection
 from .kernel.loading import Loading, Origin
@@ -23,12 +22,16 @@ from .kernel.policy import RULES, Policy
 from .kernel.snapshot_plan import SnapshotPlan
 from .kernel.stop_button import finish_anyway
 from .kernel.training import Training
+from .report.configurations import Runs
 from .report.memory import MemoryReport
+from .report.run_summary import Run
 from .report.status import StateFile, Status, describe_ledger
 from .report.waits import WaitReport
 from .shared import snapshot_folder
 from .shared.errors import Interrupted, InvalidInput, NoSession, nearest
 from .shared.messages import RankInfo, Timeline, WorkloadInfo
+from .shared.progress import Progress
+from .shared.ranklist import RankChoice
 from .shared.settings import KNOBS, Settings
 from .shared.workload import Workload
 
@@ -69,7 +72,7 @@ def start(
             virtual one.
         hosts: where, such as ``"a:2,b:2"``, this machine among them; all on this machine by default. On the others
             everything must lie at the same paths, and ssh must reach them without a password.
-        launcher: ``mpi``.
+        launcher: how they are started, by its name in :data:`gpumem_nb.cluster.launchers.LAUNCHERS`: ``mpi``.
         threads: CPU threads of each rank; by default the cores are shared out evenly.
         timeout: seconds for the whole start.
         progress: told what is being waited for.
@@ -77,6 +80,7 @@ def start(
     Raises:
         InvalidInput: an argument that cannot be used, or ranks that are running already.
         StartError, SetupError: the start failed; nothing is left running.
+        Interrupted: stop was pressed; nothing is left running.
     """
     if _current is not None and _current.ended:
         _current.stop()
@@ -92,7 +96,11 @@ def start(
 class Session:
     """A running cluster and what is trained on it; made by :func:`start`, ended by :meth:`stop` or a ``with`` block.
 
+    Whatever needs the ranks raises ``NoSession`` after :meth:`stop`, ``ClusterDied`` when they are gone, and
+    ``Interrupted`` when stop is pressed while it waits for them; what else a method raises is said there.
+
     Attributes:
+        history: what has been measured since the ranks were started.
         restored: what the last :meth:`restart` brought back, in words.
     """
 
@@ -131,6 +139,7 @@ class Session:
         self._training.start()
         self._ranks.look_after(self._training.give_up)
         self._idle = IdleWatch(lambda: self._policy.idle_minutes, self._works, self._stop_idle)
+        self._idle.start()
         _current = self
 
     # Who runs ---------------------------------------------------------------------------------------------------
@@ -146,7 +155,7 @@ class Session:
         return tuple(self._ranks.infos)
 
     def status(self) -> Status:
-        """Who runs where, on what, doing what."""
+        """Which ranks run where, on which devices, and what they are doing; also of a session that has ended."""
         training = self._training
         return Status(
             doing=self.doing,
@@ -189,19 +198,25 @@ class Session:
         self,
         code_or_function: str | Callable[..., Any],
         *args: Any,
-        ranks: str | Sequence[int] | None = None,
+        ranks: RankChoice = None,
         timeout: float | None = None,
     ) -> list[Any]:
         """Run on ranks and return the results in rank order.
 
+        Results travel as pickles. Tensors on a GPU, also those inside other objects, come back as tensors on the CPU.
+
         Args:
             code_or_function: source code, whose last expression gives the result, or a function.
             *args: arguments of the function.
-            ranks: which ones, as numbers or as text such as ``"0,2-3"``; all by default.
+            ranks: which ones, as a number, several numbers or text such as ``"0,2-3"``; all by default.
             timeout: seconds to wait; no limit by default.
 
         Raises:
-            RankError: code failed on a rank; raised as soon as the first one failed.
+            InvalidInput: neither code nor a function, a syntax error in the code, or ranks that do not exist.
+            WorkloadError: the function or its arguments cannot be sent to the ranks.
+            RankError: code failed on a rank, or gave what cannot be read here (an object of a class that only the ranks
+                can import); raised as soon as the first one failed (``Stalled`` if that was because other ranks did
+                not come).
             TimeoutError: it took too long; the ranks were interrupted.
         """
         if isinstance(code_or_function, str):
@@ -214,7 +229,7 @@ class Session:
         self,
         source: str,
         *,
-        ranks: str | Sequence[int] | None = None,
+        ranks: RankChoice = None,
         timeout: float | None = None,
         title: str = "<code>",
         result: str = "value",
@@ -226,29 +241,51 @@ class Session:
         Args:
             source: plain Python.
             ranks, timeout: as in :meth:`run`.
-            title: stands in tracebacks in place of a file name.
+            title: stands in tracebacks in place of a file name, with a number of its own: ``<code 3>``.
             result: ``value`` to send back what the last expression gives, ``text`` for its representation.
             memory: let each rank print what the code did to its memory.
             show: called ten times a second and at the end.
+
+        Raises:
+            InvalidInput: a syntax error in the code, or ranks that do not exist.
+            RankError, TimeoutError: as in :meth:`run`.
         """
         return self._foreground.run_cell(source, title, result, memory, ranks, timeout, show)
 
-    def push(self, variables: Mapping[str, Any], ranks: str | Sequence[int] | None = None) -> None:
-        """Define variables on the ranks."""
+    def push(self, variables: Mapping[str, Any], ranks: RankChoice = None) -> None:
+        """Define variables on the ranks, all of them by default.
+
+        Raises:
+            InvalidInput: a name that cannot be a variable's, or ranks that do not exist.
+            WorkloadError: a value that cannot be sent to the ranks.
+            RankError: a value that a rank cannot receive, for example because a module is missing there.
+        """
         for name in variables:
             if not isinstance(name, str) or not name.isidentifier():
                 raise InvalidInput(f"{name!r} is not a variable name.")
         pickled(variables, "The value")
         self._foreground.call("push", dict(variables), ranks=ranks)
 
-    def pull(self, name: str, ranks: str | Sequence[int] | None = None) -> list[Any]:
-        """The values of a variable, in rank order."""
+    def pull(self, name: str, ranks: RankChoice = None) -> list[Any]:
+        """The values of a variable, in rank order. What lies on a GPU comes back on the CPU, as :meth:`run` says.
+
+        Raises:
+            InvalidInput: ranks that do not exist.
+            WorkloadError: there is no such variable on a rank.
+            RankError: a value that cannot be sent, or that cannot be read here.
+        """
         return self._foreground.call("pull", name, ranks=ranks)
 
     # What is trained --------------------------------------------------------------------------------------------
 
     def load(self, name_or_workload: str | Workload, **options: Any) -> WorkloadInfo:
-        """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh."""
+        """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh.
+
+        Raises:
+            InvalidInput: an unknown name, option or value.
+            WorkloadError: it cannot be sent to the ranks, or not be trained there.
+            RankError: its code failed on a rank.
+        """
         return self._loading.load(name_or_workload, options)
 
     def attach(self, model: str, data: str, loss: str | None = None, optimizer: str | None = None) -> WorkloadInfo:
@@ -260,6 +297,10 @@ class Session:
             loss: a function ``loss(model, batch)``, or a criterion called as ``criterion(model(inputs), targets)``;
                 left out when the model returns its own loss.
             optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
+
+        Raises:
+            WorkloadError: there is no such variable, or what it holds cannot be trained.
+            RankError: its code failed on a rank.
         """
         return self._loading.attach({"model": model, "data": data, "loss": loss, "optimizer": optimizer})
 
@@ -271,6 +312,8 @@ class Session:
         Training goes on afterwards: the state is that between two chunks.
 
         Raises:
+            InvalidInput: not a path.
+            WorkloadError: nothing is loaded.
             StateFileError: it cannot be written there; an older file of that name is as it was.
         """
         self._foreground.check_loaded()
@@ -284,7 +327,8 @@ class Session:
         What is loaded must be the workload that was saved; when nothing is loaded, a ready-made one is loaded first.
 
         Raises:
-            StateFileError: the file cannot be used; nothing was changed.
+            InvalidInput: not a path.
+            StateFileError: the file cannot be used, or there is no snapshot; nothing was changed.
         """
         self._foreground.check_alive()
         return self._loading.resume(None if path is None else _as_path(path), progress)
@@ -298,11 +342,16 @@ class Session:
 
     @property
     def policy(self) -> Policy:
-        """What the session does by itself: after an out-of-memory error, when ranks stall, when nobody works."""
+        """What the session does by itself: after an out-of-memory error, when ranks stall, when it is idle."""
         return self._policy
 
     def set(self, **knobs: Any) -> Settings:
-        """Change knobs; while training, from the next chunk on. Rules of :attr:`policy` change at once."""
+        """Change knobs; while training, from the next chunk on. Rules of :attr:`policy` change at once.
+
+        Raises:
+            InvalidInput: an unknown knob, or a value that cannot be used with what is loaded; nothing was changed.
+            TrainingFailed: while nothing trains, the ranks could not switch to these settings.
+        """
         for name in knobs:
             if name not in KNOBS and name not in RULES:
                 raise InvalidInput(f"There is no knob {name!r}: {nearest(name, [*KNOBS, *RULES])}.")
@@ -322,7 +371,13 @@ class Session:
         return self.settings
 
     def train(self, steps: int) -> Run:
-        """Train that many optimizer steps and wait for them."""
+        """Train that many optimizer steps and wait for them; stop pauses, and returns what was done by then.
+
+        Raises:
+            InvalidInput: not a whole number of at least 1.
+            WorkloadError: nothing is loaded.
+            TrainingFailed: a step could not be done and training paused.
+        """
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= LONGEST_TRAINING_STEPS:
             raise InvalidInput(
                 f"{steps!r} steps cannot be trained: it must be a whole number of at least 1, such as 100."
@@ -333,16 +388,21 @@ class Session:
             return self._training.train(steps)
 
     def play(self) -> None:
-        """Train in the background until :meth:`pause`."""
+        """Train in the background until :meth:`pause`.
+
+        Raises:
+            WorkloadError: nothing is loaded.
+            TrainingFailed: some rank is stuck since the last stall.
+        """
         self._foreground.check_loaded()
         self._training.play()
 
     def pause(self) -> None:
-        """Stop training after the steps under way, and wait for them."""
+        """Stop training after the steps under way, and wait for them; without effect while nothing trains."""
         self._foreground.pause()
 
     def step(self) -> None:
-        """Train one step in the background."""
+        """Train one step in the background; raises what :meth:`play` raises."""
         self._foreground.check_loaded()
         self._training.play(1)
 
@@ -370,11 +430,19 @@ class Session:
             by: what the report shows of the peak: ``None`` for the worst rank's categories, ``category`` for those of
                 all ranks, ``module`` for the worst rank's modules.
             timeline: record one step, as :meth:`timeline` does.
+
+        Raises:
+            InvalidInput: ``by`` is none of these.
+            WorkloadError: with ``timeline``, nothing is loaded, or the step could not be recorded.
         """
         return self._inspection.report(by, timeline)
 
     def timeline(self) -> list[Timeline]:
-        """Record one step of every rank, allocation by allocation; the step is undone."""
+        """Record one step of every rank, allocation by allocation; the step is undone.
+
+        Raises:
+            WorkloadError: nothing is loaded, or the step could not be recorded.
+        """
         return self._inspection.timeline()
 
     def memory_snapshot(self, path: str | os.PathLike[str]) -> Path:
@@ -401,11 +469,12 @@ class Session:
         return Runs(self.history.tried, self.size)
 
     def panel(self) -> Panel:
-        """Controls and live charts."""
+        """Controls and live charts; the same panel each time, until it is closed."""
         from .ui.panel import Panel
 
         if self._panel is None or self._panel.closed:
             self._panel = Panel(self)
+            self._panel.watch()
         return self._panel
 
     # Ending -----------------------------------------------------------------------------------------------------
@@ -420,6 +489,10 @@ class Session:
 
         Ranks that still answer are asked for a snapshot first; otherwise the last automatic one is used.
         :attr:`restored` says what came back.
+
+        Raises:
+            StartError, SetupError: the ranks could not be started again; :meth:`restart` may be tried once more.
+            WorkloadError, RankError: what was loaded cannot be loaded again.
         """
         global _current
         loaded = self._origin.loaded
@@ -441,7 +514,10 @@ class Session:
         return self
 
     def stop(self) -> None:
-        """End all ranks and everything started with them. The newest automatic snapshot stays for a later session."""
+        """End all ranks and everything started with them; without effect on a session that has ended.
+
+        The newest automatic snapshot is kept for a later session.
+        """
         self._end()
         with suppress(OSError):
             snapshot_folder.tidy(self._snapshots.folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_nb import session as session_module
-from gpumem_nb.cluster import hosts
+from gpumem_nb.cluster.hosts import parsing
 from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
 from gpumem_nb.session import Session
 from gpumem_nb.shared import cluster_records
@@ -54,7 +54,7 @@ def processes_of(session: Session) -> tuple[Identity, ...]:
 
 def mpiexec_of(session: Session) -> int:
     """The launcher's pid."""
-    mpiexec = session._ranks._launched.mpiexec
+    mpiexec = session._ranks._launched.starter
     assert mpiexec is not None
     return mpiexec.pid
 
@@ -64,6 +64,12 @@ def controller_of(session: Session) -> int:
     controller = session._ranks._launched.controller
     assert controller is not None
     return controller.pid
+
+
+def silent_ones_of(session: Session) -> list[Identity]:
+    """Processes on this host that a session must survive the silence of: all that must live, but the launcher."""
+    launched = session._ranks._launched
+    return [*(who for who in launched.essential if who != launched.starter), *launched.remote_hosts.connections]
 
 
 def folders_of(session: Session) -> list[Path]:
@@ -88,7 +94,7 @@ def records_of_this_process() -> list[cluster_records.Record]:
 
 def here_is(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Let this machine have that name."""
-    monkeypatch.setattr(hosts, "_is_here", lambda host: host == name)
+    monkeypatch.setattr(parsing, "_is_here", lambda host: host == name)
 
 
 # For kernels of their own, which cannot import tests: expressions for the session of that name.
@@ -182,16 +188,16 @@ def live_bytes():
     return of_ranks.reading().live_bytes
 
 def after_each_step(note):
-    original = getattr(Trainer._attempt, "__wrapped__", Trainer._attempt)
+    original = getattr(Trainer._step, "__wrapped__", Trainer._step)
 
     @functools.wraps(original)
-    def attempt(trainer, *arguments):
-        outcome = original(trainer, *arguments)
+    def step(trainer, *arguments):
+        outcome, sample = original(trainer, *arguments)
         if not outcome.discarded:
             note(trainer)
-        return outcome
+        return outcome, sample
 
-    Trainer._attempt = attempt
+    Trainer._step = step
 """
 """Code that defines ``the_trainer()``, ``live_bytes()`` and ``after_each_step(note)``.
 

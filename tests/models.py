@@ -1,4 +1,4 @@
-"""Small models and one training step of them, looked into: what tests and the benchmark hold the ledger against."""
+"""Small models and one recorded training step of them: what tests and the benchmark hold the ledger against."""
 
 from __future__ import annotations
 

@@ -6,12 +6,13 @@ import concurrent.futures
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import cloudpickle
 from ipyparallel import AsyncResult
 from ipyparallel.error import EngineError, RemoteError
 
+from ..internals.ipyparallel_internals import published_beside
 from ..shared.errors import ClusterDied, RankError
 from ..shared.messages import Answer, Apart, Pulse, Raised
 from ..shared.ranklist import name_ranks
@@ -30,10 +31,10 @@ class Call:
 
     def __init__(self, ranks: Sequence[int], results: Sequence[AsyncResult], pulse: str) -> None:
         self.ranks = tuple(ranks)
-        self._apart: dict[int, Apart] = {}
+        self._apart: dict[int, Apart | None] = {}
         self._results = list(results)
         self._pulse = pulse
-        self._answers: dict[int, Any] = {}
+        self._outcomes: dict[int, _Outcome] = {}
         self._aborted: ClusterDied | None = None
         self._callbacks: list[Callable[[], None]] = []
 
@@ -67,14 +68,14 @@ class Call:
     def apart(self) -> dict[int, Apart]:
         """The ranks that have answered that they came apart from the others."""
         for rank, result in zip(self.ranks, self._results, strict=True):
-            if result.done():
-                self._answer(rank, result)
-        return dict(self._apart)
+            if result.done() and rank not in self._apart:
+                self._open(rank, result)
+        return {rank: apart for rank, apart in list(self._apart.items()) if apart}
 
     def pulses(self) -> dict[int, Pulse]:
         """The latest sign of life of each rank that has worked on this for more than a second."""
         waiting = [(rank, result) for rank, result in zip(self.ranks, self._results, strict=True) if not result.done()]
-        data = {rank: result.metadata["data"] for rank, result in waiting}
+        data = {rank: published_beside(result) for rank, result in waiting}
         return {rank: beside[self._pulse] for rank, beside in data.items() if self._pulse in beside}
 
     def first_error(self) -> Exception | None:
@@ -82,8 +83,8 @@ class Call:
         if self._aborted:
             return ClusterDied(self._aborted.cause)
         for rank, result in zip(self.ranks, self._results, strict=True):
-            if result.done() and isinstance(answer := self._answer(rank, result), Exception):
-                return answer
+            if result.done() and (error := self._outcome(rank, result).error):
+                return error
         return None
 
     def slices(self, timeout: float | None) -> Iterator[bool]:
@@ -107,7 +108,7 @@ class Call:
         """The answers in rank order; waits and raises as :meth:`slices`."""
         for _ in self.slices(timeout):
             pass
-        return [self._answer(rank, result) for rank, result in zip(self.ranks, self._results, strict=True)]
+        return [self._outcome(rank, result).value for rank, result in zip(self.ranks, self._results, strict=True)]
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call back (on another thread) each time a rank has answered, and when nobody will any more."""
@@ -125,30 +126,47 @@ class Call:
             if result.done():
                 result.wait_for_output(timeout)
 
-    def _answer(self, rank: int, result: AsyncResult) -> Any:
-        if rank not in self._answers:
-            answer = _decode(rank, result)
-            if isinstance(answer, Answer):
-                if answer.apart:
-                    self._apart[rank] = answer.apart
-                answer = answer.value
-            if isinstance(answer, Raised):
-                answer = RankError(rank, answer.ename, answer.evalue, answer.traceback)
-            self._answers[rank] = answer
-        return self._answers[rank]
-
     def displays(self) -> list[list[dict[str, Any]]]:
         """What each rank displayed (figures, tables), as MIME bundles."""
         return [[output["data"] for output in result.outputs] for result in self._results]
 
+    def _outcome(self, rank: int, result: AsyncResult) -> _Outcome:
+        if rank not in self._outcomes:
+            answer = self._open(rank, result)
+            self._outcomes[rank] = _read(rank, answer) if isinstance(answer, Answer) else _Outcome(error=answer)
+        return self._outcomes[rank]
 
-def _decode(rank: int, result: AsyncResult) -> Any:
-    """What a rank answered; an exception stands for its failure."""
-    error = result.exception(0)
-    if error is None:
-        return cloudpickle.loads(result.result())  # get() may not be ready yet, a moment after done()
-    if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":
-        return ClusterDied(f"Rank {rank} ended while it was working.")
-    if isinstance(error, RemoteError):
-        return RankError(rank, error.ename, error.evalue, error.traceback or "")
-    return error
+    def _open(self, rank: int, result: AsyncResult) -> Answer | Exception:
+        """What came from a rank, its content still packed; an exception stands for the failure to get there."""
+        error = result.exception(0)
+        if error is None:
+            answer: Answer = cloudpickle.loads(result.result())  # get() may not be ready yet, a moment after done()
+            self._apart[rank] = answer.apart
+            return answer
+        self._apart[rank] = None
+        if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":
+            return ClusterDied(f"Rank {rank} ended while it was working.")
+        if isinstance(error, RemoteError):
+            return RankError(rank, error.ename, error.evalue, error.traceback or "")
+        return cast(Exception, error)
+
+
+class _Outcome(NamedTuple):
+    """A rank's value, or the error that came instead of it."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+def _read(rank: int, answer: Answer) -> _Outcome:
+    try:
+        content = cloudpickle.loads(answer.content)
+    except Exception as error:  # whatever a class of somebody's own raises when it is made again
+        why = (
+            f"what it answered, {answer.kind}, cannot be read in the notebook ({error}). Return numbers, text, arrays "
+            "or tensors instead, or make what it needs importable here too."
+        )
+        return _Outcome(error=RankError(rank, type(error).__name__, why))
+    if isinstance(content, Raised):
+        content = RankError(rank, content.ename, content.evalue, content.traceback)
+    return _Outcome(error=content) if answer.raised else _Outcome(content)

@@ -10,11 +10,12 @@ from typing import Any
 
 import cloudpickle
 
+from ..internals.ipyparallel_internals import forget_sent
 from ..shared.errors import ClusterDied, GpumemError, RankError, StartError
-from ..shared.messages import Pulse
+from ..shared.messages import Pulse, RankConfig
+from ..shared.progress import Progress
 from .calls import Call
-from .hosts import Host
-from .launch import Launched, Progress, environment
+from .launchers import Launcher
 from .shield import shielded
 from .watch import Watch
 
@@ -29,45 +30,33 @@ class Ranks:
     """A started cluster whose engines have been set up as Horovod ranks.
 
     Args:
-        n: number of ranks.
-        threads: CPU threads of each.
-        device: ``cuda`` or ``cpu``.
-        entry: importable module of the functions called over there (``call``, ``call_function``, ``run_cell``,
-            ``START_UP``).
-        set_up: name and argument of the function that joins the ranks.
-        timeout: seconds for the whole start.
-        memory_limit: of each rank in bytes, for other notebooks to know.
-        hosts: where the ranks run, if not all on this machine.
+        launcher: starts them.
+        entry: importable module of the functions called over there (``call``, ``call_function``, ``run_cell``).
+        config: what the ranks are told when they join each other.
+        timeout_s: for the whole start.
+        progress: told what is being waited for.
 
+    Raises:
+        StartError: the start failed; nothing is left running.
     """
 
     def __init__(
-        self,
-        n: int,
-        threads: int,
-        device: str,
-        entry: Any,
-        set_up: tuple[str, Any],
-        timeout: float,
-        progress: Progress,
-        memory_limit: int | None = None,
-        hosts: Sequence[Host] = (),
+        self, launcher: Launcher, entry: Any, config: RankConfig, timeout_s: float, progress: Progress
     ) -> None:
         self._entry = entry
         self._calls: list[Call] = []
         self._joining: Call | None = None  # the request that joins the ranks again
         self._sending = threading.RLock()  # every rank gets the requests of several threads in the same order
-        self.size = n
-        deadline = time.monotonic() + timeout
+        self.size = launcher.job.size
+        deadline = time.monotonic() + timeout_s
         self._death: ClusterDied | None = None
         self._watch: Watch | None = None
-        self._launched = Launched(n, environment(threads, device), entry.START_UP, device, memory_limit, hosts)
+        self._launched = launcher
         try:
             self._launched.start(deadline, progress)
             with self._launched.phase("horovod", progress):
-                name, argument = set_up
                 left = max(1.0, deadline - time.monotonic())
-                joining = self.call(name, argument)
+                joining = self.call("set_up", config)
                 for _ in joining.slices(left):
                     self._launched.check_up()
                 self.infos: list[Any] = joining.get()
@@ -81,7 +70,7 @@ class Ranks:
                 raise
             if isinstance(error, TimeoutError):
                 raise StartError(
-                    f"The ranks did not join each other within {timeout:g} s. Give them longer with --timeout. {tail}"
+                    f"The ranks did not join each other within {timeout_s:g} s. Give them longer with --timeout. {tail}"
                 ) from None
             if isinstance(error, Exception):
                 raise StartError(f"The ranks could not be started: {error}. {tail}") from error
@@ -143,6 +132,7 @@ class Ranks:
             died(error)
 
         self._watch = Watch(self._launched, self._identities, self._last_output, abort)
+        self._watch.start()
 
     def interrupt_until(self, stopped: Callable[[float], bool], ranks: Sequence[int] | None = None) -> bool:
         """Interrupt ranks (all by default) until ``stopped(timeout)`` says that they did; says whether in time.
@@ -190,7 +180,7 @@ class Ranks:
             results = [client[rank].apply_async(function, *arguments) for rank in ranks]
             call = Call(list(ranks), results, self._entry.PULSE)
             self._calls.append(call)
-            client.history.clear()  # the client would keep the id of every message for good
+            forget_sent(client)
         if self._death:
             call.abort(self._death)
         return call

@@ -11,20 +11,20 @@ from ..shared.errors import ClusterDied
 from ..shared.processes import STOPPED, Identity
 from ..shared.ranklist import name_ranks
 from . import autopsy
-from .launch import Launched
-from .remote import RemoteHost, RemoteRank, ranks_on
+from .hosts.connection import RemoteHost, RemoteRank, ranks_on
+from .launchers import Launcher
 
 PERIOD_S = 0.25
 VERDICT_PATIENCE_S = 1.0
-"""How long mpiexec may take to say how a rank ended."""
+"""How long the launcher may take to say how a rank ended."""
 Needed = Identity | RemoteRank | RemoteHost
 
 
 class Watch:
-    """A thread that looks at every process that the cluster cannot do without.
+    """Looks at every process that the cluster cannot do without: once for each :meth:`look`, or on a thread of its own.
 
     Args:
-        launched: the cluster; ended at once when one of its processes has.
+        launcher: the cluster; ended at once when one of its processes has.
         ranks: who they are, in rank order.
         last_output: what a rank has printed in requests that it has not answered.
         died: told why, before the rest is ended.
@@ -32,22 +32,25 @@ class Watch:
 
     def __init__(
         self,
-        launched: Launched,
+        launcher: Launcher,
         ranks: Sequence[Identity | RemoteRank],
         last_output: Callable[[int], str],
         died: Callable[[ClusterDied], None],
     ) -> None:
-        self._launched = launched
+        self._launcher = launcher
         self._ranks = ranks
-        self._hosts = launched.remote_hosts.hosts
-        self._names: dict[Needed, str] = dict(launched.essential.items())
+        self._hosts = launcher.remote_hosts.hosts
+        self._names: dict[Needed, str] = dict(launcher.essential.items())
         self._names |= {who: f"Rank {rank}" for rank, who in enumerate(ranks)}
         self._names |= {host: f"Host {host.name} ({name_ranks([*ranks_on(host, ranks)])})" for host in self._hosts}
         self._last_output = last_output
         self._died = died
         self._oom_kills = autopsy.oom_kills()
         self._done = threading.Event()
-        threading.Thread(target=self._look, name="gpumem_nb watch", daemon=True).start()
+
+    def start(self) -> None:
+        """Look every :data:`PERIOD_S`, until one has ended or :meth:`stop`."""
+        threading.Thread(target=self._run, name="gpumem_nb watch", daemon=True).start()
 
     def stop(self) -> None:
         """Look no more: the processes are about to be ended on purpose."""
@@ -57,43 +60,50 @@ class Watch:
         """Ranks that somebody has stopped (SIGSTOP): not dead, but they will not answer."""
         return [who for who in self._ranks if who.state == STOPPED]
 
-    def _look(self) -> None:
+    def look(self) -> bool:
+        """Look once; says whether one had ended, and the cluster with it."""
+        gone = [who for who in self._names if not who.runs]
+        if not gone or self._done.is_set():
+            return False
+        self._done.set()
+        self._died(ClusterDied(self._explain(gone)))
+        self._launcher.stop(patience_s=0)
+        return True
+
+    def _run(self) -> None:
         while not self._done.wait(PERIOD_S):
-            gone = [who for who in self._names if not who.runs]
-            if gone and not self._done.is_set():
-                self._done.set()
-                self._died(ClusterDied(self._explain(gone)))
-                self._launched.stop(patience_s=0)
+            self.look()
 
     def _explain(self, gone: list[Needed]) -> str:
-        """The first that ended: mpiexec names the rank, and ends itself and the others because of it."""
-        launched = self._launched
-        if launched.controller not in gone and (self._hosts or any(who in self._ranks for who in gone)):
-            _await(lambda: autopsy.verdict(launched.log()) is not None or self._no_verdict_will_come())
+        """The first that ended: the launcher names the rank, and ends itself and the others because of it."""
+        launcher = self._launcher
+        if launcher.controller not in gone and (self._hosts or any(who in self._ranks for who in gone)):
+            _await(lambda: launcher.verdict() is not None or self._no_verdict_will_come())
         for host in self._hosts:
             if host.lost:
                 return f"{self._names[host]} {host.lost}"
-        log = launched.log()
         kills = autopsy.oom_kills()
         kills = None if kills is None or self._oom_kills is None else kills - self._oom_kills
-        if said := autopsy.verdict(log) or self._first_on(autopsy.left_host(log)):
-            rank, code = said
-            who = self._ranks[rank]
-            fault, place = launched.fault(who.pid), ""
-            if isinstance(who, RemoteRank):
-                _await(lambda: not who.runs)
-                fault, place = who.fault, who.host.name
-            words = autopsy.last_words(fault, self._last_output(rank), log)
-            return autopsy.explain(f"Rank {rank}", who.pid, code, kills, words, place)
-        first = launched.mpiexec if launched.mpiexec in gone else gone[0]
+        if verdict := launcher.verdict() or self._first_on(launcher.left_host()):
+            return self._explain_rank(*verdict, kills)
+        first = launcher.starter if launcher.starter in gone else gone[0]
         assert not isinstance(first, RemoteHost), "it would be lost"
-        how = launched.exit_code(first) if isinstance(first, Identity) else None
+        how = launcher.exit_code(first) if isinstance(first, Identity) else None
         return autopsy.explain(self._names[first], first.pid, how, kills, "")
+
+    def _explain_rank(self, rank: int, code: int | None, oom_kills: int | None) -> str:
+        who = self._ranks[rank]
+        fault, place = self._launcher.fault(who.pid), ""
+        if isinstance(who, RemoteRank):
+            _await(lambda: not who.runs)
+            fault, place = who.fault, who.host.name
+        words = autopsy.last_words(fault, self._last_output(rank), self._launcher.log())
+        return autopsy.explain(f"Rank {rank}", who.pid, code, oom_kills, words, place)
 
     def _no_verdict_will_come(self) -> bool:
         """With several hosts, one may be lost, or the ranks themselves may have noticed that one of them ended."""
-        mpiexec = self._launched.mpiexec
-        return bool(self._hosts) and (any(host.lost for host in self._hosts) or not (mpiexec and mpiexec.runs))
+        starter = self._launcher.starter
+        return bool(self._hosts) and (any(host.lost for host in self._hosts) or not (starter and starter.runs))
 
     def _first_on(self, name: str) -> tuple[int, int | None] | None:
         """The rank that ended on the host of this name; nobody knows how."""

@@ -1,14 +1,12 @@
 """The doors through which the kernel reaches a rank. Imports nothing heavy: the kernel imports this module too.
 
 Everything travels as cloudpickle, in both directions, so that classes defined in a notebook work. Exceptions come back
-as values: those that the toolkit raises on purpose as what they are, all others as :class:`Raised`.
+in an answer too: those that the toolkit raises on purpose as what they are, all others as :class:`Raised`.
 """
 
 from __future__ import annotations
 
-import ast
 import faulthandler
-import linecache
 import os
 import sys
 import threading
@@ -21,12 +19,15 @@ from typing import Any, TextIO
 
 import cloudpickle
 
+from ..internals.ipykernel_internals import request_under_way
 from ..shared.cluster_records import fault_file
 from ..shared.errors import GpumemError
 from ..shared.messages import Answer, Apart, Raised
+from . import cells
 from .together import nudge, owner, pulse
 from .together.interrupts import held_back, interruptible
 
+_DOORS = {__file__, cells.__file__, str(Path(__file__).with_name("packing.py"))}
 _fault: TextIO  # kept open for the crash that may come
 
 NUDGE = nudge.SIGNAL
@@ -83,7 +84,7 @@ def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
 
     def run() -> Any:
         with interruptible(), _memory_printed() if memory else nullcontext():
-            value = _execute(source, title)
+            value = cells.execute(source, title, vars(sys.modules["__main__"]))
         return value if result == "value" or value is None else repr(value)
 
     return _answer(run, CELL)
@@ -100,32 +101,22 @@ def _memory_printed() -> Iterator[None]:
             print(report)
 
 
-def _execute(source: str, title: str) -> Any:
-    variables = vars(sys.modules["__main__"])
-    linecache.cache[title] = (len(source), None, source.splitlines(keepends=True), title)
-    tree = ast.parse(source, title)
-    last = tree.body[-1] if tree.body else None
-    if isinstance(last, ast.Expr):
-        tree.body.pop()
-    exec(compile(tree, title, "exec"), variables)
-    if not isinstance(last, ast.Expr):
-        return None
-    return eval(compile(ast.Expression(last.value), title, "eval"), variables)
-
-
 def _answer(work: Callable[[], Any], what: str) -> bytes:
-    shell = vars(sys.modules["__main__"])["get_ipython"]()
-    with pulse.request(what, shell.parent_header):
+    with pulse.request(what, request_under_way(vars(sys.modules["__main__"])["get_ipython"]())):
         try:
             with held_back():
-                value = work()
-                return cloudpickle.dumps(Answer(value, _apart(what)))  # type: ignore[no-any-return]
-        except GpumemError as error:
-            answer: Any = error.with_traceback(None)
+                answer = import_module("gpumem_nb.engine.packing").returned(work(), _apart(what))
         except BaseException as error:  # ipyparallel would keep one that gets past here, and its frames' tensors
-            answer = Raised(type(error).__name__, str(error), _readable(error))
+            answer = failed(error, _readable(error), _apart(what))
             traceback.clear_frames(error.__traceback__)
-        return cloudpickle.dumps(Answer(answer, _apart(what)))  # type: ignore[no-any-return]
+        return cloudpickle.dumps(answer)  # type: ignore[no-any-return]
+
+
+def failed(error: BaseException, readable: str, apart: Apart | None) -> Answer:
+    """The answer of a request that raised ``error``; ``readable`` is its traceback as text."""
+    known = isinstance(error, GpumemError)
+    content = error if known else Raised(type(error).__name__, str(error), readable)
+    return Answer(cloudpickle.dumps(content), type(error).__name__, apart, raised=True)
 
 
 def _apart(what: str) -> Apart | None:
@@ -137,6 +128,6 @@ def _apart(what: str) -> Apart | None:
 def _readable(error: BaseException) -> str:
     """The traceback from the user's first frame on."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_frame.f_code.co_filename in _DOORS:
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))

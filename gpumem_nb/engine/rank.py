@@ -7,12 +7,14 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import horovod.torch as hvd
 import torch
 
+from ..internals.ipyparallel_internals import publish_beside
 from ..memory import cuda
 from ..memory.device import Device, open_device
 from ..shared import cluster_records
@@ -22,6 +24,7 @@ from ..shared.messages import (
     Chunk,
     ChunkReply,
     DeviceUse,
+    Pulse,
     RankConfig,
     RankInfo,
     Reading,
@@ -38,7 +41,7 @@ from .step.trainer import Trainer
 from .storing import attached_objects, capture
 from .storing.snapshots import Snapshots
 from .streams import flush_only_what_was_written
-from .together import collectives, nudge
+from .together import collectives, nudge, pulse
 from .together.agreement import any_rank
 from .together.interrupts import interruptible, take_over
 from .together.pulse import PulseThread
@@ -71,7 +74,7 @@ def set_up(config: RankConfig) -> RankInfo:
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
     _device.communicates_on(horovod_threads)
     _greet()
-    _pulse = PulseThread(kernel, collectives, step, reading, device_use, config.stall_limit_s)
+    _pulse = PulseThread(partial(_publish, kernel), collectives, step, reading, device_use, config.stall_limit_s)
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
     return RankInfo(
@@ -102,9 +105,7 @@ def apart(what: str) -> Apart | None:
 
 def step() -> tuple[str, float]:
     """The part of the step under way, in words, and when that step began."""
-    if _trainer is None:
-        return "training", 0.0
-    return f"the {_trainer.phase} part of step {_trainer.steps + 1}", _trainer.began_s
+    return _trainer.doing() if _trainer else ("training", 0.0)
 
 
 def set_stall_limit(seconds: float) -> None:
@@ -143,7 +144,7 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     trainer = _loaded_trainer()
     held_up_s = _snapshots.take(trainer, _device, chunk.snapshot) if chunk.snapshot else 0.0
     reply = trainer.run(chunk)
-    namespace().update(optimizer=trainer.optimizer)  # which a flip may have changed
+    namespace().update(optimizer=trainer.live.optimizer)  # which a flip may have changed
     return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
 
 
@@ -180,7 +181,7 @@ def resume_apply() -> WorkloadInfo:
     assert _checked is not None
     _checked.apply(trainer)
     resume_drop()
-    namespace().update(optimizer=trainer.optimizer)
+    namespace().update(optimizer=trainer.live.optimizer)
     return trainer.info()
 
 
@@ -212,6 +213,7 @@ def reading() -> Reading:
 def device_use() -> DeviceUse | None:
     """What NVML says of the device right now; takes milliseconds, and chunks send on what it said."""
     global _device_use
+    _device_use = None  # should this fail, the next chunk does not send on what was true before
     _device_use = _device.use()
     return _device_use
 
@@ -255,6 +257,10 @@ def _loaded_trainer() -> Trainer:
     return _trainer
 
 
+def _publish(kernel: Any, request: Any, sent: Pulse) -> None:
+    publish_beside(kernel, request, {pulse.KEY: sent})
+
+
 def _greet() -> None:
     """Prove the connection to the other ranks with a real all-reduce."""
     total = hvd.allreduce(torch.ones(1, device=_device.torch_device), op=hvd.Sum, name="gpumem_nb.hello")
@@ -279,8 +285,8 @@ def _train(make: Callable[[], Workload]) -> WorkloadInfo | None:
         return None
     trainer.join()
     _trainer = trainer
-    namespace().update(model=_trainer.model, optimizer=_trainer.optimizer)
-    return _trainer.info()
+    namespace().update(model=trainer.live.model, optimizer=trainer.live.optimizer)
+    return trainer.info()
 
 
 def _prepare(workload: Workload) -> tuple[Workload, ShardedStream]:

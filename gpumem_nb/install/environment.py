@@ -1,8 +1,7 @@
-"""What of the toolkit's footing is there, what is not, and the command that mends it."""
+"""What the toolkit needs: what is there, what is missing, and the command that installs or repairs it."""
 
 from __future__ import annotations
 
-import html
 import importlib.metadata
 import json
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pynvml
 
+from ..report.tables import Table
 from .mpi_tools import find_tool, mpi_version
 
 OLDEST_PYTHON = (3, 11)
@@ -24,6 +24,12 @@ PROBE_TIMEOUT_S = 60
 BUILD_HOROVOD = "python -m gpumem_nb.install.horovod_build"
 BUILD_EXTENSION = "python -m gpumem_nb.memory.virtual_gpu.build"
 MARKS = {True: "ok", False: "missing", None: "n/a"}
+# The state is told in words, the colour only repeats it.
+COLOURS = {
+    "ok": "var(--jp-success-color0, #2e7d32)",
+    "missing": "var(--jp-error-color0, #c62828)",
+    "n/a": "var(--jp-ui-font-color2, #757575)",
+}
 
 Facts = Mapping[str, Mapping[str, object]]
 """What :mod:`gpumem_nb.engine.probe` answers: by part, its facts or ``{"error": reason}``."""
@@ -50,35 +56,22 @@ class EnvironmentReport:
         """Whether nothing that is needed is missing."""
         return all(item.ok is not False for item in self.items)
 
+    @property
+    def _table(self) -> Table:
+        rows = tuple(
+            (item.name, MARKS[item.ok], "\n".join(filter(None, [item.found, item.remedy and f"-> {item.remedy}"])))
+            for item in self.items
+        )
+        headings = ("part", "state", "found")
+        return Table("Environment", headings, rows, frozenset(headings), COLOURS)
+
     def __str__(self) -> str:
-        width = max(len(item.name) for item in self.items)
-        lines = []
-        for item in self.items:
-            lines.append(f"{item.name:{width}}  {MARKS[item.ok]:7}  {item.found}")
-            if item.remedy:
-                lines.append(f"{'':{width}}           -> {item.remedy}")
-        return "\n".join(lines)
+        return str(self._table)
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = "".join(row(item) for item in self.items)
-        style = "text-align:left;border-collapse:collapse;color:var(--jp-ui-font-color1,inherit)"
-        return f'<table style="{style}"><caption style="text-align:left">Environment</caption>{rows}</table>'
-
-
-def row(item: Item) -> str:
-    """One table row; the state is told in words, the colour only repeats it."""
-    colours = {
-        True: "var(--jp-success-color0,#2e7d32)",
-        False: "var(--jp-error-color0,#c62828)",
-        None: "var(--jp-ui-font-color2,#757575)",
-    }
-    cell = 'style="text-align:left;padding:2px 12px 2px 0"'
-    remedy = f"<br>Type: <code>{html.escape(item.remedy)}</code>" if item.remedy else ""
-    return (
-        f'<tr style="background:transparent"><th scope="row" {cell}>{html.escape(item.name)}</th>'
-        f'<td {cell}><b style="color:{colours[item.ok]}">{MARKS[item.ok]}</b></td>'
-        f"<td {cell}>{html.escape(item.found)}{remedy}</td></tr>"
-    )
+        return self._table.html()
 
 
 def check() -> EnvironmentReport:

@@ -29,7 +29,7 @@ from .horovod_compile import build_wheel
 from .horovod_proof import prove
 from .horovod_source import VERSION, digest
 from .horovod_target import GPU_MODES, Target, detect
-from .progress import Progress
+from .long_step import long_step
 
 RECIPE = 1
 """Raised with every change to the patches or the build's environment, so that older wheels are not taken for new."""
@@ -54,7 +54,7 @@ def only_builder(cache: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
-        with Progress("Another build of Horovod is running here; waiting for it"):
+        with long_step("Another build of Horovod is running here; waiting for it"):
             lock.acquire()
     try:
         yield
@@ -122,9 +122,9 @@ def ensure(gpu: str = "auto", force: bool = False) -> Path:
     with only_builder(cache):
         wheel = obtain_wheel(target, cache, force)
         if not is_installed(wheel):
-            with Progress("Installing Horovod"):
+            with long_step("Installing Horovod"):
                 install(wheel)
-    with Progress("Proving Horovod with an all-reduce of two ranks"):
+    with long_step("Proving Horovod with an all-reduce of two ranks"):
         prove(target)
     return wheel
 

@@ -21,8 +21,8 @@ import psutil
 from ..shared.errors import SetupError
 from .horovod_source import fetch, patch, unpack
 from .horovod_target import Target, cuda_home, nccl_folder
+from .long_step import long_step
 from .process_tree import stop_tree
-from .progress import Progress
 
 FREE_GIB_NEEDED = 3
 """Source, objects and debug information of a build, with room to spare."""
@@ -159,7 +159,7 @@ def build_wheel(target: Target, cache: Path, destination: Path) -> Path:
     """
     require_tools(target)
     require_disk(cache)
-    with Progress("Fetching Horovod's source"):
+    with long_step("Fetching Horovod's source"):
         sdist = fetch(cache)
     destination.mkdir(parents=True, exist_ok=True)
     log = destination / "build.log"
@@ -167,7 +167,9 @@ def build_wheel(target: Target, cache: Path, destination: Path) -> Path:
         source = unpack(sdist, Path(scratch))
         patch(source, target.runpath, with_cuda=target.gpu != "none")
         environment = build_environment(target, Path(scratch))
-        with Progress(f"Building Horovod for torch {target.torch}", lambda: compiled(log), USUAL_CORE_SECONDS / jobs()):
+        with long_step(
+            f"Building Horovod for torch {target.torch}", lambda: compiled(log), USUAL_CORE_SECONDS / jobs()
+        ):
             run_build(source, Path(scratch) / "wheel", environment, log)
         wheel = next((Path(scratch) / "wheel").glob("horovod-*.whl"))
         kept = destination / wheel.name

@@ -1,4 +1,4 @@
-"""Horovod's source: fetched from the package index, verified, unpacked, and mended for today's compilers and torch."""
+"""Horovod's source: fetched from the package index, verified, unpacked, and patched for today's compilers and torch."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from ..cluster.calls import Call
 from ..cluster.ranks import Ranks
 from ..report import waits
 from ..shared.errors import ClusterDied, GpumemError, InvalidInput, NoSession, RankError, Stalled, WorkloadError
-from ..shared.ranklist import name_ranks, parse_ranks
+from ..shared.ranklist import RankChoice, choose_ranks, name_ranks
 from .history import History
 from .policy import Policy
 from .stop_button import InterruptTracker, let_finish
@@ -47,6 +48,7 @@ class Foreground:
         self._ended = ended
         self._touch = touch
         self._interrupts = InterruptTracker()
+        self._numbers = itertools.count(1)
         self._waiting = 0  # calls that somebody waits for
 
     @property
@@ -86,28 +88,28 @@ class Foreground:
         self,
         function: str,
         *arguments: Any,
-        ranks: str | Sequence[int] | None = None,
+        ranks: RankChoice = None,
         timeout: float | None = None,
     ) -> list[Any]:
         """Call a function of the ranks' entry points by name; its answers in rank order."""
         return self.finish(self.ask(function, *arguments, ranks=ranks), timeout).get()
 
-    def ask(self, function: str, *arguments: Any, ranks: str | Sequence[int] | None = None) -> Call:
+    def ask(self, function: str, *arguments: Any, ranks: RankChoice = None) -> Call:
         """Begin what :meth:`call` waits for."""
         self.check_alive()
-        return self._ranks.call(function, *arguments, ranks=self._choose(ranks))
+        return self._ranks.call(function, *arguments, ranks=choose_ranks(ranks, self._ranks.size))
 
     def call_function(
         self,
         function: Callable[..., Any],
         args: Sequence[Any],
-        ranks: str | Sequence[int] | None,
+        ranks: RankChoice,
         timeout: float | None,
     ) -> list[Any]:
         """Call any function on ranks; its answers in rank order."""
         self.check_alive()
         blob = pickled((function, args), "The function")
-        return self.finish(self._ranks.call_function(blob, self._choose(ranks)), timeout).get()
+        return self.finish(self._ranks.call_function(blob, choose_ranks(ranks, self._ranks.size)), timeout).get()
 
     def run_cell(
         self,
@@ -115,17 +117,22 @@ class Foreground:
         title: str,
         result: str,
         memory: bool,
-        ranks: str | Sequence[int] | None,
+        ranks: RankChoice,
         timeout: float | None,
         show: Callable[[Call], None],
     ) -> Call:
-        """Run code on ranks; returns the finished call."""
+        """Run code on ranks; returns the finished call.
+
+        ``title`` gets a number of its own, so that a traceback shows this code's lines and no other's.
+        """
         self.check_alive()
+        title = f"{title.removesuffix('>')} {next(self._numbers)}>"
         try:
             compile(source, title, "exec")
         except SyntaxError as error:
             raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
-        return self.finish(self._ranks.run_cell(source, title, result, memory, self._choose(ranks)), timeout, show)
+        chosen = choose_ranks(ranks, self._ranks.size)
+        return self.finish(self._ranks.run_cell(source, title, result, memory, chosen), timeout, show)
 
     def finish(
         self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None
@@ -174,15 +181,6 @@ class Foreground:
         finally:
             self._waiting -= 1
             self._touch()
-
-    def _choose(self, ranks: str | Sequence[int] | None) -> list[int] | None:
-        if ranks is None:
-            return None
-        chosen = parse_ranks(ranks) if isinstance(ranks, str) else [int(rank) for rank in ranks]
-        size = self._ranks.size
-        if not chosen or min(chosen) < 0 or max(chosen) >= size:
-            raise InvalidInput(f"ranks={ranks!r}: there are {name_ranks(range(size))}. Try ranks 0 or 0,2-3.")
-        return sorted(set(chosen))
 
     def _after_stall(self, call: Call) -> str:
         """Bring the ranks together again when some were freed from waiting; says what had happened."""

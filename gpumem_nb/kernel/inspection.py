@@ -1,4 +1,4 @@
-"""Looking at memory on demand: a report of all ranks, one recorded step, torch's own snapshot."""
+"""Memory on demand: a report of all ranks, one recorded step, torch's own snapshot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ class Inspection:
         self._history = history
 
     def report(self, by: str | None, timeline: bool) -> MemoryReport:
-        """What every rank reads, and what the latest known peak is made of; ``timeline`` records a step for it."""
+        """What every rank reads, and what the latest known peak is made of; ``timeline`` records a step for it.
+
+        Raises:
+            InvalidInput: ``by`` is not a view.
+            WorkloadError: a step cannot be recorded.
+        """
         check_view(by)
         timelines = tuple(self.timeline()) if timeline else ()
         ledgers = [line.ledger for line in timelines] or self._ledgers()
@@ -33,7 +38,11 @@ class Inspection:
         return MemoryReport(ranks, by, timelines)
 
     def timeline(self) -> list[Timeline]:
-        """Record one step of every rank, which is undone."""
+        """Record one step of every rank, which is undone.
+
+        Raises:
+            WorkloadError: nothing is loaded, or the step could not be done.
+        """
         self._foreground.check_loaded()
         self._training.apply()
         found = self._foreground.call("record_step")

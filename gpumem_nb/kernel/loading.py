@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cluster.launch import Progress
 from ..report.status import StateFile
 from ..shared import snapshot_folder, state_file
 from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError
 from ..shared.messages import SnapshotOrder, WorkloadInfo
+from ..shared.progress import Progress
 from ..shared.settings import Settings
 from ..shared.workload import Workload
 from ..workloads import catalog

@@ -49,7 +49,7 @@ RULES: dict[str, Knob] = {
         allowed="a size, such as 4GiB",
     ),
     "ledger_steps": Knob(
-        "one step in so many is looked into, to see what the memory is filled with; never for none",
+        "how often the memory of a step is recorded by category: one step in this many, or never",
         parse=_steps_or("never"),
         allowed="a whole number of at least 1, such as 20, or never",
     ),

@@ -5,41 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cluster import resources
-from ..cluster.hosts import Host, share_out
-from ..cluster.launch import Progress
+from ..cluster.hosts.parsing import Host, share_out
+from ..cluster.launchers import LAUNCHERS, Job, Launcher, launcher_named
 from ..cluster.ranks import Ranks
 from ..engine import entry
 from ..shared import cluster_records
 from ..shared.errors import InvalidInput
 from ..shared.messages import RankConfig
+from ..shared.progress import Progress
 from ..shared.units import parse_size
+
+__all__ = ["LAUNCHERS", "Plan", "others", "plan"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which ranks to start."""
+    """Which ranks to start, and how; ``memory_limit`` of each in bytes, no ``hosts`` when all run on this machine."""
 
     size: int
     device: str
     memory_limit: int | None
     threads: int
-    timeout: float
+    timeout_s: float
     hosts: tuple[Host, ...]
+    launcher: type[Launcher]
 
     def start(self, started_s: float, stall_limit_s: float, progress: Progress) -> Ranks:
-        """Start them and wait until they have joined each other; samples count their time from ``started_s``."""
+        """Start them and wait until they have joined each other; samples count their time from ``started_s``.
+
+        Raises:
+            StartError, SetupError: the start failed; nothing is left running.
+        """
         config = RankConfig(self.device, self.memory_limit, self.threads, started_s, stall_limit_s)
-        return Ranks(
-            self.size,
-            self.threads,
-            self.device,
-            entry,
-            ("set_up", config),
-            self.timeout,
-            progress,
-            self.memory_limit,
-            self.hosts,
-        )
+        job = Job(self.size, self.threads, self.device, self.memory_limit, self.hosts, entry.START_UP)
+        return Ranks(self.launcher(job), entry, config, self.timeout_s, progress)
 
 
 def plan(
@@ -52,9 +51,13 @@ def plan(
     timeout: float,
     progress: Progress,
 ) -> Plan:
-    """Check the arguments of a start against one another and the machine, and clean up after kernels that are gone."""
-    if launcher != "mpi":
-        raise InvalidInput(f"launcher={launcher!r} is not known. Allowed: mpi.")
+    """Check the arguments of a start against one another and the machine, and clean up after kernels that are gone.
+
+    Raises:
+        InvalidInput: an argument that cannot be used.
+        StartError: there is no GPU, and one was asked for.
+    """
+    start_by = launcher_named(launcher)
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
         raise InvalidInput(f"timeout={timeout!r} cannot be used: it must be a number of seconds above 0, such as 120.")
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
@@ -68,7 +71,8 @@ def plan(
         progress(f"besides, {other}", 0.0)
     size = sum(host.ranks for host in places) or here
     most = max((host.ranks for host in places), default=size)  # on one host
-    return Plan(size, kind, limit, threads or max(1, resources.cores() // most), float(timeout), places)
+    each = threads or max(1, resources.cores() // most)
+    return Plan(size, kind, limit, each, float(timeout), places, start_by)
 
 
 def others(device: str) -> list[str]:

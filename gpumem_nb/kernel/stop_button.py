@@ -1,4 +1,4 @@
-"""What happens when somebody presses stop: the ranks hear of it, the prompt comes back, and there is a way out."""
+"""What happens when somebody presses stop: the ranks are interrupted, the prompt comes back, and there is a way out."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..shared.errors import Interrupted
 from ..shared.ranklist import name_ranks
 
 AGAIN_S = 2.0
-"""Two interrupts within this time mean that the gentle way does not do."""
+"""Two interrupts within this time mean that interrupting the ranks does not help."""
 
 
 class InterruptTracker:
     """Remembers when stop was pressed last.
 
     Attributes:
-        in_vain: whether some ranks did not stop then.
+        in_vain: whether some ranks did not stop at the latest interrupt.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class InterruptTracker:
             self._last_s = time.monotonic()
         self.in_vain = not stopped
         if stopped and not again:
-            return Interrupted("Interrupted. The ranks stopped what they did and are ready.")
+            return Interrupted("Interrupted. The ranks stopped what they were doing and are ready.")
         waiting = busy()
         state = "The ranks are ready."
         if waiting:
@@ -62,7 +62,12 @@ class InterruptTracker:
 
 
 def finish_anyway(work: Callable[[], None], name: str) -> None:
-    """Do something that must be finished: an interrupt gives up the waiting, and the work goes on on its thread."""
+    """Do something that must be finished: after an interrupt it goes on, on a thread of its own.
+
+    Raises:
+        KeyboardInterrupt: stop was pressed while waiting for it.
+        Exception: whatever ``work`` raised.
+    """
     news: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run() -> None:

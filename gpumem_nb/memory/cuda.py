@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from ..internals import torch_internals
 from ..shared.errors import InvalidInput, SetupError
 from ..shared.messages import DeviceUse, Reading
 from ..shared.units import format_bytes
@@ -119,7 +120,7 @@ class CudaDevice:
 
 def record_allocations(enabled: bool) -> None:
     """Let torch's allocator keep or forget a history of allocations and releases, with their Python stacks."""
-    torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python", max_entries=MOST_ENTRIES)
+    torch_internals.record_allocations(enabled, MOST_ENTRIES)
 
 
 def write_snapshot(path: str) -> None:
@@ -129,7 +130,7 @@ def write_snapshot(path: str) -> None:
         InvalidInput: the file cannot be written.
     """
     try:
-        torch.cuda.memory._dump_snapshot(path)
+        torch_internals.dump_allocations(path)
     except OSError as error:
         raise InvalidInput(
             f"The snapshot cannot be written to {path}: {error.strerror}. Name a file such as step.pickle in a folder "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..internals.torch_internals import address
 from ..shared.categories import CATEGORIES
 from ..shared.errors import InvalidInput
 from ..shared.messages import Ledger
@@ -143,7 +144,7 @@ def _claim_all(recorder: Recorder) -> set[int]:
     params = [param for module in _modules() for param in module.parameters()]
     recorder.claim_model(params, state)
     values = [value for of_param in state.values() for value in of_param.values() if isinstance(value, Tensor)]
-    return {tensor.untyped_storage()._cdata for tensor in [*params, *values]}
+    return {address(tensor.untyped_storage()) for tensor in [*params, *values]}
 
 
 def _left(births: list[Birth]) -> Iterator[Left]:
@@ -151,8 +152,8 @@ def _left(births: list[Birth]) -> Iterator[Left]:
     places = {birth.address for birth in largest}
     tensors: dict[int, Tensor] = {}
     for tensor in tensors_of_this_process():
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in places:
-            tensors.setdefault(tensor.untyped_storage()._cdata, tensor)
+        if tensor.layout is torch.strided and address(tensor.untyped_storage()) in places:
+            tensors.setdefault(address(tensor.untyped_storage()), tensor)
     ways = dict(zip(tensors, Holders({}).ways(list(tensors.values())), strict=True))
     for birth in largest:
         way = ways.get(birth.address)

@@ -31,12 +31,12 @@ def place(ledger: Ledger) -> str:
 
 
 def share(size: int, of: int) -> str:
-    """A part in percent; ``n/a`` of nothing."""
+    """A part in percent; ``n/a`` when the whole is 0."""
     return f"{size / of:.1%}".replace("%", " %") if of else "n/a"
 
 
 def category_table(rank: int, ledger: Ledger) -> Table:
-    """Category, bytes, share and meaning, in stacking order from top to bottom, of what is there."""
+    """Each category present, with its bytes, share and meaning, in stacking order from top to bottom."""
     rows = [
         (name, format_bytes(ledger.at_peak[name]), share(ledger.at_peak[name], ledger.peak), MEANING[name])
         for name in reversed(CATEGORIES)
@@ -69,12 +69,12 @@ def ranks_by_category(worst_first: Mapping[int, Ledger]) -> Table:
         rows.append(row(UNEXPLAINED, missing))
     rows.append(row("live peak", [ledger.peak for ledger in shown.values()]))
     rows.append(("in", *map(place, shown.values())))
-    title = "At the peak of the latest step that was looked into"
+    title = "At the peak of the latest recorded step"
     return Table(title, ("category", *shown), tuple(rows), frozenset({"category"}))
 
 
 def by_module(ledger: Ledger) -> list[tuple[str, str, int]]:
-    """The whole peak as ``(module, category, bytes)``, largest first; what belongs to no module under that name."""
+    """The whole peak as ``(module, category, bytes)``, largest first; ``(no module)`` for what belongs to none."""
     rest = defaultdict(int, {name: ledger.at_peak.get(name, 0) for name in ledger.at_peak})
     for _, category, size in ledger.modules:
         rest[category] -= size
@@ -86,7 +86,7 @@ def by_module(ledger: Ledger) -> list[tuple[str, str, int]]:
 
 
 def by_outer_module(ledger: Ledger) -> dict[str, dict[str, int]]:
-    """Bytes by module and category; inner modules count with those that they lie in, as far as there are too many."""
+    """Bytes by module and category; inner modules count with their parents where there would be too many."""
     entries = by_module(ledger)
     depth = max((module.count(".") + 1 for module, _, _ in entries), default=1)
     while len(found := _by_path(entries, depth)) > MOST_ROWS and depth > 1:
@@ -105,7 +105,7 @@ def module_table(rank: int, ledger: Ledger) -> Table:
 
 
 def _by_path(entries: Iterable[tuple[str, str, int]], depth: int) -> dict[str, dict[str, int]]:
-    """Bytes by module, of whose path so many names count, and category."""
+    """Bytes by category and module, whose path is cut to ``depth`` names."""
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for module, category, size in entries:
         found[".".join(module.split(".")[:depth])][category] += size
@@ -118,7 +118,7 @@ def _in_words(sizes: Mapping[str, int]) -> str:
 
 
 def parts(timeline: Timeline, most: int = MOST_PARTS) -> list[Span]:
-    """The step in few parts: spans of one phase in modules that begin alike are joined, no further than needed."""
+    """The step in few parts: spans of one phase in modules with a common parent are joined, as far as needed."""
     deepest = max((span.module.count(".") + 1 for span in timeline.spans), default=0)
     shortest_ms = timeline.step_s * 1000 * _TOO_SHORT
     found: list[Span] = []
@@ -130,7 +130,7 @@ def parts(timeline: Timeline, most: int = MOST_PARTS) -> list[Span]:
 
 
 def joined(spans: Sequence[Span], depth: int, shortest_ms: float = 0.0) -> list[Span]:
-    """Spans that follow each other in one phase and in one module, of whose path so many names count."""
+    """Consecutive spans of one phase and one module are joined; module paths are cut to ``depth`` names."""
     found: list[Span] = []
     for span in spans:
         module = ".".join(span.module.split(".")[:depth])
@@ -147,7 +147,7 @@ def joined(spans: Sequence[Span], depth: int, shortest_ms: float = 0.0) -> list[
 
 
 def highest(timeline: Timeline, span: Span) -> int:
-    """The highest live bytes in a part of a recorded step; between two changes they stay as they are."""
+    """The highest live bytes in a part of a recorded step; they are constant between two changes."""
     first = max(0, bisect_right(timeline.time_ms, span.begin_ms) - 1)
     last = max(first + 1, bisect_left(timeline.time_ms, span.end_ms))
     return max(
@@ -156,7 +156,7 @@ def highest(timeline: Timeline, span: Span) -> int:
 
 
 def timeline_table(timeline: Timeline) -> Table:
-    """The parts of a recorded step in order, with when, how long and how high."""
+    """The parts of a recorded step in order, each with its begin, duration and highest live bytes."""
     peaks = [(span, highest(timeline, span)) for span in parts(timeline)]
     top = max(peaks, key=lambda entry: entry[1], default=None)
     rows = tuple(

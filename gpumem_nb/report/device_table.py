@@ -24,7 +24,7 @@ _WORDS = {
 
 
 def device_table(uses: Sequence[tuple[int, int | None, DeviceUse]]) -> Table:
-    """Rank, bytes that its allocator has reserved, and NVML's account of the device."""
+    """A row for each rank with NVML's account of its device; ``uses``: rank, reserved bytes, what NVML said."""
     headings = (
         *("rank", "device used", "this process", "context, libraries", "other processes", "not explained"),
         *("utilisation", "temperature", "power", "clock"),

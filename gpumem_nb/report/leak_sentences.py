@@ -1,4 +1,4 @@
-"""Memory that ranks keep from step to step, in words. All leaks here have the same holder, each on another rank."""
+"""Memory that ranks keep from step to step, in words. The leaks of one call have the same holder on different ranks."""
 
 from __future__ import annotations
 
@@ -26,4 +26,5 @@ def what(leak: Leak) -> str:
     dtype, shape = leak.dtype.removeprefix("torch."), "×".join(map(str, leak.shape))
     tensor = f"a {dtype} tensor of {shape}" if shape else f"a {dtype} number"
     made_at = f", made at {leak.made_at}" if leak.made_at else ""
-    return f"The largest of a step is {tensor} ({format_bytes(leak.tensor_bytes)}{made_at}), held by {leak.holder}."
+    about = f"{tensor} ({format_bytes(leak.tensor_bytes)}{made_at})"
+    return f"The largest part of that is {about}, held by {leak.holder}."

@@ -30,7 +30,7 @@ FRAMES = (*VIEWS, "timeline")
 
 _LIVE = "Live is held by tensors; a peak is the highest since the last reset."
 _RESERVED = (
-    "Reserved is more than live: the caching allocator rounds sizes up and keeps what was freed for later, maybe in "
+    "Reserved is more than live: the caching allocator rounds sizes up and keeps freed memory for later, some of it in "
     "pieces too small to use (reserved − live)."
 )
 _DEVICE = (
@@ -40,14 +40,14 @@ _VIRTUAL = (
     "Virtual: CPU tensors accounted as on a GPU; reserved is modelled after the CUDA caching allocator and is all that "
     "a virtual device has in use."
 )
-_NOT_READ = "n/a could not be read."
-_NO_LEDGER = "What the bytes are made of is known once a step was trained: %hvd_train."
+_NOT_READ = "n/a means that it could not be read."
+_NO_LEDGER = "What the bytes are made of is known once a step has been trained: %hvd_train."
 _TENSORS_ONLY = "Only tensors were seen: memory inside operators is missing from the categories."
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's device and what it read; ``ledger`` is of the latest step that was looked into."""
+    """One rank's device and what it read; ``ledger`` is that of the latest recorded step."""
 
     info: RankInfo
     reading: Reading
@@ -61,7 +61,7 @@ class RankMemory:
 
     @property
     def fragmentation(self) -> int | None:
-        """Reserved, but not held by any tensor."""
+        """Bytes that are reserved but not held by any tensor."""
         return None if self.reading.reserved_bytes is None else self.reading.reserved_bytes - self.reading.live_bytes
 
     @property
@@ -96,6 +96,9 @@ class MemoryReport:
 
     ``by`` chooses what the peak is broken down into when the report is shown: the worst rank's categories (``None``),
     those of all ranks (``category``), or the worst rank's modules (``module``). ``timelines`` are recorded steps.
+
+    Raises:
+        InvalidInput: ``by`` is none of these.
     """
 
     ranks: tuple[RankMemory, ...]
@@ -107,7 +110,7 @@ class MemoryReport:
 
     @property
     def worst(self) -> RankMemory | None:
-        """The rank whose looked-into peak is the largest share of its limit; ``None`` before any was looked into."""
+        """The rank whose recorded peak is the largest share of its limit; ``None`` before any was recorded."""
         return next(iter(self._worst_first), None)
 
     @property
@@ -127,6 +130,9 @@ class MemoryReport:
         Args:
             by: ``None`` for one row per rank, ``category`` or ``module`` for what the peaks are made of, ``timeline``
                 for the recorded steps.
+
+        Raises:
+            InvalidInput: ``by`` is none of these.
         """
         if by is None:
             return _frame([self._row(rank) for rank in self.ranks], _RANK_COLUMNS)
@@ -140,7 +146,7 @@ class MemoryReport:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Why the numbers differ, and what each rank's readings lack."""
+        """Why the numbers differ, and which readings are missing and why."""
         lacking = any(value is None for rank in self.ranks for value in rank.byte_values.values())
         return (
             *why_they_differ([rank.info for rank in self.ranks]),
@@ -151,7 +157,7 @@ class MemoryReport:
 
     @property
     def breakdown(self) -> tuple[Table, ...]:
-        """What the peaks are made of, as far as a step was looked into."""
+        """What the peaks are made of, as far as a step was recorded."""
         worst, timeline = self.worst, self.worst_timeline
         tables = []
         if timeline:
@@ -223,7 +229,11 @@ def why_they_differ(ranks: Sequence[RankInfo]) -> tuple[str, ...]:
 
 
 def check_view(by: object) -> None:
-    """Refuse what a peak cannot be broken down into."""
+    """Refuse what a peak cannot be broken down into.
+
+    Raises:
+        InvalidInput: neither ``None`` nor one of ``VIEWS``.
+    """
     if by is not None and by not in VIEWS:
         raise InvalidInput(f"by={by!r} is not known: {nearest(str(by), VIEWS)}.")
 

@@ -1,4 +1,4 @@
-"""What a session says about itself: who runs where doing what, and what was saved or resumed."""
+"""A session's status in words, and what was saved or resumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Status:
     others: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """The same for programs."""
+        """The same as JSON, for programs."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def __str__(self) -> str:
@@ -63,11 +63,11 @@ class Status:
 
 
 def describe_ledger(every: int | str, cost: float | None) -> str:
-    """How often steps are looked into (``never`` or one in that many), and the share of time that it costs."""
+    """How often steps are recorded (``never``, or one in ``every``), and the share of time that it costs."""
     if every == "never":
-        return "ledger: no step is looked into (%hvd_set ledger_steps=20)"
+        return "ledger: no step is recorded (%hvd_set ledger_steps=20 records one in 20)"
     costs = "" if cost is None else f", which costs {cost:.1%} of the time"
-    return f"ledger: one step in {every} is looked into{costs}"
+    return f"ledger: one step in {every} is recorded{costs}"
 
 
 @dataclass(frozen=True)

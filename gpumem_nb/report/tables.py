@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
+from itertools import zip_longest
 
 # JupyterLab's theme variables, with values for viewers that have none.
 _TABLE_STYLE = (
@@ -12,22 +13,32 @@ _TABLE_STYLE = (
     "border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 4px 0 8px"
 )
 _CAPTION_STYLE = "color: var(--jp-ui-font-color1, inherit); text-align: left; font-weight: 600; padding: 4px 8px"
+_CELL_STYLE = "padding: 2px 8px; border-bottom: 1px solid var(--jp-border-color2, currentColor); white-space: pre-line"
 _NOTE_STYLE = "color: var(--jp-ui-font-color2, inherit); margin: 4px 8px"
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells in words; the columns named in ``words`` are set to the left, all others to the right."""
+    """Rows of cells in words, which may have several lines.
+
+    Attributes:
+        title: above the table; may be empty.
+        headings: of the columns.
+        rows: as many cells each as there are headings.
+        words: headings of the columns that are set to the left; all others are set to the right.
+        colours: the CSS colour of cells that say exactly this, in a notebook only.
+    """
 
     title: str
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: frozenset[str]
+    colours: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [self.headings, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ["  ".join(self._padded(*cell) for cell in enumerate(zip(line, widths, strict=True))) for line in lines]
+        rows = [line for row in (self.headings, *self.rows) for line in _lines(row)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        text = ["  ".join(self._padded(*cell) for cell in enumerate(zip(row, widths, strict=True))) for row in rows]
         return "\n".join(([self.title] if self.title else []) + [line.rstrip() for line in text])
 
     def html(self) -> str:
@@ -49,9 +60,15 @@ class Table:
     def _cells(self, row: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         """Each cell with its style."""
         for cell, heading in zip(row, self.headings, strict=True):
-            side = "left" if heading in self.words else "right"
-            border = "1px solid var(--jp-border-color2, currentColor)"
-            yield cell, f"text-align: {side}; padding: 2px 8px; border-bottom: {border}"
+            style = f"text-align: {'left' if heading in self.words else 'right'}; {_CELL_STYLE}"
+            if colour := self.colours.get(cell):
+                style += f"; color: {colour}; font-weight: 600"
+            yield cell, style
+
+
+def _lines(row: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The lines of text that a row takes."""
+    return zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
 
 
 def notes_html(sentences: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ PATIENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WaitReport:
-    """What ranks do and what others wait in, in words, and for how many seconds that has lasted."""
+    """What some ranks do and what others wait for, in words, and for how many seconds already."""
 
     text: str
     seconds: float
@@ -28,7 +28,7 @@ class WaitReport:
 
 
 def now(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> WaitReport | None:
-    """What takes long, and who waits for whom; nothing when requests are answered fast.
+    """What takes long, and who waits for whom; ``None`` when requests are answered fast.
 
     Args:
         pulses: of the ranks that work on something for more than a second.
@@ -47,7 +47,7 @@ def now(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> WaitR
 def ended(
     apart: Mapping[int, Apart], pulses: Mapping[int, Pulse], pending: Sequence[int], size: int
 ) -> WaitReport | None:
-    """Who waited for whom until the ranks came apart; nothing when nobody had waited. ``apart``: who has said so."""
+    """Who waited for whom until the ranks came apart; ``None`` when none had waited. ``apart``: who said so."""
     waiting = {rank: pulse.waiting for rank, pulse in pulses.items()} | {rank: of.left for rank, of in apart.items()}
     doing = _doing(pulses, pending, size) | {rank: f"in {of.doing}" for rank, of in apart.items()}
     wait_report = _wait_report(waiting, doing, 0.0, _PAST)
@@ -55,7 +55,7 @@ def ended(
 
 
 def out_of_reach(pulses: Mapping[int, Pulse], limit_s: float) -> bool:
-    """Whether ranks still wait although they should have been freed: some rank takes no part in anything."""
+    """Whether ranks wait although they should have been freed, because some rank takes part in nothing."""
     return any(pulse.waiting and pulse.waiting.seconds > limit_s + PATIENCE_S for pulse in pulses.values())
 
 
@@ -64,7 +64,7 @@ _PAST = (("was", "were"), ("waited", "waited"))
 
 
 def _doing(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> dict[int, str]:
-    doing = {rank: "without a sign of life" if rank in pending else "without work" for rank in range(size)}
+    doing = {rank: "not responding" if rank in pending else "idle" for rank in range(size)}
     fresh = {rank: pulse for rank, pulse in pulses.items() if time.time() - pulse.time_s < PATIENCE_S}
     return doing | {rank: f"in {pulse.doing}" for rank, pulse in fresh.items()}
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class GpumemError(Exception):
     """Base of all deliberate errors: one sentence of what was wrong, one of what to do."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """They travel between processes: made again as they are, because constructors do not take what they made."""
+        return _made_again, (type(self), self.args), vars(self)
+
     def _render_traceback_(self) -> list[str]:
-        """IPython shows this in place of a traceback: where in the toolkit it was raised helps nobody."""
+        """IPython shows this instead of a traceback: where in the toolkit it was raised does not help the user."""
         return [f"{type(self).__name__}: {self}"]
+
+
+def _made_again(kind: type[GpumemError], args: tuple[Any, ...]) -> GpumemError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class InvalidInput(GpumemError, ValueError):
@@ -19,7 +30,7 @@ class InvalidInput(GpumemError, ValueError):
 
 
 class SetupError(GpumemError):
-    """A part the toolkit stands on is missing or broken; the message names the command that mends it."""
+    """Something that the toolkit needs is missing or broken; the message names the command that repairs it."""
 
 
 class StartError(GpumemError):
@@ -27,7 +38,7 @@ class StartError(GpumemError):
 
 
 class NoSession(GpumemError):
-    """Nothing runs yet (or any more)."""
+    """No ranks are running: they have not been started, or were stopped."""
 
     def __init__(self) -> None:
         super().__init__("No ranks are running. Start some with %hvd_start 4 (or gpumem_nb.start(4)).")

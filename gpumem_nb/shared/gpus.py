@@ -117,7 +117,7 @@ def whole(device: Any) -> Any:
 def computing(device: Any) -> dict[int, int | None]:
     """The processes that compute on a device, and the bytes each holds there; ``None`` where NVML does not tell.
 
-    Drivers that give a container its own process numbers say 0 bytes for each (reported of 560); nobody holds none.
+    Drivers that give a container its own process numbers say 0 bytes for each (reported of 560); 0 means not reported.
     """
     return {each.pid: each.usedGpuMemory or None for each in pynvml.nvmlDeviceGetComputeRunningProcesses(device)}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from .settings import Settings
 
@@ -99,7 +98,7 @@ class Sample:
     ``time_s`` counts from the session's start, ``step_s`` is the step's duration, bytes are as in :class:`Reading`
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
     first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
-    ``ledger`` is there for the steps that were looked into.
+    ``ledger`` is there for the steps whose memory was recorded.
     """
 
     rank: int
@@ -116,6 +115,11 @@ class Sample:
     settings_id: int
     event: str = ""
     ledger: Ledger | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the step was done, and not discarded or undone."""
+        return self.event in ("", "flip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +203,7 @@ class Chunk:
 
     ``nudges`` counts the nudges sent before it: a later one ends the chunk at the next step boundary. A ``trial`` is
     one step that is measured and then undone on all ranks. ``snapshot`` is taken before the settings are applied.
-    One step in ``ledger_steps`` is looked into, and the first two under new settings; none with 0.
+    The memory of one step in ``ledger_steps`` is recorded, and of the first two under new settings; of none with 0.
     """
 
     settings: Settings
@@ -315,7 +319,14 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request gave, and whether the rank is still joined to the others (``None``)."""
+    """What a request gave, and whether the rank is still joined to the others (``apart`` is ``None``).
 
-    value: Any
+    ``content`` is a pickle of its own, so that the rest can be read where the content cannot: the value, or with
+    ``raised`` the exception that came instead of it (a :class:`GpumemError` or :class:`Raised`). ``kind`` says in words
+    what it is.
+    """
+
+    content: bytes
+    kind: str
     apart: Apart | None = None
+    raised: bool = False

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 
 from .errors import InvalidInput
+
+RankChoice = str | int | Sequence[int] | None
+"""Which ranks somebody means: ``"0,2-3"``, one number, several, or ``None`` for all."""
+_PART = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -19,12 +26,60 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
 
 
-def parse_ranks(text: str) -> list[int]:
-    """``"0,2-3"`` as ``[0, 2, 3]``."""
-    chosen: list[int] = []
+def choose_ranks(ranks: RankChoice, size: int) -> list[int] | None:
+    """The ranks that somebody chose among ``size``, in order and each once; ``None`` for all.
+
+    Raises:
+        InvalidInput: it cannot be read, or names a rank that is not there.
+    """
+    if ranks is None:
+        return None
+    if isinstance(ranks, str):
+        return parse_ranks(ranks, size)
+    whole = (int, Integral)
+    chosen = [ranks] if isinstance(ranks, whole) else ranks
+    if isinstance(ranks, Mapping | bytes) or not isinstance(chosen, Iterable):
+        raise _unreadable(ranks)
+    found: set[int] = set()
+    for rank in chosen:
+        if isinstance(rank, bool) or not isinstance(rank, whole):
+            raise _unreadable(ranks)
+        if not 0 <= rank < size:
+            raise _not_there(ranks, size)
+        found.add(int(rank))
+    if not found:
+        raise _not_there(ranks, size)
+    return sorted(found)
+
+
+def parse_ranks(text: str, size: int) -> list[int]:
+    """``"0,2-3"`` as ``[0, 2, 3]``, of ``size`` ranks.
+
+    Raises:
+        InvalidInput: it cannot be read, or names a rank that is not there.
+    """
+    chosen: set[int] = set()
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise InvalidInput(f"ranks={text!r} cannot be read. Write single ranks and ranges, such as 0 or 0,2-3.")
-        chosen.extend(range(int(first), int(last if dash else first) + 1))
-    return chosen
+        read = _PART.fullmatch(part.strip())
+        if read is None:
+            raise _unreadable(text)
+        first, last = int(read[1]), int(read[2] or read[1])
+        if first > last:
+            raise InvalidInput(f"ranks={text!r}: the range {first}-{last} runs backwards. Write {last}-{first}.")
+        if last >= size:
+            raise _not_there(text, size)
+        chosen.update(range(first, last + 1))
+    return sorted(chosen)
+
+
+def _unreadable(ranks: object) -> InvalidInput:
+    return InvalidInput(
+        f"ranks={reprlib.repr(ranks)} cannot be read. Write single ranks and ranges, such as 0 or 0,2-3."
+    )
+
+
+def _not_there(ranks: object, size: int) -> InvalidInput:
+    return InvalidInput(
+        f"ranks={reprlib.repr(ranks)}: there {'is' if size == 1 else 'are'} {name_ranks(range(size))}. "
+        "Try ranks 0 or 0,2-3."
+    )

@@ -1,4 +1,4 @@
-"""Bytes for people: reading sizes they type, printing sizes they read."""
+"""Numbers for people: reading sizes that they type, printing sizes and throughputs that they read."""
 
 from __future__ import annotations
 
@@ -53,3 +53,8 @@ def format_bytes(n: int | None) -> str:
             break
         value, unit = value / 1024, larger
     return f"{n} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def format_rate(value: float | None) -> str:
+    """A throughput for people; ``n/a`` for what is not known."""
+    return "n/a" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"

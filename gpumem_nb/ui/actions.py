@@ -1,4 +1,4 @@
-"""Doing what a control asks for, one after the other and away from the kernel's own threads."""
+"""What the panel's controls ask for is done in order, away from the kernel's own threads."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import queue
 from collections.abc import Callable
 
 from ..shared.errors import GpumemError
-from . import threads
 
 
 class Actions:
-    """Runs actions on a thread of its own: a step under way may take long, and the kernel must not wait for it.
+    """Actions that wait for the thread that calls :meth:`work`: a step under way may take long, and the kernel must not
+    wait for it.
 
     ``failed`` is told in words when an action was refused, ``done`` is called after each one.
     """
@@ -19,17 +19,17 @@ class Actions:
         self._failed = failed
         self._done = done
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        threads.start(self._work, "gpumem_nb panel actions")
 
     def submit(self, action: Callable[[], object]) -> None:
-        """Do this after what was asked for before."""
+        """Do this once everything submitted before is done."""
         self._queue.put(action)
 
     def close(self) -> None:
-        """End after what was asked for before."""
+        """End once everything submitted before is done."""
         self._queue.put(None)
 
-    def _work(self) -> None:
+    def work(self) -> None:
+        """Do what is asked for, in order, until :meth:`close`."""
         while action := self._queue.get():
             try:
                 action()

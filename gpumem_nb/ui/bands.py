@@ -10,17 +10,17 @@ import numpy as np
 
 from ..shared.categories import CATEGORIES
 from ..shared.messages import Ledger, Reading, Sample
-from .series import GOOD, MOST_LINES, Array
+from .series import MOST_LINES, Array
 
 STANDS_OUT = 0.05  # more than the median rank
-MOST_LEDGERS = 240  # points of each band; one step in twenty was looked into
+MOST_LEDGERS = 240  # points of each band; by default one step in twenty is recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The latest known peak of a rank in bytes.
 
-    ``ledger`` says what it is made of, once a step was looked into under the settings of now.
+    ``ledger`` says what it is made of, once a step was recorded under the current settings.
     """
 
     rank: int
@@ -30,40 +30,40 @@ class Peak:
 
     @property
     def share(self) -> float:
-        """Of the limit; where that is not known, only good for comparing ranks."""
+        """The peak as a share of the limit; where that is not known, in bytes, which only compares ranks."""
         return self.bytes / (self.limit or 1)
 
 
 def peaks(by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None]) -> list[Peak]:
-    """Of each rank that was heard of, in rank order."""
+    """The latest known peak of each rank that has reported, in rank order."""
     found = []
     for rank, (samples, reading) in enumerate(zip(by_rank, readings, strict=True)):
         limit = reading.limit_bytes if reading else None
-        newest = next((sample for sample in reversed(samples) if sample.event in GOOD), None)
+        newest = next((sample for sample in reversed(samples) if sample.done), None)
         if newest is None:
             if reading:
                 found.append(Peak(rank, reading.live_peak_bytes, limit, None))
             continue
-        looked = next((s for s in reversed(samples) if s.ledger and s.event in GOOD), newest)
-        ledger = looked.ledger if looked.settings_id == newest.settings_id else None
+        recorded = next((s for s in reversed(samples) if s.ledger and s.done), newest)
+        ledger = recorded.ledger if recorded.settings_id == newest.settings_id else None
         found.append(Peak(rank, ledger.peak if ledger else newest.live_peak_bytes, limit, ledger))
     return found
 
 
 def worst_first(found: Sequence[Peak]) -> list[Peak]:
-    """By share of the limit, in whole percent, so that ranks which are alike do not change places."""
+    """Sorted by share of the limit, in whole percent, so that similar ranks do not keep changing places."""
     top = max((peak.share for peak in found), default=0) or 1
     return sorted(found, key=lambda peak: (-round(100 * peak.share / top), peak.rank))
 
 
 def above_median(peak: Peak, found: Sequence[Peak]) -> float:
-    """How much more than the median rank's it is, as a part of that; 0 where it does not stand out."""
+    """How much larger than the median rank's it is, as a fraction of that; 0 where it does not stand out."""
     more = peak.bytes / max(1, statistics.median(other.bytes for other in found)) - 1
     return more if more >= STANDS_OUT else 0.0
 
 
 def shown(found: Sequence[Peak]) -> dict[str, Peak]:
-    """The ranks that get a bar each, by what is written under it."""
+    """The ranks that get a bar each, by the label under it."""
     if len(found) <= MOST_LINES:
         return {f"rank {peak.rank}": peak for peak in found}
     ordered = worst_first(found)
@@ -73,7 +73,7 @@ def shown(found: Sequence[Peak]) -> dict[str, Peak]:
 
 @dataclass(frozen=True, slots=True)
 class Bands:
-    """Bytes of each category at the peak, a row each in stacking order, at the steps that were looked into.
+    """Bytes of each category at the peak, a row each in stacking order, at the steps that were recorded.
 
     The last column repeats the one before it at the latest step.
     """
@@ -83,13 +83,13 @@ class Bands:
 
 
 def bands(samples: Sequence[Sample]) -> Bands:
-    """Of one rank, thinned out to the latest in each stretch of steps."""
-    good = [sample for sample in samples if sample.event in GOOD]
-    looked = [(sample.step, sample.ledger) for sample in good if sample.ledger]
-    if not looked:
+    """The bands of one rank, thinned out to the latest record in each stretch of steps."""
+    good = [sample for sample in samples if sample.done]
+    recorded = [(sample.step, sample.ledger) for sample in good if sample.ledger]
+    if not recorded:
         return Bands(np.empty(0), np.empty((len(CATEGORIES), 0)))
-    width = -(-(looked[-1][0] - looked[0][0] + 1) // MOST_LEDGERS)
-    kept = list({step // width: (step, ledger) for step, ledger in looked}.values())
+    width = -(-(recorded[-1][0] - recorded[0][0] + 1) // MOST_LEDGERS)
+    kept = list({step // width: (step, ledger) for step, ledger in recorded}.values())
     kept.append((good[-1].step, kept[-1][1]))
     live = [[ledger.at_peak.get(name, 0) for _, ledger in kept] for name in CATEGORIES]
     return Bands(np.array([step for step, _ in kept], dtype=np.float64), np.array(live, dtype=np.float64))

@@ -41,7 +41,7 @@ class Charts:
         seen: Series,
         marks: Sequence[Mark],
     ) -> None:
-        """Draw this; ``bands`` are the worst rank's."""
+        """Draw these values; ``bands`` are the worst rank's."""
         present = [reading for reading in readings if reading]
         bytes_now = [value for reading in present for value in (reading.live_peak_bytes, reading.reserved_bytes or 0)]
         top = max([1, int(seen.peak.max(initial=0)), *bytes_now, *(peak.bytes for peak in peaks)])
@@ -82,7 +82,7 @@ class Charts:
 
 
 def _part(peak: Peak, category: str | None) -> int | None:
-    """What a category takes of a peak; ``None`` stands for all of one that was not looked into."""
+    """What a category takes of a peak; ``None`` stands for all of one that was not recorded."""
     if category is None:
         return None if peak.ledger else peak.bytes
     # Nothing is 0 here: a gap would make plotly begin the stack anew above it.

@@ -7,8 +7,8 @@ from typing import Any
 
 import ipywidgets
 
-from ..session import Session
 from ..shared.settings import KNOBS
+from .steered import Steered
 
 _OWN = "own"
 _NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
@@ -23,7 +23,7 @@ class Controls:
         knobs, buttons: the boxes to show.
     """
 
-    def __init__(self, session: Session, ask: Callable[[Callable[[], object]], None]) -> None:
+    def __init__(self, session: Steered, ask: Callable[[Callable[[], object]], None]) -> None:
         self._session = session
         self._ask = ask
         self._asked: dict[str, int] = dict.fromkeys(KNOBS, 0)

@@ -15,7 +15,7 @@ _LETTER_WIDTH = 0.0125  # of a letter in a label, in widths of the chart; about 
 
 
 def titles(unit: str, virtual: str, worst: int, lines: Sequence[str]) -> list[dict[str, Any]]:
-    """One above each chart; ``virtual`` says so where memory is accounted and not a GPU's."""
+    """A title above each chart; ``virtual`` marks memory that is accounted, not a GPU's."""
     all_ranks = (
         "" if len(lines) == 1 else "; lines: all ranks" if lines[0] == "rank 0" else "; lines: highest to lowest"
     )
@@ -33,12 +33,12 @@ def titles(unit: str, virtual: str, worst: int, lines: Sequence[str]) -> list[di
 
 
 def limit_lines(limits: Sequence[float]) -> list[dict[str, Any]]:
-    """Across the chart of peaks; the bars have a limit each."""
+    """Lines across the chart of peaks; in the bars' chart each bar has its own limit."""
     return [_line("x2 domain", 0, 1, "y2", limit, limit, VERMILION, "solid", 3) for limit in limits]
 
 
 def limits_out_of_sight(limits: Sequence[int], top: int) -> list[dict[str, Any]]:
-    """A limit far above everything, told in words over the bars."""
+    """Limits far above everything drawn, named over the bars."""
     text = ", ".join(f"{format_bytes(limit)} (at {top / limit:.0%})" for limit in limits)
     place = {"showarrow": False, "x": 1, "y": 1, "xanchor": "right", "yanchor": "top", "font": {"size": 14}}
     note = {"text": f"limit ↑ {text}", "xref": "x domain", "yref": "y domain", **place}
@@ -46,7 +46,7 @@ def limits_out_of_sight(limits: Sequence[int], top: int) -> list[dict[str, Any]]
 
 
 def mark_lines(marks: Sequence[Mark]) -> list[dict[str, Any]]:
-    """One through every chart over time."""
+    """A line through every chart over time for each mark."""
     return [
         _line(f"x{axes}", mark.step, mark.step, f"y{axes} domain", 0, 1, *_look(mark))
         for mark in marks
@@ -55,7 +55,7 @@ def mark_lines(marks: Sequence[Mark]) -> list[dict[str, Any]]:
 
 
 def mark_labels(marks: Sequence[Mark], first: float, last: float) -> list[dict[str, Any]]:
-    """At the top of the widest chart, which shows these steps; on the free level where they cover least of others."""
+    """Labels at the top of the widest chart, each on the level where it covers least of the others."""
     place = {"xref": "x2", "yref": "y2 domain", "yanchor": "top", "showarrow": False}
     look = {"font": {"size": 13}, "bgcolor": "white", "borderpad": 0}  # the style sheet has the theme's colour for it
     taken_to = [-1.0] * _LABEL_LEVELS

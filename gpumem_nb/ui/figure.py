@@ -7,31 +7,13 @@ from typing import Any
 
 from plotly import graph_objects as go
 
+from ..internals.plotly_internals import LiveFigure
 from .style import DASHES, GREY, LOOKS, RANK_COLOURS, UNKNOWN, VERMILION
 
 HEIGHT_PX = 740
 COLUMNS = ((0.0, 0.29), (0.36, 0.65), (0.72, 1.0))  # where they begin and end, of the figure's width
 UPPER, LOWER = (0.43, 0.91), (0.04, 0.31)
 OVER_TIME = ("2", "3", "4", "5")  # the axes whose x is the optimizer step
-
-
-class LiveFigure(go.FigureWidget):  # type: ignore[misc]
-    """A figure that a page which is loaded again shows as it is now; plotly's own tells what it was at first."""
-
-    _complete = False
-
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._complete = True
-
-    def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
-        """What the browser is told; everything when it asks for everything."""
-        state: dict[str, Any] = super().get_state(key, drop_defaults)
-        if key is None and self._complete:
-            to_json = self.trait_metadata("_widget_data", "to_json")
-            state["_widget_data"] = to_json(self._data, self)
-            state["_widget_layout"] = to_json(self._layout_obj._props, self)
-        return state
 
 
 def make_figure(names: Sequence[str], real: bool) -> LiveFigure:
@@ -44,7 +26,7 @@ def make_figure(names: Sequence[str], real: bool) -> LiveFigure:
 
 
 def _stacks() -> list[Any]:
-    """For each category what it takes of the ranks' peaks, and one for peaks that were not looked into."""
+    """A trace for each category with its share of the ranks' peaks, and one for peaks that were not recorded."""
     looks = LOOKS | {"categories not known yet": UNKNOWN}
     return [
         go.Bar(
@@ -80,7 +62,7 @@ def _truths(real: bool) -> list[Any]:
 
 
 def _bands() -> list[Any]:
-    """The worst rank's categories over steps; what a step was made of holds until the next one was looked into."""
+    """The worst rank's categories over steps; what a step was made of holds until the next one was recorded."""
     return [
         go.Scatter(
             name=name,
@@ -99,7 +81,7 @@ def _bands() -> list[Any]:
 
 
 def _peak_lines(names: Sequence[str]) -> list[Any]:
-    """Thin and told apart by their dashes only: the colours here are those of the categories."""
+    """Thin, and distinguished by their dashes only: the colours are those of the categories."""
     return [
         go.Scatter(
             name=name,

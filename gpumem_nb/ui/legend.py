@@ -30,7 +30,7 @@ def key(worst: Peak | None) -> str:
             f"{escape(name)} {number}</li>"
         )
     if ledger is None:
-        items.append(f"<li><i style='background: {UNKNOWN.css}'></i>not looked into yet</li>")
+        items.append(f"<li><i style='background: {UNKNOWN.css}'></i>not recorded yet</li>")
     return f"<ul class='gpumem-key'>{''.join(items)}</ul>"
 
 

@@ -28,7 +28,7 @@ _ROOT = "peak"
 
 
 def show_figures(report: MemoryReport) -> None:
-    """Show what a report has to draw; a terminal has its text."""
+    """Show the report's figures; a terminal gets its text only."""
     if getattr(get_ipython(), "kernel", None) is None:
         return
     figures = []
@@ -43,7 +43,7 @@ def show_figures(report: MemoryReport) -> None:
 
 
 def timeline_figure(timeline: Timeline) -> go.Figure:
-    """Live bytes of the categories over a step's milliseconds, its parts below, and the peak named."""
+    """Live bytes by category over a step's milliseconds, with its parts below and the peak labelled."""
     ends = [*timeline.time_ms, max(span.end_ms for span in timeline.spans)] if timeline.spans else timeline.time_ms
     traces = [_area(name, ends, timeline.live[name]) for name in CATEGORIES if any(timeline.live.get(name, ()))]
     traces += [_strip("phase", joined(timeline.spans, 0)), _strip("module", parts(timeline, _MOST_BOXES))]
@@ -138,7 +138,7 @@ def _area(name: str, ends: Any, live: tuple[int, ...]) -> Any:
 
 
 def _strip(row: str, spans: Sequence[Span]) -> Any:
-    """A row of boxes over time; each with its name, as far as that fits."""
+    """A row of boxes over time, each with its name where that fits."""
     return go.Bar(
         orientation="h",
         y=[row] * len(spans),

@@ -9,7 +9,6 @@ from typing import Any
 
 import ipywidgets
 
-from ..session import Session
 from ..shared.messages import Sample
 from . import legend, threads, wording
 from .actions import Actions
@@ -18,6 +17,7 @@ from .charts import Charts
 from .controls import Controls
 from .region import Region
 from .series import marks, series
+from .steered import Steered
 from .style import CSS
 
 REFRESH_S = 0.25
@@ -28,12 +28,14 @@ _log = logging.getLogger(__name__)
 class Panel:
     """Shows a session and steers it; made by ``session.panel()``, shown by being the last expression of a cell.
 
+    It lives from :meth:`watch` on: until then it shows nothing new and does nothing that its controls ask for.
+
     Attributes:
         closed: whether :meth:`close` was called.
         view: the widget that holds everything.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Steered) -> None:
         self._session = session
         self._actions = Actions(self._refused, self._refresh)
         self._refreshing = threading.RLock()
@@ -44,8 +46,8 @@ class Panel:
         self._sidecar: Any = None
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
+        self._worker: threading.Thread | None = None
         self.view = threads.make(self._make)
-        self.watch()
 
     @property
     def closed(self) -> bool:
@@ -74,7 +76,9 @@ class Panel:
                     widget.close()
 
     def watch(self) -> None:
-        """Keep the panel up to date until it is closed or the session ends."""
+        """Keep the panel up to date until it is closed or the session ends, and do what its controls ask for."""
+        if self._worker is None:
+            self._worker = threads.start(self._actions.work, "gpumem_nb panel actions")
         if self._watcher is None or not self._watcher.is_alive():
             self._shown = ()
             self._watcher = threads.start(self._watch, "gpumem_nb panel")

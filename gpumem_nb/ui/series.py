@@ -13,7 +13,6 @@ from ..shared.messages import Sample
 from ..shared.settings import Settings
 
 Array = NDArray[np.float64]
-GOOD = ("", "flip")
 MOST_POINTS = 300
 MOST_LINES = 8  # more ranks are drawn as the highest, the median and the lowest of them at each point
 MOST_MARKS = 8
@@ -42,7 +41,7 @@ class Series:
 
 def series(by_rank: Sequence[Sequence[Sample]]) -> Series:
     """Finished steps, thinned out: the highest peak and the mean of all else within each bucket of equal size."""
-    good = [[sample for sample in samples if sample.event in GOOD] for samples in by_rank]
+    good = [[sample for sample in samples if sample.done] for samples in by_rank]
     length = min(map(len, good), default=0)
     if not length:
         none = np.empty((len(lines(len(good))), 0))
@@ -71,7 +70,7 @@ def series(by_rank: Sequence[Sequence[Sample]]) -> Series:
 
 
 def lines(ranks: int) -> list[str]:
-    """What the rows of a :class:`Series` are."""
+    """Names of the rows of a :class:`Series`."""
     return [f"rank {rank}" for rank in range(ranks)] if ranks <= MOST_LINES else ["highest rank", "median", "lowest"]
 
 
@@ -89,7 +88,7 @@ class Mark:
 
 
 def marks(by_rank: Sequence[Sequence[Sample]], settings: Callable[[int], Settings | None]) -> list[Mark]:
-    """The latest flips and failures, as the samples tell them: a flip stands at its first step."""
+    """The latest flips and failures, found in the samples: a flip is marked at its first step."""
     found: dict[int, Mark] = {}
     before: Settings | None = None
     for at_once in zip(*by_rank, strict=False):
@@ -97,7 +96,7 @@ def marks(by_rank: Sequence[Sequence[Sample]], settings: Callable[[int], Setting
         now = settings(first.settings_id)
         flipped = before is not None and now is not None and now is not before
         text = short(before, now) if flipped and before and now else ""
-        kinds = {sample.event for sample in at_once}.difference(GOOD)
+        kinds = {sample.event for sample in at_once if not sample.done}
         if kinds:
             text = " ".join(filter(None, ("OOM" if "oom" in kinds else "failed", text)))
         if text:

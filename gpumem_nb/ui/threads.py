@@ -8,23 +8,22 @@ from typing import TypeVar
 
 from IPython.core.getipython import get_ipython
 
+from ..internals.ipykernel_internals import speak_for_no_request
+
 Made = TypeVar("Made")
 
 
 def start(work: Callable[[], None], name: str) -> threading.Thread:
     """Run ``work`` on a thread that sends widget messages in nobody's name.
 
-    ipykernel from 7.4 on delivers what a person does to a widget to whoever last sent something to it, and takes a
-    plain thread for the cell that runs: a control would wait for the cell to end.
+    ipykernel delivers what a person does to a widget to whoever last sent something to it, and takes a plain thread for
+    the cell that runs: a control would wait for the cell to end.
     """
 
     def run() -> None:
         kernel = getattr(get_ipython(), "kernel", None)
         if kernel is not None:
-            from ipykernel.kernelbase import Kernel
-
-            # The base class's method: the shell's own would redirect what the running cell prints.
-            Kernel.set_parent(kernel, [], {})  # type: ignore[no-untyped-call]
+            speak_for_no_request(kernel)
         work()
 
     thread = threading.Thread(target=run, name=name, daemon=True)

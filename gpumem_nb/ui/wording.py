@@ -6,17 +6,17 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
-from ..kernel.history import Effect, History, format_rate
+from ..kernel.history import History
 from ..report import leak_sentences
 from ..report.breakdown import place
+from ..report.configurations import Effect
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
-from ..session import Session
 from ..shared.messages import Leak, RankInfo, Reading, Sample
-from ..shared.units import format_bytes
+from ..shared.units import format_bytes, format_rate
 from .advice import FIXED, easing, in_words
 from .bands import Peak, above_median, worst_first
-from .series import GOOD
+from .steered import Steered
 
 PATIENCE_S = 2.0  # an answer that takes longer is worth a word
 _MOST_HINTS = 2
@@ -24,8 +24,8 @@ _WORTH_A_WORD = 0.1  # of the peak
 _LATEST_STEPS = 10  # what "now" means for speed and step time
 
 
-def status(session: Session, silent_s: float) -> str:
-    """What is happening, and what is being waited for; ``silent_s`` is the time since ranks were last heard of."""
+def status(session: Steered, silent_s: float) -> str:
+    """What is happening, and what is being waited for; ``silent_s`` is the time since ranks last reported."""
     ranks = f"{session.size} ranks" if session.size > 1 else "1 rank"
     workload, steps = session.workload, session.history.steps
     if session.ended:
@@ -36,7 +36,7 @@ def status(session: Session, silent_s: float) -> str:
         return f'{_sentence(wait_report.text)} <small aria-hidden="true">{wait_report.seconds:.0f} s</small>'
     if (waiting := session.waiting_for) and silent_s > PATIENCE_S:
         named = ", ".join(map(str, waiting))
-        why = "their step takes long, or a cell runs there" if len(waiting) > 1 else "it may be busy with a cell"
+        why = "their step takes long, or a cell is running there" if len(waiting) > 1 else "it may be busy with a cell"
         return (
             f"Waiting for rank{'s' * (len(waiting) > 1)} {named}: {why} "
             f'<small aria-hidden="true">{silent_s:.0f} s</small>'
@@ -55,9 +55,9 @@ def _sentence(text: str) -> str:
     return f"{escape(text[:1].upper() + text[1:])}."
 
 
-def tiles(session: Session, samples: Sequence[Sequence[Sample]], readings: Sequence[Reading | None]) -> str:
-    """The numbers to read from the back row."""
-    latest = [[sample for sample in of_rank if sample.event in GOOD][-_LATEST_STEPS:] for of_rank in samples]
+def tiles(session: Steered, samples: Sequence[Sequence[Sample]], readings: Sequence[Reading | None]) -> str:
+    """The few numbers that are shown large."""
+    latest = [[sample for sample in of_rank if sample.done][-_LATEST_STEPS:] for of_rank in samples]
     now = latest[0][-1].settings_id if latest and latest[0] else None
     latest = [[sample for sample in of_rank if sample.settings_id == now] for of_rank in latest]
     speed = step_s = loss = None
@@ -89,7 +89,7 @@ def _worst(readings: Sequence[Reading | None]) -> tuple[str, str]:
     ), f", {worst.live_peak_bytes / worst.limit_bytes:.0%} of {format_bytes(worst.limit_bytes)}"
 
 
-def _epochs(session: Session) -> str:
+def _epochs(session: Steered) -> str:
     history, workload = session.history, session.workload
     if workload is None:
         return ""
@@ -108,7 +108,7 @@ def effect(effect: Effect | None) -> str:
     if effect is None:
         return ""
     if not effect.after.steps:
-        return f"<div><span>{escape(effect.flip)}</span> measured with the next step</div>"
+        return f"<div><span>{escape(effect.flip)}</span> will be measured with the next step</div>"
     return (
         f"<div><span>{escape(effect.flip)}</span> <span>live peak <b>{escape(effect.memory)}</b></span> "
         f"<span><b>{escape(effect.speed)}</b></span></div>"
@@ -150,7 +150,7 @@ def _outlier(worst: Peak, found: Sequence[Peak]) -> str:
 
 
 def _what_helps(category: str, phase: str, history: History, blocks: int) -> str:
-    """Knobs that may free some of it; of those that were tried already only what made the peak smaller, measured."""
+    """Knobs that may free some of it; of those already tried, only what made the peak smaller."""
     if not history.tried:
         return ""
     now = history.tried[-1]
@@ -186,7 +186,7 @@ def rescue(rescue: Rescue | None) -> str:
 
 
 def leak(found: Sequence[Leak]) -> str:
-    """A card about memory that ranks keep from step to step with one holder."""
+    """A card about memory that one holder keeps from step to step."""
     so_far = format_bytes(max(leak.bytes_so_far for leak in found))
     heading = leak_sentences.headline(found)
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in (leak_sentences.what(found[0]), found[0].fix))

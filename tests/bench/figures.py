@@ -146,7 +146,7 @@ flips = []
 for precision in itertools.islice(itertools.cycle(["bf16", "fp32"]), {rounds}):
     time.sleep(1.5)
     latest = session.history.samples(last=1)[0][0]
-    chunk = max(1, int(CHUNK_SECONDS / latest.step_s))
+    chunk = max(1, int(CHUNK_S / latest.step_s))
     asked_s = session.history.now_s()
     session.set(precision=precision)
     first = None
@@ -162,7 +162,7 @@ session.pause()
 
 def flip(notebook: Notebook, ranks: int, rounds: int) -> list[Figure]:
     """From the call of ``set`` to the end of the first step under the new settings, while training."""
-    notebook.run("from gpumem_nb.kernel.training import CHUNK_SECONDS")
+    notebook.run("from gpumem_nb.kernel.training.in_flight import CHUNK_S")
     notebook.run(FLIPS.format(rounds=rounds))
     flips = notebook.run("", "flips")
     what = f"flip → end of first step under new settings, {ranks} ranks"
@@ -213,10 +213,10 @@ for part in range({rounds}):
 
 
 def ledger(notebook: Notebook, ranks: int, workload: str, rounds: int) -> Figure:
-    """What looking into one step in twenty costs on average, from the durations of such steps and the others."""
+    """What recording one step in twenty costs on average, from the durations of such steps and the others."""
     notebook.run("import statistics")
     notebook.run(LEDGER.format(workload=workload, steps=60 * rounds, rounds=rounds))
-    name = f"ledger: cost of looking into 1 step in 20, {workload}, {ranks} ranks"
+    name = f"ledger: cost of recording 1 step in 20, {workload}, {ranks} ranks"
     return Figure(name, "≤ 2 %", " %", notebook.run("", "shares"), f"{60 * rounds} steps")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from jupyter_client.manager import start_new_kernel
 
-from gpumem_nb.cluster.launch import environment
+from gpumem_nb.cluster.launchers.mpi import environment
 from gpumem_nb.cluster.resources import cores
 from gpumem_nb.install.mpi_tools import require_tool
 from tests.kernels import kernel_pid

@@ -97,11 +97,11 @@ class PanelPage:
         return self._traces("t.xaxis === axis && !t.stackgroup", axis)
 
     def bands(self) -> dict[str, list[float]]:
-        """The stacked categories of the worst rank, at the steps that were looked into."""
+        """The stacked categories of the worst rank, at the steps that were recorded."""
         return {trace["name"]: trace["y"] for trace in self._traces("t.stackgroup", "")}
 
     def wait_for_bands(self, step: int) -> None:
-        """Wait until a step from this one on was looked into and drawn; the last point repeats the one before it."""
+        """Wait until a step from this one on was recorded and drawn; the last point repeats the one before it."""
         self.page.wait_for_function(
             f"step => {SHOWN}._fullData.find(t => t.stackgroup)?.x?.at(-2) >= step", arg=step, polling=POLLING_MS
         )

@@ -29,6 +29,8 @@ from tests.timing import HANG_S, in_time
 
 NOTICED_S = 3.0
 GONE_S = 10.0
+SILENT_S = 8.0
+STEWARD = re.compile(r"^ *\d+ \S*python\S* -m gpumem_nb\.cluster\.\S*steward$")
 
 
 def records_of_stewards() -> set[Path]:
@@ -115,6 +117,27 @@ def who_does_not_know_the_keys_gets_nothing(session: Session) -> None:
             ipyparallel.Client(str(forged), timeout=1)
         forged.unlink()
     assert session.run("rank") == [0, 1]
+
+
+def lives_on_when_processes_are_silent() -> None:
+    session = loaded()
+    here = internals.silent_ones_of(session)
+    silent(session, lambda name: [who.signal(name) for who in here], SILENT_S)
+    (steward,) = (line.split()[0] for line in on_b("ps", "-eo", "pid,args").splitlines() if STEWARD.search(line))
+    silent(session, lambda name: on_b("kill", f"-{int(name)}", steward), SILENT_S)
+    session.stop()
+
+
+def silent(session: Session, send: Callable[[signal.Signals], object], seconds: float) -> None:
+    """Nothing ends while those who get these signals are stopped, and afterwards all is well."""
+    send(signal.SIGSTOP)
+    over_s = time.monotonic() + seconds
+    while time.monotonic() < over_s:
+        assert not session.ended, session.doing
+        time.sleep(0.1)
+    send(signal.SIGCONT)
+    assert session.run("rank", timeout=30) == [0, 1]
+    assert session.train(2).steps == 2
 
 
 def dies_with_a_rank_or_a_host_and_says_which() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpumem_nb.kernel import compatibility
-from gpumem_nb.kernel.history import STEPS_JUDGED
+from gpumem_nb.report.configurations import STEPS_JUDGED
 from gpumem_nb.session import Session
 from gpumem_nb.shared.settings import Settings
 from tests.conftest import SMALL, ranks, weights

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import gpumem_nb
-from gpumem_nb.cluster.hosts import Host, share_out
+from gpumem_nb.cluster.hosts.parsing import Host, share_out
 from gpumem_nb.shared.errors import InvalidInput
 from tests.cluster.two_hosts import missing, run_on_a, two_hosts
 from tests.internals import here_is
@@ -63,6 +63,7 @@ def test_what_is_no_list_of_hosts_gets_a_sentence(text: str, n: int | None, sent
     "scenario",
     [
         "trains_is_closed_to_others_and_can_be_interrupted",
+        "lives_on_when_processes_are_silent",
         "dies_with_a_rank_or_a_host_and_says_which",
         "ends_with_its_kernel",
     ],

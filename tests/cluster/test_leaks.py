@@ -224,7 +224,7 @@ def test_a_planted_leak_is_found_within_50_steps_and_named(two_ranks: Session, c
     for leak in of_ranks:
         assert leak.name == case.name
         assert case.holder in leak.holder
-        assert re.fullmatch(case.made_at, leak.made_at)
+        assert re.fullmatch(case.made_at.replace(">:", r" \d+>:"), leak.made_at)  # cells are numbered
         assert case.fix in leak.fix
         assert leak.bytes_per_step > 0
         assert leak.bytes_so_far > 0

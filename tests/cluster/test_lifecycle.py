@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import gpumem_nb
-from gpumem_nb.cluster import launch
+from gpumem_nb.cluster.launchers import mpi
 from gpumem_nb.engine import entry
 from gpumem_nb.session import Session, current, start
 from gpumem_nb.shared.cluster_records import await_end
@@ -147,7 +147,7 @@ def test_an_mpiexec_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     broken = tmp_path / "mpiexec"
     broken.write_text("#!/bin/sh\necho no such fabric >&2\nexit 3\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(launch, "require_tool", lambda name: broken)
+    monkeypatch.setattr(mpi, "require_tool", lambda name: broken)
     before = profiles()
     with pytest.raises(StartError, match="no such fabric"):
         gpumem_nb.start(2, device="cpu", timeout=30)

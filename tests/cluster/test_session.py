@@ -26,6 +26,7 @@ def test_code_and_functions_give_results_in_rank_order(two_ranks: Session) -> No
     assert two_ranks.run(double, 10) == [20, 21]
     assert two_ranks.run("x = rank * 10\nx + 1", ranks="1") == [11]
     assert two_ranks.run("x = 1") == [None] * 2
+    assert two_ranks.run("rank", ranks=1) == [1]
 
 
 def test_the_first_error_is_raised_without_waiting_for_the_others(two_ranks: Session) -> None:
@@ -49,6 +50,34 @@ def test_variables_go_there_and_back(two_ranks: Session) -> None:
     assert two_ranks.pull("rank", ranks=[1]) == [1]
     with pytest.raises(WorkloadError, match="There is no variable 'nothing' on rank"):
         two_ranks.pull("nothing")
+
+
+UNREADABLE = """
+import sys, types
+sys.modules["only_on_ranks"] = types.ModuleType("only_on_ranks")
+exec("class Thing:\\n    pass", vars(sys.modules["only_on_ranks"]))
+class Demanding(Exception):
+    def __init__(self, a, b):
+        super().__init__("text")
+thing, demanding = sys.modules["only_on_ranks"].Thing(), Demanding(1, 2)
+"""
+
+
+@pytest.mark.parametrize(("name", "why"), [("thing", "ModuleNotFoundError"), ("demanding", "TypeError")])
+def test_an_answer_that_cannot_be_read_here_fails_its_own_call_only(two_ranks: Session, name: str, why: str) -> None:
+    two_ranks.run(UNREADABLE)
+    with pytest.raises(RankError, match=f"rank 0: {why}: .*cannot be read in the notebook"):
+        two_ranks.pull(name)
+    assert two_ranks.run("rank") == [0, 1]
+    two_ranks.run("del thing, demanding, sys.modules['only_on_ranks']")
+
+
+def test_a_function_of_an_earlier_cell_fails_with_its_own_lines(two_ranks: Session) -> None:
+    two_ranks.run("def broken():\n    return 1 / 0  # of the first cell")
+    with pytest.raises(RankError, match="ZeroDivisionError") as caught:
+        two_ranks.run("# of the second cell\nbroken()  # calls the first")
+    assert "return 1 / 0  # of the first cell" in caught.value.remote_traceback
+    assert "broken()  # calls the first" in caught.value.remote_traceback
 
 
 def test_classes_defined_here_work_there(two_ranks: Session) -> None:
@@ -147,7 +176,7 @@ def test_memory_gives_live_peak_reserved_and_limit_of_each_rank(
 
 def test_memory_says_what_the_peak_of_each_rank_is_made_of(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks)
-    assert "known once a step was trained" in str(session.memory())
+    assert "known once a step has been trained" in str(session.memory())
     session.train(2)
     report = session.memory(by="category")
     frame, peaks = report.frame(by="category"), report.frame()["peak_bytes"]
@@ -204,6 +233,10 @@ BAD: list[tuple[Callable[[Session], Any], str]] = [
     (lambda s: s.run(cast(Any, 42)), "cannot be run"),
     (lambda s: s.run("1", ranks="7"), "there are ranks 0-1"),
     (lambda s: s.run("1", ranks="x"), "Write single ranks and ranges"),
+    (lambda s: s.run("1", ranks=[1.5]), r"ranks=\[1\.5\] cannot be read"),  # type: ignore[list-item]
+    (lambda s: s.run("1", ranks=True), "ranks=True cannot be read"),
+    (lambda s: s.run("1", ranks="0-999999999"), "there are ranks 0-1"),
+    (lambda s: s.run("1", ranks="1-0"), "the range 1-0 runs backwards"),
     (lambda s: s.push({"not a name": 1}), "is not a variable name"),
     (lambda s: s.push({"lock": threading.Lock()}), "cannot be sent to the ranks"),
     (lambda s: s.attach(model="nett", data="rows"), "there is no variable 'nett' on the ranks"),

@@ -24,12 +24,13 @@ if not gc.get_freeze_count():
     gc.freeze()  # garbage is collected with each step that is discarded: not through all that was ever imported
 
 def fingerprint(trainer):
-    state = [*trainer.model.parameters(), *trainer.model.buffers(), torch.get_rng_state()]
-    for parameter in trainer.parameters:
-        values = sorted(trainer.optimizer.state.get(parameter, {}).items())
+    live = trainer.live
+    state = [*live.model.parameters(), *live.model.buffers(), torch.get_rng_state()]
+    for parameter in live.parameters:
+        values = sorted(live.optimizer.state.get(parameter, {}).items())
         state += [value for _, value in values if isinstance(value, torch.Tensor)]
     digest = hashlib.sha1(b"".join(tensor.detach().numpy().tobytes() for tensor in state))
-    digest.update(repr((random.getstate(), len(trainer.optimizer.state))).encode())
+    digest.update(repr((random.getstate(), len(live.optimizer.state))).encode())
     return digest.digest()
 
 def everything():
@@ -62,11 +63,11 @@ wait = 0
 
 def plant(where, what, after=0, flip=False):
     global fault, kind, wait, old
-    fault, kind, wait, old = where, what, after, the_trainer().settings if flip else None
+    fault, kind, wait, old = where, what, after, the_trainer().live.settings if flip else None
 
 def strike(where):
     global fault, wait
-    if fault != where or rank != 1 or the_trainer().settings == old:
+    if fault != where or rank != 1 or the_trainer().live.settings == old:
         return False
     wait -= 1
     if wait >= 0:

@@ -20,7 +20,7 @@ from typing import Any
 import pynvml
 
 import gpumem_nb
-from gpumem_nb.kernel.history import Run
+from gpumem_nb.report.run_summary import Run
 from gpumem_nb.session import Session
 from gpumem_nb.shared import gpus
 from gpumem_nb.shared.errors import GpumemError
@@ -31,7 +31,7 @@ from gpumem_nb.workloads.catalog import CATALOG
 FORMAT = 1
 FOLDER = Path(__file__).parent / "records"
 TRACED_STEPS = 3
-TIMED_STEPS = 60  # enough for one that is looked into at the default of one in twenty
+TIMED_STEPS = 60  # enough for one that is recorded at the default of one in twenty
 # Large enough for a GPU to have something to do, small enough for four ranks on one of 16 GB.
 LARGE: dict[str, dict[str, int]] = {
     "digits-resnet": {"width": 64, "depth": 6, "resolution": 32},
@@ -181,7 +181,7 @@ def figures(session: Session, run: Run) -> dict[str, Any]:
 
 
 def latest_ledger(samples: Sequence[Sample]) -> dict[str, Any] | None:
-    """The categories of the latest step that was looked into."""
+    """The categories of the latest step that was recorded."""
     ledger = next((sample.ledger for sample in reversed(samples) if sample.ledger), None)
     return dataclasses.asdict(ledger) if ledger else None
 

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpumem_nb.session import Session
 from tests.internals import DEVICE
@@ -32,6 +33,22 @@ def test_live_is_what_torch_says(trained: Session) -> None:
     trained.run("_held = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)")
     assert trained.memory().ranks[0].reading.live_bytes == allocated + 64 * MIB
     trained.run("del _held")
+
+
+def test_what_lies_on_the_gpu_comes_back_on_the_cpu(trained: Session) -> None:
+    trained.run("""
+import torch.nn as nn
+_far = torch.arange(3.0, device=device)
+_layer, _parameter = nn.Linear(2, 1).to(device), nn.Parameter(torch.ones(2, device=device))
+""")
+    ((tensor, nested, parameter, layer),) = trained.run("(_far, [{'a': _far * 2}], _parameter, _layer)")
+    assert tensor.tolist() == [0, 1, 2]
+    assert nested[0]["a"].tolist() == [0, 2, 4]
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert {t.device.type for t in (tensor, nested[0]["a"], parameter, *layer.parameters())} == {"cpu"}
+    assert trained.pull("_far")[0].device.type == "cpu"
+    assert not torch.cuda.is_initialized(), "CUDA was opened in the notebook's process"
+    trained.run("del _far, _layer, _parameter")
 
 
 def test_nvml_tells_of_the_whole_device_or_why_not(trained: Session) -> None:

@@ -20,7 +20,7 @@ from tests.ledgers import MIB, info, ledger, reading, sample
 
 
 def trained(ranks: int, steps: int, every: int = 20, higher: int | None = None) -> list[list[Sample]]:
-    """Ranks that were looked into every so many steps; one of them may need 30 MiB of activations, not 20."""
+    """Ranks that were recorded every so many steps; one of them may need 30 MiB of activations, not 20."""
     return [
         [
             sample(step, rank, ledger(activations=30 if rank == higher else 20) if step % every == 1 else None)

@@ -85,6 +85,8 @@ def test_package_that_is_too_old_or_absent_names_its_command() -> None:
 def test_text_has_one_line_for_each_item_and_each_remedy() -> None:
     report = EnvironmentReport((Item("a", True, "1.0"), Item("longer", False, "not found", "install it")))
     assert str(report).splitlines() == [
+        "Environment",
+        "part    state    found",
         "a       ok       1.0",
         "longer  missing  not found",
         "                 -> install it",
@@ -99,6 +101,6 @@ def test_what_is_not_needed_here_does_not_spoil_the_report() -> None:
 def test_html_follows_the_theme_and_escapes_what_it_shows() -> None:
     text = EnvironmentReport((Item("torch", False, "<b>broken</b>", 'pip install "torch>=2"'),))._repr_html_()
     assert "&lt;b&gt;broken" in text
-    assert "<code>pip install &quot;torch&gt;=2&quot;</code>" in text
+    assert "pip install &quot;torch&gt;=2&quot;" in text
     assert "var(--jp-error-color0" in text
     assert "missing" in text

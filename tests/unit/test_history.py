@@ -24,7 +24,7 @@ def test_figures_of_old_configurations_stay_when_their_steps_are_let_go() -> Non
     assert [len(tried.throughputs) for tried in history.tried] == [1] * 7 + [3] * 3
 
 
-def test_the_cost_of_looking_into_steps_is_a_share_of_all_time() -> None:
+def test_the_cost_of_recording_steps_is_a_share_of_all_time() -> None:
     history = History(1)
     history.begin(1, "w", Settings())
     assert history.ledger_cost() is None

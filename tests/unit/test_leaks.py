@@ -144,7 +144,7 @@ def test_a_leak_says_what_where_and_whose(module: Any) -> None:
     assert (leak.bytes_per_step, leak.tensor_bytes) == (4000, 4000)
     assert leak.holder == f"list `somebodys.kept`, {len(module.kept) - (STEPS - 1 - leak.step)} elements"
     assert in_words([leak]) == (
-        f"rank 3 keeps 3.9 KiB more after every step. The largest of a step is a float32 tensor of 10×100 (3.9 KiB, "
+        f"rank 3 keeps 3.9 KiB more after every step. The largest part of that is a float32 tensor of 10×100 (3.9 KiB, "
         f"made at {leak.made_at}), held by {leak.holder}. Clear it once its contents were used, "
         "or bound it, for example with collections.deque(maxlen=10)."
     )

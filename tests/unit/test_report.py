@@ -64,7 +64,7 @@ def test_text_shows_every_number_with_its_name_and_what_could_not_be_read(report
     assert heading.index("live") + len("live") == first.index("10.0 MiB") + len("10.0 MiB")
     assert [sentence.split()[0] for sentence in sentences[1:6]] == ["Live", "Reserved", "Device", "Virtual:", "n/a"]
     assert sentences[6] == "NVML is missing."
-    assert "known once a step was trained" in sentences[-1]
+    assert "known once a step has been trained" in sentences[-1]
 
 
 def test_html_says_the_same_escapes_names_and_follows_the_theme(report: MemoryReport) -> None:

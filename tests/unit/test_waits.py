@@ -30,9 +30,9 @@ def test_ranks_without_a_pulse_are_told_apart() -> None:
     idle = wait_reports.now(waits, [0], size=2)
     stopped = wait_reports.now(waits, [0, 1], size=2)
     assert idle
-    assert idle.text == "rank 1 is without work, rank 0 waits in all-reduce 'mine' of a cell"
+    assert idle.text == "rank 1 is idle, rank 0 waits in all-reduce 'mine' of a cell"
     assert stopped
-    assert stopped.text.startswith("rank 1 is without a sign of life, ")
+    assert stopped.text.startswith("rank 1 is not responding, ")
     old = wait_reports.now({**waits, 1: pulse("a cell", age_s=60.0)}, [0, 1], size=2)
     assert old == stopped
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from gpumem_nb.completion import complete_hvd
 from gpumem_nb.shared.errors import InvalidInput
-from gpumem_nb.shared.ranklist import name_ranks, parse_ranks
+from gpumem_nb.shared.ranklist import choose_ranks, name_ranks, parse_ranks
 from gpumem_nb.ui.cells import fold
 
 
@@ -17,13 +19,39 @@ from gpumem_nb.ui.cells import fold
 )
 def test_ranks_in_words_and_back(ranks: list[int], words: str) -> None:
     assert name_ranks(ranks) == words
-    assert sorted(parse_ranks(words.split()[1])) == sorted(ranks)
+    assert sorted(parse_ranks(words.split()[1], size=4)) == sorted(ranks)
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "1,,2", "1.5"])
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "1,,2", "1.5", "²", "1" * 5000])
 def test_ranks_that_cannot_be_read_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="Write single ranks and ranges"):
-        parse_ranks(text)
+        parse_ranks(text, size=4)
+
+
+def test_a_range_that_runs_backwards_is_told_the_right_way_round() -> None:
+    with pytest.raises(InvalidInput, match=r"the range 3-1 runs backwards\. Write 1-3\."):
+        parse_ranks("3-1", size=4)
+
+
+@pytest.mark.parametrize("ranks", ["4", "0-4", "0-999999999999", 4, -1, [0, 4], range(10**12), [], {4}])
+def test_ranks_that_are_not_there_are_refused_at_once(ranks: Any) -> None:
+    with pytest.raises(InvalidInput, match="there are ranks 0-3") as caught:
+        choose_ranks(ranks, size=4)
+    assert len(str(caught.value)) < 150
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chosen"),
+    [(None, None), (1, [1]), (np.int64(2), [2]), ("3,0-1", [0, 1, 3]), ([3, 0, 3], [0, 3]), (range(2), [0, 1])],
+)
+def test_ranks_are_chosen_by_number_numbers_or_text(ranks: Any, chosen: list[int] | None) -> None:
+    assert choose_ranks(ranks, size=4) == chosen
+
+
+@pytest.mark.parametrize("ranks", [True, 1.5, [1.5], [True], ["1"], {}, {"a": 1}, b"1", object()])
+def test_what_cannot_be_ranks_is_refused_in_a_sentence(ranks: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"cannot be read\. Write single ranks and ranges"):
+        choose_ranks(ranks, size=4)
 
 
 def test_identical_output_is_one_block() -> None:

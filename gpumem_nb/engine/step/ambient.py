@@ -7,8 +7,8 @@ import traceback
 from typing import Any
 
 import torch
-from torch._C import _autograd
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+
+from ...internals.torch_internals import count_modes, innermost_hooks, leave_autocast, leave_hooks, leave_mode
 
 
 class Ambient:
@@ -22,8 +22,8 @@ class Ambient:
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
         self._autocast = {device: _autocast(device) for device in ("cpu", "cuda")}
-        self._hooks = _autograd._top_saved_tensors_default_hooks(True)
-        self._modes = len(_get_current_dispatch_mode_stack())
+        self._hooks = innermost_hooks()
+        self._modes = count_modes()
 
     def restore(self) -> None:
         """Put everything back, and let go of what the unfinished forward and backward keep alive."""
@@ -31,13 +31,11 @@ class Ambient:
         for device, (enabled, dtype) in self._autocast.items():
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
-        for _ in range(torch.autocast_increment_nesting()):
-            torch.autocast_decrement_nesting()
-        torch.clear_autocast_cache()
-        while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None and top != self._hooks:
-            _autograd._pop_saved_tensors_default_hooks()
-        for _ in range(len(_get_current_dispatch_mode_stack()) - self._modes):
-            _pop_mode()
+        leave_autocast()
+        while (top := innermost_hooks()) is not None and top != self._hooks:
+            leave_hooks()
+        for _ in range(count_modes() - self._modes):
+            leave_mode()
         _empty_ready_queue()
 
 

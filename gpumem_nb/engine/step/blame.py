@@ -56,6 +56,12 @@ def failure_of(
     return Failure(rank, kind, phase, message, text, module, _asked(message) if oom else None, free if oom else None)
 
 
+def nonfinite_loss(rank: int, loss: Tensor) -> Failure:
+    """The failure of a rank whose loss is not a number or infinite; reading it waits for the device."""
+    message = f"the loss became {loss.item()}. Look at its data on this rank, lower learning_rate or set clip_norm"
+    return Failure(rank, "error", "forward", message)
+
+
 def _out_of_memory(error: BaseException) -> bool:
     told = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     return told or isinstance(error, torch.OutOfMemoryError)

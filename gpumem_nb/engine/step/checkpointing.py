@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...internals.torch_internals import batch_norms, buffers_by_name, version
 from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
@@ -131,7 +132,7 @@ class _Held:
     requires_grad: bool
 
     def get(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if version(self.tensor) != self.version:
             raise WorkloadError(
                 "checkpointing cannot recompute a block: its input was changed in place after the block used it. "
                 "Use checkpointing=none or replace the in-place operation in the model."
@@ -184,15 +185,15 @@ class Segment:
         """Note what the block called last gave: a later block that gets the same tensor need not hold it."""
         call = len(self._calls) - 1
         for index, tensor in enumerate(tensors_in(output)):
-            self._outputs.append((weakref.ref(tensor), tensor._version, _Link(call, index)))
+            self._outputs.append((weakref.ref(tensor), version(tensor), _Link(call, index)))
 
     def _hold(self, tensor: Tensor) -> _Held | _Link:
-        for reference, version, link in self._outputs:
-            if reference() is tensor and tensor._version == version:
+        for reference, seen, link in self._outputs:
+            if reference() is tensor and version(tensor) == seen:
                 return link
         if Recorder.current:
             Recorder.current.saved(tensor)
-        return _Held(tensor.detach(), tensor._version, tensor.requires_grad)
+        return _Held(tensor.detach(), version(tensor), tensor.requires_grad)
 
     def pack(self, tensor: Tensor) -> _Slot:
         """Drop a tensor that autograd wants to save."""
@@ -279,17 +280,15 @@ def _cuda_devices() -> list[int]:
 @contextmanager
 def _copied_statistics(module: nn.Module) -> Iterator[None]:
     """Batch norm below ``module`` counts into copies of its running statistics: a replay must not count twice."""
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    originals = [dict(norm._buffers) for norm in norms]
-    for norm in norms:
-        norm._buffers.update(
-            {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
-        )
+    statistics = [buffers_by_name(norm) for norm in batch_norms(module)]
+    originals = [dict(named) for named in statistics]
+    for named in statistics:
+        named.update({name: None if buffer is None else buffer.clone() for name, buffer in named.items()})
     try:
         yield
     finally:
-        for norm, buffers in zip(norms, originals, strict=True):
-            norm._buffers.update(buffers)
+        for named, original in zip(statistics, originals, strict=True):
+            named.update(original)
 
 
 def _switch_off_generation_cache(model: nn.Module) -> Callable[[], None]:

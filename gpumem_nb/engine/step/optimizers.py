@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ...internals.torch_internals import has_step_hooks, keep_scale_from
 from ...shared.errors import WorkloadError
 from ...shared.settings import Settings
 
@@ -37,8 +38,7 @@ def build(params: Iterable[Tensor], settings: Settings) -> Optimizer:
 
 def from_torch(optimizer: Optimizer) -> bool:
     """Whether its update is torch's own code alone, which fails for want of memory only."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return type(optimizer).__module__.startswith("torch.optim.") and not hooks
+    return type(optimizer).__module__.startswith("torch.optim.") and not has_step_hooks(optimizer)
 
 
 def set_implementation(optimizer: Optimizer, name: str) -> None:
@@ -55,19 +55,13 @@ def set_implementation(optimizer: Optimizer, name: str) -> None:
         group.update(flags)
         # Only fused kernels take overflows from the scaler, and those of SGD then keep a momentum that nobody filled:
         # the scaler skips such an update by itself.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        keep_scale_from(optimizer)
         on_device = flags["fused"] or group.get("capturable")
         for param in group["params"]:
             step = optimizer.state.get(param, {}).get("step")
             if isinstance(step, Tensor):
                 # torch keeps the counter on the device for fused and captured kernels and on the host for the others.
                 optimizer.state[param]["step"] = step.to(param.device if on_device else "cpu")
-
-
-def forget_scaler(optimizer: Optimizer) -> None:
-    """Remove what a gradient scaler hands to an optimizer and leaves there when the update raises."""
-    for name in ("grad_scale", "found_inf"):
-        vars(optimizer).pop(name, None)
 
 
 def put_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:

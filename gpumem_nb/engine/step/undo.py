@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...internals.torch_internals import buffers_by_name, forget_scaler
 from . import optimizers
 from .copies import host_copy
 from .random_state import RandomState
@@ -21,7 +22,7 @@ class ForwardUndo:
 
     def __init__(self, model: nn.Module) -> None:
         # Code such as `self.mean = 0.9 * self.mean + x` binds the name anew, so names are kept beside contents.
-        self._names = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+        self._names = [(named, dict(named)) for named in map(buffers_by_name, model.modules())]
         # On a GPU the copy stays there: fetching it would wait for the device at every step.
         self._buffers = [(b, b.detach().clone() if b.is_cuda else host_copy(b)) for b in model.buffers()]
         self._random = RandomState.take()
@@ -49,7 +50,7 @@ class UpdateUndo:
         for param in self._params:
             param.restored()
         self._state.restore()
-        optimizers.forget_scaler(self._state.optimizer)
+        forget_scaler(self._state.optimizer)
 
 
 class KeptState:

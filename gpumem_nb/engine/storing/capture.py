@@ -72,7 +72,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
             own = _to_bytes(_own_part(trainer))
             if hvd.rank() == 0:
                 shared = _shared_part(trainer)
-        except Exception as error:  # the other ranks wait for this one's part, even if it is an excuse
+        except Exception as error:  # the other ranks wait for this one's part, even if it is an error message
             problem, own = str(error) if isinstance(error, StateFileError) else _unexpected(error), b""
         parts = _gather(problem.encode() if problem else own, failed=bool(problem))
     for part, wrong in parts:
@@ -83,7 +83,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
     header = state_file.Header(
         workload=trainer.workload.name,
         options=options,
-        settings=dataclasses.asdict(trainer.settings),
+        settings=dataclasses.asdict(trainer.live.settings),
         steps=trainer.steps,
         position=trainer.stream.position,
         ranks=hvd.size(),
@@ -126,25 +126,25 @@ class Checked:
         own = payload["ranks"][hvd.rank() if hvd.rank() < self.header.ranks else 0]
         own = _unpacked(io.BytesIO(own.numpy().tobytes()))
         self._parameters, self._buffers = payload["parameters"], own["buffers"]
-        _check_same(path, "parameter", self._parameters, dict(trainer.model.named_parameters()))
-        _check_same(path, "buffer", self._buffers, dict(trainer.model.named_buffers()))
+        _check_same(path, "parameter", self._parameters, dict(trainer.live.model.named_parameters()))
+        _check_same(path, "buffer", self._buffers, dict(trainer.live.model.named_buffers()))
         self._random = _opened(own["random"])
         self._optimizer = self._rebuilt(path, trainer, payload)
-        self._own_optimizer_state = self._state_for(path, trainer.own_optimizer, payload["own_optimizer"])
+        self._own_optimizer_state = self._state_for(path, trainer.live.own_optimizer, payload["own_optimizer"])
         self._scaler = payload["scaler"]
-        if missing := trainer.scaler.state_dict().keys() - self._scaler.keys():
+        if missing := trainer.live.scaler.state_dict().keys() - self._scaler.keys():
             raise KeyError(min(missing))
 
     def apply(self, trainer: Trainer) -> None:
         """Put it in place."""
         with torch.no_grad():
-            for name, param in trainer.model.named_parameters():
+            for name, param in trainer.live.model.named_parameters():
                 param.copy_(self._parameters[name])
-            for name, buffer in trainer.model.named_buffers():
+            for name, buffer in trainer.live.model.named_buffers():
                 buffer.copy_(self._buffers[name])
-        if trainer.own_optimizer and self._own_optimizer_state:
-            optimizers.put_state(trainer.own_optimizer, *self._own_optimizer_state)
-        trainer.scaler.load_state_dict(self._scaler)
+        if trainer.live.own_optimizer and self._own_optimizer_state:
+            optimizers.put_state(trainer.live.own_optimizer, *self._own_optimizer_state)
+        trainer.live.scaler.load_state_dict(self._scaler)
         trainer.stream.position = self.header.position
         trainer.go_on_from(self.header.steps, self.settings, self._optimizer)
         if hvd.rank() < self.header.ranks:
@@ -157,13 +157,13 @@ class Checked:
     def _rebuilt(self, path: Path, trainer: Trainer, payload: dict[str, Any]) -> Optimizer:
         """The optimizer that the file's settings name, complete with its state."""
         if self.settings.optimizer == "own":
-            if trainer.own_optimizer is None:
+            if trainer.live.own_optimizer is None:
                 raise StateFileError(
                     f"{path} was saved under the workload's own optimizer ({payload['own_optimizer']['class']}); what "
                     "is loaded here brings none. Load or attach it with its optimizer."
                 )
-            return trainer.own_optimizer
-        optimizer = optimizers.build(trainer.parameters, self.settings)
+            return trainer.live.own_optimizer
+        optimizer = optimizers.build(trainer.live.parameters, self.settings)
         state = self._state_for(path, optimizer, payload["optimizer"])
         assert state is not None
         optimizers.put_state(optimizer, *state)
@@ -203,13 +203,13 @@ def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
 
 def _shared_part(trainer: Trainer) -> dict[str, Any]:
     """What is the same on all ranks."""
-    own = trainer.own_optimizer
-    current = None if trainer.optimizer is own else trainer.optimizer
+    own = trainer.live.own_optimizer
+    current = None if trainer.live.optimizer is own else trainer.live.optimizer
     return {
-        "parameters": {name: host_copy(param) for name, param in trainer.model.named_parameters()},
+        "parameters": {name: host_copy(param) for name, param in trainer.live.model.named_parameters()},
         "optimizer": _optimizer_part(current),
         "own_optimizer": _optimizer_part(own),
-        "scaler": trainer.scaler.state_dict(),
+        "scaler": trainer.live.scaler.state_dict(),
     }
 
 
@@ -228,7 +228,7 @@ def _optimizer_part(optimizer: Optimizer | None) -> dict[str, Any] | None:
 def _own_part(trainer: Trainer) -> dict[str, Any]:
     """What is this rank's alone."""
     return {
-        "buffers": {name: host_copy(buffer) for name, buffer in trainer.model.named_buffers()},
+        "buffers": {name: host_copy(buffer) for name, buffer in trainer.live.model.named_buffers()},
         "random": _storable(RandomState.take()),
     }
 
@@ -306,7 +306,7 @@ def _to_bytes(value: Any) -> bytes:
 
 
 def _gather(own: bytes, failed: bool) -> list[tuple[np.ndarray[Any, Any], bool]]:
-    """Every rank's bytes and whether they are its excuse, in rank order; ``hvd.allgather_object`` takes longer."""
+    """Every rank's bytes, and whether they are an error message; ``hvd.allgather_object`` takes longer."""
     prefix = len(own).to_bytes(_LENGTH_BYTES, "little") + bytes([failed])
     block = torch.from_numpy(np.frombuffer(prefix + own, dtype=np.uint8).copy())
     gathered = hvd.allgather(block, name="gpumem_nb.state").numpy()

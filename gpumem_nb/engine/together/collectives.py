@@ -1,6 +1,6 @@
 """Which collective this rank waits in and since when, and whether it is still joined to the others.
 
-Horovod keeps both to itself: everything it offers to torch starts and waits through a few functions, wrapped here.
+Horovod keeps both to itself: what starts collectives and waits for them is wrapped.
 """
 
 from __future__ import annotations
@@ -13,24 +13,12 @@ from inspect import signature
 from typing import Any
 
 import horovod.torch as hvd
-from horovod.torch import mpi_ops
 
+from ...internals import horovod_internals
 from ...shared.messages import Waiting
 from .interrupts import can_raise
 from .priority import new_threads_give_way
 
-# What starts a collective in horovod.torch.mpi_ops, and what people call it.
-_KINDS = {
-    "_allreduce_async": "all-reduce",
-    "_grouped_allreduce_async": "grouped all-reduce",
-    "_allgather_async": "all-gather",
-    "_grouped_allgather_async": "grouped all-gather",
-    "_broadcast_async": "broadcast",
-    "_alltoall_async": "all-to-all",
-    "_reducescatter_async": "reduce-scatter",
-    "_grouped_reducescatter_async": "grouped reduce-scatter",
-}
-_SHUT_DOWN = ("Horovod has been shut down", "Horovod has not been initialized")
 _FREEING_PATIENCE_S = 5.0
 # Longest pause of a wait that an interrupt can end; shorter than Horovod's own cycle would not be noticed.
 _PAUSE_S = 0.001
@@ -97,8 +85,7 @@ def free() -> None:
     """End the waiting of all ranks by shutting Horovod down, in the background: the others must take part in that."""
     global _freeing
     if _freeing is None:
-        # Horovod's Python function would drop its handles first, under the feet of the thread that waits for one.
-        _freeing = threading.Thread(target=mpi_ops._basics.shutdown, daemon=True)
+        _freeing = threading.Thread(target=horovod_internals.end_threads, daemon=True)
         _freeing.start()
 
 
@@ -109,29 +96,28 @@ def _init() -> set[int]:
 
 
 def _wrap_horovod() -> None:
-    lib = mpi_ops.mpi_lib
-    for start, kind in _KINDS.items():
-        setattr(mpi_ops, start, _named(getattr(mpi_ops, start), start.strip("_").removesuffix("_async"), kind))
-    for name in ("join", "barrier"):
-        setattr(lib, f"horovod_torch_{name}", _unnamed(getattr(lib, f"horovod_torch_{name}"), name))
-    lib.horovod_torch_wait_and_clear = _watched(lib.horovod_torch_wait_and_clear, lib.horovod_torch_poll)
-    shutdown = mpi_ops._basics.shutdown
+    horovod_internals.wrap_starts(_named)
+    horovod_internals.wrap_nameless_starts(_unnamed)
+    horovod_internals.wrap_wait(_watched)
+    horovod_internals.wrap_shutdown(_one_at_a_time)
 
-    def one_at_a_time() -> None:
+
+def _one_at_a_time(shutdown: Callable[[], None]) -> Callable[[], None]:
+    def shut_down() -> None:
         with _shutting_down:  # two threads that join Horovod's own would end the process
             shutdown()
 
-    mpi_ops._basics.shutdown = one_at_a_time
+    return shut_down
 
 
-def _named(start: Callable[..., int], prefix: str, kind: str) -> Callable[..., int]:
+def _named(start: Callable[..., int], own_name: Callable[[int], str], kind: str) -> Callable[..., int]:
     place = list(signature(start).parameters).index("name")
 
     def start_and_note(*args: Any, **kwargs: Any) -> int:
         name = kwargs["name"] if "name" in kwargs else args[place]
         with _noticing(name or kind):
             handle = start(*args, **kwargs)
-        _names[handle] = f"{kind} {name or f'{prefix}.noname.{handle}'!r}"
+        _names[handle] = f"{kind} {name or own_name(handle)!r}"
         return handle
 
     return start_and_note
@@ -174,7 +160,7 @@ def _noticing(what: str) -> Iterator[None]:
         yield
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
-        if _left is None and (interrupted or any(text in str(error) for text in _SHUT_DOWN)):
+        if _left is None and (interrupted or horovod_internals.says_shut_down(error)):
             waited = None if interrupted else waiting()  # whoever was interrupted has not waited in vain
             _left, _left_s = waited or Waiting(what, 0.0), time.monotonic()
         raise

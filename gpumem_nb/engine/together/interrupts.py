@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from ...internals.ipykernel_internals import leave_interrupts_alone
+
 _pending = False
 _interruptible = False
 
@@ -18,7 +20,7 @@ def take_over(kernel: Any) -> None:
     The kernel lets it raise anywhere in a request. A rank that left between reduction and update, or before it took
     part in a chunk at all, would leave the others waiting.
     """
-    kernel.pre_handler_hook = kernel.post_handler_hook = lambda: None
+    leave_interrupts_alone(kernel)
     signal.signal(signal.SIGINT, _on_signal)
 
 

@@ -1,6 +1,6 @@
 """Ranks end when the notebook kernel that owns them is gone, and take the rest of the cluster with them.
 
-On another host than the kernel's its steward (``cluster/steward.py``) is the owner.
+On another host than the kernel's its steward (``cluster/hosts/steward.py``) is the owner.
 """
 
 from __future__ import annotations

@@ -6,17 +6,20 @@ under every controller, and only rank 0 knows what it found.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ...shared.messages import DeviceUse, Pulse, Reading, Waiting
 
 PERIOD_S = 1.0
 KEY = "pulse"
 """Under which the kernel finds the latest pulse beside a request's other data."""
+_log = logging.getLogger(__name__)
+Read = TypeVar("Read")
 
 
 class Collectives(Protocol):
@@ -36,7 +39,7 @@ class PulseThread(threading.Thread):
     """Publishes what this rank does, and frees it when it has waited in a collective for longer than the limit.
 
     Args:
-        kernel: the engine, which publishes.
+        publish: sends a pulse beside the answer to a request, which the message that asked for it stands for.
         collectives: knows what is waited for, and ends it.
         step: the part of the step under way, in words, and when the step began (on ``time.monotonic``).
         reading: reads the device's memory.
@@ -46,7 +49,7 @@ class PulseThread(threading.Thread):
 
     def __init__(
         self,
-        kernel: Any,
+        publish: Callable[[Any, Pulse], None],
         collectives: Collectives,
         step: Callable[[], tuple[str, float]],
         reading: Callable[[], Reading],
@@ -55,36 +58,47 @@ class PulseThread(threading.Thread):
     ) -> None:
         super().__init__(name="gpumem_nb pulse", daemon=True)
         self.limit_s = limit_s
-        self._kernel = kernel
+        self._publish = publish
         self._collectives = collectives
         self._step = step
         self._reading = reading
         self._use = use
 
     def run(self) -> None:
-        """Beat until the process ends."""
+        """Beat until the process ends, whatever happens in a beat: nobody else would free this rank."""
         while True:
             time.sleep(PERIOD_S)
-            request = _request
-            if request is None:
-                continue
-            use = self._use()
-            doing, began_s = (request.what, request.began_s) if request.what else self._step()
-            seconds = time.monotonic() - max(began_s, request.began_s)
-            if seconds < PERIOD_S:
-                continue
-            waiting = self._collectives.waiting()
-            seen = waiting or self._collectives.left(began_s)  # freed, but has not answered yet
-            self._publish(request.message, Pulse(doing, seconds, time.time(), seen, self._reading(), use))
-            if waiting and waiting.seconds >= self.limit_s:
-                self._collectives.free()
+            try:
+                self.beat()
+            except Exception:
+                _log.exception("A sign of life could not be given.")
 
-    def _publish(self, message: Any, pulse: Pulse) -> None:
-        publisher = self._kernel.shell.data_pub
-        # A publisher of this thread's own: the shell's changes its parent with each request.
-        own = type(publisher)(session=publisher.session, pub_socket=publisher.pub_socket)
-        own.set_parent(message)
-        own.publish_data({KEY: pulse})
+    def beat(self) -> None:
+        """Free the rank if it has waited for too long, and publish one pulse if its request takes long.
+
+        A reading that fails is missing in the pulse. Raises what publishing does.
+        """
+        request = _request
+        if request is None:
+            return
+        waiting = self._collectives.waiting()
+        if waiting and waiting.seconds >= self.limit_s:
+            self._collectives.free()  # before anything else, which might fail or hang
+        use = _unless_it_fails(self._use)
+        doing, began_s = (request.what, request.began_s) if request.what else self._step()
+        seconds = time.monotonic() - max(began_s, request.began_s)
+        if seconds < PERIOD_S:
+            return
+        seen = waiting or self._collectives.left(began_s)  # freed, but has not answered yet
+        reading = _unless_it_fails(self._reading)
+        self._publish(request.message, Pulse(doing, seconds, time.time(), seen, reading, use))
+
+
+def _unless_it_fails(read: Callable[[], Read]) -> Read | None:
+    try:
+        return read()
+    except Exception:
+        return None
 
 
 class _Request:

@@ -9,11 +9,12 @@ from typing import Any
 
 from ...cluster.calls import Call
 from ...cluster.ranks import IN_PASSING_S, Ranks
+from ...report.run_summary import Run
 from ...shared.errors import ClusterDied, GpumemError, TrainingFailed
 from ...shared.messages import Chunk, ChunkReply, Pulse, Sample, WorkloadInfo
 from ...shared.ranklist import name_ranks
 from ...shared.settings import Settings
-from ..history import History, Run
+from ..history import History
 from ..policy import Policy
 from ..snapshot_plan import SnapshotPlan
 from .bell import News, wait
@@ -305,7 +306,7 @@ class Training:
     def _receive(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
         """Take in what the ranks did with a chunk."""
         samples = [sample for reply in replies for sample in reply.samples]
-        done = [sample for sample in samples if sample.event in ("", "flip")]
+        done = [sample for sample in samples if sample.done]
         failure = next((reply.failure for reply in replies if reply.failure), None)
         self._history.add(samples, [reply.reading for reply in replies], [reply.device_use for reply in replies])
         leaks = self._history.leaked([leak for reply in replies for leak in reply.leaks])

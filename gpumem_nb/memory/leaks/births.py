@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...internals.torch_internals import FILES_AROUND_MODES, TorchDispatchMode, address
 from ..tensors import tensors_in
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -27,9 +27,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _NOBODYS = (
     f"{_PACKAGE}/engine",
     f"{_PACKAGE}/memory",
-    f"{_TORCH}/_dynamo",
-    f"{_TORCH}/_compile.py",
-    f"{_TORCH}/utils/_python_dispatch.py",
+    *FILES_AROUND_MODES,
 )
 _NOBODY = 3
 
@@ -55,7 +53,7 @@ class Birth:
     def address(self) -> int:
         """Of the storage, while it lives."""
         storage = self._storage()
-        return 0 if storage is None else storage._cdata
+        return 0 if storage is None else address(storage)
 
     @property
     def made_at(self) -> str:
@@ -101,9 +99,9 @@ class Births(TorchDispatchMode):
         # torch.tensor() makes its storage where no mode looks, and shows it here.
         lifts = func is torch.ops.aten.lift_fresh.default
         with suppress(RuntimeError):  # of tensors of somebody's own kind that have no storage
-            known = set() if lifts else {address for _, address in self._storages([args, kwargs])}
-            for tensor, address in self._storages([result]):
-                if address not in known:
+            known = set() if lifts else {place for _, place in self._storages([args, kwargs])}
+            for tensor, place in self._storages([result]):
+                if place not in known:
                     self.births.append(Birth(tensor, self.step, self._caller()))
         return result
 
@@ -117,7 +115,7 @@ class Births(TorchDispatchMode):
     def _storages(self, values: list[Any]) -> Iterator[tuple[Tensor, int]]:
         for tensor in tensors_in(values):
             if tensor.layout is torch.strided and tensor.device == self._device:
-                yield tensor, tensor.untyped_storage()._cdata
+                yield tensor, address(tensor.untyped_storage())
 
 
 def _innermost(frame: FrameType | None, outermost: int) -> tuple[CodeType | None, int]:

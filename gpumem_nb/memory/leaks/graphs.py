@@ -1,13 +1,13 @@
-"""What autograd's graphs hold: Python's garbage collector cannot look into them."""
+"""What autograd's graphs hold: Python's garbage collector cannot see into them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from functools import cache
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+
+from ...internals.torch_internals import address, saved_raw
 
 NODES_SEEN = 50_000  # at most: a graph that grew for thousands of steps would take too long
 
@@ -29,9 +29,9 @@ class Graphs:
         for number, root in enumerate(self._roots):
             self._walk(number, root.grad_fn)
 
-    def root_of_storage(self, address: int) -> Tensor | None:
+    def root_of_storage(self, place: int) -> Tensor | None:
         """The tensor in whose graph the storage is saved."""
-        return self._root(self._storages.get(address))
+        return self._root(self._storages.get(place))
 
     def root_of_object(self, thing: object) -> Tensor | None:
         """The tensor in whose graph the object is: a node written in Python, or what was saved in a tensor's place."""
@@ -69,23 +69,11 @@ class Graphs:
 
     def _look_into(self, node: Any, number: int) -> None:
         self._objects[id(node)] = number
-        for saved in _saved(node):
+        for saved in saved_raw(node):
             held = saved.data  # as it lies there: unpacking could run the model again
             if isinstance(held, Tensor):
-                self._storages.setdefault(held.untyped_storage()._cdata, number)
+                self._storages.setdefault(address(held.untyped_storage()), number)
             elif held is not None:
                 self._objects[id(held)] = number
             if saved.unpack_hook is not None:
                 self._objects[id(saved.unpack_hook)] = number
-
-
-def _saved(node: Any) -> Iterator[Any]:
-    for name in _names(type(node)):  # type: ignore[arg-type]
-        with suppress(RuntimeError):  # a node written in Python says that a backward has been there
-            found = getattr(node, name)
-            yield from (item for item in (found if isinstance(found, list | tuple) else [found]) if item is not None)
-
-
-@cache
-def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

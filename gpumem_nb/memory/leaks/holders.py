@@ -149,7 +149,7 @@ class Holder:
     bounded: bool = False
 
 
-UNSEEN = Holder("unseen", "", "something that Python's garbage collector cannot look into, such as a library in C++")
+UNSEEN = Holder("unseen", "", "something that Python's garbage collector cannot see into, such as a library in C++")
 
 
 def holder_on(way: Way, index: int) -> Holder:

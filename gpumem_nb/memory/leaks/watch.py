@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...internals.torch_internals import address
 from ...shared.messages import Leak, Sample
 from ..tensors import tensors_of_this_process
 from .births import Birth, Births
@@ -92,7 +93,7 @@ class LeakWatch:
         self._steps, self._step = self._steps + 1, sample.step
         self._growth.step_ended(sample.live_bytes - losses * self._bytes_of_a_number())
         if self._births is not None:
-            self._go_on_watching(self._births, done=sample.event in ("", "flip"))
+            self._go_on_watching(self._births, done=sample.done)
         elif (every := self._growth.every) and self._is_due():
             self._births = Births(self._device)
             self._watched_steps, self._ends_after = 0, 2 * every + 1  # two of them must leave something
@@ -203,8 +204,8 @@ def _root_of_ends(tensors: Sequence[Tensor], holders: Holders, graphs: Graphs) -
 def _tensors_by_storage(addresses: set[int]) -> dict[int, list[Tensor]]:
     found: dict[int, list[Tensor]] = {address: [] for address in addresses}
     for tensor in tensors_of_this_process():
-        if tensor.layout is torch.strided and (address := tensor.untyped_storage()._cdata) in found:
-            found[address].append(tensor)
+        if tensor.layout is torch.strided and (place := address(tensor.untyped_storage())) in found:
+            found[place].append(tensor)
     return found
 
 

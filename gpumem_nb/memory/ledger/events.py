@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...internals.torch_internals import TorchDispatchMode, address
 from ..tensors import tensors_in
 
 
@@ -124,11 +124,11 @@ class TensorLog:
         if tensor.layout is not torch.strided or tensor.device != self._device:
             return 0
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
+        known = self._known.get(address(storage))
         if known is None or known() is None:
             known = _Known(storage, self._died)
             known.number, known.nbytes = next(_numbers), storage.nbytes()
-            self._known[storage._cdata] = known
+            self._known[address(storage)] = known
             if new:
                 self._note(known.number, known.nbytes)
         elif change := storage.nbytes() - known.nbytes:  # storages are also resized in place

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ...internals.torch_internals import hooks_entered_by, in_backward
 from ...shared.categories import ACTIVATIONS, CASTS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ..device import Device
 from ..tensors import tensors_in
 from .account import Claim, Mark, Observed, Record
 
-OUTSIDE_BACKWARD = -1  # torch's number of the backward pass under way
 _Pack = Callable[[Tensor], Any]
 _Unpack = Callable[[Any], Tensor]
 
@@ -150,18 +149,12 @@ class Recorder:
 
         return told_pack, told_unpack
 
-    @contextmanager
-    def _inner_hooks_told(self) -> Iterator[None]:
+    def _inner_hooks_told(self) -> AbstractContextManager[None]:
         """Autograd asks the innermost hooks only: those of any checkpointing or offloading inside tell as well."""
-        enter = saved_tensors_hooks.__enter__
 
-        def told_enter(hooks: saved_tensors_hooks) -> None:
-            if torch._C._current_graph_task_id() != OUTSIDE_BACKWARD:
+        def told_enter(enter: Callable[[saved_tensors_hooks], None], hooks: saved_tensors_hooks) -> None:
+            if in_backward():
                 self.mark("recomputation")
             enter(saved_tensors_hooks(*self._telling(hooks.pack_hook, hooks.unpack_hook)))
 
-        saved_tensors_hooks.__enter__ = told_enter  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+        return hooks_entered_by(told_enter)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...internals.torch_internals import address
 from ...shared.errors import SetupError
 from ...shared.messages import Reading
 from ...shared.units import format_bytes
@@ -58,7 +59,7 @@ class AllocatorLog:
     def begin(self, params: Sequence[Tensor]) -> Base:
         """Log from now on."""
         now = _CReading()
-        self._params = {param._cdata: index for index, param in enumerate(params)}
+        self._params = {address(param): index for index, param in enumerate(params)}
         addresses = (ctypes.c_void_p * len(self._params))(*sorted(self._params))
         self._handle = self._library.gpumem_log_begin(addresses, len(addresses), ctypes.byref(now))
         return Base(now.live, now.foreign)
@@ -71,7 +72,7 @@ class AllocatorLog:
         """The number of the allocation in which a tensor lies; 0 for one that was not counted."""
         if tensor.layout is not torch.strided:
             return 0
-        return int(self._library.gpumem_allocation(tensor.untyped_storage()._cdata))
+        return int(self._library.gpumem_allocation(address(tensor.untyped_storage())))
 
     def end(self) -> Events:
         """What happened since :meth:`begin`; nothing when it has been asked before."""

@@ -1,4 +1,10 @@
-"""Another host as the kernel sees it: a steward that stands in for the kernel there, reached over ssh."""
+"""Another host as the kernel sees it: a steward that stands in for the kernel there, reached over ssh.
+
+The host counts as lost when ssh's connection ends, and only then. ssh asks the ssh server for an answer and ends when
+none comes, so a network or a machine that is down shows within :data:`SILENCE_S`, while a steward, an ssh or a kernel
+that is merely slow or stopped ends nothing. A whole machine that is paused looks like one that is down: its ranks
+cannot be told from dead ones, and are given up.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +22,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ..shared.errors import StartError
-from ..shared.processes import Identity, identify
-from ..shared.version import __version__
-from .hosts import Host, own_networks
+from ...shared.errors import StartError
+from ...shared.processes import Identity, identify
+from ...shared.version import __version__
+from .parsing import Host, own_networks
 from .steward import DISMISSED
 
-SILENCE_S = 2.0
-"""A host that gives no sign of life for so long is lost; its steward gives one every quarter of a second."""
+SILENCE_S = 2
+"""A host that answers nothing for so long is lost."""
+_UNANSWERED = "not responding"
 ENDING_S = 3.0
 """For a steward to end what runs on its host."""
 
@@ -51,8 +58,11 @@ class RemoteHost:
         self._unread = b""
         self._listener: threading.Thread | None = None
         path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-        steward = shlex.join(["env", *path, sys.executable, "-m", "gpumem_nb.cluster.steward"])
-        options = ["-4", "-T", "-a", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+        steward = shlex.join(["env", *path, sys.executable, "-m", "gpumem_nb.cluster.hosts.steward"])
+        # Asked after each half of the silence. Not through a connection that ssh shares, whose options are its own.
+        answering = [f"ServerAliveInterval={SILENCE_S // 2}", "ServerAliveCountMax=1", "ControlPath=none"]
+        settings = ["BatchMode=yes", "ConnectTimeout=10", "LogLevel=INFO", *answering]
+        options = ["-4", "-T", "-a", "-x", *(word for setting in settings for word in ("-o", setting))]
         with errors.open("wb") as said:
             self._ssh = subprocess.Popen(
                 ["ssh", *options, host.name, steward],
@@ -136,18 +146,16 @@ class RemoteHost:
             self._ssh.stdin.write(json.dumps(what).encode() + b"\n")
 
     def _listen(self) -> None:
-        """Not this process's clock but the wait itself tells silence: a cell may keep all threads from running."""
-        while select.select([self._stdout], [], [], SILENCE_S)[0]:
-            if not (data := os.read(self._stdout.fileno(), 65536)):
-                self.lost = f"ended the connection. {self._said()}".rstrip()
-                return
+        while data := os.read(self._stdout.fileno(), 65536):
             *lines, self._unread = (self._unread + data).split(b"\n")
             for line in lines:
                 news = json.loads(line)
                 self._states.update({int(pid): state for pid, state in news["states"].items()})
                 self._faults.update({int(pid): fault for pid, fault in news["faults"].items()})
-        self.lost = f"gave no sign of life for {SILENCE_S:g} s: the machine or its network is down."
-        self._ssh.kill()
+        if _UNANSWERED in (said := self._said()):
+            self.lost = f"gave no sign of life for {SILENCE_S} s: the machine or its network is down."
+        else:
+            self.lost = f"ended the connection. {said}".rstrip()
 
     def _why_no_steward(self, timed_out: bool) -> str:
         if timed_out:

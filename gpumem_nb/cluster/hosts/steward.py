@@ -1,8 +1,11 @@
 """Stands in for the notebook kernel on another host: the ranks there belong to it, and end with it.
 
-``python -m gpumem_nb.cluster.steward``, started over ssh, whose connection is the only door: orders come in and signs
-of life go out, one JSON object a line. It ends all that runs there when the connection ends, or when it no longer hears
-the controller's heartbeat: the kernel may be busy for minutes, the controller never is. Its own end is noticed by its
+``python -m gpumem_nb.cluster.hosts.steward``, started over ssh, whose connection is the only door: orders come in and
+the ranks' states go out, one JSON object a line. It ends all that runs there when one of two connections ends: ssh's,
+which the kernel's end closes, or one of TCP to the controller. That one carries nothing. The system at its other end
+answers for it, so kernel and controller may be silent or stopped for as long as they like; it breaks when the
+controller ends, or when the machine or the network over there is down, which ssh's server here would not notice for
+hours. A machine that is paused as a whole cannot be told from one that is down. The steward's own end is noticed by its
 ranks, as the kernel's is on the kernel's host.
 """
 
@@ -20,15 +23,17 @@ from typing import Any
 
 import zmq
 
-from ..shared import cluster_records
-from ..shared.processes import Identity, identify, marked
-from ..shared.version import __version__
-from .hosts import own_networks
+from ...shared import cluster_records
+from ...shared.processes import Identity, identify, marked
+from ...shared.version import __version__
+from .parsing import own_networks
 
 PERIOD_S = 0.25
-"""Between two signs of life."""
-UNHEARD_S = 5.0
-"""Without the controller's heartbeat, after which the cluster counts as gone."""
+"""Between two reports of the ranks' states."""
+UNANSWERED_S = 4
+"""How long the machine of the controller may leave TCP's questions, one a second, without an answer."""
+KERNEL_FIRST_S = 2.0
+"""For the kernel to notice first that its controller has ended, and to dismiss the steward."""
 KERNELS_HOST_FIRST_S = 5.0
 DISMISSED = "dismissed"
 
@@ -43,8 +48,9 @@ class Steward:
     def __init__(self, folders: list[str], ranks: int, device: str, memory_limit: int | None) -> None:
         self._poller = zmq.Poller()
         self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
-        self._pings: Any = None
-        self._heard_s = time.monotonic()
+        self._controller: Any = None
+        self._breaks: Any = None  # tells when the connection to it does
+        self._end_s = float("inf")  # once it has
         self._ranks: dict[int, Identity | None] = {}
         self._profile = Path(folders[0])
         for folder in folders:
@@ -57,20 +63,16 @@ class Steward:
         self._record.write(self._record_path)
 
     def connect(self, name: str, info: dict[str, Any]) -> None:
-        """Put down the ``info`` with which engines find the controller, and listen to the controller's heartbeat."""
+        """Put down the ``info`` with which engines find the controller, and connect to it too."""
         security = self._profile / "security"
         security.mkdir(mode=0o700, exist_ok=True)
         draft = security / f"{name}.new"
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(info, file)
         draft.replace(security / name)  # an engine may be waiting for it
-        self._pings = zmq.Context.instance().socket(zmq.SUB)
-        self._pings.curve_serverkey = info["curve_serverkey"].encode()
-        self._pings.curve_publickey, self._pings.curve_secretkey = zmq.curve_keypair()
-        self._pings.subscribe(b"")
-        self._pings.connect(f"{info['interface']}:{info['hb_ping']}")
-        self._poller.register(self._pings, zmq.POLLIN)
-        self._heard_s = time.monotonic()
+        self._controller = _connected(info)
+        self._breaks = self._controller.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller.register(self._breaks, zmq.POLLIN)
 
     def watch(self, pids: list[int]) -> None:
         """Look after these ranks."""
@@ -82,18 +84,18 @@ class Steward:
             who.signal(number)
 
     def serve(self) -> None:
-        """Obey until dismissed, or the connection ends, or the controller is no longer heard."""
+        """Obey until dismissed, or a connection ends."""
         orders: dict[str, Callable[..., None]] = {
             "connect": self.connect,
             "watch": self.watch,
             "signal": self.signal,
         }
         unread = b""
-        while self._pings is None or time.monotonic() - self._heard_s < UNHEARD_S:
+        while time.monotonic() < self._end_s:
             ready = dict(self._poller.poll(int(PERIOD_S * 1000)))
-            if self._pings in ready:
-                self._pings.recv_multipart()
-                self._heard_s = time.monotonic()
+            if self._breaks in ready:
+                self._breaks.recv_multipart()
+                self._end_s = min(self._end_s, time.monotonic() + KERNEL_FIRST_S)
             if sys.stdin.fileno() in ready:
                 if not (data := os.read(sys.stdin.fileno(), 65536)):
                     # The kernel is gone. Ranks on its own host end the controller once they see that, but would not
@@ -146,6 +148,17 @@ def main() -> None:
         pass
     finally:
         steward.end()
+
+
+def _connected(info: dict[str, Any]) -> Any:
+    """A connection to the controller's heartbeat that subscribes to nothing, and that TCP watches over."""
+    socket: Any = zmq.Context.instance().socket(zmq.SUB)
+    socket.curve_serverkey = info["curve_serverkey"].encode()
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.tcp_keepalive = socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = 1
+    socket.tcp_keepalive_cnt = UNANSWERED_S - 1
+    socket.connect(f"{info['interface']}:{info['hb_ping']}")
+    return socket
 
 
 def _say(what: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from ..shared.errors import InvalidInput
-from .resources import check_number
+from ...shared.errors import InvalidInput
+from ..resources import check_number
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # never an option of ssh's
 _FORM = "Write NAME:RANKS for each host, such as --hosts a:2,b:2."

@@ -1,4 +1,4 @@
-"""What changes about a cluster when hosts are named: how it is started, and who must be told."""
+"""The other hosts of a cluster together: reached, told about the controller and their ranks, and let go."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..install.mpi_tools import require_tool
-from ..shared.errors import StartError
-from ..shared.processes import Identity
-from .hosts import Host
-from .remote import RemoteHost, RemoteRank, ranks_on
+from ...shared.errors import StartError
+from ...shared.processes import Identity
+from .connection import RemoteHost, RemoteRank, ranks_on
+from .parsing import Host
 
 
 class RemoteHosts:
@@ -54,29 +53,6 @@ class RemoteHosts:
             file.write(f"c.Session.key = {secrets.token_hex(32).encode()!r}\nc.IPController.enable_curve = True\n")
         return [f"--IPController.engine_ip={self.hosts[0].kernel_address}"] if self.hosts else []
 
-    def mpiexec_arguments(self, exported: Sequence[str]) -> list[str]:
-        """Where ranks go; connection information is not among what is ``exported``: it would cross the network."""
-        if not self._all:
-            return []
-        names = [*exported, "IPP_CLUSTER_ID", "IPP_PROFILE_DIR", *({"PYTHONPATH"} & os.environ.keys())]
-        # mpiexec knows this machine by its own name, however people call it.
-        places = [f"{os.uname().nodename if host.here else host.name}:{host.ranks}" for host in self._all]
-        # Filled one after the other, and not bound to cores, as without hosts.
-        placing = ["--host", ",".join(places), "--map-by", "slot", "--bind-to", "none"]
-        return [*placing, *(word for name in names for word in ("-x", name))]
-
-    def variables(self) -> dict[str, str]:
-        """What Open MPI needs to know besides."""
-        if not self.hosts:
-            return {}
-        networks = sorted(set().union(*(remote.networks for remote in self.hosts)))
-        return {
-            "OMPI_MCA_btl": "self,sm,tcp",
-            "OMPI_MCA_btl_tcp_if_include": ",".join(networks),
-            # The same place as here, and marked so that it can be found when it is orphaned.
-            "PRTE_MCA_prte_launch_agent": f"env IPP_PROFILE_DIR={self._profile} {require_tool('prted')}",
-        }
-
     def hand_over(self, connection_file: Path) -> None:
         """Tell the stewards how engines find the controller."""
         for remote in self.hosts:
@@ -90,6 +66,11 @@ class RemoteHosts:
         """Have the stewards look after their ranks."""
         for remote in self.hosts:
             remote.order("watch", [who.pid for who in ranks_on(remote, ranks).values()])
+
+    @property
+    def networks(self) -> list[str]:
+        """Over which this machine and the others reach each other."""
+        return sorted(set().union(*(remote.networks for remote in self.hosts)))
 
     @property
     def connections(self) -> list[Identity]:

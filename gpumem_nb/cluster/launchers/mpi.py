@@ -1,0 +1,99 @@
+"""Ranks started by Open MPI's ``mpiexec``, on this machine or on several hosts that ssh reaches."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from ...install.mpi_tools import LAUNCH_VARIABLES, require_tool
+from .. import autopsy
+from . import loopback
+from .base import Job, Launcher
+
+_SAID_BY_MPIEXEC = re.compile(r"^-{40,}$.*?^-{40,}$", re.MULTILINE | re.DOTALL)
+
+
+class MpiLauncher(Launcher):
+    """As of :class:`.base.Launcher`."""
+
+    engine_set = "mpi"
+    starter_name = "mpiexec"
+
+    def __init__(self, job: Job) -> None:
+        self._command = self.command()
+        super().__init__(job)
+
+    def command(self) -> list[str]:
+        """The words before mpiexec's arguments; the process must be mpiexec in the end. Raises ``SetupError``."""
+        return [str(require_tool("mpiexec"))]
+
+    def settings(self, engine_arguments: list[str]) -> dict[str, dict[str, Any]]:
+        """As of :class:`.base.Launcher`."""
+        variables = environment(self.job.threads, self.job.device)
+        mpi_folders = {
+            "OMPI_MCA_btl_sm_backing_directory": str(self.folders[-1]),
+            "PRTE_MCA_prte_tmpdir_base": str(self.profile),
+            "PMIX_MCA_pmix_server_tmpdir": str(self.profile),
+        }
+        if self.remote_hosts.hosts:
+            more, arguments = self._variables_between_hosts(), []
+        else:
+            more, arguments = loopback.variables(), loopback.arguments()
+        return {
+            "MPIEngineSetLauncher": {
+                "mpi_cmd": self._command,
+                "mpi_args": [*self._placing([*variables]), *arguments],
+                "environment": variables | mpi_folders | more,
+                "engine_args": engine_arguments,
+            }
+        }
+
+    def verdict(self) -> tuple[int, int] | None:
+        """As of :class:`.base.Launcher`."""
+        return autopsy.verdict(self.log())
+
+    def left_host(self) -> str:
+        """As of :class:`.base.Launcher`."""
+        return autopsy.left_host(self.log())
+
+    def own_lines(self) -> str:
+        """As of :class:`.base.Launcher`: mpiexec's tell less."""
+        text = self.log()
+        return _SAID_BY_MPIEXEC.sub("", text).strip() or text
+
+    def _placing(self, exported: list[str]) -> list[str]:
+        """Where ranks go; connection information is not among what is ``exported``: it would cross the network."""
+        if not self.job.hosts:
+            return []
+        names = [*exported, "IPP_CLUSTER_ID", "IPP_PROFILE_DIR", *({"PYTHONPATH"} & os.environ.keys())]
+        # mpiexec knows this machine by its own name, however people call it.
+        places = [f"{os.uname().nodename if host.here else host.name}:{host.ranks}" for host in self.job.hosts]
+        # Filled one after the other, and not bound to cores, as without hosts.
+        placing = ["--host", ",".join(places), "--map-by", "slot", "--bind-to", "none"]
+        return [*placing, *(word for name in names for word in ("-x", name))]
+
+    def _variables_between_hosts(self) -> dict[str, str]:
+        return {
+            "OMPI_MCA_btl": "self,sm,tcp",
+            "OMPI_MCA_btl_tcp_if_include": ",".join(self.remote_hosts.networks),
+            # The same place as here, and marked so that it can be found when it is orphaned.
+            "PRTE_MCA_prte_launch_agent": f"env IPP_PROFILE_DIR={self.profile} {require_tool('prted')}",
+        }
+
+
+def environment(threads: int, device: str) -> dict[str, str]:
+    """What ranks find in their environment, on top of what they inherit. People's own HOROVOD_ and OMPI_ values win."""
+    wanted = {
+        **LAUNCH_VARIABLES,
+        "HOROVOD_CONTROLLER": "mpi",
+        "HOROVOD_CPU_OPERATIONS": "mpi",
+        # Horovod's default of 128 MiB suits large GPUs; on a virtual one it would hide the model.
+        "HOROVOD_FUSION_THRESHOLD": str((16 if device == "cpu" else 128) * 2**20),
+        # Ranks watch their waiting themselves (engine/together/pulse.py); Horovod's inspector would free them at its
+        # own time.
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_LOG_LEVEL": "error",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {key: os.environ.get(key, value) for key, value in wanted.items()} | {"OMP_NUM_THREADS": str(threads)}

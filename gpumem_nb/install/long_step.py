@@ -1,0 +1,44 @@
+"""A progress bar for a step that takes long and does not report by itself: a thread asks how much is done."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ..report.progress_bar import left_in_words, left_s, shown, text_bar
+
+TERMINAL_INTERVAL_S = 1.0
+LOG_INTERVAL_S = 15.0
+"""Between two lines where there is no terminal to rewrite one on."""
+
+Fraction = Callable[[], float | None]
+"""Called now and then; returns how much is done (0 to 1), or ``None`` while it cannot say."""
+
+
+@contextmanager
+def long_step(title: str, fraction: Fraction | None = None, estimate_s: float | None = None) -> Iterator[None]:
+    """While the block runs, show on standard output for how long already, and for how long about to come.
+
+    Args:
+        title: what is being done.
+        fraction: how much of it is done; ``None`` for a step that cannot tell.
+        estimate_s: how long it usually takes, for as long as ``fraction`` cannot say.
+    """
+    finished = threading.Event()
+    interval_s = TERMINAL_INTERVAL_S if sys.stdout.isatty() else LOG_INTERVAL_S
+    with shown(text_bar(title, sys.stdout, measured=fraction is not None)) as bar:
+
+        def keep_showing() -> None:
+            while not finished.wait(interval_s):
+                done = fraction() if fraction else None
+                bar.draw(done or 0.0, left_in_words(left_s(done, bar.elapsed_s, estimate_s)))
+
+        watcher = threading.Thread(target=keep_showing, name="gpumem_nb progress", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            watcher.join()

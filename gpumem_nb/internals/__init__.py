@@ -1,0 +1,5 @@
+"""Private and undocumented parts of other packages: one module for each package, and nobody else touches them.
+
+Each says what it uses and why, and with which versions that was checked (``CHECKED_WITH``).
+``tests/unit/test_internals.py`` names what moved when a new version moves something.
+"""

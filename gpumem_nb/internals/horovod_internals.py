@@ -1,0 +1,80 @@
+"""What is used of Horovod beyond its documentation. Only for ranks.
+
+Horovod does not tell who waits in which collective. Everything it offers to torch starts and waits through a few
+functions of ``horovod.torch.mpi_ops``, found by name at each call, so they can be wrapped:
+
+- ``_allreduce_async`` and its like start a collective and return its handle; they take its ``name``.
+- ``mpi_lib.horovod_torch_join`` and ``horovod_torch_barrier`` start one without a name.
+- ``mpi_lib.horovod_torch_wait_and_clear`` waits for a handle, ``horovod_torch_poll`` asks whether that would take time.
+- ``_basics.shutdown`` ends Horovod's threads. The public ``hvd.shutdown`` first drops the handles that another thread
+  may wait for.
+
+The sentences with which a collective fails after a shutdown are Horovod's own too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from horovod.torch import mpi_ops
+
+CHECKED_WITH = ("0.28.1",)
+
+Start = Callable[..., int]
+"""Starts a collective and returns its handle."""
+
+# What starts a collective, and what people call it.
+KINDS = {
+    "_allreduce_async": "all-reduce",
+    "_grouped_allreduce_async": "grouped all-reduce",
+    "_allgather_async": "all-gather",
+    "_grouped_allgather_async": "grouped all-gather",
+    "_broadcast_async": "broadcast",
+    "_alltoall_async": "all-to-all",
+    "_reducescatter_async": "reduce-scatter",
+    "_grouped_reducescatter_async": "grouped reduce-scatter",
+}
+NAMELESS = ("join", "barrier")
+_SHUT_DOWN = ("Horovod has been shut down", "Horovod has not been initialized")
+
+
+def wrap_starts(wrap: Callable[[Start, Callable[[int], str], str], Start]) -> None:
+    """Replace what starts a collective with a name by ``wrap(start, own_name, kind)``.
+
+    ``own_name(handle)`` is the name that Horovod gives to a collective without one.
+    """
+    for start, kind in KINDS.items():
+        setattr(mpi_ops, start, wrap(getattr(mpi_ops, start), _own_name(start), kind))
+
+
+def wrap_nameless_starts(wrap: Callable[[Start, str], Start]) -> None:
+    """Replace what starts a collective that has no name by ``wrap(start, kind)``."""
+    for kind in NAMELESS:
+        function = f"horovod_torch_{kind}"
+        setattr(mpi_ops.mpi_lib, function, wrap(getattr(mpi_ops.mpi_lib, function), kind))
+
+
+def wrap_wait(wrap: Callable[[Callable[[int], None], Callable[[int], int]], Callable[[int], None]]) -> None:
+    """Replace what waits for a handle by ``wrap(wait, done)``; ``done`` says at once whether it is over."""
+    lib = mpi_ops.mpi_lib
+    lib.horovod_torch_wait_and_clear = wrap(lib.horovod_torch_wait_and_clear, lib.horovod_torch_poll)
+
+
+def wrap_shutdown(wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+    """Replace what ends Horovod's threads, also when ``hvd.shutdown`` asks for it."""
+    mpi_ops._basics.shutdown = wrap(mpi_ops._basics.shutdown)
+
+
+def end_threads() -> None:
+    """Shut Horovod down and leave the handles alone that another thread waits for. Every rank must take part in it."""
+    mpi_ops._basics.shutdown()
+
+
+def says_shut_down(error: BaseException) -> bool:
+    """Whether a collective failed because Horovod is not there any more."""
+    return any(text in str(error) for text in _SHUT_DOWN)
+
+
+def _own_name(start: str) -> Callable[[int], str]:
+    prefix = start.strip("_").removesuffix("_async")
+    return lambda handle: f"{prefix}.noname.{handle}"

@@ -1,0 +1,32 @@
+"""What is used of ipykernel beyond its documentation.
+
+- ``shell.parent_header``, the message that asked for the request under way: what is published meanwhile names it.
+- ``Kernel.pre_handler_hook`` and ``post_handler_hook``, which let SIGINT raise anywhere in a request: ranks handle it
+  themselves, because one that left between two collectives would leave the others waiting.
+- ``Kernel.set_parent``, unbound: what a thread sends is ascribed to the request that it is told, and from 7.4 on a
+  control whose messages belong to a running cell waits for that cell. The kernel's own ``set_parent`` would also
+  redirect what the running cell prints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+CHECKED_WITH = ("7.4.0",)
+
+
+def request_under_way(shell: Any) -> Any:
+    """The message that asked for what the shell does now."""
+    return shell.parent_header
+
+
+def leave_interrupts_alone(kernel: Any) -> None:
+    """Let the kernel change nothing about SIGINT any more when it handles a request."""
+    kernel.pre_handler_hook = kernel.post_handler_hook = lambda: None
+
+
+def speak_for_no_request(kernel: Any) -> None:
+    """What the calling thread sends from now on belongs to no cell."""
+    from ipykernel.kernelbase import Kernel  # here: sessions without a notebook need no ipykernel
+
+    Kernel.set_parent(kernel, [], {})  # type: ignore[no-untyped-call]

@@ -1,0 +1,33 @@
+"""What is used of ipyparallel beyond its documentation.
+
+- The engine's ``shell.data_pub`` with its ``session`` and ``pub_socket``: it publishes data beside an answer that is
+  still awaited. The shell's own changes its parent with each request, so a thread gets a publisher of its own.
+- ``AsyncResult.metadata["data"]``: there such data arrive.
+- ``Client.history``: the client keeps the id of every message it ever sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+CHECKED_WITH = ("9.2.0",)
+
+
+def publish_beside(kernel: Any, request: Any, data: dict[str, Any]) -> None:
+    """On an engine, from any thread: send data beside the answer to a request, which its message stands for."""
+    publisher = kernel.shell.data_pub
+    own = type(publisher)(session=publisher.session, pub_socket=publisher.pub_socket)
+    own.set_parent(request)
+    own.publish_data(data)
+
+
+def published_beside(result: Any) -> Mapping[str, Any]:
+    """The latest data that an engine has published beside an answer, by key."""
+    data: Mapping[str, Any] = result.metadata["data"]
+    return data
+
+
+def forget_sent(client: Any) -> None:
+    """Let the client forget the ids of the messages that it has sent; answers still arrive."""
+    client.history.clear()

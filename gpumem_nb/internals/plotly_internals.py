@@ -1,0 +1,32 @@
+"""What is used of plotly beyond its documentation.
+
+A ``FigureWidget`` tells a page that is loaded again what the figure was at first: ``get_state`` reads the traits
+``_widget_data`` and ``_widget_layout``, which are set once. What it is now lies in ``_data`` and ``_layout_obj``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plotly import graph_objects as go
+
+CHECKED_WITH = ("7.1.0",)
+
+
+class LiveFigure(go.FigureWidget):  # type: ignore[misc]
+    """A figure that a reloaded page shows as it is now; plotly's own class would show it as it was at first."""
+
+    _complete = False
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._complete = True
+
+    def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
+        """The state for the browser; all of it when it asks for all."""
+        state: dict[str, Any] = super().get_state(key, drop_defaults)
+        if key is None and self._complete:
+            to_json = self.trait_metadata("_widget_data", "to_json")
+            state["_widget_data"] = to_json(self._data, self)
+            state["_widget_layout"] = to_json(self._layout_obj._props, self)
+        return state

@@ -1,0 +1,143 @@
+"""What is used of torch beyond its documentation. Only for ranks.
+
+- Storages and tensors: ``_cdata`` (where the C++ object lies: Python makes a new storage object each time one asks),
+  ``_version`` (counts changes in place).
+- Modules: ``_buffers`` (binding a buffer's name anew leaves ``buffers()`` no trace of the old one), ``_NormBase`` (what
+  batch norms have in common).
+- Autograd: ``_raw_saved_*`` of graph nodes (what is saved, without unpacking it, which could run the model again),
+  ``torch._C._current_graph_task_id`` (whether a backward runs on this thread), the stack of saved-tensor hooks, and
+  ``saved_tensors_hooks.__enter__`` (autograd asks the innermost hooks only).
+- Dispatch modes: ``TorchDispatchMode`` and the stack of them. Autocast's depth and cache.
+- Optimizers: whether hooks are registered on one, ``_step_supports_amp_scaling`` (whether a gradient scaler hands its
+  scale to a fused kernel), and the attributes in which it does so.
+- The CUDA allocator's history (``torch.cuda.memory._record_memory_history``, ``_dump_snapshot``), which torch documents
+  as it is, underscore and all.
+
+What is called for each tensor or operator is a plain attribute getter, as fast as the attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _autograd, _current_graph_task_id
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+
+CHECKED_WITH = ("2.13.0",)
+
+_OUTSIDE_BACKWARD = -1
+_TORCH = Path(torch.__file__).parent
+
+FILES_AROUND_MODES = tuple(str(_TORCH / name) for name in ("_dynamo", "_compile.py", "utils/_python_dispatch.py"))
+"""Where the code lies that torch puts between an operator's caller and a dispatch mode: files and folders."""
+
+address: Callable[[Tensor | torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Where the C++ object of a tensor or storage lies: the same for every Python object of it, while it lives."""
+
+version: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor, or another view of its storage, has been changed in place."""
+
+buffers_by_name: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+"""A module's own buffers, without those of its children: the dict in which it keeps them."""
+
+
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """The module itself and those below it that keep running statistics."""
+    return [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._NormBase)]
+
+
+def saved_raw(node: Any) -> Iterator[Any]:
+    """What a graph's node has saved for backward, as it lies there: ``data`` and ``unpack_hook`` of each.
+
+    What comes points into the node: who reads it after the node is gone ends the process.
+    """
+    for name in _raw_names(type(node)):  # type: ignore[arg-type]
+        with suppress(RuntimeError):  # a node written in Python says that a backward has been there
+            found = getattr(node, name)
+            yield from (item for item in (found if isinstance(found, list | tuple) else [found]) if item is not None)
+
+
+@cache
+def _raw_names(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs on this thread."""
+    return _current_graph_task_id() != _OUTSIDE_BACKWARD
+
+
+@contextmanager
+def hooks_entered_by(
+    enter: Callable[[Callable[[saved_tensors_hooks], None], saved_tensors_hooks], None],
+) -> Iterator[None]:
+    """Inside, whoever enters saved-tensor hooks calls ``enter(torch's own function, the hooks)`` instead."""
+    own = saved_tensors_hooks.__enter__
+    saved_tensors_hooks.__enter__ = lambda hooks: enter(own, hooks)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = own  # type: ignore[method-assign]
+
+
+def innermost_hooks() -> Any:
+    """The saved-tensor hooks that autograd asks on this thread; ``None`` when there are none."""
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
+def leave_hooks() -> None:
+    """Leave the innermost saved-tensor hooks, which were never left."""
+    _autograd._pop_saved_tensors_default_hooks()
+
+
+def count_modes() -> int:
+    """How many dispatch modes are active on this thread."""
+    return len(_get_current_dispatch_mode_stack())
+
+
+def leave_mode() -> None:
+    """Leave the innermost dispatch mode, which was never left."""
+    _pop_mode()
+
+
+def leave_autocast() -> None:
+    """Leave every autocast that was never left, and drop its copies of the weights."""
+    for _ in range(torch.autocast_increment_nesting()):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody registered something to be done before or after this optimizer's update."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def keep_scale_from(optimizer: Optimizer) -> None:
+    """Let a gradient scaler unscale by itself and skip updates by itself, instead of leaving both to fused kernels."""
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+
+def forget_scaler(optimizer: Optimizer) -> None:
+    """Remove what a gradient scaler hands to an optimizer and leaves there when the update raises."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
+
+
+def record_allocations(enabled: bool, most_entries: int) -> None:
+    """Let the CUDA allocator keep a history of that many entries, with their Python stacks, or forget it."""
+    torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python", max_entries=most_entries)
+
+
+def dump_allocations(path: str) -> None:
+    """Write the CUDA allocator's state and history. Raises ``OSError``."""
+    torch.cuda.memory._dump_snapshot(path)

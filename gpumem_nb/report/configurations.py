@@ -1,0 +1,183 @@
+"""The configurations that were tried: each with what it measured, two compared, all side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..shared.messages import Sample
+from ..shared.settings import Settings
+from ..shared.units import format_bytes, format_rate
+from .tables import Table, notes_html
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# A configuration is judged by its last steps, without the first one: that one still warms caches up.
+STEPS_JUDGED = 50
+_NOTHING = "Nothing has been tried yet. Train some steps first: %hvd_train 20"
+_ABOUT = "batch = micro-batch × accumulation × ranks; live peak: worst rank; samples/s: all ranks, median."
+
+
+@dataclass(slots=True)
+class Tried:
+    """One configuration and what it measured.
+
+    Attributes:
+        steps: steps done under it.
+        peak_bytes: highest live bytes of any rank in the steps judged.
+        throughputs: samples/s of all ranks together, one value for each of the last steps.
+        outcome: ``ok`` once a step was done, ``oom`` or ``error`` when it could not be kept.
+    """
+
+    settings_id: int
+    workload: str
+    settings: Settings
+    steps: int = 0
+    loss: float | None = None
+    outcome: str = "not run"
+    peaks: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    reserved: deque[int | None] | list[int | None] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    throughputs: deque[float] | list[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Take in one finished step of all ranks."""
+        if self.steps == 1:
+            self.peaks.clear()
+            self.reserved.clear()
+            self.throughputs.clear()
+        self.steps += 1
+        self.outcome = "ok"
+        self.peaks.append(max(sample.live_peak_bytes for sample in samples))
+        self.reserved.append(max((s.reserved_peak_bytes for s in samples if s.reserved_peak_bytes), default=None))
+        self.throughputs.append(sum(sample.samples_per_s for sample in samples))
+        losses = [sample.loss for sample in samples if sample.loss is not None]
+        self.loss = statistics.fmean(losses) if losses else None
+
+    def settle(self) -> None:
+        """Keep only the resulting figures: a long session tries thousands of configurations."""
+        self.peaks = [self.peak_bytes] if self.peak_bytes is not None else []
+        self.reserved = [self.reserved_peak_bytes]
+        self.throughputs = [self.samples_per_s] if self.samples_per_s is not None else []
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Highest live bytes over the steps judged, worst rank."""
+        return max(self.peaks, default=None)
+
+    @property
+    def reserved_peak_bytes(self) -> int | None:
+        """Highest reserved bytes over the steps judged, worst rank."""
+        return max((value for value in self.reserved if value is not None), default=None)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Median over the steps judged, all ranks together."""
+        return statistics.median(self.throughputs) if self.throughputs else None
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a flip bought and cost: the configuration before it and the one after it."""
+
+    before: Tried
+    after: Tried
+
+    @property
+    def flip(self) -> str:
+        """What was changed."""
+        changed = self.after.settings.changed_from(self.before.settings)
+        return ", ".join(f"{name} {getattr(self.before.settings, name)} → {value}" for name, value in changed.items())
+
+    @property
+    def memory(self) -> str:
+        """Highest live peak of any rank, before and after."""
+        before, after = self.before.peak_bytes, self.after.peak_bytes
+        return f"{format_bytes(before)} → {format_bytes(after)}{_percent(before, after)}"
+
+    @property
+    def speed(self) -> str:
+        """Samples/s of all ranks together, before and after."""
+        before, after = self.before.samples_per_s, self.after.samples_per_s
+        return f"{format_rate(before)} → {format_rate(after)} samples/s{_percent(before, after)}"
+
+    def __str__(self) -> str:
+        if not self.after.steps:
+            return f"{self.flip}: waiting for the first step"
+        return f"{self.flip}: live peak {self.memory}, {self.speed}"
+
+
+class Runs:
+    """Every configuration tried, side by side."""
+
+    def __init__(self, tried: Sequence[Tried], size: int) -> None:
+        self._tried = [entry for entry in tried if entry.steps or entry.outcome != "not run"]
+        self._size = size
+
+    def __len__(self) -> int:
+        return len(self._tried)
+
+    def frame(self) -> pd.DataFrame:
+        """One row a configuration: its settings, steps, live and reserved peak in bytes, samples/s, loss, outcome."""
+        import pandas as pd
+
+        rows = [
+            {
+                "workload": entry.workload,
+                **dataclasses.asdict(entry.settings),
+                "global_batch": entry.settings.samples_per_rank * self._size,
+                "steps": entry.steps,
+                "live_peak_bytes": entry.peak_bytes,
+                "reserved_peak_bytes": entry.reserved_peak_bytes,
+                "samples_per_s": entry.samples_per_s,
+                "loss": entry.loss,
+                "outcome": entry.outcome,
+            }
+            for entry in self._tried
+        ]
+        return pd.DataFrame(rows)
+
+    @property
+    def _table(self) -> Table:
+        figures = ("steps", "live peak", "samples/s", "loss")
+        names = ("workload", "precision", "checkpointing", "batch", "optimizer")
+        rows = tuple(
+            (
+                entry.workload,
+                entry.settings.precision,
+                entry.settings.checkpointing,
+                f"{entry.settings.batch_size}×{entry.settings.accumulation_steps}×{self._size}",
+                _optimizer(entry.settings),
+                str(entry.steps),
+                format_bytes(entry.peak_bytes),
+                format_rate(entry.samples_per_s),
+                "n/a" if entry.loss is None else f"{entry.loss:.4g}",
+                entry.outcome,
+            )
+            for entry in self._tried
+        )
+        return Table("", (*names, *figures, "outcome"), rows, frozenset({*names, "outcome"}))
+
+    def __str__(self) -> str:
+        return str(self._table) if self._tried else _NOTHING
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self._table.html() + notes_html([_ABOUT]) if self._tried else notes_html([_NOTHING])
+
+
+def _percent(before: float | None, after: float | None) -> str:
+    if not before or after is None:
+        return ""
+    return f" ({(after / before - 1) * 100:+.0f} %)".replace("-", "−")
+
+
+def _optimizer(settings: Settings) -> str:
+    if settings.optimizer_impl == "default":
+        return settings.optimizer
+    return f"{settings.optimizer}/{settings.optimizer_impl}"

@@ -1,0 +1,143 @@
+"""The one progress bar, tqdm's: a line that is rewritten in a terminal, a line now and then in a log.
+
+It writes to a stream; ``ui/progress`` has one that rewrites the output of a notebook's cell.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+from tqdm import tqdm
+
+
+class Stream(Protocol):
+    """Where a bar is drawn; each text that is written replaces the one before it."""
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of what is written, for the characters of the bar."""
+
+    def write(self, text: str) -> object:
+        """Show this."""
+
+    def flush(self) -> None:
+        """Show it now."""
+
+
+class Lines:
+    """A stream that cannot rewrite, such as a log: a new line for each text."""
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Print it, without what would have rewritten the line before it."""
+        if shown := text.strip():
+            self._stream.write(shown + "\n")
+
+    def flush(self) -> None:
+        """Show it now."""
+        self._stream.flush()
+
+
+class _Meter(tqdm):  # type: ignore[misc]  # tqdm has no type information
+    """Without the thread that refreshes bars by itself, and without a lock between processes: one thread draws here."""
+
+    monitor_interval = 0
+
+
+_Meter.set_lock(threading.RLock())
+
+
+class ProgressBar:
+    """One bar with a title; called as a :data:`~gpumem_nb.shared.progress.Progress`.
+
+    Args:
+        title: what is being done.
+        stream: where to draw.
+        rewrites: whether the stream replaces what was written before; otherwise only a new thing to wait for is drawn.
+        measured: whether it is known how much is done; otherwise only the time is shown.
+    """
+
+    def __init__(self, title: str, stream: Stream, rewrites: bool, measured: bool = True) -> None:
+        self._title = title
+        self._stream = stream
+        self._rewrites = rewrites
+        self._began_s = time.monotonic()
+        self._what = ""
+        parts = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}" if measured else "{desc}: {elapsed}{postfix}"
+        self._meter = _Meter(
+            total=1.0, desc=title, bar_format=parts, file=stream, leave=False, position=0, dynamic_ncols=True
+        )
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began_s
+
+    def __call__(self, what: str, done: float) -> None:
+        """Draw what is being waited for (empty: as before), and how much is done (0 to 1)."""
+        news = bool(what) and what != self._what
+        if news:
+            self._what = what
+            self._meter.set_description_str(f"{self._title}: {what}", refresh=False)
+        if news or self._rewrites:
+            self.draw(done)
+
+    def draw(self, done: float, left: str = "") -> None:
+        """Draw how much is done (0 to 1), and in words how long it will still take."""
+        self._meter.n = min(1.0, done)
+        self._meter.set_postfix_str(left, refresh=False)
+        self._meter.refresh()
+
+    def end(self, failed: bool) -> None:
+        """Leave a line in place of the bar: how long it took, or what it was at when it failed."""
+        self._meter.close()
+        took = _duration(self.elapsed_s)
+        at = f", while {self._what}" if self._what else ""
+        self._stream.write(f"{self._title}: {f'failed after {took}{at}' if failed else f'done in {took}'}\n")
+        self._stream.flush()
+
+
+@contextmanager
+def shown(bar: ProgressBar) -> Iterator[ProgressBar]:
+    """End the bar with the block."""
+    try:
+        yield bar
+    except BaseException:
+        bar.end(failed=True)
+        raise
+    bar.end(failed=False)
+
+
+def text_bar(title: str, stream: TextIO, measured: bool = True) -> ProgressBar:
+    """A bar in a terminal, or lines in a log."""
+    in_place = stream.isatty()
+    return ProgressBar(title, stream if in_place else Lines(stream), in_place, measured)
+
+
+def left_s(done: float | None, elapsed_s: float, estimate_s: float | None) -> float | None:
+    """Seconds still to come: from the pace so far once a tenth is done, before that from the usual duration."""
+    if done and done >= 0.1:
+        return elapsed_s * (1 - done) / done
+    return None if estimate_s is None else max(0.0, estimate_s - elapsed_s)
+
+
+def left_in_words(left: float | None) -> str:
+    """How long it will still take; empty where that is not known."""
+    if left is None:
+        return ""
+    return f"about {_duration(left)} left" if left > 0 else "nearly done"
+
+
+def _duration(seconds: float) -> str:
+    """``3.4 s`` below ten seconds, ``12 s`` below a minute, then tqdm's ``02:05``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return str(tqdm.format_interval(seconds))

@@ -1,0 +1,67 @@
+"""What one stretch of training measured, as a sentence and as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..shared.categories import CATEGORIES
+from ..shared.messages import Sample
+from ..shared.settings import Settings
+from ..shared.units import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Run:
+    """What one stretch of training measured.
+
+    Attributes:
+        steps: optimizer steps done in it.
+        notes: what happened on the way (an out-of-memory error that was survived, for example).
+    """
+
+    def __init__(self, samples: Sequence[Sample], settings: Mapping[int, Settings], notes: Sequence[str]) -> None:
+        self._samples = list(samples)
+        self._settings = settings
+        self.notes = list(notes)
+        self.steps = len({sample.step for sample in self._samples if sample.done})
+
+    def frame(self) -> pd.DataFrame:
+        """One row per rank and step; bytes, seconds and samples/s as the column names say.
+
+        The columns of categories hold their bytes at the peak of the steps that were recorded; of others nothing.
+        """
+        import pandas as pd
+
+        left_out = ("settings_id", "event", "ledger")
+        columns = [field.name for field in dataclasses.fields(Sample) if field.name not in left_out]
+        rows: list[dict[str, Any]] = []
+        for sample in self._samples:
+            row = {name: getattr(sample, name) for name in columns}
+            settings = self._settings[sample.settings_id]
+            at_peak = sample.ledger.at_peak if sample.ledger else {}
+            shares = {f"{category.replace(' ', '_')}_bytes": at_peak.get(category) for category in CATEGORIES}
+            rows.append(row | dataclasses.asdict(settings) | {"event": sample.event} | shares)
+        return pd.DataFrame(rows)
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "\n".join(["No step was done.", *self.notes])
+        good = [sample for sample in self._samples if sample.done]
+        ranks = {sample.rank for sample in good}
+        last = [sample for sample in good if sample.step == good[-1].step]
+        losses = [sample.loss for sample in last if sample.loss is not None]
+        per_rank = [statistics.median(sample.samples_per_s for sample in good if sample.rank == rank) for rank in ranks]
+        text = f"{self.steps} steps on {len(ranks)} ranks"
+        if losses:
+            text += f": loss {statistics.fmean(losses):.4g}"
+        peak = max(sample.live_peak_bytes for sample in good)
+        return "\n".join(
+            [f"{text}, {format_rate(sum(per_rank))} samples/s, live peak {format_bytes(peak)}.", *self.notes]
+        )
+
+    __repr__ = __str__

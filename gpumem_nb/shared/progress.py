@@ -1,0 +1,8 @@
+"""How those who wait are told what for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[str, float], None]
+"""Told what is being waited for, and how much of it is done (0 to 1)."""

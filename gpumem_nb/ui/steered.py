@@ -1,0 +1,64 @@
+"""What a panel needs of the session that it shows and steers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ..kernel.history import History
+from ..report.waits import WaitReport
+from ..shared.messages import RankInfo, WorkloadInfo
+from ..shared.settings import Settings
+
+
+class Steered(Protocol):
+    """A session, as far as a panel knows it; ``gpumem_nb.session.Session`` is one."""
+
+    history: History
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """Who the ranks are, in rank order."""
+
+    @property
+    def workload(self) -> WorkloadInfo | None:
+        """What is loaded."""
+
+    @property
+    def settings(self) -> Settings:
+        """The knobs as they are now."""
+
+    @property
+    def doing(self) -> str:
+        """What is happening, in one line of words."""
+
+    @property
+    def wait_report(self) -> WaitReport | None:
+        """What takes long, and who waits for whom; ``None`` when nothing does."""
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """The ranks that have not answered yet what training asked of them."""
+
+    @property
+    def playing(self) -> bool:
+        """Whether training runs."""
+
+    @property
+    def ended(self) -> str:
+        """Why the session is over, in words; empty while it lives."""
+
+    def set(self, **knobs: Any) -> Settings:
+        """Change knobs."""
+
+    def play(self) -> None:
+        """Train in the background until :meth:`pause`."""
+
+    def pause(self) -> None:
+        """Stop training after the steps under way."""
+
+    def step(self) -> None:
+        """Train one step in the background."""

@@ -1,0 +1,86 @@
+"""Nobody is dead by the clock: controller and ranks may be silent for as long as they like."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+import gpumem_nb
+from gpumem_nb.cluster.launchers import ipyparallel_cluster
+from gpumem_nb.session import Session
+from gpumem_nb.shared.cluster_records import await_end
+from gpumem_nb.shared.processes import Identity, identify
+from tests import internals
+
+pytestmark = pytest.mark.cluster
+BEAT_MS = 20  # at this pace the controller of old dropped an engine after 100 misses, in 2 s
+LONG_S = 4.0
+TEN_MINUTES_MS = 600_000
+
+# An engine of old ended itself after 50 misses; its clock is made to run 40 times as fast, where it has one.
+HURRY = """
+from ipyparallel.engine.app import IPEngine
+engine = IPEngine.instance()
+if engine.max_heartbeat_misses:
+    engine._hb_reporter.callback_time = 20
+engine.max_heartbeat_misses
+"""
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    """Ranks with a controller whose clock runs fifteen times as fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ipyparallel_cluster, "HEARTBEAT_MS", BEAT_MS)
+        with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as started:
+            yield started
+
+
+def controller_of(session: Session) -> list[psutil.Process]:
+    """The controller with its schedulers."""
+    first = psutil.Process(internals.controller_of(session))
+    return [first, *first.children(recursive=True)]
+
+
+@contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """These processes, meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def ranks_of(session: Session) -> list[Identity]:
+    return [who for info in session.ranks if (who := identify(info.pid))]
+
+
+def test_a_controller_that_is_silent_ends_nobody(session: Session) -> None:
+    limits = session.run(HURRY)
+    with stopped([process.pid for process in controller_of(session)]):
+        assert not await_end(ranks_of(session)[:1], LONG_S)
+    assert session.run("rank", timeout=30) == [0, 1]
+    assert limits == [0, 0], "engines expect no heartbeat"
+
+
+def test_a_rank_that_is_silent_stays_registered(session: Session) -> None:
+    with stopped([session.ranks[1].pid]):
+        assert not await_end(ranks_of(session)[:1], LONG_S)
+    assert session.run("rank", timeout=30) == [0, 1]
+
+
+def test_silence_may_last_ten_minutes(session: Session) -> None:
+    (misses,) = (
+        int(word.rpartition("=")[2])
+        for word in controller_of(session)[0].cmdline()
+        if word.startswith("--HeartMonitor.max_heartmonitor_misses=")
+    )
+    assert misses * BEAT_MS > TEN_MINUTES_MS

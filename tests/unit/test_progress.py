@@ -1,0 +1,93 @@
+"""The progress bar in a terminal, in a log, and around a step that somebody asks how far it is."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+
+from gpumem_nb.install import long_step
+from gpumem_nb.report.progress_bar import left_in_words, left_s, shown, text_bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_gets_a_line_for_each_new_thing_and_one_at_the_end() -> None:
+    log = io.StringIO()
+    with shown(text_bar("Starting ranks", log)) as progress:
+        for up in range(3):
+            progress("starting the controller", 0.1)
+            progress(f"{up} of 2 ranks are up", 0.5 + 0.25 * up)
+            progress("", 0.9)
+    lines = log.getvalue().splitlines()
+    assert [line.partition("%")[0] for line in lines[:3]] == [
+        "Starting ranks:   0",
+        "Starting ranks: starting the controller:  10",
+        "Starting ranks: 0 of 2 ranks are up:  50",
+    ]
+    assert lines[-1].startswith("Starting ranks: done in ")
+    assert len(lines) == 1 + 2 * 3 + 1
+    assert not set(log.getvalue()) & set("\r\x1b")
+
+
+def test_a_terminal_has_one_line_that_is_rewritten() -> None:
+    terminal = Terminal()
+    with shown(text_bar("Starting ranks", terminal)) as progress:
+        progress("starting the controller", 0.1)
+        progress("starting the controller", 0.2)
+    assert " 20%" in terminal.getvalue()
+    *_, last = terminal.getvalue().split("\r")
+    assert last.startswith("Starting ranks: done in ")
+    assert terminal.getvalue().count("\n") == 1
+
+
+def test_a_failure_says_what_was_waited_for() -> None:
+    log = io.StringIO()
+    bar = text_bar("Starting ranks", log)
+    bar("starting the controller", 0.1)
+    with pytest.raises(RuntimeError), shown(bar):
+        raise RuntimeError
+    last = log.getvalue().splitlines()[-1]
+    assert last.startswith("Starting ranks: failed after ")
+    assert last.endswith("while starting the controller")
+
+
+def test_what_is_left_comes_from_the_usual_duration_until_the_pace_is_known() -> None:
+    assert left_s(None, 60, None) is None
+    assert left_s(0.05, 60, 150) == 90
+    assert left_s(None, 200, 150) == 0
+    assert left_s(0.25, 60, 150) == 180
+    assert [left_in_words(seconds) for seconds in (None, 0, 3.4, 12, 125)] == [
+        *("", "nearly done", "about 3.4 s left", "about 12 s left", "about 02:05 left")
+    ]
+
+
+def test_a_long_step_keeps_a_log_up_to_date(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(long_step, "LOG_INTERVAL_S", 0.01)
+    asked = [threading.Event() for _ in range(3)]
+
+    def fraction() -> float:
+        now = next((event for event in asked if not event.is_set()), asked[-1])
+        now.set()
+        return 0.25
+
+    with long_step.long_step("Building Horovod", fraction, estimate_s=100):
+        assert asked[-1].wait(60)
+    first, *between, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("Building Horovod:   0%")
+    assert between[0].startswith("Building Horovod:  25%")
+    assert between[0].endswith("s left")
+    assert len(between) >= 2
+    assert last.startswith("Building Horovod: done in ")
+
+
+def test_a_step_that_cannot_tell_shows_its_time_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with long_step.long_step("Installing Horovod"):
+        pass
+    assert capsys.readouterr().out.startswith("Installing Horovod: 00:00\n")
