@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         "lab": lab,
         "test": test,
         "demo": lambda: in_environment("-m", "gpumem_nb.demo"),
-        "bench": lambda: in_environment("tests/bench/run.py"),
+        "bench": lambda: in_environment("-m", "tests.bench.run"),
         "soak": lambda: in_environment("-m", "tests.soak.run"),
         "lint": lambda: set_up() or lint(),
         "clean": clean,

@@ -84,8 +84,8 @@ def inject(session: Session, fault: Fault, situation: str) -> tuple[float, int]:
     """Strike, check everything, and return the seconds until a message and the steps lost."""
     session.set(stall_limit_s=faults.STALL_LIMIT_S, snapshot_steps=50)
     session.train(60)
-    wait_report, lost = faults.endure(session, fault, situation)
-    return wait_report.took_s, lost
+    incident, lost = faults.endure(session, fault, situation)
+    return incident.took_s, lost
 
 
 def soak(minutes: float, dice: random.Random) -> Iterator[Tally]:

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -27,8 +28,8 @@ def process_with_a_virtual_gpu() -> Iterator[None]:
 
 
 @pytest.fixture
-def module() -> Iterator[ModuleType]:
-    """A module that somebody has imported, with variables of their own."""
+def module() -> Iterator[Any]:
+    """A module that somebody has imported, with variables of their own (of which the type checker cannot know)."""
     module = ModuleType("somebodys")
     sys.modules["somebodys"] = module
     yield module

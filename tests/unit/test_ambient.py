@@ -39,7 +39,7 @@ class Interrupter:
         return self._trace
 
 
-def make() -> nn.Module:
+def make() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 1))
 
@@ -61,7 +61,7 @@ def after_two_steps(model: nn.Module) -> list[torch.Tensor]:
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
-def attempt(at: int) -> tuple[nn.Module, bool]:
+def attempt(at: int) -> tuple[nn.Sequential, bool]:
     """A step with an interrupt at that moment, and what the trainer does afterwards; was the step over before it?"""
     model = make()
     checkpointing = Checkpointing(model, list(model), "sqrt")

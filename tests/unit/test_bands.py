@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,10 +87,11 @@ def test_many_ranks_are_drawn_as_three_with_one_bounded_message(monkeypatch: pyt
     for ranks in (8, 64):
         by_rank, readings = trained(ranks, 300, higher=ranks - 2), [reading()] * ranks
         charts = Charts([info(rank) for rank in range(ranks)])
-        sent: list[tuple[dict, dict]] = []
+        sent: list[tuple[dict[str, Any], dict[str, Any]]] = []
         monkeypatch.setattr(charts.figure, "plotly_update", lambda *what, to=sent: to.append(what))
         found = peaks(by_rank, readings)
-        charts.update(readings, found, bands(by_rank[ranks - 2]), series(by_rank), marks(by_rank, {}.get))
+        flips = marks(by_rank, lambda settings_id: None)
+        charts.update(readings, found, bands(by_rank[ranks - 2]), series(by_rank), flips)
         [(data, _)] = sent
         assert len(data["x"]) == len(data["y"]) == len(charts.figure.data)
         sizes[ranks] = sum(len(values) for values in data["y"]), len(charts.figure.data)

@@ -21,7 +21,7 @@ from gpumem_nb.shared.errors import InvalidInput, SetupError
 from .fake_nvml import GIB, MIB, FakeNvml, Gpu, lost
 
 UUID = "3f5b9a1c-6a0e-4a07-9b8e-8c1d2e3f4a5b"
-SNAPSHOT = {"segments": [], "device_traces": [[], []]}
+SNAPSHOT: dict[str, list[Any]] = {"segments": [], "device_traces": [[], []]}
 
 
 class Driver:

@@ -17,7 +17,7 @@ from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.ledger.recorder import Recorder
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
-from tests.models import MODELS, SETTINGS, Training, checkpointed, ledger_and_profiler, looked_into, recorded
+from tests.models import MODELS, SETTINGS, Training, looked_into, profiled, recorded
 
 WIDTH = 512
 
@@ -35,26 +35,20 @@ every_model = pytest.mark.parametrize("name", MODELS)
 every_setting = pytest.mark.parametrize(("precision", "checkpointing"), SETTINGS)
 
 
-@every_model
-@every_setting
-def test_the_peak_is_the_profilers(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> None:
-    ledger, before, profilers = ledger_and_profiler(gpu, name, precision, checkpointing)
-    assert ledger.peak_bytes == gpu.reading().live_peak_bytes
-    assert ledger.peak_bytes - before == pytest.approx(profilers, rel=1e-3)
-    assert sum(ledger.at_peak.values()) == ledger.peak_bytes
-
-
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 @every_model
 @every_setting
-def test_categories_are_what_the_tensors_hold(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> None:
-    training = MODELS[name]()
-    checkpointed(training, checkpointing)
-    training.step(precision)
-    ledger = looked_into(gpu, training, precision)
+def test_the_peak_is_the_profilers_and_categories_are_what_the_tensors_hold(
+    gpu: VirtualGPU, name: str, precision: str, checkpointing: str
+) -> None:
+    step = profiled(gpu, name, precision, checkpointing)
+    ledger, training = step.ledger, step.training
+    assert ledger.peak_bytes == gpu.reading().live_peak_bytes
+    assert ledger.peak_bytes - step.before_bytes == pytest.approx(step.profiler_bytes, rel=1e-3)
+    assert sum(ledger.at_peak.values()) == ledger.peak_bytes
     assert sum(ledger.at_rest.values()) == gpu.reading().live_bytes
     params = list(training.model.parameters())
     state = [value for values in training.optimizer.state.values() for value in values.values()]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_a_loop_of_ones_own_is_reported_like_a_training_step() -> None:
     assert "activations" in str(report)
 
 
-def test_what_a_cell_leaves_behind_is_named(module: ModuleType) -> None:
+def test_what_a_cell_leaves_behind_is_named(module: Any) -> None:
     module.kept = []
     with memory.track() as report:
         module.kept.append(torch.zeros(64 * KIB, dtype=torch.uint8))
