@@ -14,14 +14,14 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-import gpumem_nb
-
 from .completion import Completion, Offered
+from .install.environment import check
 from .kernel.policy import RULES
 from .kernel.starting import DEVICES, LAUNCHERS
 from .report.memory import VIEWS
-from .session import Session, current
+from .session import Session, current, start
 from .shared.errors import InvalidInput, NoSession
+from .shared.workload import Workload
 from .ui.cells import CellOutput
 from .ui.progress import progress_bar
 
@@ -73,7 +73,8 @@ class HvdMagics(Magics):
     def hvd_start(self, line: str) -> Session:
         """Start Horovod ranks, one per GPU, and connect to them."""
         args = parse_argstring(self.hvd_start, line)
-        return gpumem_nb.start(**vars(args))
+        with progress_bar("Starting ranks") as progress:
+            return start(**vars(args), progress=progress)
 
     @magic_arguments()
     @argument("--json", action="store_true", help="print it as JSON, for programs")
@@ -148,7 +149,7 @@ class HvdMagics(Magics):
         args = parse_argstring(self.hvd_load, line)
         own = self._shell.user_ns.get(args.name)
         session = current()
-        session.load(own if isinstance(own, gpumem_nb.Workload) else args.name, **_pairs(args))
+        session.load(own if isinstance(own, Workload) else args.name, **_pairs(args))
         print(_loaded(session))
 
     @magic_arguments()
@@ -309,7 +310,7 @@ class HvdMagics(Magics):
     def hvd_check(self, line: str) -> Any:
         """Check torch, Horovod, MPI and the GPUs: what works, and what to type to repair the rest."""
         parse_argstring(self.hvd_check, line)
-        return gpumem_nb.check()
+        return check()
 
     @property
     def _shell(self) -> InteractiveShell:

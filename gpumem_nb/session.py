@@ -20,11 +20,11 @@ from .report.run_summary import Run
 from .report.status import StateFile, Status
 from .report.waits import WaitReport
 from .shared.errors import InvalidInput, NoSession
-from .shared.messages import RankInfo, Timeline, WorkloadInfo
+from .shared.messages import RankInfo, Timeline
 from .shared.progress import Progress
 from .shared.ranklist import RankChoice
 from .shared.settings import Settings
-from .shared.workload import Workload
+from .shared.workload import Workload, WorkloadInfo
 
 if TYPE_CHECKING:
     from .ui.panel import Panel

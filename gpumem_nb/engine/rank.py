@@ -31,10 +31,9 @@ from ..shared.messages import (
     SnapshotOrder,
     Stored,
     Timeline,
-    WorkloadInfo,
 )
 from ..shared.state_file import Header
-from ..shared.workload import Workload
+from ..shared.workload import Workload, WorkloadInfo
 from . import building
 from .attach import attached
 from .step.trainer import Trainer

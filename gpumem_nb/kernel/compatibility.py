@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS
-from ..shared.messages import WorkloadInfo
 from ..shared.settings import Settings
+from ..shared.workload import WorkloadInfo
 
 
 def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:

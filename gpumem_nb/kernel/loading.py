@@ -12,11 +12,11 @@ from typing import Any
 from ..report.status import StateFile
 from ..shared import snapshot_folder, state_file
 from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError
-from ..shared.messages import SnapshotOrder, WorkloadInfo
+from ..shared.messages import SnapshotOrder
 from ..shared.progress import Progress
 from ..shared.settings import Settings
 from ..shared.state_file import as_path
-from ..shared.workload import Workload
+from ..shared.workload import Workload, WorkloadInfo
 from ..workloads import catalog
 from . import compatibility
 from .foreground import RESUMING, Foreground, pickled

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..shared import snapshot_folder
-from ..shared.messages import ChunkReply, SnapshotOrder, Stored, WorkloadInfo
+from ..shared.messages import ChunkReply, SnapshotOrder, Stored
 from ..shared.units import format_bytes
+from ..shared.workload import WorkloadInfo
 from .policy import Policy
 
 # Of training time. Half of the promised 1 %, because what writing does to caches and memory bandwidth is not measured.

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from ..shared.messages import RankInfo, WorkloadInfo
+from ..shared.messages import RankInfo
 from ..shared.settings import Settings
 from ..shared.units import format_bytes
+from ..shared.workload import WorkloadInfo
 
 
 @dataclass(frozen=True)

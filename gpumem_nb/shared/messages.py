@@ -266,19 +266,6 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkloadInfo:
-    """What was loaded: sizes that the kernel needs to check settings and to describe the workload."""
-
-    name: str
-    parameters: int
-    parameter_bytes: int
-    dataset_len: int
-    blocks: int
-    own_optimizer: str | None = None
-    own_learning_rate: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Raised:
     """An exception of code that ran on a rank, as text: the object itself would keep its frames' tensors alive."""
 

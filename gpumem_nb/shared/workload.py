@@ -1,4 +1,4 @@
-"""Workload: the contract between somebody's model and the trainer."""
+"""Workload: the contract between somebody's model and the trainer, and what a rank says of one that it loaded."""
 
 from __future__ import annotations
 
@@ -34,3 +34,16 @@ class Workload:
     loss: Callable[[Any, Any], torch.Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     blocks: Callable[[Any], list[torch.nn.Module]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadInfo:
+    """What was loaded: sizes that the kernel needs to check settings and to describe the workload."""
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+    dataset_len: int
+    blocks: int
+    own_optimizer: str | None = None
+    own_learning_rate: float | None = None

@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 from ..kernel.history import History
 from ..report.waits import WaitReport
-from ..shared.messages import RankInfo, WorkloadInfo
+from ..shared.messages import RankInfo
 from ..shared.settings import Settings
+from ..shared.workload import WorkloadInfo
 
 
 class Steered(Protocol):

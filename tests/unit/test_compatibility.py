@@ -7,8 +7,8 @@ import pytest
 from gpumem_nb.kernel import compatibility
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.knobs import KNOBS
-from gpumem_nb.shared.messages import WorkloadInfo
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import WorkloadInfo
 
 PLAIN = WorkloadInfo("plain", 1, 4, dataset_len=100, blocks=0, own_optimizer=None, own_learning_rate=None)
 OWN = WorkloadInfo("own", 1, 4, dataset_len=100, blocks=3, own_optimizer="RMSprop", own_learning_rate=0.5)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from gpumem_nb.kernel.policy import Policy
 from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
-from gpumem_nb.shared.messages import ChunkReply, Reading, Stored, WorkloadInfo
+from gpumem_nb.shared.messages import ChunkReply, Reading, Stored
 from gpumem_nb.shared.snapshot_folder import file_name
+from gpumem_nb.shared.workload import WorkloadInfo
 from tests.internals import cost_of
 
 READING = Reading(0, 0, 0, 0, None, None)

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from ...memory.device import Device
 from ...memory.leaks.detector import LeakDetector
 from ...shared.errors import WorkloadError
-from ...shared.messages import Chunk, ChunkReply, Failure, Sample, Timeline, WorkloadInfo
+from ...shared.messages import Chunk, ChunkReply, Failure, Sample, Timeline
 from ...shared.settings import Settings
-from ...shared.workload import Workload
+from ...shared.workload import Workload, WorkloadInfo
 from ..together import nudge
 from ..together.agreement import same_everywhere
 from .data import ShardedStream

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from ...cluster.shield import shielded
 from ...report.rescue import Rescue
 from ...shared.errors import GpumemError, TrainingFailed
-from ...shared.messages import Sample, WorkloadInfo
+from ...shared.messages import Sample
 from ...shared.settings import Settings
+from ...shared.workload import WorkloadInfo
 from ..history import History
 from .bell import Bell
 

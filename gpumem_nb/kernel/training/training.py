@@ -12,9 +12,10 @@ from ...cluster.ranks import IN_PASSING_S, Ranks
 from ...report.differences import arrows
 from ...report.run_summary import Run
 from ...shared.errors import ClusterDied, GpumemError, InvalidInput, TrainingFailed
-from ...shared.messages import Chunk, ChunkReply, Pulse, Sample, WorkloadInfo
+from ...shared.messages import Chunk, ChunkReply, Pulse, Sample
 from ...shared.ranklist import name_ranks
 from ...shared.settings import Settings
+from ...shared.workload import WorkloadInfo
 from ..history import History
 from ..policy import Policy
 from ..snapshot_plan import SnapshotPlan

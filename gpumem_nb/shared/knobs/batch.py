@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ..categories import ACTIVATIONS, GRADIENTS, INPUTS, INSIDE_OPERATORS, TEMPORARIES
 from .knob import HALF, SOME, Changes, Knob, Need
 from .option import whole
-
-if TYPE_CHECKING:
-    from ..settings import Settings
+from .values import Kind, Values
 
 
-def shrunk(settings: Settings) -> Settings | None:
+def shrunk(settings: Kind) -> Kind | None:
     """The same global batch in smaller micro-batches, half the size if that is even; ``None`` below one sample."""
     size = settings.batch_size
     factor = next((divisor for divisor in range(2, size + 1) if size % divisor == 0), None)
@@ -22,9 +19,9 @@ def shrunk(settings: Settings) -> Settings | None:
     return settings.replace(batch_size=size // factor, accumulation_steps=settings.accumulation_steps * factor)
 
 
-def _other_samples(before: Settings, after: Settings) -> bool:
+def _other_samples(before: Values, after: Values) -> bool:
     """Samples of one step split into other micro-batches are the same samples."""
-    return before.samples_per_rank != after.samples_per_rank
+    return bool(before.samples_per_rank != after.samples_per_rank)
 
 
 def _fewer_at_once(need: Need) -> Iterator[Changes]:

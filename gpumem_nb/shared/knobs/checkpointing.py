@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ..categories import ACTIVATIONS, CASTS
-from .knob import MOST, SOME, Changes, Knob, LiveModel, Need
-
-if TYPE_CHECKING:
-    from ..messages import WorkloadInfo
-    from ..settings import Settings
+from ..workload import WorkloadInfo
+from .knob import MOST, SOME, Changes, Knob, LiveModel, Need, Settings
 
 
 def _apply(live: LiveModel, settings: Settings) -> None:

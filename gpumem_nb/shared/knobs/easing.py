@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from ..settings import Settings
 from .knob import Changes, Knob, Need
 from .table import KNOBS
-
-if TYPE_CHECKING:
-    from ..settings import Settings
 
 
 def strongest_first(need: Need) -> list[Changes]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..categories import INSIDE_OPERATORS, TEMPORARIES
+from ..workload import WorkloadInfo
 from .option import Option
 
-if TYPE_CHECKING:
-    from ..messages import WorkloadInfo
-    from ..settings import Settings
-
 Changes = dict[str, Any]
+Settings = Any
+""":class:`gpumem_nb.shared.settings.Settings`, which is made of the knobs and therefore lies above them."""
 
 # How much of a category a knob moves, roughly: next to all of it, about half of it, or less.
 MOST, HALF, SOME = 3, 2, 1

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ..categories import INSIDE_OPERATORS, OPTIMIZER_STATE, TEMPORARIES
-from .knob import HALF, MOST, Changes, Knob, LiveModel, Need
+from ..workload import WorkloadInfo
+from .knob import HALF, MOST, Changes, Knob, LiveModel, Need, Settings
 from .option import positive
-
-if TYPE_CHECKING:
-    from ..messages import WorkloadInfo
-    from ..settings import Settings
 
 _OWN = "own"
 _OURS = ("sgd", "momentum", "adam", "adamw")
