@@ -63,6 +63,7 @@ def test_a_chart_of_ones_own_is_one_object_and_one_line() -> None:
     bottom, top = layout["yaxis6"]["domain"]
     assert 0 < bottom < top < titles["<b>Live after each step, MiB</b>"] < layout["yaxis3"]["domain"][0]
     assert [shape["x0"] for shape in layout["shapes"] if shape["xref"] == "x6"] == [3], "the flip is marked in it too"
+    assert [note["xref"] for note in layout["annotations"] if note["text"] == "bf16"] == ["x2"], "and named once"
 
 
 def test_the_order_of_the_table_changes_the_axes_and_not_what_is_drawn() -> None:

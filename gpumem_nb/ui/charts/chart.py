@@ -85,6 +85,7 @@ class Chart:
         second_y: whether an invisible y axis of the same range lies over its own. A bar on an axis of its own is drawn
             around a stack instead of on top of it.
         own_legend: whether a legend of its own stands above it.
+        names_marks: whether the labels of marks stand at its top; its ``y_range`` leaves room for them.
         theme_lines: whether its lines have the colour of the theme's text, whatever colour the traces say.
     """
 
@@ -95,4 +96,5 @@ class Chart:
     over_steps: bool = True
     second_y: bool = False
     own_legend: bool = False
+    names_marks: bool = False
     theme_lines: bool = False

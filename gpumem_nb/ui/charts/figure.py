@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ...internals.plotly_internals import LiveFigure
@@ -72,11 +73,11 @@ class Charts:
         }
         shapes = [shape for of_chart in drawn for shape in of_chart.shapes]
         notes = [note for of_chart in drawn for note in of_chart.annotations]
-        over_steps = [placed for placed in self._placed if placed.chart.over_steps]
-        widest = max(over_steps, key=lambda placed: placed.chart.place.span)
+        over_steps = [placed.axes for placed in self._placed if placed.chart.over_steps]
+        labels = [mark_labels(view, placed.axes) for placed in self._placed if placed.chart.names_marks]
         return ranges | {
-            "shapes": shapes + mark_lines(view, [placed.axes for placed in over_steps]),
-            "annotations": self._titles(view) + notes + mark_labels(view, widest.axes),
+            "shapes": shapes + mark_lines(view, over_steps),
+            "annotations": list(chain(self._titles(view), notes, *labels)),
         }
 
     def _titles(self, view: View) -> list[dict[str, Any]]:

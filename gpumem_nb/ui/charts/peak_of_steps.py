@@ -70,5 +70,6 @@ PEAK_OF_STEPS = Chart(
     place=Place(row=0, column=1, span=2),
     traces=_traces,
     draw=_draw,
+    names_marks=True,
     theme_lines=True,
 )
