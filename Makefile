@@ -1,4 +1,4 @@
-# All logic is in .ci/setup.py, which needs nothing but a Python. Variables: TORCH, PYTHON, CHROMIUM, HOROVOD_GPU, LAB_ARGS.
+# All logic is in .ci/targets.py, which needs nothing but a Python. Variables: TORCH, PYTHON, CHROMIUM, HOROVOD_GPU, LAB_ARGS.
 PYTHON ?= python3
 export PYTHON TORCH CHROMIUM HOROVOD_GPU LAB_ARGS
 
@@ -7,4 +7,4 @@ export PYTHON TORCH CHROMIUM HOROVOD_GPU LAB_ARGS
 
 help setup lab test demo bench soak lint clean:
 	@command -v "$(PYTHON)" >/dev/null || { echo "No $(PYTHON) was found: install Python 3.11 or later, or name one with PYTHON=/path/to/python3." >&2; exit 1; }
-	@"$(PYTHON)" .ci/setup.py $@
+	@"$(PYTHON)" .ci/targets.py $@

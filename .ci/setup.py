@@ -1,4 +1,4 @@
-"""Everything behind the Makefile. Needs nothing but Python: it makes the environment that all the rest runs in."""
+"""Makes the environment that all the rest runs in: everything pinned, Horovod and the virtual GPU built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +21,6 @@ DEFAULT_TORCH = "torch==2.13.0"
 OLDEST_PYTHON = (3, 11)
 FREE_GIB_NEEDED = 6
 PLAIN_INTERVAL_S = 15
-QUICKSTART = "notebooks/01_quickstart.ipynb"
 
 # What the result of set-up depends on, besides TORCH, HOROVOD_GPU and the checkout's own place.
 INGREDIENTS = (
@@ -32,71 +30,12 @@ INGREDIENTS = (
     "gpumem_nb/install/horovod_*.py",
     "gpumem_nb/memory/virtual_gpu/build.py",
     "gpumem_nb/**/*.cpp",
+    "gpumem_nb/**/*.h",
 )
-
-HELP = """\
-make setup   make .venv with everything pinned, build Horovod and the virtual GPU (once; afterwards seconds)
-make lab     set up, then open JupyterLab on the quickstart (LAB_ARGS="--no-browser --port 9000" is passed on)
-make demo    set up, then run the quickstart without a browser and print what it measured
-make test    set up, then run every check (needs Chromium; CHROMIUM=/path/to/chromium names one)
-make bench   set up, then print the measured ratios beside their targets
-make soak    set up, then half an hour of random flips and faults on four ranks (docs/reliability.md)
-make lint    set up, then run ruff, mypy and the import rules
-make clean   remove .venv and caches from the checkout (the built Horovod stays in your cache)
-
-TORCH="torch==2.13.0"   another torch, pip options included; changing it sets up again
-HOROVOD_GPU=auto        nccl (a GPU for each rank) or staged (ranks share GPUs), for a CUDA torch
-PYTHON=python3          the Python (3.11 or later) that .venv is made with"""
 
 
 class Trouble(Exception):
     """Set-up cannot go on; the message is one sentence with the remedy."""
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run one of the Makefile's targets and return its exit code."""
-    targets: dict[str, Callable[[], int]] = {
-        "help": show_help,
-        "setup": set_up,
-        "lab": lab,
-        "test": test,
-        "demo": lambda: in_environment("-m", "gpumem_nb.demo"),
-        "bench": lambda: in_environment("tests/bench/run.py"),
-        "soak": lambda: in_environment("-m", "tests.soak.run"),
-        "lint": lambda: set_up() or lint(),
-        "clean": clean,
-    }
-    name = arguments[0] if arguments else "help"
-    if name not in targets:
-        print("No target {}. There are: {}".format(name, ", ".join(targets)), file=sys.stderr)
-        return 1
-    os.chdir(str(ROOT))
-    try:
-        return targets[name]()
-    except Trouble as trouble:
-        print(f"\n{trouble}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nStopped. Type the same command again to go on.", file=sys.stderr)
-        return 130
-
-
-def show_help() -> int:
-    """What there is to type."""
-    print(HELP)
-    return 0
-
-
-def clean() -> int:
-    """Remove what set-up and the checks made inside the checkout."""
-    for name in (".venv", "build", "dist", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".import_linter_cache"):
-        shutil.rmtree(str(ROOT / name), ignore_errors=True)
-    for folder in ROOT.glob("*.egg-info"):
-        shutil.rmtree(str(folder), ignore_errors=True)
-    return 0
-
-
-# Set-up
 
 
 def set_up() -> int:
@@ -323,99 +262,3 @@ class Ticker:
 def clock(seconds: float) -> str:
     """Minutes and seconds, ``2:05``; below a minute ``12 s``."""
     return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-# What runs in the environment
-
-
-def in_environment(*arguments: str) -> int:
-    """Set up, then run Python in the environment."""
-    return set_up() or subprocess.run([str(venv_python()), *arguments]).returncode
-
-
-def lab() -> int:
-    """JupyterLab on the quickstart. Root (a container) has to be allowed explicitly."""
-    set_up()
-    as_root = ["--allow-root"] if os.geteuid() == 0 else []
-    extra = shlex.split(os.environ.get("LAB_ARGS", ""))
-    return subprocess.run([str(VENV / "bin" / "jupyter"), "lab", *as_root, *extra, QUICKSTART]).returncode
-
-
-def lint() -> int:
-    """Style, types and import rules; all of them run, so that one go shows everything."""
-    python = str(venv_python())
-    checks: list[list[str]] = [
-        [python, "-m", "ruff", "check", "."],
-        [python, "-m", "ruff", "format", "--check", "."],
-        [python, "-m", "mypy"],
-        [str(VENV / "bin" / "lint-imports")],
-    ]
-    codes = []
-    for command in checks:
-        print("$ {}".format(" ".join(Path(word).name if word == command[0] else word for word in command)), flush=True)
-        codes.append(subprocess.run(command).returncode)
-    return max(codes)
-
-
-def test() -> int:
-    """Every check that needs no GPU. A missing browser is a failure, never a skip."""
-    set_up()
-    chromium = find_chromium()
-    prepare_two_hosts()
-    if lint():
-        raise Trouble("The style, type or import checks failed (above), so the tests were not run.")
-    environment = dict(os.environ, CHROMIUM=chromium)
-    command = [str(venv_python()), "-m", "pytest", "-m", "not gpu", "tests"]
-    return subprocess.run(command, env=environment).returncode
-
-
-def find_chromium() -> str:
-    """The browser for the panel's tests: CHROMIUM, one on PATH, or (as root on Debian) installed now."""
-    named = os.environ.get("CHROMIUM")
-    if named:
-        if not os.access(named, os.X_OK):
-            raise Trouble(f"CHROMIUM={named} is not a program: name the browser's own file.")
-        return named
-    found = chromium_on_path()
-    if not found and may_install():
-        install("Installing Chromium for the browser tests", "chromium")
-        found = chromium_on_path()
-    if not found:
-        raise Trouble(
-            "The browser tests need Chromium: install it, on Debian with: sudo apt-get install chromium "
-            "(or name one: make test CHROMIUM=/path/to/chromium)."
-        )
-    return found
-
-
-def prepare_two_hosts() -> None:
-    """An ssh server for the tests of two hosts, which are skipped where there is none.
-
-    Only in a container: elsewhere the package would start a server that everybody can reach.
-    """
-    programs = ("sshd", "ssh", "ip", "unshare")
-    there = all(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in programs)
-    if not there and may_install() and not os.path.exists("/run/systemd/system"):
-        install("Installing an ssh server for the tests of two hosts", "openssh-server", "openssh-client", "iproute2")
-
-
-def may_install() -> bool:
-    """Whether packages can be added to this machine: root, on Debian."""
-    return os.geteuid() == 0 and shutil.which("apt-get") is not None
-
-
-def install(title: str, *packages: str) -> None:
-    """Add packages of Debian's, with a line that says so; what came of it is for the caller to see."""
-    with LOG.open("ab") as log, Ticker(title):
-        for arguments in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
-            subprocess.run(["apt-get", *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-
-def chromium_on_path() -> str | None:
-    """Chromium under its usual names."""
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    return next((path for path in map(shutil.which, names) if path), None)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -37,7 +37,9 @@ def table(ledgers: list[tuple[str, Ledger]]) -> str:
     for category in CATEGORIES:
         cells = [format_bytes(ledger.at_peak.get(category, 0)) for _, ledger in ledgers]
         lines.append(f"| {category} | " + " | ".join(cells) + " |")
-    lines.append("| **live peak** | " + " | ".join(f"**{format_bytes(ledger.peak)}**" for _, ledger in ledgers) + " |")
+    lines.append(
+        "| **live peak** | " + " | ".join(f"**{format_bytes(ledger.peak_bytes)}**" for _, ledger in ledgers) + " |"
+    )
     places = [f"{ledger.phase} {ledger.module}".strip() for _, ledger in ledgers]
     return "\n".join([*lines, "| where | " + " | ".join(places) + " |"])
 

@@ -31,7 +31,18 @@ def start(
     threads: int | None = None,
     timeout: float = 120.0,
 ) -> Session:
-    """Start ``n`` Horovod ranks and connect to them, showing a progress bar; see :func:`gpumem_nb.session.start`.
+    """Start Horovod ranks and connect to them, showing a progress bar.
+
+    Args:
+        n: number of ranks; ``None`` for one per visible GPU, or two without GPUs.
+        device: ``auto``, ``cuda`` or ``cpu`` (a virtual GPU for every rank).
+        memory_limit: for each rank, such as ``"2GiB"`` or a number of bytes; ``None`` for the whole GPU, or 2 GiB of a
+            virtual one.
+        hosts: where, such as ``"a:2,b:2"``, this machine among them; all on this machine by default. On the others
+            everything must lie at the same paths, and ssh must reach them without a password.
+        launcher: how they are started, by its name in :data:`gpumem_nb.cluster.launchers.LAUNCHERS`: ``mpi``.
+        threads: CPU threads of each rank; by default the cores are shared out evenly.
+        timeout: seconds for the whole start.
 
     Raises:
         InvalidInput: an argument that cannot be used, or ranks that are running already.

@@ -1,37 +1,60 @@
-"""Completion behind ``%hvd_*``: names of workloads and options, knobs and their values."""
+"""Completion behind ``%hvd_*``: flags and their values, names of workloads and options, knobs and their values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from .cluster.launchers import LAUNCHERS
+from IPython.core.magic_arguments import argument
+
 from .kernel.policy import RULES
-from .shared.settings import KNOBS
+from .shared.knobs import KNOBS
+from .shared.knobs.option import Option
 from .workloads.catalog import CATALOG
 
-_FLAGS = {
-    "hvd_start": ["--device", "--memory-limit", "--hosts", "--launcher", "--threads", "--timeout"],
-    "hvd": ["--ranks", "--out", "--quiet"],
-    "hvd_status": ["--json"],
-    "hvd_pull": ["--ranks"],
-    "hvd_panel": ["--dock"],
-    "hvd_memory": ["--by", "--timeline", "--snapshot"],
-}
-_VALUES: dict[str, Collection[str]] = {
-    "--device": ["auto", "cuda", "cpu"],
-    "--launcher": LAUNCHERS,
-    "--by": ["category", "module"],
-}
+
+class Offered:
+    """The type of an argument that takes text of which some is offered; the session says whether it can be used."""
+
+    def __init__(self, words: Collection[str]) -> None:
+        self.words = words
+
+    def __call__(self, text: str) -> str:
+        """What argparse asks of a type."""
+        return text
 
 
-def complete_hvd(_: Any, event: Any) -> list[str]:
-    """What can stand at the end of ``event.line``, as IPython's ``complete_command`` hook wants it."""
-    words = event.line.split(" ")
-    magic, before, word = words[0].lstrip("%"), words[1:-1], words[-1]
-    if len(words) < 2:
-        return []
-    return [_rest(candidate, word) for candidate in _candidates(magic, before, word) if candidate.startswith(word)]
+class Completion:
+    """What IPython's ``complete_command`` hook calls.
+
+    Args:
+        magics: functions by the name of their magic, declared with :mod:`IPython.core.magic_arguments`.
+    """
+
+    def __init__(self, magics: Mapping[str, Callable[..., Any]]) -> None:
+        self._arguments = {
+            name: [decorator for decorator in magic.decorators if isinstance(decorator, argument)]  # type: ignore[attr-defined]
+            for name, magic in magics.items()
+        }
+
+    def __call__(self, _: Any, event: Any) -> list[str]:
+        """What can stand at the end of ``event.line``."""
+        words = event.line.split(" ")
+        magic, before, word = words[0].lstrip("%"), words[1:-1], words[-1]
+        if len(words) < 2:
+            return []
+        found = self._candidates(magic, before, word)
+        return [_rest(candidate, word) for candidate in found if candidate.startswith(word)]
+
+    def _candidates(self, magic: str, before: list[str], word: str) -> list[str]:
+        declared = self._arguments.get(magic, [])
+        flags = {name: one for one in declared for name in one.args if name.startswith("-")}
+        previous = flags.get(before[-1]) if before else None
+        if previous and "action" not in previous.kwds:
+            kind = previous.kwds.get("type")
+            return list(kind.words) if isinstance(kind, Offered) else []
+        pairs = _PAIRS.get(magic)
+        return [*(pairs(before, word) if pairs else []), *flags]
 
 
 def _rest(candidate: str, word: str) -> str:
@@ -39,19 +62,25 @@ def _rest(candidate: str, word: str) -> str:
     return candidate.rpartition("=")[2] if "=" in word else candidate
 
 
-def _candidates(magic: str, before: list[str], word: str) -> list[str]:
-    if before and before[-1] in _VALUES:
-        return list(_VALUES[before[-1]])
-    if magic == "hvd_set":
-        name = word.partition("=")[0]
-        if "=" in word:
-            known = KNOBS | RULES
-            choices = known[name].choices if name in known else ()
-            return [f"{name}={choice}" for choice in (*choices, *(["none"] if name == "clip_norm" else []))]
-        return [f"{name}=" for name in (*KNOBS, *RULES)]
-    if magic == "hvd_load":
-        loaded = next((entry for entry in before if entry in CATALOG), None)
-        return [f"{option}=" for option in CATALOG[loaded].options] if loaded else list(CATALOG)
-    if magic == "hvd_attach":
-        return ["model=", "loss=", "data=", "optimizer="]
-    return _FLAGS.get(magic, [])
+def _knobs(_: list[str], word: str) -> list[str]:
+    known: dict[str, Option] = {**KNOBS, **RULES}
+    name, equals, _value = word.partition("=")
+    if not equals:
+        return [f"{name}=" for name in known]
+    return [f"{name}={value}" for value in (*known[name].choices, *known[name].words)] if name in known else []
+
+
+def _workloads(before: list[str], _: str) -> list[str]:
+    loaded = next((entry for entry in before if entry in CATALOG), None)
+    return [f"{option}=" for option in CATALOG[loaded].options] if loaded else list(CATALOG)
+
+
+def _roles(_: list[str], __: str) -> list[str]:
+    return ["model=", "loss=", "data=", "optimizer="]
+
+
+_PAIRS: dict[str, Callable[[list[str], str], list[str]]] = {
+    "hvd_set": _knobs,
+    "hvd_load": _workloads,
+    "hvd_attach": _roles,
+}

@@ -16,9 +16,10 @@ from IPython.display import display
 
 import gpumem_nb
 
-from .completion import complete_hvd
+from .completion import Completion, Offered
 from .kernel.policy import RULES
-from .kernel.starting import LAUNCHERS
+from .kernel.starting import DEVICES, LAUNCHERS
+from .report.memory import VIEWS
 from .session import Session, current
 from .shared.errors import InvalidInput, NoSession
 from .ui.cells import CellOutput
@@ -57,10 +58,14 @@ class HvdMagics(Magics):
 
     @magic_arguments()
     @argument("n", nargs="?", type=int, help="number of ranks; by default one per visible GPU, or 2 without GPUs")
-    @argument("--device", default="auto", help="auto, cuda, or cpu: a virtual GPU for every rank")
+    @argument(
+        "--device", type=Offered(DEVICES), default="auto", help="auto, cuda, or cpu: a virtual GPU for every rank"
+    )
     @argument("--memory-limit", help="memory of each rank, such as 2GiB; by default the whole GPU, or 2 GiB if virtual")
     @argument("--hosts", help="hosts with their ranks, this machine among them, such as a:2,b:2; by default only here")
-    @argument("--launcher", default="mpi", help=f"how ranks are started: {', '.join(LAUNCHERS)}")
+    @argument(
+        "--launcher", type=Offered(LAUNCHERS), default="mpi", help=f"how ranks are started: {', '.join(LAUNCHERS)}"
+    )
     @argument("--threads", type=int, help="CPU threads of each rank; by default the cores are shared out")
     @argument("--timeout", type=float, default=120.0, help="seconds for the whole start")
     @line_magic
@@ -219,7 +224,9 @@ class HvdMagics(Magics):
             display(panel)
 
     @magic_arguments()
-    @argument("--by", help="break the peak down by category (all ranks) or by module (also as a treemap)")
+    @argument(
+        "--by", type=Offered(VIEWS), help="break the peak down by category (all ranks) or by module (also as a treemap)"
+    )
     @argument("--timeline", action="store_true", help="record one step, allocation by allocation; it is undone")
     @argument("--snapshot", metavar="PATH", help="write torch's own snapshot of one step on rank 0's GPU to a file")
     @line_magic
@@ -321,6 +328,11 @@ def _loaded(session: Session) -> str:
 def _somebody_works(info: object) -> None:
     with suppress(NoSession):
         current().touch()
+
+
+complete_hvd = Completion(
+    {name: getattr(HvdMagics, method) for of_kind in HvdMagics.magics.values() for name, method in of_kind.items()}
+)
 
 
 def register(shell: InteractiveShell) -> None:

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 import gpumem_nb
-from gpumem_nb import session as session_module
 from gpumem_nb.session import Session
 from gpumem_nb.shared import snapshot_folder
+from tests import internals
 
 WEIGHTS = """
 import hashlib
@@ -36,8 +36,7 @@ def no_process_left() -> Iterator[None]:
     """After each module nothing runs that did not run before."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     yield
-    if session_module._current is not None:
-        session_module._current.stop()
+    internals.stop_running()
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
     _, alive = psutil.wait_procs([process for process in left if not lives_with_the_runner(process)], timeout=5)
     running = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
@@ -53,7 +52,7 @@ def lives_with_the_runner(process: psutil.Process) -> bool:
 
 def ranks(n: int) -> Session:
     """``n`` virtual GPUs of 96 MiB: those that run already, or new ones."""
-    running = session_module._current
+    running = internals.running()
     if running is not None and running.size == n and not running.ended:
         return running
     if running is not None:

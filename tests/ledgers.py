@@ -22,7 +22,7 @@ AT_PEAK = {
 }
 
 
-def ledger(scale: float = 1.0, exact: bool = True, **changed: int) -> Ledger:
+def ledger(scale: float = 1.0, **changed: int) -> Ledger:
     """40 MiB at the peak, half of them activations, times ``scale``; ``changed`` in MiB by category."""
     sizes = {name: int(size * scale) for name, size in AT_PEAK.items()}
     sizes |= {name.replace("_", " "): size * MIB for name, size in changed.items()}
@@ -33,7 +33,7 @@ def ledger(scale: float = 1.0, exact: bool = True, **changed: int) -> Ledger:
         ("blocks.2.<conv>", c.ACTIVATIONS, sizes[c.ACTIVATIONS] - half),
         ("head", c.PARAMETERS, sizes[c.PARAMETERS]),
     )
-    return Ledger(sum(sizes.values()), "forward", "blocks.3", sizes, rest, modules, virtual=True, exact=exact)
+    return Ledger(sum(sizes.values()), "forward", "blocks.3", sizes, rest, modules, virtual=True, exact=True)
 
 
 def timeline(rank: int = 0) -> Timeline:
@@ -54,7 +54,7 @@ def timeline(rank: int = 0) -> Timeline:
 
 def info(rank: int = 0, **changed: Any) -> RankInfo:
     """A virtual GPU of 96 MiB."""
-    values = {
+    values: dict[str, Any] = {
         **{"rank": rank, "local_rank": rank, "host": "here", "pid": 1, "device": "cpu", "device_name": "virtual GPU"},
         **{"virtual": True, "memory_limit": 96 * MIB, "threads": 1},
     }
@@ -68,7 +68,7 @@ def reading(peak: int = 40 * MIB, limit: int | None = 96 * MIB) -> Reading:
 
 def sample(step: int, rank: int = 0, looked_into: Ledger | None = None, **changed: Any) -> Sample:
     """A step; its peak is its ledger's."""
-    peak = looked_into.peak if looked_into else 40 * MIB
+    peak = looked_into.peak_bytes if looked_into else 40 * MIB
     values = {
         **{"rank": rank, "step": step, "time_s": step / 10, "loss": 1.0, "step_s": 0.1, "samples_per_s": 320.0},
         **{"live_bytes": 13 * MIB, "live_peak_bytes": peak, "reserved_bytes": peak, "reserved_peak_bytes": peak},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import default_collate
 
 from gpumem_nb.engine.step.checkpointing import Checkpointing, find_blocks
-from gpumem_nb.memory.ledger.account import Record
+from gpumem_nb.memory.ledger.account import Account
 from gpumem_nb.memory.ledger.recorder import Recorder
 from gpumem_nb.memory.tensors import tensors_in
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
@@ -61,16 +62,19 @@ def ready_made(name: str, **options: int) -> Training:
 def of_transformers(name: str) -> Training:
     import transformers
 
-    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3}
+    small |= {"num_attention_heads": 2, "intermediate_size": 64}
+    model: nn.Module
     if name == "GPT-2":
-        config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=97, n_positions=SEQUENCE)
-        model = transformers.GPT2LMHeadModel(config)
+        gpt = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=97, n_positions=SEQUENCE)
+        model = transformers.GPT2LMHeadModel(gpt)
     elif name == "BERT":
-        config = transformers.BertConfig(vocab_size=97, max_position_embeddings=SEQUENCE, **small)
-        model = transformers.BertForMaskedLM(config)
+        bert = transformers.BertConfig(vocab_size=97, max_position_embeddings=SEQUENCE, **small)
+        model = transformers.BertForMaskedLM(bert)
     else:
-        config = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=5, **small)
-        model = transformers.ViTForImageClassification(config)
+        labels: dict[str, Any] = {"num_labels": 5}  # every configuration takes it; only some declare it
+        vit = transformers.ViTConfig(image_size=32, patch_size=8, **small, **labels)
+        model = transformers.ViTForImageClassification(vit)
     if name == "ViT":
         batch = {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.arange(BATCH)}
     else:
@@ -93,7 +97,7 @@ def checkpointed(training: Training, mode: str) -> Checkpointing | None:
     return None if mode == "none" else Checkpointing(training.model, find_blocks(training.model), mode)
 
 
-def recorded(gpu: VirtualGPU, training: Training, precision: str) -> Record:
+def recorded(gpu: VirtualGPU, training: Training, precision: str) -> Account:
     recorder = Recorder(gpu, training.model)
     with recorder.watching():
         training.step(precision, recorder)
@@ -104,8 +108,17 @@ def looked_into(gpu: VirtualGPU, training: Training, precision: str) -> Ledger:
     return recorded(gpu, training, precision).ledger()
 
 
-def ledger_and_profiler(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> tuple[Ledger, int, int]:
-    """A ledger of the second step, the live bytes before there was a model, and the profiler's peak above them."""
+@dataclass
+class Profiled:
+    """A second step that both counted: its ledger, live bytes before there was a model, the profiler's peak above."""
+
+    training: Training
+    ledger: Ledger
+    before_bytes: int
+    profiler_bytes: int
+
+
+def profiled(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> Profiled:
     gc.collect()
     before = gpu.reading().live_bytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -118,4 +131,4 @@ def ledger_and_profiler(gpu: VirtualGPU, name: str, precision: str, checkpointin
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
-    return ledger, before, peak
+    return Profiled(training, ledger, before, peak)

@@ -32,9 +32,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("gpumem_nb-*.whl"))
 
 
-def test_wheel_holds_the_sources_of_the_virtual_gpu_and_nothing_of_the_checkout(wheel: Path) -> None:
+def test_wheel_holds_the_sources_that_are_compiled_and_nothing_of_the_checkout(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert [name for name in names if name.endswith(".cpp")] == ["gpumem_nb/memory/virtual_gpu/allocator.cpp"]
+    suffixes = {".c", ".cpp", ".h"}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "gpumem_nb").rglob("*") if path.suffix in suffixes}
+    assert {name for name in names if Path(name).suffix in suffixes} == sources
+    assert {Path(name).name for name in sources} >= {"allocator.cpp", "caching_model.h", "loopback.c"}
     assert {name.split("/")[0] for name in names} == {"gpumem_nb", f"{wheel.name.rsplit('-', 3)[0]}.dist-info"}
 
 

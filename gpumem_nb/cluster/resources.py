@@ -13,6 +13,7 @@ from ..shared.errors import InvalidInput, StartError
 # An idle rank (Python, torch, Horovod) holds about 330 MB of resident memory (measured, torch 2.13 CPU build).
 RANK_RESIDENT_BYTES = 330 * 10**6
 DEFAULT_RANKS_WITHOUT_GPU = 2
+DEVICES = ("auto", "cuda", "cpu")
 
 
 def cores() -> int:
@@ -71,8 +72,8 @@ def check_number(n: int) -> None:
 
 def choose(n: int | None, device: str) -> tuple[int, str]:
     """The number of ranks and their kind of device (``cuda`` or ``cpu``), checked against the machine."""
-    if device not in ("auto", "cuda", "cpu"):
-        raise InvalidInput(f"device={device!r} is not known. Allowed: auto, cuda, cpu.")
+    if device not in DEVICES:
+        raise InvalidInput(f"device={device!r} is not known. Allowed: {', '.join(DEVICES)}.")
     if n is not None:
         check_number(n)
     gpus = visible_gpus() if device != "cpu" else 0

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -35,31 +35,28 @@ from ..shared.messages import (
 )
 from ..shared.state_file import Header
 from ..shared.workload import Workload
+from . import building
 from .attach import attached
-from .step.data import ShardedStream, as_dataset
 from .step.trainer import Trainer
-from .storing import attached_objects, capture
+from .storing import attached_objects, capture, restore
 from .storing.snapshots import Snapshots
 from .streams import flush_only_what_was_written
 from .together import collectives, nudge, pulse
-from .together.agreement import any_rank
-from .together.interrupts import interruptible, take_over
+from .together.interrupts import take_over
 from .together.pulse import PulseThread
 
-Result = TypeVar("Result")
-
-_config: RankConfig
+_session_started_s = 0.0  # on the clock of ``time.time``
 _device: Device
 _device_use: DeviceUse | None = None  # as NVML had it when it was last asked
 _pulse: PulseThread | None = None
 _trainer: Trainer | None = None
 _snapshots = Snapshots()
-_checked: capture.Checked | None = None  # between the two phases of resuming
+_checked: restore.Checked | None = None  # between the two phases of resuming
 
 
 def set_up(config: RankConfig) -> RankInfo:
     """Join the other ranks, take hold of the device, and prove the connection with a real all-reduce."""
-    global _config, _device, _pulse
+    global _session_started_s, _device, _pulse
     torch.set_num_threads(config.threads)
     cpu = config.device == "cpu"
     horovod_threads = collectives.join(on_cpu=cpu)
@@ -68,7 +65,7 @@ def set_up(config: RankConfig) -> RankInfo:
     kernel = namespace()["get_ipython"]().kernel
     take_over(kernel)
     nudge.listen()
-    _config = config
+    _session_started_s = config.epoch_time_s
     if not cpu:
         check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
@@ -170,7 +167,7 @@ def resume_check(path: str) -> Header:
     The file may be gone when the second phase is over, so what it says about itself is answered now.
     """
     global _checked
-    _checked = capture.Checked(Path(path), _loaded_trainer(), _device)
+    _checked = restore.Checked(Path(path), _loaded_trainer(), _device)
     return _checked.header
 
 
@@ -201,7 +198,7 @@ def load_attached(names: dict[str, str | None], path: str) -> None:
     """Define the kept objects again under their names."""
     kept = attached_objects.load(Path(path))
     with _device.exempt():
-        capture.clone_onto_device(kept[str(names["model"])])
+        attached_objects.clone_onto_device(kept[str(names["model"])])
     namespace().update(kept)
 
 
@@ -272,7 +269,7 @@ def _train(make: Callable[[], Workload]) -> WorkloadInfo | None:
     """Train another workload; ``None`` when some other rank could not load it, which then says why."""
     global _trainer
     # Whatever is wrong with the data is found before the old workload is let go.
-    prepared = _together("data", lambda: _prepare(make()))
+    prepared = building.prepare(make)
     if prepared is None:
         return None
     if _trainer is not None:
@@ -280,34 +277,8 @@ def _train(make: Callable[[], Workload]) -> WorkloadInfo | None:
         _trainer = None
         for name in ("model", "optimizer"):
             namespace().pop(name, None)
-    trainer = _together("model", lambda: Trainer(*prepared, _device, _config.epoch_time_s))
-    if trainer is None:
+    _trainer = building.build(*prepared, _device, _session_started_s)
+    if _trainer is None:
         return None
-    trainer.join()
-    _trainer = trainer
-    namespace().update(model=trainer.live.model, optimizer=trainer.live.optimizer)
-    return trainer.info()
-
-
-def _prepare(workload: Workload) -> tuple[Workload, ShardedStream]:
-    with interruptible():
-        data = as_dataset(workload.data())
-    stream = ShardedStream(*data, rank=hvd.rank(), size=hvd.size())
-    if stream.length < stream.size:
-        raise WorkloadError(f"The dataset has {stream.length} samples, fewer than the {stream.size} ranks.")
-    return workload, stream
-
-
-def _together(what: str, work: Callable[[], Result]) -> Result | None:
-    """Do what may fail on one rank alone; ``None`` when it did on another one, so that nobody waits for it."""
-    failure: BaseException | None = None
-    result = None
-    try:
-        result = work()
-    except BaseException as error:
-        failure = error
-    if any_rank(failure is not None, what):
-        if failure:
-            raise failure
-        return None
-    return result
+    namespace().update(model=_trainer.live.model, optimizer=_trainer.live.optimizer)
+    return _trainer.info()

@@ -179,12 +179,12 @@ def check_compiler() -> Item:
 
 
 def check_extension(facts: Facts) -> Item:
-    """The compiled virtual GPU; without it a slower stand-in written in Python counts the bytes."""
+    """The compiled virtual GPU; ranks without a GPU start only with it."""
     extension = facts["extension"]
     if "error" in extension:
         return Item("virtual GPU", False, str(extension["error"]), BUILD_EXTENSION)
     if extension["path"] is None:
-        return Item("virtual GPU", False, "not built; the Python stand-in is used", BUILD_EXTENSION)
+        return Item("virtual GPU", False, "not built yet", BUILD_EXTENSION)
     return Item("virtual GPU", True, str(extension["path"]))
 
 

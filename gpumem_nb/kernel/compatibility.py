@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..shared.errors import InvalidInput
+from ..shared.knobs import KNOBS
 from ..shared.messages import WorkloadInfo
 from ..shared.settings import Settings
 
@@ -16,21 +17,16 @@ def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
             f"{global_batch} samples is larger than the dataset ({workload.dataset_len}). "
             f"Allowed here: batch_size × accumulation_steps up to {workload.dataset_len // ranks}."
         )
-    if settings.optimizer == "own" and not workload.own_optimizer:
-        raise InvalidInput(
-            f"{workload.name} brings no optimizer of its own. Use optimizer=sgd, momentum, adam or adamw."
-        )
+    for name, knob in KNOBS.items():
+        if knob.refuses and (why_not := knob.refuses(getattr(settings, name), workload)):
+            raise InvalidInput(why_not)
 
 
 def adapted(settings: Settings, workload: WorkloadInfo) -> Settings:
     """The same without what this workload does not have, and with the optimizer that it brings."""
-    if not workload.blocks:
-        settings = settings.replace(checkpointing="none")
-    if workload.own_optimizer:
-        own = {"optimizer": "own", "optimizer_impl": "default", "learning_rate": workload.own_learning_rate}
-        return settings.replace(**own)
-    if settings.optimizer == "own":
-        return settings.replace(optimizer=Settings().optimizer, learning_rate=Settings().learning_rate)
+    for knob in KNOBS.values():
+        if knob.adapts:
+            settings = settings.replace(**knob.adapts(settings, workload))
     return settings
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,17 +99,29 @@ class Foreground:
         self.check_alive()
         return self._ranks.call(function, *arguments, ranks=choose_ranks(ranks, self._ranks.size))
 
-    def call_function(
+    def run(
         self,
-        function: Callable[..., Any],
+        code_or_function: str | Callable[..., Any],
         args: Sequence[Any],
         ranks: RankChoice,
         timeout: float | None,
     ) -> list[Any]:
-        """Call any function on ranks; its answers in rank order."""
+        """Run code, or any function, on ranks; its results in rank order."""
+        if isinstance(code_or_function, str):
+            return self.run_cell(code_or_function, "<code>", "value", False, ranks, timeout).get()
+        if not callable(code_or_function):
+            raise InvalidInput(f"A {type(code_or_function).__name__} cannot be run: give code as text, or a function.")
         self.check_alive()
-        blob = pickled((function, args), "The function")
+        blob = pickled((code_or_function, args), "The function")
         return self.finish(self._ranks.call_function(blob, choose_ranks(ranks, self._ranks.size)), timeout).get()
+
+    def push(self, variables: Mapping[str, Any], ranks: RankChoice) -> None:
+        """Define variables on ranks."""
+        for name in variables:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise InvalidInput(f"{name!r} is not a variable name.")
+        pickled(variables, "The value")
+        self.call("push", dict(variables), ranks=ranks)
 
     def run_cell(
         self,
@@ -119,7 +131,7 @@ class Foreground:
         memory: bool,
         ranks: RankChoice,
         timeout: float | None,
-        show: Callable[[Call], None],
+        show: Callable[[Call], None] = lambda call: None,
     ) -> Call:
         """Run code on ranks; returns the finished call.
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..report.memory import MemoryReport, RankMemory, check_view
-from ..shared.errors import WorkloadError
+from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.messages import Ledger, RankInfo, Timeline
 from ..shared.ranklist import name_ranks
+from ..shared.state_file import as_path
 from .foreground import Foreground
 from .history import History
 from .training import Training
@@ -50,8 +52,18 @@ class Inspection:
             raise WorkloadError(f"The step could not be recorded on {name_ranks(missing)}. Try again.")
         return found
 
-    def write_snapshot(self, target: Path) -> None:
-        """Let torch write what rank 0 allocates, in one step when something is loaded, even if that step fails."""
+    def write_snapshot(self, path: str | os.PathLike[str]) -> Path:
+        """Let torch write what rank 0 allocates, in one step when something is loaded, even if that step fails.
+
+        Raises:
+            InvalidInput: the ranks have virtual GPUs, or the file cannot be written.
+        """
+        if self._ranks[0].virtual:
+            raise InvalidInput(
+                "torch writes memory snapshots of real GPUs only, and these ranks have virtual ones: leave --snapshot "
+                "out, %hvd_memory shows where their bytes are."
+            )
+        target = as_path(path)
         self._foreground.call("record_allocations", True, ranks=[0])
         try:
             try:
@@ -61,6 +73,7 @@ class Inspection:
                 self._foreground.call("write_snapshot", str(target), ranks=[0])
         finally:
             self._foreground.call("record_allocations", False, ranks=[0])
+        return target
 
     def _ledgers(self) -> list[Ledger | None]:
         """Of each rank the latest one of what is loaded."""

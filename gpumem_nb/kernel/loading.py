@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileErr
 from ..shared.messages import SnapshotOrder, WorkloadInfo
 from ..shared.progress import Progress
 from ..shared.settings import Settings
+from ..shared.state_file import as_path
 from ..shared.workload import Workload
 from ..workloads import catalog
 from . import compatibility
@@ -112,19 +114,20 @@ class Loading:
         self._origin.not_kept = self._keep_attached(names)
         return info
 
-    def save(self, target: Path, progress: Progress) -> StateFile:
+    def save(self, path: str | os.PathLike[str], progress: Progress) -> StateFile:
         """Write the training state between two chunks to a file."""
+        target = as_path(path)
         began = time.perf_counter()
         progress("writing the training state", 0.5)
         self._training.apply()
         call = self._training.ask_alone("save", str(target), self._origin.options)
         stored = self._foreground.finish(call).get()[0]
-        return StateFile("saved", target, stored.bytes, stored.steps, time.perf_counter() - began)
+        return StateFile("saved", target, stored.size_bytes, stored.steps, time.perf_counter() - began)
 
-    def resume(self, source: Path | None, progress: Progress) -> StateFile:
+    def resume(self, path: str | os.PathLike[str] | None, progress: Progress) -> StateFile:
         """Go on from a file, or from the newest automatic snapshot."""
         began = time.perf_counter()
-        source = source or self._newest_snapshot()
+        source = self._newest_snapshot() if path is None else as_path(path)
         progress("reading the training state", 0.5)
         if self._training.workload is None:
             self._load_for(source)
@@ -238,7 +241,7 @@ class Loading:
         info: WorkloadInfo = self._foreground.call("resume_apply")[0]
         self._origin.resumed_from, self._origin.unrestored = source, None
         self._history.seen_before = header.position
-        settings = Settings().replace(**header.settings)
+        settings = Settings.from_saved(header.settings)
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
         self._training.apply()
 

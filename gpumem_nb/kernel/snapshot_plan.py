@@ -64,7 +64,8 @@ class SnapshotPlan:
     @property
     def space(self) -> int:
         """Bytes that snapshots may take."""
-        return self._policy().snapshot_space
+        space_bytes: int = self._policy().snapshot_space
+        return space_bytes
 
     def flip(self) -> None:
         """The next chunk changes settings."""
@@ -111,7 +112,7 @@ class SnapshotPlan:
         self.expected_s = self._held_up_s + stored.cpu_s
         self._say(stored.problem)
         if stored.problem:
-            self._unfit_bytes = stored.bytes
+            self._unfit_bytes = stored.size_bytes
         elif Path(stored.path).name == snapshot_folder.file_name(self.generation, stored.steps):
             self.latest, self._asked_at = stored, stored.steps
 
@@ -123,7 +124,7 @@ class SnapshotPlan:
             return f"{self._problem} ({cost})"
         if self.latest is None:
             return "no snapshot yet" if self._policy().snapshot_steps != "never" else "snapshots are off"
-        return f"last snapshot at step {self.latest.steps}, {format_bytes(self.latest.bytes)}; {cost}"
+        return f"last snapshot at step {self.latest.steps}, {format_bytes(self.latest.size_bytes)}; {cost}"
 
     def _due(self, since: int, flip: bool) -> bool:
         policy = self._policy()

@@ -15,7 +15,9 @@ from ..shared.messages import RankConfig
 from ..shared.progress import Progress
 from ..shared.units import parse_size
 
-__all__ = ["LAUNCHERS", "Plan", "others", "plan"]
+__all__ = ["DEVICES", "LAUNCHERS", "Plan", "others", "plan"]
+
+DEVICES = resources.DEVICES
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,13 @@ class Plan:
 
 def plan(
     n: int | None,
-    device: str,
-    memory_limit: str | int | None,
-    hosts: str | None,
-    launcher: str,
-    threads: int | None,
-    timeout: float,
+    *,
+    device: str = "auto",
+    memory_limit: str | int | None = None,
+    hosts: str | None = None,
+    launcher: str = "mpi",
+    threads: int | None = None,
+    timeout: float = 120.0,
     progress: Progress,
 ) -> Plan:
     """Check the arguments of a start against one another and the machine, and clean up after kernels that are gone.

@@ -6,7 +6,11 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence, Set
 
-from ..report.rescue import Fit, Rescue, shrunk
+from ..report.rescue import Fit, Rescue
+from ..shared.categories import ACTIVATIONS, OPTIMIZER_STATE, TEMPORARIES
+from ..shared.knobs import Need
+from ..shared.knobs.batch import shrunk
+from ..shared.knobs.easing import mildest_first
 from ..shared.messages import Sample
 from ..shared.settings import Settings
 
@@ -29,8 +33,10 @@ class Tryout:
         rescue.looking = True
         self._candidate = failed
         self._sample_s = sample_s
-        self._mild = iter(_lighter_than(failed, phase, blocks))
-        self._ladder = iter(()) if phase == "update" else _ever_smaller(failed, blocks)
+        lighter = _lighter_than(failed, phase, blocks)
+        together = _together(failed, lighter)
+        self._mild = iter(lighter if together in (failed, *lighter) else [*lighter, together])
+        self._ladder = iter(()) if phase == "update" else _ever_smaller(failed, together)
         self._until_s = time.monotonic() + PATIENCE_S
 
     def next(self) -> Settings | None:
@@ -57,25 +63,25 @@ class Tryout:
 
 def _lighter_than(settings: Settings, phase: str, blocks: bool) -> list[Settings]:
     """Settings that need less memory in a phase of the step, the mildest first; ``blocks`` can be checkpointed."""
-    if phase == "update":
-        others: Sequence[dict[str, str]] = [
-            {"optimizer_impl": "fused"},
-            {"optimizer": "momentum"},
-            {"optimizer": "sgd"},
-        ]
-        lighter = [settings.replace(**{"optimizer_impl": "default"} | other) for other in others]
-        return [other for other in lighter if other.changed_from(settings)]
-    smaller = shrunk(settings)
-    checkpointed = settings.replace(checkpointing="blocks") if blocks and settings.checkpointing == "none" else None
-    both = shrunk(checkpointed) if checkpointed else None
-    half = settings.replace(precision="bf16") if settings.precision == "fp32" else None
-    return [other for other in (smaller, checkpointed, half, both) if other]
+    categories = (TEMPORARIES, OPTIMIZER_STATE) if phase == "update" else (ACTIVATIONS,)
+    needs = [Need(category, phase, settings, int(blocks), tried_out=True) for category in categories]
+    return [lighter for need in needs for lighter in mildest_first(need)]
 
 
-def _ever_smaller(failed: Settings, blocks: bool) -> Iterator[Settings]:
-    """The same global batch in quarters, eighths and so on down to single samples, without and with checkpointing."""
+def _together(settings: Settings, lighter: Sequence[Settings]) -> Settings:
+    """All lighter settings that keep the mathematics at once."""
+    together = settings
+    for other in lighter:
+        if other.same_mathematics(settings):
+            together = together.replace(**other.changed_from(settings))
+    return together
+
+
+def _ever_smaller(failed: Settings, together: Settings) -> Iterator[Settings]:
+    """The same global batch in quarters, eighths and so on down to single samples, without and with all else."""
     smaller = shrunk(failed)
+    others = together.changed_from(smaller) if smaller else {}
     while smaller and (smaller := shrunk(smaller)):
         yield smaller
-        if blocks and smaller.checkpointing == "none":
-            yield smaller.replace(checkpointing="blocks")
+        if others:
+            yield smaller.replace(**others)

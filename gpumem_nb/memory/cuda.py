@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -12,8 +12,8 @@ from ..internals import torch_internals
 from ..shared.errors import InvalidInput, SetupError
 from ..shared.messages import DeviceUse, Reading
 from ..shared.units import format_bytes
-from .device_use import Nvml
 from .ledger.events import TensorLog
+from .nvml import Nvml
 
 MOST_ENTRIES = 100_000  # a step of a large model has some ten thousand; each takes up to several KB of host memory
 
@@ -99,10 +99,6 @@ class CudaDevice:
 
     def communicates_on(self, threads: Collection[int]) -> None:
         """Nothing to do: torch's allocator does not tell who asks."""
-
-    def step_scope(self) -> AbstractContextManager[None]:
-        """Nothing to do: torch's allocator sees every step."""
-        return nullcontext()
 
     def event_log(self) -> TensorLog:
         """The tensors that come and go; memory inside operators is not seen."""

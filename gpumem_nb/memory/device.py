@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ..shared.errors import InvalidInput, SetupError, nearest
+from ..shared.errors import InvalidInput, nearest
 from ..shared.messages import DeviceUse, Reading
 
 if TYPE_CHECKING:
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from .ledger.events import EventLog
 
 _opened: Device | None = None
-
-STAND_IN_VARIABLE = "GPUMEM_NB_VIRTUAL"  # "python" chooses the stand-in where the allocator could be built
 
 
 class Device(Protocol):
@@ -67,10 +64,6 @@ class Device(Protocol):
         """These threads of the process, by the system's numbers, are Horovod's."""
         ...
 
-    def step_scope(self) -> AbstractContextManager[None]:
-        """Wraps one training step; only the Python stand-in needs it, to see the step's tensors."""
-        ...
-
     def event_log(self) -> EventLog:
         """A new log of allocations and releases; one at a time may run."""
         ...
@@ -86,7 +79,7 @@ def open_device(kind: str, local_rank: int, memory_limit: int | None) -> Device:
 
     Raises:
         InvalidInput: an unknown kind, or a limit the device cannot keep.
-        SetupError: ``cuda`` without a usable GPU.
+        SetupError: ``cuda`` without a usable GPU, or ``virtual`` where its allocator cannot be built.
     """
     global _opened
     if kind == "cuda":
@@ -94,7 +87,9 @@ def open_device(kind: str, local_rank: int, memory_limit: int | None) -> Device:
 
         _opened = CudaDevice(local_rank, memory_limit)
     elif kind == "virtual":
-        _opened = _open_virtual(local_rank, memory_limit)
+        from .virtual_gpu.gpu import VirtualGPU
+
+        _opened = VirtualGPU(local_rank, memory_limit)
     else:
         raise InvalidInput(f"There is no device kind {kind!r}: {nearest(kind, ('virtual', 'cuda'))}.")
     return _opened
@@ -111,15 +106,3 @@ def opened() -> Device:
     if device.kind == "virtual":
         device.set_limit(None)
     return device
-
-
-def _open_virtual(local_rank: int, memory_limit: int | None) -> Device:
-    from .stand_in import StandIn
-    from .virtual_gpu.gpu import VirtualGPU
-
-    if os.environ.get(STAND_IN_VARIABLE) == "python":
-        return StandIn(local_rank, memory_limit, why=f"{STAND_IN_VARIABLE}=python asks for it")
-    try:
-        return VirtualGPU(local_rank, memory_limit)
-    except SetupError as error:
-        return StandIn(local_rank, memory_limit, why=str(error).rstrip("."))

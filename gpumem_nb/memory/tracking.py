@@ -60,17 +60,17 @@ class Tracked:
     @property
     def peak(self) -> int | None:
         """Highest live bytes; ``None`` while the code runs."""
-        return self.ledger.peak if self.ledger else None
+        return self.ledger.peak_bytes if self.ledger else None
 
     def __str__(self) -> str:
         if self.ledger is None:
             return "not ended yet"
         ledger, kind = self.ledger, " (virtual)" if self.ledger.virtual else ""
         where = f", in {ledger.module}" if ledger.module else ""
-        above = format_bytes(ledger.peak - self.before)
-        lines = [f"live peak {format_bytes(ledger.peak)}{kind}, {above} above the start{where}"]
+        above = format_bytes(ledger.peak_bytes - self.before)
+        lines = [f"live peak {format_bytes(ledger.peak_bytes)}{kind}, {above} above the start{where}"]
         lines += [
-            f"  {category:<17} {format_bytes(size):>10} {size / ledger.peak:>5.0%}"
+            f"  {category:<17} {format_bytes(size):>10} {size / ledger.peak_bytes:>5.0%}"
             for category in CATEGORIES
             if (size := ledger.at_peak.get(category))
         ]

@@ -22,7 +22,7 @@ _TOO_SHORT = 0.01  # of a step, for a part of its own
 
 def not_explained(ledger: Ledger) -> int:
     """Bytes of the peak that are in no category."""
-    return ledger.peak - sum(ledger.at_peak.values())
+    return ledger.peak_bytes - sum(ledger.at_peak.values())
 
 
 def place(ledger: Ledger) -> str:
@@ -38,12 +38,12 @@ def share(size: int, of: int) -> str:
 def category_table(rank: int, ledger: Ledger) -> Table:
     """Each category present, with its bytes, share and meaning, in stacking order from top to bottom."""
     rows = [
-        (name, format_bytes(ledger.at_peak[name]), share(ledger.at_peak[name], ledger.peak), MEANING[name])
+        (name, format_bytes(ledger.at_peak[name]), share(ledger.at_peak[name], ledger.peak_bytes), MEANING[name])
         for name in reversed(CATEGORIES)
         if ledger.at_peak.get(name)
     ]
     if missing := not_explained(ledger):
-        rows.append((UNEXPLAINED, format_bytes(missing), share(missing, ledger.peak), "in no category"))
+        rows.append((UNEXPLAINED, format_bytes(missing), share(missing, ledger.peak_bytes), "in no category"))
     headings = ("category", "at the peak", "share", "what it is")
     return Table(_title(rank, ledger), headings, tuple(rows), frozenset({"category", "what it is"}))
 
@@ -58,7 +58,7 @@ def ranks_by_category(worst_first: Mapping[int, Ledger]) -> Table:
 
     def row(name: str, sizes: list[int]) -> tuple[str, ...]:
         of = zip(sizes, shown.values(), strict=True)
-        return (name, *(f"{format_bytes(size)} {share(size, ledger.peak):>7}" for size, ledger in of))
+        return (name, *(f"{format_bytes(size)} {share(size, ledger.peak_bytes):>7}" for size, ledger in of))
 
     rows = [
         row(name, [ledger.at_peak.get(name, 0) for ledger in shown.values()])
@@ -67,7 +67,7 @@ def ranks_by_category(worst_first: Mapping[int, Ledger]) -> Table:
     ]
     if any(missing := [not_explained(ledger) for ledger in shown.values()]):
         rows.append(row(UNEXPLAINED, missing))
-    rows.append(row("live peak", [ledger.peak for ledger in shown.values()]))
+    rows.append(row("live peak", [ledger.peak_bytes for ledger in shown.values()]))
     rows.append(("in", *map(place, shown.values())))
     title = "At the peak of the latest recorded step"
     return Table(title, ("category", *shown), tuple(rows), frozenset({"category"}))
@@ -97,7 +97,7 @@ def by_outer_module(ledger: Ledger) -> dict[str, dict[str, int]]:
 def module_table(rank: int, ledger: Ledger) -> Table:
     """Module, bytes, share and what they are, largest first."""
     rows = [
-        (module, format_bytes(sum(sizes.values())), share(sum(sizes.values()), ledger.peak), _in_words(sizes))
+        (module, format_bytes(sum(sizes.values())), share(sum(sizes.values()), ledger.peak_bytes), _in_words(sizes))
         for module, sizes in sorted(by_outer_module(ledger).items(), key=lambda entry: -sum(entry[1].values()))
     ]
     headings = ("module", "at the peak", "share", "what it is")
@@ -151,7 +151,8 @@ def highest(timeline: Timeline, span: Span) -> int:
     first = max(0, bisect_right(timeline.time_ms, span.begin_ms) - 1)
     last = max(first + 1, bisect_left(timeline.time_ms, span.end_ms))
     return max(
-        (sum(at_once) for at_once in zip(*(v[first:last] for v in timeline.live.values()), strict=True)), default=0
+        (sum(at_once) for at_once in zip(*(v[first:last] for v in timeline.live_bytes.values()), strict=True)),
+        default=0,
     )
 
 
@@ -177,4 +178,4 @@ def timeline_table(timeline: Timeline) -> Table:
 
 def _title(rank: int, ledger: Ledger) -> str:
     kind = " (virtual)" if ledger.virtual else ""
-    return f"At the peak of rank {rank}: {format_bytes(ledger.peak)}{kind} in {place(ledger)}"
+    return f"At the peak of rank {rank}: {format_bytes(ledger.peak_bytes)}{kind} in {place(ledger)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..shared.messages import Sample
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
+from .differences import arrows
 from .tables import Table, notes_html
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Tried:
     loss: float | None = None
     outcome: str = "not run"
     peaks: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
-    reserved: deque[int | None] | list[int | None] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    reserved: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     throughputs: deque[float] | list[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
 
     def add(self, samples: Sequence[Sample]) -> None:
@@ -53,7 +53,7 @@ class Tried:
         self.steps += 1
         self.outcome = "ok"
         self.peaks.append(max(sample.live_peak_bytes for sample in samples))
-        self.reserved.append(max((s.reserved_peak_bytes for s in samples if s.reserved_peak_bytes), default=None))
+        self.reserved.append(max(sample.reserved_peak_bytes for sample in samples))
         self.throughputs.append(sum(sample.samples_per_s for sample in samples))
         losses = [sample.loss for sample in samples if sample.loss is not None]
         self.loss = statistics.fmean(losses) if losses else None
@@ -61,7 +61,7 @@ class Tried:
     def settle(self) -> None:
         """Keep only the resulting figures: a long session tries thousands of configurations."""
         self.peaks = [self.peak_bytes] if self.peak_bytes is not None else []
-        self.reserved = [self.reserved_peak_bytes]
+        self.reserved = [self.reserved_peak_bytes] if self.reserved_peak_bytes is not None else []
         self.throughputs = [self.samples_per_s] if self.samples_per_s is not None else []
 
     @property
@@ -72,7 +72,7 @@ class Tried:
     @property
     def reserved_peak_bytes(self) -> int | None:
         """Highest reserved bytes over the steps judged, worst rank."""
-        return max((value for value in self.reserved if value is not None), default=None)
+        return max(self.reserved, default=None)
 
     @property
     def samples_per_s(self) -> float | None:
@@ -90,8 +90,7 @@ class Effect:
     @property
     def flip(self) -> str:
         """What was changed."""
-        changed = self.after.settings.changed_from(self.before.settings)
-        return ", ".join(f"{name} {getattr(self.before.settings, name)} → {value}" for name, value in changed.items())
+        return arrows(self.before.settings, self.after.settings)
 
     @property
     def memory(self) -> str:
@@ -128,7 +127,7 @@ class Runs:
         rows = [
             {
                 "workload": entry.workload,
-                **dataclasses.asdict(entry.settings),
+                **entry.settings.as_dict(),
                 "global_batch": entry.settings.samples_per_rank * self._size,
                 "steps": entry.steps,
                 "live_peak_bytes": entry.peak_bytes,
@@ -178,6 +177,5 @@ def _percent(before: float | None, after: float | None) -> str:
 
 
 def _optimizer(settings: Settings) -> str:
-    if settings.optimizer_impl == "default":
-        return settings.optimizer
-    return f"{settings.optimizer}/{settings.optimizer_impl}"
+    implementation = "" if settings.optimizer_impl == "default" else f"/{settings.optimizer_impl}"
+    return f"{settings.optimizer}{implementation}"

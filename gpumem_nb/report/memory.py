@@ -60,9 +60,9 @@ class RankMemory:
         return "virtual" if self.info.virtual else "real"
 
     @property
-    def fragmentation(self) -> int | None:
+    def fragmentation(self) -> int:
         """Bytes that are reserved but not held by any tensor."""
-        return None if self.reading.reserved_bytes is None else self.reading.reserved_bytes - self.reading.live_bytes
+        return self.reading.reserved_bytes - self.reading.live_bytes
 
     @property
     def byte_values(self) -> dict[str, int | None]:
@@ -216,7 +216,7 @@ class MemoryReport:
             "temperature_celsius": use.temperature_c,
             "power_watts": use.power_w,
             "clock_mhz": use.clock_mhz,
-            "peak_bytes": ledger.peak if ledger else None,
+            "peak_bytes": ledger.peak_bytes if ledger else None,
             "peak_phase": ledger.phase if ledger else None,
             "peak_module": ledger.module if ledger else None,
         }
@@ -249,7 +249,7 @@ _WHOLE = ("utilisation_percent", "temperature_celsius", "clock_mhz")
 
 
 def _share(ledger: Ledger | None, limit: int | None) -> float:
-    return ledger.peak / (limit or 1) if ledger else 0.0
+    return ledger.peak_bytes / (limit or 1) if ledger else 0.0
 
 
 def _category_rows(rank: RankMemory) -> list[dict[str, Any]]:
@@ -263,7 +263,7 @@ def _category_rows(rank: RankMemory) -> list[dict[str, Any]]:
             "rank": rank.info.rank,
             "category": category,
             "peak_bytes": size,
-            "share": size / ledger.peak if ledger.peak else None,
+            "share": size / ledger.peak_bytes if ledger.peak_bytes else None,
             "rest_bytes": ledger.at_rest.get(category),
         }
         for category, size in entries.items()
@@ -280,7 +280,7 @@ def _module_rows(rank: RankMemory) -> list[dict[str, Any]]:
             "module": "" if module == WITHOUT_MODULE else module,
             "category": category,
             "peak_bytes": size,
-            "share": size / ledger.peak if ledger.peak else None,
+            "share": size / ledger.peak_bytes if ledger.peak_bytes else None,
         }
         for module, category, size in by_module(ledger)
     ]
@@ -295,7 +295,7 @@ def _timeline_rows(line: Timeline) -> list[dict[str, Any]]:
             at += 1
         place = {"phase": spans[at].phase, "module": spans[at].module} if spans else {}
         when = {"rank": line.rank, "step": line.step, "time_ms": moment, **place}
-        rows += [when | {"category": name, "live_bytes": values[i]} for name, values in line.live.items()]
+        rows += [when | {"category": name, "live_bytes": values[i]} for name, values in line.live_bytes.items()]
     return rows
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ..shared.messages import Failure
 from ..shared.settings import Settings
 from ..shared.units import format_bytes
+from .differences import typed
 
 TRIALS_NAMED = 5
 
@@ -52,16 +53,17 @@ class Rescue:
             where += f", in {failure.module}"
         if failure.kind != "oom":
             return f"rank {failure.rank} failed {where}: {failure.message}"
-        if failure.asked is None:
+        if failure.asked_bytes is None:
             return f"rank {failure.rank} ran out of memory {where}: {failure.message}"
-        free = "" if failure.free is None else f" with {format_bytes(failure.free)} free"
-        return f"rank {failure.rank} ran out of memory {where}: Tried to allocate {format_bytes(failure.asked)}{free}."
+        free = "" if failure.free_bytes is None else f" with {format_bytes(failure.free_bytes)} free"
+        asked = format_bytes(failure.asked_bytes)
+        return f"rank {failure.rank} ran out of memory {where}: Tried to allocate {asked}{free}."
 
     @property
     def fits(self) -> list[str]:
         """The flips that would have made it fit, as they were measured."""
         return [
-            f"{flips(self.settings, trial.settings)} (live peak {format_bytes(trial.peak_bytes)})"
+            f"{typed(self.settings, trial.settings)} (live peak {format_bytes(trial.peak_bytes)})"
             for trial in self.trials
             if trial.peak_bytes is not None
         ]
@@ -77,13 +79,13 @@ class Rescue:
         if self.fits:
             best = next(trial.settings for trial in self.trials if trial.peak_bytes is not None)
             found = f"Tried out on the ranks, these would have fit: {'; '.join(self.fits)}."
-            return f"{found} Type %hvd_set {flips(self.settings, best)}"
+            return f"{found} Type %hvd_set {typed(self.settings, best)}"
         if self.looking:
             return "What would have fit is being tried out on the ranks."
         larger = "Use a smaller model or a larger limit."
         if not self.trials:
             return larger
-        tried = [flips(self.settings, trial.settings) for trial in self.trials]
+        tried = [typed(self.settings, trial.settings) for trial in self.trials]
         if len(tried) > TRIALS_NAMED:
             tried = [*tried[: TRIALS_NAMED - 1], f"and so on down to {tried[-1]}"]
         return f"Tried out on the ranks, none of these would have fit: {'; '.join(tried)}. {larger}"
@@ -96,17 +98,3 @@ class Rescue:
     def __str__(self) -> str:
         lines = [self.headline, f"The step was discarded on all ranks; {self.did}." if self.did else "", self.advice]
         return "\n".join(line for line in lines if line)
-
-
-def flips(before: Settings, after: Settings) -> str:
-    """What to type to get from one to the other."""
-    return " ".join(f"{name}={value}" for name, value in after.changed_from(before).items())
-
-
-def shrunk(settings: Settings) -> Settings | None:
-    """The same global batch in smaller micro-batches, half the size if that is even; ``None`` below one sample."""
-    size = settings.batch_size
-    factor = next((divisor for divisor in range(2, size + 1) if size % divisor == 0), None)
-    if factor is None:
-        return None
-    return settings.replace(batch_size=size // factor, accumulation_steps=settings.accumulation_steps * factor)

@@ -45,7 +45,7 @@ class Run:
             settings = self._settings[sample.settings_id]
             at_peak = sample.ledger.at_peak if sample.ledger else {}
             shares = {f"{category.replace(' ', '_')}_bytes": at_peak.get(category) for category in CATEGORIES}
-            rows.append(row | dataclasses.asdict(settings) | {"event": sample.event} | shares)
+            rows.append(row | settings.as_dict() | {"event": sample.event} | shares)
         return pd.DataFrame(rows)
 
     def __str__(self) -> str:

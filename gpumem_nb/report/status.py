@@ -30,7 +30,7 @@ class Status:
 
     def to_json(self) -> str:
         """The same as JSON, for programs."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        return json.dumps(dataclasses.asdict(self) | {"settings": self.settings.as_dict()}, indent=2)
 
     def __str__(self) -> str:
         lines = [self.doing]

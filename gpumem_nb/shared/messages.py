@@ -9,7 +9,7 @@ from .settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The memory of one rank's device at one moment, in bytes. What cannot be read is ``None``.
+    """The memory of one rank's device at one moment, in bytes. What cannot be read is ``None``, as is no limit.
 
     ``live_bytes`` are held by tensors, ``reserved_bytes`` by the caching allocator, ``device_used_bytes`` by everything
     on the device; peaks count since the last reset.
@@ -17,8 +17,8 @@ class Reading:
 
     live_bytes: int
     live_peak_bytes: int
-    reserved_bytes: int | None
-    reserved_peak_bytes: int | None
+    reserved_bytes: int
+    reserved_peak_bytes: int
     device_used_bytes: int | None
     limit_bytes: int | None
 
@@ -27,14 +27,14 @@ class Reading:
 class Ledger:
     """Where the bytes of one step were, on one rank.
 
-    Categories are those of :mod:`gpumem_nb.shared.categories`. ``peak`` is the highest live bytes of the step by
+    Categories are those of :mod:`gpumem_nb.shared.categories`. ``peak_bytes`` is the highest live bytes of the step by
     the allocator's count; ``at_peak`` adds up to it but for what could not be explained, and ``at_rest`` to the live
     bytes after the step. ``phase`` and ``module`` say what ran at the peak;
     ``modules`` splits the peak as ``(module, category, bytes)``, largest first, for what belongs to a module.
     ``virtual`` bytes are a virtual GPU's; ``exact`` says that every allocation was seen, not only tensors.
     """
 
-    peak: int
+    peak_bytes: int
     phase: str
     module: str
     at_peak: dict[str, int]
@@ -58,15 +58,15 @@ class Span:
 class Timeline:
     """One step at the level of allocations, on one rank.
 
-    ``time_ms`` counts from the step's start; ``live`` has for each category the live bytes at those times, thinned out
-    so that the peak stays; ``spans`` cover the step without gaps; ``step_s`` is how long the recorded step took.
+    ``time_ms`` counts from the step's start; ``live_bytes`` has for each category those that were live then, thinned
+    out so that the peak stays; ``spans`` cover the step without gaps; ``step_s`` is how long the recorded step took.
     """
 
     rank: int
     step: int
     step_s: float
     time_ms: tuple[float, ...]
-    live: dict[str, tuple[int, ...]]
+    live_bytes: dict[str, tuple[int, ...]]
     spans: tuple[Span, ...]
     ledger: Ledger
 
@@ -109,8 +109,8 @@ class Sample:
     samples_per_s: float
     live_bytes: int
     live_peak_bytes: int
-    reserved_bytes: int | None
-    reserved_peak_bytes: int | None
+    reserved_bytes: int
+    reserved_peak_bytes: int
     device_used_bytes: int | None
     settings_id: int
     event: str = ""
@@ -129,7 +129,8 @@ class Failure:
     ``kind`` is ``oom``, ``error``, ``interrupted`` or ``stall`` (the ranks came apart); ``phase`` is the part of the
     step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``, ``reduction``, ``update``); ``message``
     is one sentence, ``traceback`` the text for those who want it. ``module`` is where in the model it was, as far as
-    that can be told; ``asked`` and ``free`` are the bytes wanted and left when memory ran out, ``None`` if not known.
+    that can be told; ``asked_bytes`` and ``free_bytes`` are those wanted and left when memory ran out, ``None`` if not
+    known.
     """
 
     rank: int
@@ -138,8 +139,8 @@ class Failure:
     message: str
     traceback: str = ""
     module: str = ""
-    asked: int | None = None
-    free: int | None = None
+    asked_bytes: int | None = None
+    free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +170,13 @@ class Leak:
 class SnapshotOrder:
     """Take an automatic snapshot.
 
-    It becomes ``folder/<generation>-<steps>.state``; all snapshots of all sessions together take at most ``space``
-    bytes. ``options`` are those of a ready-made workload, ``None`` for any other.
+    It becomes ``folder/<generation>-<steps>.state``; all snapshots of all sessions together take at most
+    ``space_bytes``. ``options`` are those of a ready-made workload, ``None`` for any other.
     """
 
     folder: str
     generation: int
-    space: int
+    space_bytes: int
     options: dict[str, float] | None
 
 
@@ -185,13 +186,13 @@ class Stored:
 
     Not ``taken``: the ranks had come apart from one another, and the next one is not far.
 
-    ``bytes`` is the file's size (of what did not fit, the size it would have had), ``cpu_s`` what writing it took of a
+    ``size_bytes`` is the file's (of what did not fit, the size it would have had), ``cpu_s`` what writing it took of a
     core, ``problem`` is empty or a sentence.
     """
 
     path: str
     steps: int
-    bytes: int
+    size_bytes: int
     cpu_s: float
     problem: str = ""
     taken: bool = True

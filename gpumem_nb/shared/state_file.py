@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from .errors import StateFileError
+from .errors import InvalidInput, StateFileError
 
 Answer = TypeVar("Answer")
 
@@ -122,6 +122,13 @@ def write(path: Path, header: Header, payload: Callable[[IO[bytes]], None]) -> i
         os.fsync(folder)
         os.close(folder)
     return size
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """What people type for a file; raises ``InvalidInput`` for what is no path."""
+    if not isinstance(path, str | os.PathLike) or not str(path).strip():
+        raise InvalidInput(f"{path!r} is not a file's path. Give one such as digits.state.")
+    return Path(path).expanduser().absolute()
 
 
 def check_target(path: Path) -> None:

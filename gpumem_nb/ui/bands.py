@@ -46,7 +46,7 @@ def peaks(by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None
             continue
         recorded = next((s for s in reversed(samples) if s.ledger and s.done), newest)
         ledger = recorded.ledger if recorded.settings_id == newest.settings_id else None
-        found.append(Peak(rank, ledger.peak if ledger else newest.live_peak_bytes, limit, ledger))
+        found.append(Peak(rank, ledger.peak_bytes if ledger else newest.live_peak_bytes, limit, ledger))
     return found
 
 

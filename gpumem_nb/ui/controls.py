@@ -7,10 +7,9 @@ from typing import Any
 
 import ipywidgets
 
-from ..shared.settings import KNOBS
+from ..shared.knobs import KNOBS, Knob
 from .steered import Steered
 
-_OWN = "own"
 _NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
 
 
@@ -27,8 +26,9 @@ class Controls:
         self._session = session
         self._ask = ask
         self._asked: dict[str, int] = dict.fromkeys(KNOBS, 0)
+        self._knobs = dict(KNOBS)
         self._offering = False
-        self._widgets = {name: self._knob(name) for name in KNOBS}
+        self._widgets = {name: self._control(knob) for name, knob in self._knobs.items()}
         self._buttons = [
             _button("Play", "play", "train until paused", lambda: ask(session.play)),
             _button("Pause", "pause", "stop after the steps under way", lambda: ask(session.pause)),
@@ -42,9 +42,9 @@ class Controls:
         """Show the session's settings, wherever they were changed, and switch off what cannot be used."""
         session = self._session
         ended = bool(session.ended)
-        has_own = session.workload is not None and session.workload.own_optimizer is not None
-        has_own |= session.settings.optimizer == _OWN
-        self._offer("optimizer", [c for c in KNOBS["optimizer"].choices if c != _OWN or has_own])
+        for knob in self._knobs.values():
+            if knob.choices:
+                self._offer(knob)
         for name, widget in self._widgets.items():
             if not self._asked[name]:
                 widget.value = self._shown(name)
@@ -54,10 +54,9 @@ class Controls:
             button.disabled = bool(why_not)
             button.tooltip = why_not or tip
 
-    def _knob(self, name: str) -> Any:
-        knob = KNOBS[name]
-        tip = f"{name}: {knob.help}" + " (offered when it brings one)" * (name == "optimizer")
-        common = {"description": name, "tooltip": tip}
+    def _control(self, knob: Knob) -> Any:
+        name = knob.name
+        common = {"description": name, "tooltip": f"{name}: {knob.help}"}
         if knob.choices:
             widget = ipywidgets.Dropdown(options=knob.choices, value=self._shown(name), **common)
         else:
@@ -67,10 +66,14 @@ class Controls:
 
     def _shown(self, name: str) -> str:
         value = getattr(self._session.settings, name)
-        return f"{value:g}" if isinstance(value, float) else str(value).lower() if value is None else str(value)
+        return f"{value:g}" if isinstance(value, float) else self._knobs[name].text(value)
 
-    def _offer(self, name: str, choices: list[str]) -> None:
-        dropdown = self._widgets[name]
+    def _offer(self, knob: Knob) -> None:
+        """Offer the values that go with what is loaded, and the one that is set."""
+        session, name, dropdown = self._session, knob.name, self._widgets[knob.name]
+        now = getattr(session.settings, name)
+        refuses = knob.refuses or (lambda value, workload: "")
+        choices = [choice for choice in knob.choices if choice == now or not refuses(choice, session.workload)]
         if list(dropdown.options) != choices:
             # New options choose the first of them; nobody asked for that.
             self._offering = True

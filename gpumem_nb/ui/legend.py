@@ -23,7 +23,7 @@ def key(worst: Peak | None) -> str:
     items = []
     for name in reversed(CATEGORIES):
         size = ledger.at_peak.get(name, 0) if ledger else None
-        number = f"<b>{share(size, ledger.peak)}</b> {format_bytes(size)}" if ledger and size is not None else ""
+        number = f"<b>{share(size, ledger.peak_bytes)}</b> {format_bytes(size)}" if ledger and size is not None else ""
         faint = " class='gpumem-none'" if size == 0 else ""
         items.append(
             f"<li{faint} title='{escape(MEANING[name], quote=True)}'><i style='background: {LOOKS[name].css}'></i>"

@@ -45,7 +45,9 @@ def show_figures(report: MemoryReport) -> None:
 def timeline_figure(timeline: Timeline) -> go.Figure:
     """Live bytes by category over a step's milliseconds, with its parts below and the peak labelled."""
     ends = [*timeline.time_ms, max(span.end_ms for span in timeline.spans)] if timeline.spans else timeline.time_ms
-    traces = [_area(name, ends, timeline.live[name]) for name in CATEGORIES if any(timeline.live.get(name, ()))]
+    traces = [
+        _area(name, ends, timeline.live_bytes[name]) for name in CATEGORIES if any(timeline.live_bytes.get(name, ()))
+    ]
     traces += [_strip("phase", joined(timeline.spans, 0)), _strip("module", parts(timeline, _MOST_BOXES))]
     kind = " (virtual)" if timeline.ledger.virtual else ""
     title = (
@@ -82,7 +84,7 @@ def treemap_figure(ledger: Ledger, rank: int) -> go.Figure:
             labels=[node["label"] for node in nodes.values()],
             parents=[node["parent"] for node in nodes.values()],
             values=sizes,
-            text=[f"{format_bytes(size)}, {share(size, ledger.peak)}" for size in sizes],
+            text=[f"{format_bytes(size)}, {share(size, ledger.peak_bytes)}" for size in sizes],
             branchvalues="total",
             texttemplate="%{label}<br>%{text}",
             hovertemplate="%{id}<br>%{text}<extra></extra>",
@@ -105,7 +107,7 @@ def treemap_figure(ledger: Ledger, rank: int) -> go.Figure:
     )
     kind = " (virtual)" if ledger.virtual else ""
     figure.update_layout(
-        **_look(f"Peak of rank {rank} by module: {format_bytes(ledger.peak)}{kind} in {place(ledger)}", 520),
+        **_look(f"Peak of rank {rank} by module: {format_bytes(ledger.peak_bytes)}{kind} in {place(ledger)}", 520),
     )
     return figure
 
@@ -160,7 +162,7 @@ def _strip(row: str, spans: Sequence[Span]) -> Any:
 
 def _peak(timeline: Timeline) -> list[dict[str, Any]]:
     """An arrow to the highest point: phase, module, and what was alive."""
-    totals = [sum(at_once) for at_once in zip(*timeline.live.values(), strict=True)]
+    totals = [sum(at_once) for at_once in zip(*timeline.live_bytes.values(), strict=True)]
     if not totals:
         return []
     ledger, top = timeline.ledger, max(totals)
@@ -172,7 +174,7 @@ def _peak(timeline: Timeline) -> list[dict[str, Any]]:
         {
             "x": at,
             "y": top / _MIB,
-            "text": f"<b>peak {format_bytes(ledger.peak)}</b> in {place(ledger)}<br>{alive}",
+            "text": f"<b>peak {format_bytes(ledger.peak_bytes)}</b> in {place(ledger)}<br>{alive}",
             "align": "right" if right else "left",
             "xanchor": "right" if right else "left",
             "yanchor": "bottom",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..report import differences
 from ..shared.messages import Sample
 from ..shared.settings import Settings
 
@@ -16,16 +17,6 @@ Value = Callable[[Sample], float | None]
 MOST_POINTS = 300
 MOST_LINES = 8  # more ranks are drawn as the highest, the median and the lowest of them at each point
 MOST_MARKS = 8
-_SHORT = {
-    "precision": "",
-    "checkpointing": "ckpt ",
-    "batch_size": "batch ",
-    "accumulation_steps": "accum ",
-    "optimizer": "",
-    "optimizer_impl": "",
-    "learning_rate": "lr ",
-    "clip_norm": "clip ",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +91,7 @@ def marks(by_rank: Sequence[Sequence[Sample]], settings: Callable[[int], Setting
         first = at_once[0]
         now = settings(first.settings_id)
         flipped = before is not None and now is not None and now is not before
-        text = short(before, now) if flipped and before and now else ""
+        text = differences.short(before, now) if flipped and before and now else ""
         kinds = {sample.event for sample in at_once if not sample.done}
         if kinds:
             text = " ".join(filter(None, ("OOM" if "oom" in kinds else "failed", text)))
@@ -112,8 +103,3 @@ def marks(by_rank: Sequence[Sequence[Sample]], settings: Callable[[int], Setting
             found[step] = Mark(step, joined, bool(kinds) or bool(earlier and earlier.bad))
         before = now or before
     return list(found.values())[-MOST_MARKS:]
-
-
-def short(before: Settings, after: Settings) -> str:
-    """A flip in a few letters, such as ``bf16, batch 64``."""
-    return ", ".join(f"{_SHORT[name]}{value}" for name, value in after.changed_from(before).items())

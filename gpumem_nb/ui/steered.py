@@ -13,7 +13,9 @@ from ..shared.settings import Settings
 class Steered(Protocol):
     """A session, as far as a panel knows it; ``gpumem_nb.session.Session`` is one."""
 
-    history: History
+    @property
+    def history(self) -> History:
+        """What has been measured."""
 
     @property
     def size(self) -> int:

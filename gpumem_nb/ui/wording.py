@@ -14,12 +14,11 @@ from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
 from ..shared.messages import Leak, RankInfo, Reading, Sample
 from ..shared.units import format_bytes, format_rate
-from .advice import FIXED, easing, in_words
+from .advice import FIXED, what_helps
 from .bands import Peak, above_median, worst_first
 from .steered import Steered
 
 PATIENCE_S = 2.0  # an answer that takes longer is worth a word
-_MOST_HINTS = 2
 _WORTH_A_WORD = 0.1  # of the peak
 _LATEST_STEPS = 10  # what "now" means for speed and step time
 
@@ -129,17 +128,17 @@ def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
     category, size = parts[0]
     whose = f"rank {peak.rank}'s" if len(found) > 1 else "the"
     fill = "fill" if category.endswith("s") else "fills"
-    helps = _what_helps(category, ledger.phase, history, blocks)
+    helps = what_helps(category, ledger.phase, history, blocks)
     if not helps:
         helps = FIXED.get(category, "")
         for other, part in parts[1:]:
-            hint = _what_helps(other, ledger.phase, history, blocks) if part >= _WORTH_A_WORD * ledger.peak else ""
+            hint = what_helps(other, ledger.phase, history, blocks) if part >= _WORTH_A_WORD * ledger.peak_bytes else ""
             if hint:
-                helps += f" {_sentence(other)[:-1]}: {100 * part / ledger.peak:.0f} %; {hint}"
+                helps += f" {_sentence(other)[:-1]}: {100 * part / ledger.peak_bytes:.0f} %; {hint}"
                 break
     return escape(
-        f"{_sentence(category)[:-1]} {fill} {100 * size / max(1, ledger.peak):.0f} % of {whose} peak "
-        f"({format_bytes(size)} of {format_bytes(ledger.peak)}), in {place(ledger)}. {outlier}{helps}",
+        f"{_sentence(category)[:-1]} {fill} {100 * size / max(1, ledger.peak_bytes):.0f} % of {whose} peak "
+        f"({format_bytes(size)} of {format_bytes(ledger.peak_bytes)}), in {place(ledger)}. {outlier}{helps}",
         quote=False,
     )
 
@@ -147,26 +146,6 @@ def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
 def _outlier(worst: Peak, found: Sequence[Peak]) -> str:
     more = above_median(worst, found)
     return f"It needs {more * 100:.0f} % more than the median rank. " if more else ""
-
-
-def _what_helps(category: str, phase: str, history: History, blocks: int) -> str:
-    """Knobs that may free some of it; of those already tried, only what made the peak smaller."""
-    if not history.tried:
-        return ""
-    now = history.tried[-1]
-    of_this_workload = [tried for tried in reversed(history.tried) if tried.settings_id >= history.loaded_as]
-    maybe, measured = [], []
-    for knobs in easing(category, phase, now.settings, blocks):
-        changed = now.settings.replace(**knobs)
-        tried = next((t for t in of_this_workload if t.settings == changed), None)
-        if tried is None or tried.peak_bytes is None:
-            maybe.append(in_words(knobs))
-        elif now.peak_bytes and tried.peak_bytes < now.peak_bytes:
-            measured.append(f"{in_words(knobs)} had a peak of {format_bytes(tried.peak_bytes)} when it was tried")
-    sentences = [f"{'; '.join(measured[:_MOST_HINTS])}."] if measured else []
-    if maybe and len(measured) < _MOST_HINTS:
-        sentences.append(f"{' or '.join(maybe[: _MOST_HINTS - len(measured)])} may free some of it.")
-    return " ".join(sentences)
 
 
 def rescue(rescue: Rescue | None) -> str:
@@ -177,7 +156,7 @@ def rescue(rescue: Rescue | None) -> str:
     what = "ran out of memory" if failure.kind == "oom" else "failed"
     facts = [("part of the step", failure.phase), ("module", failure.module)]
     if failure.kind == "oom":
-        facts += [("asked for", format_bytes(failure.asked)), ("free", format_bytes(failure.free))]
+        facts += [("asked for", format_bytes(failure.asked_bytes)), ("free", format_bytes(failure.free_bytes))]
     shown = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span> " for name, value in facts if value)
     message = "" if failure.kind == "oom" else f"<p>{escape(failure.message)}</p>"
     did = f"<p>The step was discarded on all ranks; {escape(rescue.did)}.</p>" if rescue.did else ""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
-from tests.models import MODELS, SETTINGS, ledger_and_profiler
+from tests.models import MODELS, SETTINGS, profiled
 
 if __name__ == "__main__":
     gpu = VirtualGPU(0, 4 * 2**30)
     off = []
     for name in MODELS:
         for precision, checkpointing in SETTINGS:
-            ledger, before, profilers = ledger_and_profiler(gpu, name, precision, checkpointing)
-            off.append(100 * abs(ledger.peak - before - profilers) / profilers)
+            step = profiled(gpu, name, precision, checkpointing)
+            counted = step.ledger.peak_bytes - step.before_bytes
+            off.append(100 * abs(counted - step.profiler_bytes) / step.profiler_bytes)
     print(json.dumps(off))

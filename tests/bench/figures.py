@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sides import Notebook, Script, Side, rank_environment
-
 from gpumem_nb.install.mpi_tools import require_tool
+from tests.bench.sides import Notebook, Script, Side, rank_environment
 
 HELLO = "import torch, horovod.torch as hvd; hvd.init(); print('up', flush=True)"
 
@@ -58,8 +57,8 @@ def throughput(notebook: Notebook, ranks: int, workload: str, rounds: int, slot_
     notebook.thaw()
     notebook.run(f"session.load('{workload}'); display(session.panel())")
     scripts = [
-        Script("plain Horovod", "plain_horovod.py", ranks, workload),
-        Script("DistributedDataParallel", "plain_ddp.py", ranks, workload),
+        Script("plain Horovod", "plain_horovod", ranks, workload),
+        Script("DistributedDataParallel", "plain_ddp", ranks, workload),
     ]
     try:
         rates = take_turns([notebook, *scripts], rounds, slot_s, global_batch=32 * ranks)
@@ -176,8 +175,8 @@ def flip(notebook: Notebook, ranks: int, rounds: int) -> list[Figure]:
 def accounting(workload: str, rounds: int, slot_s: float) -> Figure:
     """Step time under the virtual GPU's allocator against torch's own, one process each."""
     sides = [
-        Script("virtual GPU", "plain_single.py", None, workload, "--virtual"),
-        Script("plain", "plain_single.py", None, workload),
+        Script("virtual GPU", "plain_single", None, workload, "--virtual"),
+        Script("plain", "plain_single", None, workload),
     ]
     try:
         counted, plain = take_turns(sides, rounds, slot_s, global_batch=32)

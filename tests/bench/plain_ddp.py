@@ -1,14 +1,15 @@
-"""The same with DistributedDataParallel: ``mpiexec -n 4 python tests/bench/plain_ddp.py digits-resnet``."""
+"""The same with DistributedDataParallel: ``mpiexec -n 4 python -m tests.bench.plain_ddp digits-resnet``."""
 
 from __future__ import annotations
 
 import os
 from contextlib import nullcontext
 
-import plain
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.bench import plain
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
-"""The plain Horovod script: ``mpiexec -n 4 python tests/bench/plain_horovod.py digits-resnet --batch-size 32``."""
+"""The plain Horovod script: ``mpiexec -n 4 python -m tests.bench.plain_horovod digits-resnet --batch-size 32``."""
 
 from __future__ import annotations
 
 import horovod.torch as hvd
-import plain
 import torch
+
+from tests.bench import plain
 
 
 def main() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import plain
 import torch
+
+from tests.bench import plain
 
 
 def main() -> None:

@@ -10,11 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import figures
-from figures import Figure, say
-from sides import Notebook
-
 from gpumem_nb.cluster.resources import cores
+from tests.bench import figures
+from tests.bench.figures import Figure, say
+from tests.bench.sides import Notebook
 
 REPORT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 WORKLOADS = ("digits-resnet", "text-gpt")

@@ -18,8 +18,9 @@ from jupyter_client.manager import start_new_kernel
 from gpumem_nb.cluster.launchers.mpi import environment
 from gpumem_nb.cluster.resources import cores
 from gpumem_nb.install.mpi_tools import require_tool
+from tests.kernels import kernel_pid
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120
 
 
@@ -61,13 +62,18 @@ class Side:
 class Script(Side):
     """A plain script, on several ranks under mpiexec or in one process."""
 
-    def __init__(self, name: str, script: str, ranks: int | None, *arguments: str) -> None:
+    def __init__(self, name: str, module: str, ranks: int | None, *arguments: str) -> None:
         self.name = name
-        command = [sys.executable, str(HERE / script), *arguments, "--follow"]
+        command = [sys.executable, "-m", f"tests.bench.{module}", *arguments, "--follow"]
         if ranks:
             command = [str(require_tool("mpiexec")), "-n", str(ranks), *command]
         self._popen = subprocess.Popen(
-            command, env=rank_environment(ranks or 1), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=ROOT,
+            env=rank_environment(ranks or 1),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.process = psutil.Process(self._popen.pid)
 
@@ -108,7 +114,7 @@ class Notebook(Side):
 
     def __init__(self) -> None:
         self.manager, self.client = start_new_kernel(kernel_name="python3")
-        self.process = psutil.Process(self.manager.provisioner.pid)
+        self.process = psutil.Process(kernel_pid(self.manager))
         self.run("import time, gpumem_nb, gpumem_nb.session as sessions; from IPython.display import display")
         self.run("%load_ext gpumem_nb")
         # Imported once here: the first frame must not pay for pandas.

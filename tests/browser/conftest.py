@@ -18,7 +18,9 @@ def chrome() -> Iterator[Browser]:
     path = chromium()
     if path is None:
         missing = "No chromium was found: install it (apt-get install chromium), or name one with CHROMIUM=/path/to/it."
-        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(missing)
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(missing)
     with browser(path) as started:
         yield started
 

@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from gpumem_nb.shared.categories import CATEGORIES
+from tests.internals import folders_expression
 
 from .lab import PATIENCE_S, Lab
 from .panel_page import SHOWN, PanelPage, open_panel
@@ -294,7 +295,7 @@ def test_a_closed_browser_leaves_the_ranks_and_a_stopped_jupyterlab_leaves_nothi
     deadline = time.monotonic() + PATIENCE_S
     while panel.notebook.evaluate("s.history.steps") <= steps:
         assert time.monotonic() < deadline, "training must go on without a browser"
-    folders = panel.notebook.evaluate("list(s._ranks._launched._record.folders)")
+    folders = panel.notebook.evaluate(folders_expression("s"))
     assert all(Path(folder).exists() for folder in folders)
     family = lab.process.children(recursive=True)
     assert len([process for process in family if "ipyparallel" in " ".join(process.cmdline())]) >= 3

@@ -19,13 +19,13 @@ from gpumem_nb.kernel import tryout
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError
 from tests.cluster import trouble
-from tests.cluster.test_flips import wait_for_steps
 from tests.conftest import weights
+from tests.internals import wait_for_steps
+from tests.timing import HANG_S, until
 
 STALL_LIMIT_S = 2.0
 STEPS = 100_000  # more than are done before the fault strikes
 STEPS_SURVIVED = 100  # with a fault that training survives among them
-PATIENCE_S = 30.0  # until a test gives up; the faults have bounds of their own
 NEW_RATE = 0.02
 
 
@@ -64,7 +64,7 @@ def _stop_and_continue(session: Session, situation: str) -> str:
     pid = session.ranks[1].pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        return wait_until(lambda: session.doing if "stopped" in session.doing else "")
+        return until(lambda: session.doing if "stopped" in session.doing else "")
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -112,11 +112,12 @@ def controller(session: Session) -> int:
     rank = psutil.Process(session.ranks[0].pid)
     kernel = psutil.Process()
     mpiexec = next(parent for parent in rank.parents() if parent.ppid() == kernel.pid)
-    return next(
-        child.pid
+    found = next(
+        child
         for child in kernel.children()
         if child.pid != mpiexec.pid and "ipyparallel.controller" in " ".join(child.cmdline())
     )
+    return int(found.pid)
 
 
 def family(session: Session) -> list[psutil.Process]:
@@ -124,15 +125,6 @@ def family(session: Session) -> list[psutil.Process]:
     marks = ("ipyparallel", "mpiexec", "prte")
     children = psutil.Process().children(recursive=True)
     return [child for child in children if any(mark in " ".join(child.cmdline()) for mark in marks)]
-
-
-def wait_until(found: Callable[[], str], instead: Callable[[], object] = lambda: "nothing") -> str:
-    """Ask until there is an answer; fails with what there is ``instead``."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (text := found()):
-        assert time.monotonic() < deadline, f"not said, but {instead()}"
-        time.sleep(0.02)
-    return text
 
 
 STALLED = r"[Rr]ank 1 was in the data part of step \d+, ranks? 0\S* waited in the gradient reduction"
@@ -155,7 +147,7 @@ FAULTS = [
 ]
 
 
-class WaitReport:
+class Incident:
     """One fault in one situation: strikes it and keeps what was said and how long that took.
 
     Attributes:
@@ -240,7 +232,7 @@ class WaitReport:
             if situation == "foreground":
                 self._wait_for_steps()
             if situation in ("flip", "cell"):
-                wait_until(lambda: "yes" if self._begun.exists() else "")
+                until(self._begun.exists)
             time.sleep(self.fault.after / 100)
             self.struck_s = time.monotonic()
             if said := self.fault.act(self.session, situation):
@@ -252,7 +244,7 @@ class WaitReport:
 
     def _join(self, actor: threading.Thread | None) -> None:
         if actor:
-            actor.join(PATIENCE_S)
+            actor.join(HANG_S)
             assert not actor.is_alive()
 
     def _wait_for_steps(self) -> None:
@@ -269,7 +261,7 @@ class WaitReport:
     def _listen(self) -> None:
         """Wait until what happened is told by the session."""
         if self.fault.ends != "survived" and not self.heard_s:
-            self._keep(wait_until(lambda: next(filter(self._fits, self._news()), ""), instead=self._news))
+            self._keep(until(lambda: next(filter(self._fits, self._news()), ""), self._news))
 
     def _news(self) -> list[str]:
         events = [event.text for event in list(self.session.history.events) if event.time_s >= self._began_s]
@@ -284,12 +276,12 @@ class WaitReport:
             self.heard_s = time.monotonic()
 
 
-def endure(session: Session, fault: Fault, situation: str) -> tuple[WaitReport, int]:
-    """A fault strikes, is told and leaves all well; returns the wait_report and how many steps were lost."""
+def endure(session: Session, fault: Fault, situation: str) -> tuple[Incident, int]:
+    """A fault strikes, is told and leaves all well; returns the incident and how many steps were lost."""
     before, processes, steps = trouble.everything(session), family(session), session.history.steps
-    wait_report = WaitReport(session, fault)
-    getattr(wait_report, situation)()
-    assert wait_report.heard_s, (fault, situation, wait_report.said)
+    incident = Incident(session, fault)
+    getattr(incident, situation)()
+    assert incident.heard_s, (fault, situation, incident.said)
     if fault.ends == "dies":
         _ended_and_restored(session, processes)
     else:
@@ -302,11 +294,11 @@ def endure(session: Session, fault: Fault, situation: str) -> tuple[WaitReport, 
     assert len(weights(session)) == 1
     assert session.train(2).steps == 2
     assert len(weights(session)) == 1
-    return wait_report, lost
+    return incident, lost
 
 
 def _ended_and_restored(session: Session, processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=HANG_S)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     session.restart()
     assert re.match(r"step \d+ restored", session.restored), session.restored

@@ -12,19 +12,20 @@ import pytest
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.messages import DeviceUse
+from tests.internals import DEVICE, FORGET_DEVICE_USE, claim
+from tests.timing import until
 
 pytestmark = pytest.mark.cluster
 
 # A device that NVML could read: what it says counts how often it was asked, and on which thread.
-READABLE = """
+READABLE = f"""
 import itertools, threading
-from gpumem_nb.engine import rank as _rank
 from gpumem_nb.shared.messages import DeviceUse
 _asked = []
 def _use():
     _asked.append(threading.current_thread().name)
-    return DeviceUse(used_bytes=len(_asked), own_bytes=rank, missing={"power_w": "of no interest"})
-_rank._device.use = _use
+    return DeviceUse(used_bytes=len(_asked), own_bytes=rank, missing={{"power_w": "of no interest"}})
+{DEVICE}.use = _use
 """
 
 # torch's functions of that name need a GPU: what is asked of them, and how many steps are recorded meanwhile.
@@ -50,7 +51,7 @@ for _each in _patches:
 def readable(two_ranks: Session) -> Iterator[Session]:
     two_ranks.run(READABLE)
     yield two_ranks
-    two_ranks.run("del _rank._device.use; _rank._device_use = None")
+    two_ranks.run(f"del {DEVICE}.use; {FORGET_DEVICE_USE}")
 
 
 def uses(session: Session) -> list[DeviceUse | None]:
@@ -66,13 +67,6 @@ def latest(session: Session, rank: int) -> int:
 def forget(session: Session) -> None:
     session.run("_asked.clear()")
     session.history.device_uses = [None, None]
-
-
-def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_of_a_virtual_gpu_nothing_is_invented(two_ranks: Session, fresh: Callable[..., Session]) -> None:
@@ -120,8 +114,7 @@ def test_a_snapshot_of_virtual_gpus_is_refused_in_one_sentence(two_ranks: Sessio
 def test_a_snapshot_of_a_real_gpu_is_of_one_step_that_is_undone(
     two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    infos = two_ranks._ranks.infos
-    monkeypatch.setattr(two_ranks._ranks, "infos", [dataclasses.replace(info, virtual=False) for info in infos])
+    claim(monkeypatch, two_ranks, [dataclasses.replace(info, virtual=False) for info in two_ranks.ranks])
     fresh(two_ranks).train(2)
     two_ranks.run(RECORDED)
     try:

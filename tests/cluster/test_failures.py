@@ -10,28 +10,23 @@ import pytest
 
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import TrainingFailed
-from tests.cluster.test_flips import wait_for_steps
 from tests.conftest import weights
+from tests.internals import LIVE, hooks_expression, wait_for_steps
 
 pytestmark = pytest.mark.cluster
-
-
-def live(session: Session) -> list[int]:
-    """Live bytes on each rank."""
-    return [entry.live_bytes for entry in session.run("__import__('gpumem_nb.engine.rank', fromlist=['x']).reading()")]
 
 
 def test_out_of_memory_on_all_ranks_goes_back_and_goes_on(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     session.train(2)
-    before = live(session)
+    before = session.run(LIVE)
     session.set(batch_size=256)
     run = session.train(3)
     assert run.steps == 3
     assert "ran out of memory" in str(run)
     assert "went back to batch_size=32" in str(run)
     assert session.settings.batch_size == 32
-    after = live(session)
+    after = session.run(LIVE)
     assert after == before, "the failed step must leave nothing behind"
     assert len(weights(session)) == 1
     assert [event.kind for event in session.history.events][-3:] == ["flip", "oom", "note"]
@@ -93,7 +88,7 @@ own = torch.optim.RMSprop(net.parameters(), lr=0.02)
     with pytest.raises(TrainingFailed, match="RMSprop has no fused implementation"):
         session.set(optimizer_impl="fused", checkpointing="blocks")
     assert (session.settings.optimizer_impl, session.settings.checkpointing) == ("default", "none")
-    assert session.run("sum(len(m._forward_hooks) for m in net.modules())") == [0, 0]
+    assert session.run(hooks_expression("net"))[0][0] == 0
     assert session.train(2).steps == 2
 
 

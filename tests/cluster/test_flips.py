@@ -15,19 +15,17 @@ from gpumem_nb.report.configurations import STEPS_JUDGED
 from gpumem_nb.session import Session
 from gpumem_nb.shared.settings import Settings
 from tests.conftest import SMALL, ranks, weights
+from tests.internals import hooks_expression, now_and_under_way, wait_for_steps
 
 pytestmark = pytest.mark.cluster
 
 NEUTRAL: dict[str, list[dict[str, Any]]] = {
-    "checkpointing": [{"checkpointing": mode} for mode in ("none", "blocks", "sqrt", "all")],
+    "checkpointing": [{"checkpointing": mode} for mode in ("none", "blocks", "sqrt")],
     "split": [{"batch_size": 32 // count, "accumulation_steps": count} for count in (1, 2, 4)],
     "optimizer_impl": [{"optimizer_impl": name} for name in ("default", "foreach", "fused", "loop")],
 }
 PAIRS = [pair for values in NEUTRAL.values() for pair in itertools.permutations(values, 2)]
-HOOKS = """
-sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()), \
-sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
-"""
+HOOKS = hooks_expression("model")
 
 
 def losses(run: Any) -> list[float]:
@@ -146,9 +144,7 @@ def test_a_flip_while_playing_does_not_wait_for_the_end_of_a_chunk(
     session = fresh(two_ranks)
     session.play()
     wait_for_steps(session, 100)
-    with session._training._changed:
-        before, asked_s = session.history.steps, session.history.now_s()
-        under_way = sum(chunk.steps for chunk, _ in session._training._in_flight)
+    before, asked_s, under_way = now_and_under_way(session)
     session.set(batch_size=16)
     wait_for_steps(session, before + under_way + 60)
     session.pause()
@@ -164,12 +160,6 @@ def test_a_flip_while_playing_does_not_wait_for_the_end_of_a_chunk(
         if sample.settings_id == effect.after.settings_id:
             peaks[sample.step] = max(peaks.get(sample.step, 0), sample.live_peak_bytes)
     assert effect.after.peak_bytes == max([peaks[step] for step in sorted(peaks)][1:][-STEPS_JUDGED:])
-
-
-def wait_for_steps(session: Session, steps: int) -> None:
-    """Wait until training has got that far."""
-    with session._training._changed:
-        assert session._training._changed.wait_for(lambda: session.history.steps >= steps, timeout=60)
 
 
 def test_samples_say_what_they_ran_under(two_ranks: Session, fresh: Callable[..., Session]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gpumem_nb import session as session_module
+from tests import internals
 from tests.gpu.check import problems
 from tests.gpu.record import SMALL, TIMED_STEPS, record
 
@@ -15,9 +16,8 @@ pytestmark = pytest.mark.cluster
 
 
 def test_a_record_says_what_was_measured_where_and_what_could_not_be(tmp_path: Path) -> None:
-    if session_module._current:
-        session_module._current.stop()
-    cells = [
+    internals.stop_running()
+    cells: list[tuple[str, dict[str, int], dict[str, Any]]] = [
         ("digits-resnet", SMALL["digits-resnet"], {"precision": "bf16"}),
         ("digits-resnet", SMALL["digits-resnet"], {"batch_size": 10**6}),
     ]

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 import gpumem_nb
-from gpumem_nb.cluster.hosts import parsing
 from gpumem_nb.cluster.hosts.parsing import Host, share_out
 from gpumem_nb.shared.errors import InvalidInput
 from tests.cluster.two_hosts import missing, run_on_a, two_hosts
+from tests.internals import here_is
 
 
 @pytest.fixture
 def two_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine is called ``a``, no other name is known."""
-    monkeypatch.setattr(parsing, "_is_here", lambda name: name == "a")
+    here_is(monkeypatch, "a")
 
 
 @pytest.mark.usefixtures("two_places")

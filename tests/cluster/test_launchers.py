@@ -9,7 +9,7 @@ import pytest
 import gpumem_nb
 from gpumem_nb.cluster.launchers import LAUNCHERS
 from gpumem_nb.cluster.launchers.mpi import MpiLauncher
-from gpumem_nb.completion import complete_hvd
+from gpumem_nb.magics import complete_hvd
 from gpumem_nb.shared.errors import InvalidInput
 
 

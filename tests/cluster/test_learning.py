@@ -9,13 +9,15 @@ import pytest
 
 from gpumem_nb.session import Session
 from gpumem_nb.workloads.catalog import CATALOG
+from tests.timing import in_time
 
 pytestmark = pytest.mark.cluster
 
 SCORE = "from gpumem_nb.workloads.evaluate import score\nscore({name!r}, model)"
 
 
-@pytest.mark.parametrize(("name", "steps"), [("digits-resnet", 70), ("digits-separable", 100), ("text-gpt", 50)])
+# digits-resnet learns on four ranks in the demo, which fails if it does not; tests/notebook runs it.
+@pytest.mark.parametrize(("name", "steps"), [("digits-separable", 100), ("text-gpt", 50)])
 def test_a_workload_learns_in_two_minutes(
     four_ranks: Session, fresh: Callable[..., Session], name: str, steps: int
 ) -> None:
@@ -24,7 +26,7 @@ def test_a_workload_learns_in_two_minutes(
     began = time.monotonic()
     session.train(steps)
     (found,) = session.run(SCORE.format(name=name), ranks=[0])
-    assert time.monotonic() - began < 120
+    assert in_time(time.monotonic() - began, 120.0)
     if name == "text-gpt":
         assert found["nats_per_character"] < 0.85 * found["unigram_nats"]
     else:

@@ -18,14 +18,14 @@ import psutil
 import pytest
 
 import gpumem_nb
-from gpumem_nb import session as session_module
 from gpumem_nb.cluster.launchers import mpi
 from gpumem_nb.engine import entry
-from gpumem_nb.session import Session, current
-from gpumem_nb.shared import cluster_records
+from gpumem_nb.session import Session, current, start
 from gpumem_nb.shared.cluster_records import await_end
 from gpumem_nb.shared.errors import Interrupted, InvalidInput, NoSession, SetupError, StartError
 from gpumem_nb.shared.processes import Identity
+from tests import internals
+from tests.timing import HANG_S, in_time
 
 pytestmark = pytest.mark.cluster
 
@@ -56,12 +56,10 @@ def shared(before: set[Path], two_ranks: Session) -> Session:
 
 
 def test_nothing_listens_beyond_loopback_and_ranks_may_bind_what_they_like(shared: Session) -> None:
-    launched = shared._ranks._launched
-    launched.record_all()
-    pids = {who.pid for who in launched.processes}
+    pids = {who.pid for who in internals.processes_of(shared)}
     listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in pids]
     assert listening
-    assert launched.starter.pid in {c.pid for c in listening}, "PRRTE's ports, which no setting confines"
+    assert internals.mpiexec_of(shared) in {c.pid for c in listening}, "PRRTE's ports, which no setting confines"
     assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
     bound = (
         "import os, socket\ns = socket.socket()\ns.bind(('', 0))\ns.getsockname()[0], os.environ.get('LD_PRELOAD', '')"
@@ -70,7 +68,7 @@ def test_nothing_listens_beyond_loopback_and_ranks_may_bind_what_they_like(share
 
 
 def test_connection_files_are_the_owners_alone_and_a_wrong_key_opens_nothing(shared: Session, tmp_path: Path) -> None:
-    folder = shared._ranks._launched.profile / "security"
+    folder = internals.connection_files_of(shared)
     files = [path for path in folder.iterdir() if path.is_file()]
     assert files
     assert {path.stat().st_mode & 0o077 for path in (*files, folder, folder.parent)} == {0}
@@ -85,7 +83,7 @@ def test_connection_files_are_the_owners_alone_and_a_wrong_key_opens_nothing(sha
 def test_nothing_is_left_after_stop(before: set[Path], shared: Session) -> None:
     session = shared
     pids = [info.pid for info in session.ranks]
-    recorded = session._ranks._launched.processes
+    recorded = internals.processes_of(session)
     assert profiles() - before
     assert all((path.stat().st_mode & 0o777) == 0o700 for path in profiles() - before)
     session.stop()
@@ -166,13 +164,11 @@ def test_a_rank_that_ends_while_starting_is_quoted(monkeypatch: pytest.MonkeyPat
     assert profiles() == before
 
 
-ORPHANING = """
+ORPHANING = f"""
 import json, os, signal
 import gpumem_nb
 session = gpumem_nb.start(2, device="cpu")
-launched = session._ranks._launched
-launched.record_all()
-print(json.dumps([str(launched._record_path), launched._record.folders, launched.processes]), flush=True)
+print(json.dumps({internals.traces_expression("session")}), flush=True)
 os.kill(session.ranks[1].pid, signal.SIGSTOP)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -184,7 +180,7 @@ def test_nothing_outlives_a_kernel_that_was_killed_even_if_a_rank_is_stopped() -
     record, folders, processes = json.loads(kernel.stdout)
     assert len(processes) >= 4, "controller, mpiexec and two ranks at least"
     assert len(folders) == 2
-    assert await_end([Identity(*who) for who in processes], patience_s=10)
+    assert await_end([Identity(*who) for who in processes], patience_s=HANG_S)
     assert not [path for path in (record, *folders) if Path(path).exists()]
 
 
@@ -206,7 +202,7 @@ class Trap:
 
 def test_what_another_key_has_signed_is_not_unpickled(tmp_path: Path) -> None:
     with gpumem_nb.start(2, device="cpu") as session:
-        (info,) = (session._ranks._launched.profile / "security").glob("*client.json")
+        (info,) = internals.connection_files_of(session).glob("*client.json")
         with ipyparallel.Client(str(info)) as client:
             key = client.session.key
             client.session.key = b"0" * len(key)
@@ -228,7 +224,7 @@ def test_a_start_that_is_interrupted_leaves_nothing() -> None:
 
     began = time.monotonic()
     with pytest.raises(Interrupted, match="was ended"):
-        session_module.start(2, device="cpu", progress=stop_pressed)
-    assert time.monotonic() - began < 10
+        start(2, device="cpu", progress=stop_pressed)
+    assert in_time(time.monotonic() - began, 10.0)
     assert profiles() == before
-    assert not [record for _, record in cluster_records._here() if record.kernel.pid == os.getpid()]
+    assert not internals.records_of_this_process()

@@ -15,6 +15,7 @@ from jupyter_client.manager import start_new_kernel
 import gpumem_nb
 from gpumem_nb.session import current
 from gpumem_nb.shared.errors import GpumemError, RankError, StateFileError
+from tests import internals
 from tests.conftest import ranks
 
 pytestmark = pytest.mark.cluster
@@ -50,8 +51,7 @@ def test_every_magic_has_help_made_from_its_arguments(shell: InteractiveShell, n
 def test_any_magic_before_start_says_how_to_start(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     needing = set(MAGICS.split()) - {"start", "check"}
     arguments = {"push": "x", "pull": "x", "load": "digits-resnet", "attach": "model=a data=b", "save": "x"}
-    if gpumem_nb.session._current is not None:
-        gpumem_nb.session._current.stop()
+    internals.stop_running()
     for name in sorted(needing):
         with pytest.raises(UsageError, match="%hvd_start 4"):
             run(shell, f"%hvd_{name} {arguments.get(name, '')}")
@@ -225,9 +225,7 @@ def test_an_error_on_one_rank_names_it_and_shows_its_line(
 
 def test_output_streams_while_the_cell_runs_in_a_kernel() -> None:
     """The last message of a cell is not the first that shows output: it is seen before the cell can end."""
-    session = gpumem_nb.session._current
-    if session is not None:
-        session.stop()
+    internals.stop_running()
     manager, client = start_new_kernel()
     try:
         client.execute_interactive("%load_ext gpumem_nb\ns = %hvd_start 2 --device cpu", timeout=90)

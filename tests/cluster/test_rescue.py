@@ -11,6 +11,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError, TrainingFailed, WorkloadError
 from tests.cluster.trouble import CODE, everything, prepared, same_as
 from tests.conftest import weights
+from tests.internals import LIVE
 
 pytestmark = pytest.mark.cluster
 
@@ -25,7 +26,7 @@ CASES = [
     ("oom", "second micro-batch", "forward", {"accumulation_steps": 2}),
     ("error", "backward", "backward", {"accumulation_steps": 2}),
     ("oom", "recomputation", "recomputation", {"checkpointing": "blocks"}),
-    ("error", "recomputation", "recomputation", {"checkpointing": "all"}),
+    ("error", "recomputation", "recomputation", {"checkpointing": "sqrt"}),
     ("oom", "forward", "forward", {"precision": "bf16"}),
     ("oom", "backward", "backward", {"precision": "fp16", "clip_norm": 1.0}),
     ("error", "update", "update", {"optimizer": "own"}),
@@ -291,10 +292,10 @@ def test_loading_that_fails_on_one_rank_fails_on_all(two_ranks: Session, fresh: 
 
 def test_memory_runs_out_in_a_cell_and_is_free_again(two_ranks: Session) -> None:
     session = prepared(two_ranks)
-    before = session.run("reading().live_bytes")
+    before = session.run(LIVE)
     with pytest.raises(Exception, match="OutOfMemoryError"):
         session.run("def deep():\n    a = torch.empty(50 * 2**20, dtype=torch.uint8)\n    torch.empty(2**30)\ndeep()")
-    assert session.run("reading().live_bytes") == before
+    assert session.run(LIVE) == before
     kept = "import sys; [name for name in ('last_exc', 'last_value', 'last_traceback') if getattr(sys, name, None)]"
     assert session.run(kept) == [[], []], "what Python keeps of the last exception would keep its frames' tensors"
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 import gpumem_nb
-from gpumem_nb import session as session_module
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError, InvalidInput, NoSession, StateFileError
 from gpumem_nb.ui import wording
+from tests import internals
 from tests.conftest import SMALL, about, ranks, weights
+from tests.internals import LIVE, POSITION, TRAINER
 
 pytestmark = pytest.mark.cluster
 
@@ -37,11 +38,9 @@ rows = Noisy()
 criterion = nn.CrossEntropyLoss()
 """
 MOMENTS = (
-    "__import__('hashlib').sha1(b''.join(v.numpy().tobytes() for p in __import__('gpumem_nb.engine.rank', "
-    "fromlist=['x'])._trainer.live.optimizer.state.values() for v in p.values() if torch.is_tensor(v))).hexdigest()"
+    f"__import__('hashlib').sha1(b''.join(v.numpy().tobytes() for p in {TRAINER}.live.optimizer.state.values() "
+    "for v in p.values() if torch.is_tensor(v))).hexdigest()"
 )
-LIVE = "__import__('gpumem_nb.engine.rank', fromlist=['x']).reading().live_bytes"
-POSITION = "__import__('gpumem_nb.engine.rank', fromlist=['x'])._trainer.stream.position"
 
 
 def attach_own(session: Session) -> None:
@@ -57,8 +56,7 @@ def losses(session: Session, steps: int) -> list[tuple[int, int, float]]:
 
 def anew(n: int) -> Session:
     """A cluster of new processes."""
-    if session_module._current is not None:
-        session_module._current.stop()
+    internals.stop_running()
     return ranks(n)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 from jupyter_client.manager import KernelManager
 
 from gpumem_nb.shared import cluster_records
+from tests.kernels import kernel_pid
+from tests.timing import HANG_S, until
 
 pytestmark = pytest.mark.cluster
 
@@ -28,15 +29,16 @@ class Notebook:
     def __init__(self) -> None:
         self._closed = False
         self._manager = KernelManager(kernel_name="python3")
+        assert self._manager.kernel_spec is not None
         self._manager.kernel_spec.argv[0] = sys.executable
         self._manager.start_kernel()
         self._client = self._manager.client()
         self._client.start_channels()
-        self._client.wait_for_ready(timeout=30)
+        self._client.wait_for_ready(timeout=HANG_S)
 
     @property
     def pid(self) -> int:
-        return int(self._manager.provisioner.pid)
+        return kernel_pid(self._manager)
 
     def run(self, code: str) -> str:
         """What a cell prints; an error in it fails the test."""
@@ -46,7 +48,7 @@ class Notebook:
             if message["header"]["msg_type"] == "stream" and message["content"]["name"] == "stdout":
                 printed.append(message["content"]["text"])
 
-        reply = self._client.execute_interactive(code, timeout=60, output_hook=take)
+        reply = self._client.execute_interactive(code, timeout=HANG_S, output_hook=take)
         assert reply["content"]["status"] == "ok", reply["content"]
         return "".join(printed).strip()
 
@@ -86,16 +88,14 @@ def test_two_notebooks_train_side_by_side_and_one_survives_the_other(notebooks: 
 
     steps = int(second.run("print(session.history.steps)"))
     os.kill(first.pid, signal.SIGKILL)
-    assert cluster_records.await_end(orphans.processes, patience_s=10)
+    assert cluster_records.await_end(orphans.processes, patience_s=HANG_S)
     assert not [folder for folder in orphans.folders if os.path.exists(folder)]
     assert all(who.runs for who in others.processes)
-    deadline = time.monotonic() + 20
-    while int(second.run("print(session.history.steps)")) < steps + 20:
-        assert time.monotonic() < deadline
+    until(lambda: int(second.run("print(session.history.steps)")) >= steps + 20)
     assert second.run("print(session.playing, session.ended)") == "True"
     assert f"kernel {first.pid} has" not in second.run("print(session.status())")
 
     # The notebook is closed: its kernel is asked to end, and does not stop the session first.
     second.close()
-    assert cluster_records.await_end(others.processes, patience_s=10)
+    assert cluster_records.await_end(others.processes, patience_s=HANG_S)
     assert not [folder for folder in others.folders if os.path.exists(folder)]

@@ -15,6 +15,7 @@ from gpumem_nb.cluster.launchers import ipyparallel_cluster
 from gpumem_nb.session import Session
 from gpumem_nb.shared.cluster_records import await_end
 from gpumem_nb.shared.processes import Identity, identify
+from tests import internals
 
 pytestmark = pytest.mark.cluster
 BEAT_MS = 20  # at this pace the controller of old dropped an engine after 100 misses, in 2 s
@@ -42,7 +43,7 @@ def session() -> Iterator[Session]:
 
 def controller_of(session: Session) -> list[psutil.Process]:
     """The controller with its schedulers."""
-    first = psutil.Process(session._ranks._launched.controller.pid)
+    first = psutil.Process(internals.controller_of(session))
     return [first, *first.children(recursive=True)]
 
 

@@ -16,8 +16,10 @@ import gpumem_nb
 from gpumem_nb.session import Session
 from gpumem_nb.shared import snapshot_folder, state_file
 from gpumem_nb.shared.errors import ClusterDied, StateFileError
-from tests.cluster.test_save import LIMIT, LIVE, attach_own, losses
+from tests.cluster.test_save import LIMIT, attach_own, losses
 from tests.conftest import about, ranks, weights
+from tests.internals import LIVE, latest_snapshot_expression, snapshots_of
+from tests.timing import HANG_S
 
 pytestmark = pytest.mark.cluster
 
@@ -29,13 +31,13 @@ def usual_rules(two_ranks: Session) -> None:
 
 def keep_asking(session: Session) -> None:
     for _ in range(200):
-        session.run("rank", timeout=5)
+        session.run("rank", timeout=HANG_S)
 
 
 def snapshots(session: Session) -> list[int]:
     """Steps of the snapshots of what is loaded, newest first, once all are written."""
-    session.run("import threading\nfor t in threading.enumerate():\n    '_write' in t.name and t.join(10)")
-    plan = session._snapshots
+    session.run("import threading\nfor t in threading.enumerate():\n    '_write' in t.name and t.join(100)")
+    plan = snapshots_of(session)
     return [state_file.verify(path).steps for path in snapshot_folder.newest_first(plan.folder, plan.generation)]
 
 
@@ -52,7 +54,7 @@ def test_a_flip_is_preceded_by_a_snapshot_of_the_settings_before_it(
     session.train(3)
     session.set(batch_size=16)
     assert snapshots(session) == [3]
-    plan = session._snapshots
+    plan = snapshots_of(session)
     header = state_file.verify(snapshot_folder.newest_first(plan.folder, plan.generation)[0])
     assert (header.settings["batch_size"], header.ranks, header.position) == (32, 2, 3 * 32 * 2)
     session.set(batch_size=8)
@@ -96,7 +98,7 @@ def test_the_space_is_never_passed(two_ranks: Session, fresh: Callable[..., Sess
     session.set(snapshot_space="250KiB")
     session.train(2)
     assert len(snapshots(session)) == 1, "two would take more"
-    root = session._snapshots.folder.parent
+    root = snapshots_of(session).folder.parent
     assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) <= 250 * 2**10
 
 
@@ -111,7 +113,7 @@ def test_a_full_disk_is_noted_and_training_goes_on(two_ranks: Session, fresh: Ca
     finally:
         session.run(LIMIT.format("resource.RLIM_INFINITY"))
     assert any("No snapshot was kept" in event.text for event in session.history.events)
-    assert not list(session._snapshots.folder.glob(".*"))
+    assert not list(snapshots_of(session).folder.glob(".*"))
     session.set(batch_size=8)
     assert snapshots(session) == [3]
 
@@ -131,7 +133,7 @@ def test_a_restart_of_living_ranks_loses_nothing(two_ranks: Session) -> None:
     attach_own(session)
     session.set(batch_size=16, precision="fp32", optimizer="momentum")
     session.train(7)
-    session.save(path := session._snapshots.folder.parent / "reference.state")
+    session.save(path := snapshots_of(session).folder.parent / "reference.state")
     expected = losses(session, 4)
     session.resume(path)
     session.set(learning_rate=0.5)
@@ -177,7 +179,7 @@ def test_a_snapshot_that_cannot_be_read_gives_way_to_the_one_before(
         session.train(2)
         session.set(batch_size=batch_size)
         snapshots(session)
-    newest = snapshot_folder.newest_first(session._snapshots.folder)[0]
+    newest = snapshot_folder.newest_first(snapshots_of(session).folder)[0]
     newest.write_bytes(newest.read_bytes()[:-100])
     kill_a_rank(session)
     session.restart()
@@ -203,7 +205,7 @@ def test_the_next_session_resumes_the_newest_snapshot(two_ranks: Session, fresh:
     session.set(batch_size=16)
     snapshots(session)
     session.train(1)
-    folder = session._snapshots.folder
+    folder = snapshots_of(session).folder
     session.stop()
     assert sorted(path.name.rpartition("-")[2] for path in folder.iterdir()) == ["000000004.state", "over"]
     session = ranks(2)
@@ -215,12 +217,12 @@ def test_the_next_session_resumes_the_newest_snapshot(two_ranks: Session, fresh:
 def test_without_a_snapshot_resuming_says_so(
     two_ranks: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(two_ranks._snapshots, "folder", tmp_path / "root" / "session")
+    monkeypatch.setattr(snapshots_of(two_ranks), "folder", tmp_path / "root" / "session")
     with pytest.raises(StateFileError, match="There is no automatic snapshot"):
         two_ranks.resume()
 
 
-KILLED = """
+KILLED = f"""
 import os, signal, sys
 from pathlib import Path
 from gpumem_nb.shared import snapshot_folder
@@ -231,7 +233,7 @@ session.load("digits-resnet", width=8, depth=1, resolution=8)
 session.train(6)
 session.set(snapshot_steps=1)
 session.train(1)
-while session._snapshots.latest is None:
+while {latest_snapshot_expression("session")} is None:
     session.train(1)
 os.kill(os.getpid(), signal.SIGKILL)
 """

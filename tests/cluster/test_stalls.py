@@ -16,12 +16,12 @@ from gpumem_nb.kernel.training.bell import Bell
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import RankError, TrainingFailed
 from tests.conftest import weights
+from tests.timing import HANG_S, in_time, until
 
 pytestmark = pytest.mark.cluster
 
 LIMIT_S = 2
-# Freed at the limit, give or take a second, and two seconds for an interrupt; the rest is for a busy machine.
-PATIENCE_S = LIMIT_S + 10
+FREED_S = LIMIT_S + 4  # at the limit, give or take a second, and two seconds for an interrupt
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def test_one_rank_alone_in_a_collective_is_freed(impatient: Session, fresh: Call
     start_s = time.monotonic()
     with pytest.raises(RankError, match=r"Rank 0 was idle, rank 1 waited in all-reduce 'mine' of a cell"):
         session.run("hvd.allreduce(torch.ones(3), name='mine')", ranks="1")
-    assert time.monotonic() - start_s < PATIENCE_S
+    assert in_time(time.monotonic() - start_s, FREED_S)
     assert session.history.events[-1].kind == "stall"
     assert session.run("hvd.allreduce(torch.ones(1), op=hvd.Sum).item()") == [2.0, 2.0]
     goes_on(session, before)
@@ -134,8 +134,8 @@ def test_a_rank_stuck_in_its_step_is_named_and_interrupted(impatient: Session) -
     start_s = time.monotonic()
     with pytest.raises(TrainingFailed, match="Rank 1 was in the forward part of step 3, rank 0 waited in the grad"):
         session.train(5)
-    assert time.monotonic() - start_s < PATIENCE_S
-    session.run("stuck = None", timeout=PATIENCE_S)
+    assert in_time(time.monotonic() - start_s, FREED_S)
+    session.run("stuck = None", timeout=HANG_S)
     goes_on(session, before)
 
 
@@ -192,7 +192,7 @@ def test_a_stall_while_playing_pauses_and_is_told(impatient: Session) -> None:
     session.set(stall_limit_s=4)  # long enough to be seen waiting
     session.run("stuck = 'data'")
     session.play()
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + HANG_S
     seen = set()
     while session.playing and time.monotonic() < deadline:
         seen.add(session.doing.split(" for ")[0])
@@ -200,7 +200,7 @@ def test_a_stall_while_playing_pauses_and_is_told(impatient: Session) -> None:
     assert not session.playing
     assert "Rank 1 is in the data part of step 3, rank 0 waits in the gradient reduction of step 3" in seen
     assert "stall" in [event.kind for event in session.history.events]
-    session.run("stuck = None", timeout=PATIENCE_S)
+    session.run("stuck = None", timeout=HANG_S)
     goes_on(session)
 
 
@@ -219,7 +219,7 @@ def test_a_step_that_is_long_on_all_ranks_is_no_stall(impatient: Session) -> Non
     while not done.is_set() and session.history.readings is readings:
         done.wait(0.05)
     assert not done.is_set(), "device readings must come while the step is under way"
-    assert done.wait(30)
+    assert done.wait(HANG_S)
     session.run("stuck = None")
     assert len(session.history.events) == events
     goes_on(session)
@@ -253,7 +253,7 @@ def test_an_interrupt_reaches_a_rank_in_a_collective(two_ranks: Session, fresh: 
     start_s = time.monotonic()
     with pytest.raises(TimeoutError):
         session.run("hvd.allreduce(torch.ones(3))", ranks="1", timeout=0.5)
-    assert time.monotonic() - start_s < PATIENCE_S
+    assert in_time(time.monotonic() - start_s, FREED_S)
     goes_on(session)
 
 
@@ -261,7 +261,7 @@ def test_a_cell_stuck_on_one_rank_is_interrupted(impatient: Session) -> None:
     session = impatient
     with pytest.raises(RankError, match="Rank 1 was in a cell, rank 0 waited in barrier of a cell for"):
         session.run("while rank == 1: pass\nhvd.barrier()")
-    assert session.run("hvd.allreduce(torch.ones(1), op=hvd.Sum).item()", timeout=PATIENCE_S) == [2.0, 2.0]
+    assert session.run("hvd.allreduce(torch.ones(1), op=hvd.Sum).item()", timeout=HANG_S) == [2.0, 2.0]
 
 
 def test_a_long_cell_on_one_rank_is_left_alone(impatient: Session) -> None:
@@ -278,13 +278,11 @@ def test_a_rank_that_no_interrupt_reaches_is_named_with_the_way_out(impatient: S
     session.run(f"stuck, way_out = 'c', {str(tmp_path / 'way out')!r}")
     with pytest.raises(TrainingFailed, match="Rank 1 was in the forward part"):
         session.train(5)
-    waited = time.monotonic() + PATIENCE_S
-    while "could not be interrupted" not in session.history.events[-1].text and time.monotonic() < waited:
-        time.sleep(0.05)
+    until(lambda: "could not be interrupted" in session.history.events[-1].text)
     with pytest.raises(TrainingFailed, match=r"rank 1 could not be interrupted. Start .* %hvd_restart"):
         session.train(1)
     (tmp_path / "way out").touch()
-    session.run("stuck = None", timeout=PATIENCE_S)
+    session.run("stuck = None", timeout=HANG_S)
     goes_on(session)
 
 
@@ -298,7 +296,7 @@ def test_a_rank_that_is_stopped_is_named_with_the_way_out(impatient: Session) ->
             session.play()
     finally:
         os.kill(session.ranks[1].pid, signal.SIGCONT)
-    session.run("rank", timeout=PATIENCE_S)
+    session.run("rank", timeout=HANG_S)
     goes_on(session)
 
 
@@ -320,7 +318,7 @@ own = Slow(net.parameters(), lr=0.01)
     session.run("stuck = 'update'")
     with pytest.raises(TrainingFailed, match="Rank 1 was in the update part of step 3, rank 0 waited in the agreement"):
         session.train(1)
-    session.run("stuck = None", timeout=PATIENCE_S)
+    session.run("stuck = None", timeout=HANG_S)
     goes_on(session, before)
 
 
@@ -331,5 +329,5 @@ def test_three_ranks_wait_for_the_fourth(four_ranks: Session) -> None:
         session.run("stuck = 'data'")
         with pytest.raises(TrainingFailed, match=r"Rank 1 was in the data part of step 3, ranks 0,2-3 waited"):
             session.train(5)
-        session.run("stuck = None", timeout=PATIENCE_S)
+        session.run("stuck = None", timeout=HANG_S)
         goes_on(session, before)

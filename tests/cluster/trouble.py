@@ -10,14 +10,15 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from gpumem_nb.session import Session
+from tests.internals import INSIDE
+from tests.timing import HANG_S
 
 # All that training changes, in one fingerprint. Each step done leaves its own in a file that outlives the process:
 # memory that is mapped, because limits on the size of files are among the faults.
-LOOK = """
-import functools, gc, hashlib, mmap, random, struct
-from gpumem_nb.engine import rank as engine
-from gpumem_nb.engine.rank import reading
-from gpumem_nb.engine.step.trainer import Trainer
+LOOK = (
+    INSIDE
+    + """
+import gc, hashlib, mmap, random, struct
 
 if not gc.get_freeze_count():
     gc.freeze()  # garbage is collected with each step that is discarded: not through all that was ever imported
@@ -33,24 +34,20 @@ def fingerprint(trainer):
     return digest.digest()
 
 def everything():
-    return fingerprint(engine._trainer).hex(), reading().live_bytes
+    return fingerprint(the_trainer()).hex(), live_bytes()
 
 def note_steps(path, form, count):
     with open(path, "w+b") as file:
         file.truncate(count * struct.calcsize(form))
         notes = mmap.mmap(file.fileno(), 0)
-    original = getattr(Trainer._step, "__wrapped__", Trainer._step)
 
-    @functools.wraps(original)
-    def step(trainer, *arguments):
-        outcome, sample = original(trainer, *arguments)
-        if not outcome.discarded:
-            place = trainer.steps % count * struct.calcsize(form)
-            struct.pack_into(form, notes, place, trainer.steps, fingerprint(trainer))
-        return outcome, sample
+    def note(trainer):
+        place = trainer.steps % count * struct.calcsize(form)
+        struct.pack_into(form, notes, place, trainer.steps, fingerprint(trainer))
 
-    Trainer._step = step
+    after_each_step(note)
 """
+)
 
 # A model with everything that a step changes (weights, statistics, random numbers), and a place for each fault.
 CODE = (
@@ -59,18 +56,18 @@ CODE = (
 import pathlib, time
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from gpumem_nb.engine.step.checkpointing import Segment
+from gpumem_nb.engine.step.segment import Segment
 
 fault = kind = old = None
 wait = 0
 
 def plant(where, what, after=0, flip=False):
     global fault, kind, wait, old
-    fault, kind, wait, old = where, what, after, engine._trainer.live.settings if flip else None
+    fault, kind, wait, old = where, what, after, the_trainer().live.settings if flip else None
 
 def strike(where):
     global fault, wait
-    if fault != where or rank != 1 or engine._trainer.live.settings == old:
+    if fault != where or rank != 1 or the_trainer().live.settings == old:
         return False
     wait -= 1
     if wait >= 0:
@@ -151,7 +148,6 @@ random.seed(rank)
 """
 )
 
-LETTING_GO_S = 5.0
 _NOTE = "<q20s"  # a step and the fingerprint after it
 _NOTES = 4096  # of the latest steps
 _folder = TemporaryDirectory(prefix="gpumem_nb-notes-")
@@ -190,7 +186,7 @@ def same_memory(before: list[tuple[str, int]], session: Session) -> None:
 
     Horovod's thread lets go of what it has reduced a moment later; on a busy machine that is not at once.
     """
-    deadline = time.monotonic() + LETTING_GO_S
+    deadline = time.monotonic() + HANG_S
     while (after := live(everything(session))) != pytest.approx(live(before), abs=64):
         assert time.monotonic() < deadline, (before, after)
 

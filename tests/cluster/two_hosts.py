@@ -10,10 +10,11 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.timing import until
 
 ADDRESSES = {"a": "10.87.0.1", "b": "10.87.0.2"}
 B = "TWO_HOSTS_B"  # in a's environment: the pid of b's first process
@@ -109,11 +110,8 @@ def two_hosts(folder: Path) -> Iterator[list[str]]:
 
 
 def _first_child(pid: int) -> int:
-    deadline = time.monotonic() + 5
-    while not (children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        assert time.monotonic() < deadline, "host b did not come up"
-        time.sleep(0.02)
-    return int(children[0])
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return int(until(lambda: children.read_text().split(), lambda: "host b did not come up")[0])
 
 
 def on_b(*command: str) -> str:

@@ -39,11 +39,12 @@ def _of_figures(cell: Mapping[str, Any]) -> Iterator[str]:
         parts = [part for part in (own, used, total) if part is not None]
         if parts != sorted(parts):
             yield f"rank {rank}: own {own}, used {used}, total {total}"
-        ledger = figures["ledger"]
-        if ledger and not 0 <= ledger["peak"] - (known := sum(ledger["at_peak"].values())) <= ROUNDING * ledger["peak"]:
-            yield f"rank {rank}: the categories add up to {known}, not to {ledger['peak']} less rounding"
-        if ledger and ledger["peak"] > live:
-            yield f"rank {rank}: the ledger's peak {ledger['peak']} is above the live peak {live}"
+        if ledger := figures["ledger"]:
+            peak, known = ledger["peak_bytes"], sum(ledger["at_peak"].values())
+            if not 0 <= peak - known <= ROUNDING * peak:
+                yield f"rank {rank}: the categories add up to {known}, not to {peak} less rounding"
+            if peak > live:
+                yield f"rank {rank}: the ledger's peak {peak} is above the live peak {live}"
 
 
 def _of_trace(cell: Mapping[str, Any]) -> Iterator[str]:
@@ -51,8 +52,8 @@ def _of_trace(cell: Mapping[str, Any]) -> Iterator[str]:
     if trace is None:
         return
     modelled = replay(trace["events"])
-    if modelled.live != trace["requested_bytes"]:
-        yield f"the trace ends with {modelled.live} bytes held, torch with {trace['requested_bytes']}"
-    off = abs(modelled.reserved - trace["reserved_bytes"]) / trace["reserved_bytes"]
+    if modelled.live_bytes != trace["requested_bytes"]:
+        yield f"the trace ends with {modelled.live_bytes} bytes held, torch with {trace['requested_bytes']}"
+    off = abs(modelled.reserved_bytes - trace["reserved_bytes"]) / trace["reserved_bytes"]
     if off > RESERVED_TOLERANCE:
-        yield f"the model reserves {modelled.reserved}, torch {trace['reserved_bytes']} ({off:.1%} apart)"
+        yield f"the model reserves {modelled.reserved_bytes}, torch {trace['reserved_bytes']} ({off:.1%} apart)"

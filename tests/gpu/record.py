@@ -24,8 +24,9 @@ from gpumem_nb.report.run_summary import Run
 from gpumem_nb.session import Session
 from gpumem_nb.shared import gpus
 from gpumem_nb.shared.errors import GpumemError
+from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.messages import Sample
-from gpumem_nb.shared.settings import KNOBS, Settings
+from gpumem_nb.shared.settings import Settings
 from gpumem_nb.workloads.catalog import CATALOG
 
 FORMAT = 1
@@ -138,7 +139,7 @@ def measure(session: Session, name: str, options: dict[str, int], knobs: dict[st
     cell: dict[str, Any] = {
         "workload": name,
         "options": CATALOG[name].values(options),
-        "settings": dataclasses.asdict(wanted),
+        "settings": wanted.as_dict(),
         "outcome": "ok",
         "trace": None,
     }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gpumem_nb.session import Session
+from tests.internals import DEVICE
 
 pytestmark = pytest.mark.gpu
 RANKS = 1
@@ -18,6 +19,8 @@ MIB = 2**20
 def test_live_is_within_reserved_and_reserved_within_the_device(trained: Session) -> None:
     reading = trained.memory().ranks[0].reading
     assert not trained.ranks[0].virtual
+    assert reading.live_peak_bytes is not None
+    assert reading.reserved_bytes is not None
     assert 0 < reading.live_bytes <= reading.live_peak_bytes
     assert reading.live_bytes <= reading.reserved_bytes
     assert reading.device_used_bytes is None or reading.reserved_bytes < reading.device_used_bytes
@@ -50,6 +53,7 @@ _layer, _parameter = nn.Linear(2, 1).to(device), nn.Parameter(torch.ones(2, devi
 
 def test_nvml_tells_of_the_whole_device_or_why_not(trained: Session) -> None:
     use = trained.memory().ranks[0].device_use
+    assert use is not None
     for name in (
         "used_bytes",
         "total_bytes",
@@ -79,23 +83,25 @@ def test_every_precision_trains_with_and_without_checkpointing(
 
 def test_the_ledger_adds_up_to_the_peak(trained: Session) -> None:
     trained.train(45)
-    looked_into = [sample for sample in trained.history.samples()[0] if sample.ledger]
+    looked_into = [(sample, sample.ledger) for sample in trained.history.samples()[0] if sample.ledger]
     assert looked_into
-    for sample in looked_into:
-        assert sample.ledger.peak == sample.live_peak_bytes
-        assert 0 <= sample.ledger.peak - sum(sample.ledger.at_peak.values()) < 0.1 * sample.ledger.peak, "rounding"
-        assert not sample.ledger.virtual
+    for sample, ledger in looked_into:
+        assert ledger.peak_bytes == sample.live_peak_bytes
+        assert 0 <= ledger.peak_bytes - sum(ledger.at_peak.values()) < 0.1 * ledger.peak_bytes, "rounding"
+        assert not ledger.virtual
 
 
 def test_a_batch_that_does_not_fit_is_survived(trained: Session) -> None:
-    trained.run("from gpumem_nb.engine import rank as _r; _r._device.empty_cache()")
-    limit = trained.memory().ranks[0].reading.reserved_bytes + 2 * MIB
-    trained.run(f"_r._device.set_limit({limit})")
+    trained.run(f"{DEVICE}.empty_cache()")
+    reserved = trained.memory().ranks[0].reading.reserved_bytes
+    assert reserved is not None
+    limit = reserved + 2 * MIB
+    trained.run(f"{DEVICE}.set_limit({limit})")
     try:
         trained.set(batch_size=1024)
         run = trained.train(3)
     finally:
-        trained.run("_r._device.set_limit(None)")
+        trained.run(f"{DEVICE}.set_limit(None)")
     assert "memory" in run.notes[0]
     assert (run.steps, trained.settings.batch_size) == (3, 32)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.timing import HANG_S
+
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(400)]
 
 DEMO = [sys.executable, "-m", "gpumem_nb.demo"]
@@ -49,9 +51,9 @@ def test_an_interrupt_ends_the_ranks_too(temporary: Path) -> None:
         next(line for line in demo.stdout if "20 steps on 2 ranks" in line)
         started = psutil.Process(demo.pid).children(recursive=True)
         demo.send_signal(signal.SIGINT)
-        _, said = demo.communicate(timeout=60)
+        _, said = demo.communicate(timeout=HANG_S)
     assert demo.returncode == 130
     assert said.strip().endswith("Interrupted. The ranks are stopped.")
-    _, alive = psutil.wait_procs(started, timeout=5)
+    _, alive = psutil.wait_procs(started, timeout=HANG_S)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert not list(temporary.glob("gpumem_nb-*"))

@@ -6,8 +6,11 @@ import gc
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from tests.virtual_gpu import process_of_its_own
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -17,9 +20,16 @@ def what_was_before_is_not_looked_through() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def process_with_a_virtual_gpu() -> Iterator[None]:
+    """Where tests under ``on_virtual_gpu`` run."""
+    with process_of_its_own():
+        yield
+
+
 @pytest.fixture
-def module() -> Iterator[ModuleType]:
-    """A module that somebody has imported, with variables of their own."""
+def module() -> Iterator[Any]:
+    """A module that somebody has imported, with variables of their own (of which the type checker cannot know)."""
     module = ModuleType("somebodys")
     sys.modules["somebodys"] = module
     yield module

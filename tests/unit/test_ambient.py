@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from gpumem_nb.engine.step.ambient import Ambient, let_go
-from gpumem_nb.engine.step.checkpointing import Checkpointing, Segment
+from gpumem_nb.engine.step.checkpointing import Checkpointing
+from gpumem_nb.engine.step.segment import Segment
 
 STRIDE = 11  # of some 1,300 lines that run in a step, every so many are interrupted
 
@@ -38,7 +39,7 @@ class Interrupter:
         return self._trace
 
 
-def make() -> nn.Module:
+def make() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 1))
 
@@ -60,10 +61,10 @@ def after_two_steps(model: nn.Module) -> list[torch.Tensor]:
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
-def attempt(at: int) -> tuple[nn.Module, bool]:
+def attempt(at: int) -> tuple[nn.Sequential, bool]:
     """A step with an interrupt at that moment, and what the trainer does afterwards; was the step over before it?"""
     model = make()
-    checkpointing = Checkpointing(model, list(model), "all")
+    checkpointing = Checkpointing(model, list(model), "sqrt")
     ambient = Ambient()
     interrupter = Interrupter(at)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,9 +88,9 @@ def test_many_ranks_are_drawn_as_three_with_one_bounded_message(monkeypatch: pyt
         by_rank, readings = trained(ranks, 300, higher=ranks - 2), [reading()] * ranks
         infos = [info(rank) for rank in range(ranks)]
         charts = Charts(infos)
-        sent: list[tuple[dict, dict]] = []
+        sent: list[tuple[dict[str, Any], dict[str, Any]]] = []
         monkeypatch.setattr(charts.figure, "plotly_update", lambda *what, to=sent: to.append(what))
-        view = View.of(infos, readings, by_rank, {}.get)
+        view = View.of(infos, readings, by_rank, lambda settings_id: None)
         charts.update(view)
         [(data, _)] = sent
         assert len(data["x"]) == len(data["y"]) == len(charts.figure.data)
@@ -213,7 +214,7 @@ def test_before_a_step_was_looked_into_it_says_what_is_known() -> None:
     text = wording.filling(peaks([[sample(1, 0)]], [reading()]), history(Settings()), 4)
     assert text == "Rank 0 peaks at 40.0 MiB, 42 % of its limit. Its categories are not known yet."
     charts = Charts([info(0)])
-    charts.update(View.of([info(0)], [reading()], [[sample(1, 0)]], {}.get))
+    charts.update(View.of([info(0)], [reading()], [[sample(1, 0)]], lambda settings_id: None))
     unknown = next(trace for trace in charts.figure.data if trace.name == "categories not known yet")
     assert list(unknown.y) == [40]
     assert all(

@@ -38,7 +38,7 @@ OOM = torch.OutOfMemoryError("Tried to allocate 2.00 MiB")
 )
 def test_memory_that_ran_out_is_found_behind_what_was_raised(error: BaseException) -> None:
     failure = told(error)
-    assert (failure.kind, failure.message, failure.asked) == ("oom", str(OOM), 2 * 2**20)
+    assert (failure.kind, failure.message, failure.asked_bytes) == ("oom", str(OOM), 2 * 2**20)
 
 
 @pytest.mark.parametrize(

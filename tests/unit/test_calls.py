@@ -19,7 +19,7 @@ from gpumem_nb.shared.errors import GpumemError, RankError, Stalled
 from gpumem_nb.shared.messages import Apart, Waiting
 
 
-class JustAnswered(Future):
+class JustAnswered(Future[bytes]):
     """An answer of ipyparallel's in the moment in which it is done and its get() does not know it yet."""
 
     def get(self, timeout: float | None = None) -> bytes:
@@ -101,8 +101,9 @@ def test_an_exception_that_a_cell_returns_is_its_value() -> None:
 
 
 def test_an_exception_that_a_cell_raises_is_an_error_with_its_traceback() -> None:
+    empty: dict[str, int] = {}
     try:
-        {}["missing"]
+        empty["missing"]
     except KeyError as error:
         answer = failed(error, "the traceback", apart=None)
     with pytest.raises(RankError, match="rank 0: KeyError: 'missing'") as caught:

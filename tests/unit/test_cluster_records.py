@@ -54,7 +54,7 @@ def gone() -> Identity:
 
 def record(kernel: Identity, *processes: Identity, **changes: Any) -> Record:
     folder = tempfile.mkdtemp(prefix=cluster_records.FOLDER_PREFIX)
-    values = {
+    values: dict[str, Any] = {
         "machine": cluster_records.machine(),
         "kernel": kernel,
         "processes": processes,

@@ -21,7 +21,7 @@ from gpumem_nb.shared.errors import InvalidInput, SetupError
 from .fake_nvml import GIB, MIB, FakeNvml, Gpu, lost
 
 UUID = "3f5b9a1c-6a0e-4a07-9b8e-8c1d2e3f4a5b"
-SNAPSHOT = {"segments": [], "device_traces": [[], []]}
+SNAPSHOT: dict[str, list[Any]] = {"segments": [], "device_traces": [[], []]}
 
 
 class Driver:
@@ -154,8 +154,6 @@ def test_peaks_and_cache_are_this_gpus(driver: Driver) -> None:
     device = open_device("cuda", 1, None)
     device.reset_peak()
     device.empty_cache()
-    with device.step_scope():
-        pass
     assert (driver.peaks_reset, driver.emptied) == ([1], 1)
 
 

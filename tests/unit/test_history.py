@@ -9,7 +9,7 @@ from gpumem_nb.shared.settings import Settings
 
 def sample(step: int, settings_id: int, step_s: float = 0.1, ledger: Ledger | None = None) -> Sample:
     speed, peak = 10.0 * settings_id, 100 + settings_id
-    return Sample(0, step, float(step), 1.0, step_s, speed, 1, peak, None, None, None, settings_id, "", ledger)
+    return Sample(0, step, float(step), 1.0, step_s, speed, 1, peak, 2, peak, None, settings_id, "", ledger)
 
 
 def test_figures_of_old_configurations_stay_when_their_steps_are_let_go() -> None:
@@ -17,7 +17,7 @@ def test_figures_of_old_configurations_stay_when_their_steps_are_let_go() -> Non
     for settings_id in range(1, 11):
         history.begin(settings_id, "w", Settings())
         steps = [sample(4 * settings_id + step, settings_id) for step in range(4)]
-        history.add(steps, [Reading(1, 1, None, None, None, None)])
+        history.add(steps, [Reading(1, 1, 2, 2, None, None)])
     assert [tried.peak_bytes for tried in history.tried] == [101 + index for index in range(10)]
     assert [tried.samples_per_s for tried in history.tried] == [10.0 * index for index in range(1, 11)]
     assert [tried.steps for tried in history.tried] == [4] * 10
@@ -30,5 +30,5 @@ def test_the_cost_of_recording_steps_is_a_share_of_all_time() -> None:
     assert history.ledger_cost() is None
     ledger = Ledger(1, "", "", {}, {}, (), True, True)
     steps = [sample(step, 1, 0.15, ledger) if step % 10 == 9 else sample(step, 1) for step in range(42)]
-    history.add(steps, [Reading(1, 1, None, None, None, None)])
+    history.add(steps, [Reading(1, 1, 2, 2, None, None)])
     assert history.ledger_cost() == pytest.approx(0.5 / 10)

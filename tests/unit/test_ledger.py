@@ -17,7 +17,7 @@ from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.ledger.recorder import Recorder
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
-from tests.models import MODELS, SETTINGS, Training, checkpointed, ledger_and_profiler, looked_into, recorded
+from tests.models import MODELS, SETTINGS, Training, looked_into, profiled, recorded
 
 WIDTH = 512
 
@@ -35,26 +35,20 @@ every_model = pytest.mark.parametrize("name", MODELS)
 every_setting = pytest.mark.parametrize(("precision", "checkpointing"), SETTINGS)
 
 
-@every_model
-@every_setting
-def test_the_peak_is_the_profilers(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> None:
-    ledger, before, profilers = ledger_and_profiler(gpu, name, precision, checkpointing)
-    assert ledger.peak == gpu.reading().live_peak_bytes
-    assert ledger.peak - before == pytest.approx(profilers, rel=1e-3)
-    assert sum(ledger.at_peak.values()) == ledger.peak
-
-
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 @every_model
 @every_setting
-def test_categories_are_what_the_tensors_hold(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> None:
-    training = MODELS[name]()
-    checkpointed(training, checkpointing)
-    training.step(precision)
-    ledger = looked_into(gpu, training, precision)
+def test_the_peak_is_the_profilers_and_categories_are_what_the_tensors_hold(
+    gpu: VirtualGPU, name: str, precision: str, checkpointing: str
+) -> None:
+    step = profiled(gpu, name, precision, checkpointing)
+    ledger, training = step.ledger, step.training
+    assert ledger.peak_bytes == gpu.reading().live_peak_bytes
+    assert ledger.peak_bytes - step.before_bytes == pytest.approx(step.profiler_bytes, rel=1e-3)
+    assert sum(ledger.at_peak.values()) == ledger.peak_bytes
     assert sum(ledger.at_rest.values()) == gpu.reading().live_bytes
     params = list(training.model.parameters())
     state = [value for values in training.optimizer.state.values() for value in values.values()]
@@ -130,8 +124,8 @@ def test_the_timeline_covers_the_step_and_keeps_its_peak(gpu: VirtualGPU) -> Non
     record = recorded(gpu, training, "fp32")
     ledger = record.ledger()
     timeline = record.timeline(rank=3, step=7, ledger=ledger)
-    totals = [sum(at_once) for at_once in zip(*timeline.live.values(), strict=True)]
-    assert max(totals) == ledger.peak == gpu.reading().live_peak_bytes
+    totals = [sum(at_once) for at_once in zip(*timeline.live_bytes.values(), strict=True)]
+    assert max(totals) == ledger.peak_bytes == gpu.reading().live_peak_bytes
     assert totals[-1] == gpu.reading().live_bytes
     assert list(timeline.time_ms) == sorted(timeline.time_ms)
     assert len(timeline.time_ms) == len(totals) <= 605
@@ -163,7 +157,7 @@ def test_without_the_allocator_tensors_tell_nearly_the_same(gpu: VirtualGPU, pre
         training.step(precision, recorder)
         ledger = recorder.end().ledger()
     assert not ledger.exact
-    assert sum(ledger.at_peak.values()) == ledger.peak == exact.peak
+    assert sum(ledger.at_peak.values()) == ledger.peak_bytes == exact.peak_bytes
     for category in (PARAMETERS, OPTIMIZER_STATE, ACTIVATIONS):
         assert ledger.at_peak[category] == exact.at_peak[category]
 

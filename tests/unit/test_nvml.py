@@ -9,7 +9,7 @@ import sys
 import pynvml
 import pytest
 
-from gpumem_nb.memory.device_use import Nvml
+from gpumem_nb.memory.nvml import Nvml
 from gpumem_nb.shared import gpus
 from gpumem_nb.shared.messages import DeviceUse
 

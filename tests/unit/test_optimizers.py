@@ -11,7 +11,8 @@ from torch import nn
 from gpumem_nb.engine.step import optimizers
 from gpumem_nb.engine.step.undo import UpdateUndo
 from gpumem_nb.shared.errors import WorkloadError
-from gpumem_nb.shared.settings import KNOBS, Settings
+from gpumem_nb.shared.knobs import KNOBS
+from gpumem_nb.shared.settings import Settings
 
 IMPLEMENTATIONS = KNOBS["optimizer_impl"].choices
 

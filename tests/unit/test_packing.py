@@ -16,7 +16,7 @@ from gpumem_nb.engine import packing
 class OnDevice(torch.Tensor):
     """A tensor that says it lies on a GPU, for machines without one; its ``cpu()`` is a tensor like any other."""
 
-    device = torch.device("cuda", 0)  # type: ignore[assignment]
+    device = torch.device("cuda", 0)
 
     def cpu(self, memory_format: Any = torch.preserve_format) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)

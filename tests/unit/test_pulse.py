@@ -110,7 +110,7 @@ def test_the_thread_goes_on_after_a_beat_that_failed(
         if next(beats, None) is None:
             raise EndOfTest
 
-    monkeypatch.setattr(pulse.time, "sleep", pause)
+    monkeypatch.setattr("gpumem_nb.engine.together.pulse.time.sleep", pause)
     rank.broken = {"publish"}
     rank.others.waited_s = LIMIT_S
     with pytest.raises(EndOfTest):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from collections.abc import Iterator
 
 import pytest
 
-from gpumem_nb.shared.errors import InvalidInput
-from gpumem_nb.shared.settings import KNOBS, Settings
+from gpumem_nb.report.differences import arrows, short, typed
+from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from gpumem_nb.shared.knobs import KNOBS, Knob, register
+from gpumem_nb.shared.knobs.option import whole
+from gpumem_nb.shared.settings import Settings
 
 
 def test_text_and_numbers_mean_the_same() -> None:
@@ -41,6 +46,7 @@ def test_every_word_that_a_knob_lists_is_accepted_and_others_are_not(name: str) 
         ({"lerning_rate": 1}, "did you mean 'learning_rate'"),
         ({"qqqq": 1}, "allowed: precision, checkpointing"),
         ({"precision": ["fp32"]}, "is not known"),
+        ({"checkpointing": "all"}, "allowed: none, blocks, sqrt"),
     ],
 )
 def test_bad_values_name_what_is_allowed(knobs: dict[str, object], sentence: str) -> None:
@@ -51,6 +57,76 @@ def test_bad_values_name_what_is_allowed(knobs: dict[str, object], sentence: str
 def test_settings_are_values() -> None:
     settings = Settings(precision="bf16")
     assert pickle.loads(pickle.dumps(settings)) == settings
+    assert len({settings, Settings(precision="bf16"), Settings(), Settings().replace(precision="fp32")}) == 2
+    assert Settings(**settings.as_dict()) == settings
+    assert json.loads(json.dumps(settings.as_dict())) == settings.as_dict()
+    assert len(pickle.dumps(settings)) < 200, "they go with every chunk"
+    with pytest.raises(AttributeError, match="no attribute 'precison'"):
+        settings.precison  # noqa: B018
     assert settings.changed_from(Settings()) == {"precision": "bf16"}
     with pytest.raises(AttributeError):
-        settings.precision = "fp32"  # type: ignore[misc]
+        settings.precision = "fp32"
+
+
+def test_a_saved_state_that_names_a_retired_value_is_read_as_what_it_came_to() -> None:
+    saved = Settings(batch_size=8).as_dict() | {"checkpointing": "all"}
+    assert Settings.from_saved(saved) == Settings(batch_size=8, checkpointing="none")
+    with pytest.raises(InvalidInput, match="no knob 'unheard'"):
+        Settings.from_saved({"unheard": 1})
+
+
+def test_a_difference_reads_as_typed_as_arrows_and_short() -> None:
+    before, after = Settings(clip_norm=1.0), Settings(precision="bf16", batch_size=64)
+    assert typed(before, after) == "precision=bf16 batch_size=64 clip_norm=none"
+    assert arrows(before, after) == "precision fp32 → bf16, batch_size 32 → 64, clip_norm 1.0 → none"
+    assert short(before, after) == "bf16, batch 64, clip none"
+    assert Settings().replace(**dict(pair.split("=") for pair in typed(Settings(), after).split())) == after
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"checkpointing": "sqrt", "optimizer_impl": "fused"}, True),
+        ({"batch_size": 8, "accumulation_steps": 4}, True),
+        ({"batch_size": 8}, False),
+        ({"checkpointing": "sqrt", "precision": "bf16"}, False),
+        ({"optimizer": "sgd"}, False),
+    ],
+)
+def test_what_keeps_the_mathematics_is_known(changes: dict[str, object], same: bool) -> None:
+    assert Settings(**changes).same_mathematics(Settings()) is same
+
+
+@pytest.fixture
+def registered() -> Iterator[Knob]:
+    knob = Knob("frozen_layers", 1, "layers that are not trained", parse=whole, allowed="a whole number")
+    before = Settings(precision="bf16")
+    register(knob)
+    assert Settings(precision="bf16") == before
+    assert before.replace(frozen_layers="2").changed_from(before) == {"frozen_layers": 2}
+    yield knob
+    del KNOBS[knob.name]
+
+
+def test_a_knob_needs_a_name_of_its_own_and_a_default_that_it_accepts(registered: Knob) -> None:
+    for name, sentence in (("precision", "already"), ("two words", "Python identifier"), ("_hidden", "identifier")):
+        with pytest.raises(InvalidInput, match=sentence):
+            register(Knob(name, 1, "", parse=whole, allowed="a whole number"))
+    with pytest.raises(InvalidInput, match="a whole number"):
+        register(Knob("other", "much", "", parse=whole, allowed="a whole number"))
+    assert "other" not in KNOBS
+
+
+def test_a_knob_without_a_short_label_is_marked_by_its_name(registered: Knob) -> None:
+    assert short(Settings(), Settings(frozen_layers=3)) == "frozen layers 3"
+
+
+def test_settings_that_name_a_knob_this_process_lacks_are_refused_when_they_are_applied(registered: Knob) -> None:
+    sent = pickle.dumps(Settings(frozen_layers=3))
+    pickle.loads(sent).check_known()
+    del KNOBS[registered.name]
+    arrived = pickle.loads(sent)
+    with pytest.raises(WorkloadError, match="knob 'frozen_layers' was registered in the notebook, but not on the rank"):
+        arrived.check_known()
+    assert arrived.replace(batch_size=8) == Settings(batch_size=8), "a knob taken out of the table is gone"
+    register(registered)

@@ -8,15 +8,16 @@ from gpumem_nb.kernel.policy import Policy
 from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
 from gpumem_nb.shared.messages import ChunkReply, Reading, Stored, WorkloadInfo
 from gpumem_nb.shared.snapshot_folder import file_name
+from tests.internals import cost_of
 
-READING = Reading(0, 0, None, None, None, None)
+READING = Reading(0, 0, 0, 0, None, None)
 
 
 class Run:
     """A run of chunks of 10 steps of 10 ms each, whose snapshots cost what the test says."""
 
     def __init__(self, folder: Path, held_up_s: float = 0.0, cpu_s: float = 0.0, **rules: object) -> None:
-        self.policy = Policy(**rules)  # type: ignore[arg-type]
+        self.policy = Policy(**rules)
         self.notes: list[str] = []
         self.plan = SnapshotPlan(folder / "own", lambda: self.policy, self.notes.append)
         self.plan.begin(WorkloadInfo("w", 1, 4, 100, 1), 0, None)
@@ -48,7 +49,8 @@ def test_dear_ones_come_as_rarely_as_keeps_their_cost_below_one_percent(tmp_path
     run = Run(tmp_path, held_up_s=0.01, cpu_s=0.01)  # aiming at half a percent: one in 4 s, which are 400 steps
     run.chunk(1000)
     assert len(run.taken) in (24, 25)
-    assert run.plan._cost_s < 0.01 * run.plan._trained_s
+    cost_s, trained_s = cost_of(run.plan)
+    assert cost_s < 0.01 * trained_s
 
 
 def test_a_flip_is_preceded_by_one_unless_nothing_was_done_since(tmp_path: Path) -> None:

@@ -21,7 +21,10 @@ HEADER = Header("digits-resnet", {"width": 8}, {"batch_size": 16}, 120, 3840, 2,
 
 
 def write(path: Path, payload: bytes = b"state" * 1000) -> int:
-    return state_file.write(path, HEADER, lambda stream: stream.write(payload) and None)
+    def put(stream: IO[bytes]) -> None:
+        stream.write(payload)
+
+    return state_file.write(path, HEADER, put)
 
 
 @pytest.fixture
@@ -48,6 +51,11 @@ def flip_bit(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 REFUSALS: list[tuple[str, Callable[[Path], object], str]] = [
     ("missing", lambda p: p.unlink(), "There is no file"),
     ("empty", lambda p: cut(p, 0), "is no training state"),
@@ -61,7 +69,7 @@ REFUSALS: list[tuple[str, Callable[[Path], object], str]] = [
     ("a bit of the header's values", lambda p: flip_bit(p, p.read_bytes().index(b"120")), "is damaged"),
     ("a bit of the header's form", lambda p: flip_bit(p, 18), "is damaged"),
     ("a bit of the hash", lambda p: flip_bit(p, p.stat().st_size - 5), "is damaged"),
-    ("a folder", lambda p: (p.unlink(), p.mkdir()), "cannot be read"),
+    ("a folder", make_folder, "cannot be read"),
 ]
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_a_loop_of_ones_own_is_reported_like_a_training_step() -> None:
             optimizer.zero_grad()
     weights = sum(param.nbytes for param in net.parameters())
     assert report.ledger is not None
-    assert sum(report.ledger.at_peak.values()) == report.peak == report.ledger.peak
+    assert sum(report.ledger.at_peak.values()) == report.peak == report.ledger.peak_bytes
     assert report.ledger.at_peak[PARAMETERS] == report.ledger.at_rest[PARAMETERS] == weights
     assert 2 * weights < report.ledger.at_rest[OPTIMIZER_STATE] < 2 * weights + KIB
     assert report.ledger.at_peak[ACTIVATIONS] >= 2048 * 512 * 4
@@ -33,7 +33,7 @@ def test_a_loop_of_ones_own_is_reported_like_a_training_step() -> None:
     assert "activations" in str(report)
 
 
-def test_what_a_cell_leaves_behind_is_named(module: ModuleType) -> None:
+def test_what_a_cell_leaves_behind_is_named(module: Any) -> None:
     module.kept = []
     with memory.track() as report:
         module.kept.append(torch.zeros(64 * KIB, dtype=torch.uint8))

@@ -1,81 +1,25 @@
-"""The real allocator, in a process of its own: once installed it stays, and other tests' tensors would be counted."""
+"""What the virtual GPU counts, where it enforces its limit, and whose bytes are Horovod's."""
 
 from __future__ import annotations
 
-import functools
 import gc
-import importlib
-import multiprocessing
 import os
-import random
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
 from gpumem_nb.memory.device import open_device
-from gpumem_nb.memory.virtual_gpu import build
-from gpumem_nb.shared.errors import InvalidInput, SetupError
+from gpumem_nb.shared.errors import InvalidInput
+from tests.virtual_gpu import MIB, gpu_and_older_tensor, on_virtual_gpu, tensor
 
 if TYPE_CHECKING:
     import torch
 
     from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 
-MIB = 2**20
-_processes: list[ProcessPoolExecutor] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_with_a_virtual_gpu() -> Iterator[None]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        _processes.append(process)
-        yield
-        _processes.clear()
-
-
-def on_virtual_gpu(test: Callable[[VirtualGPU], None]) -> Callable[[], None]:
-    """Run ``test(gpu)`` in that process, on an empty virtual GPU without limit."""
-
-    def in_that_process() -> None:
-        _processes[0].submit(_run, test.__module__, test.__name__).result()
-
-    functools.update_wrapper(in_that_process, test)
-    del in_that_process.__wrapped__  # type: ignore[attr-defined]  # pytest would look for a fixture named gpu
-    in_that_process.body = test  # type: ignore[attr-defined]
-    return in_that_process
-
-
-@functools.cache
-def _gpu() -> tuple[VirtualGPU, torch.Tensor]:
-    import torch
-
-    from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
-
-    torch.set_num_threads(1)
-    older = torch.ones(3 * MIB)
-    return VirtualGPU(0), older
-
-
-def _run(module: str, name: str) -> None:
-    gpu, _ = _gpu()
-    gc.collect()
-    gpu.set_limit(None)
-    gpu.empty_cache()
-    gpu.reset_peak()
-    assert gpu.reading().live_bytes == 0, "an earlier test left tensors behind"
-    getattr(importlib.import_module(module), name).body(gpu)
-
-
-def tensor(nbytes: int) -> torch.Tensor:
-    import torch
-
-    return torch.empty(nbytes, dtype=torch.uint8)
+pytestmark = pytest.mark.usefixtures("process_with_a_virtual_gpu")
 
 
 @on_virtual_gpu
@@ -144,7 +88,7 @@ def test_tensors_stay_aligned_for_vector_instructions(gpu: VirtualGPU) -> None:
 
 @on_virtual_gpu
 def test_memory_from_before_is_neither_counted_nor_harmed(gpu: VirtualGPU) -> None:
-    _, older = _gpu()
+    _, older = gpu_and_older_tensor()
     assert older.sum().item() == 3 * MIB
     assert gpu.reading().live_bytes == 0
     older.untyped_storage().resize_(0)
@@ -233,7 +177,7 @@ def test_training_goes_on_after_an_out_of_memory_error(gpu: VirtualGPU) -> None:
     losses = [step()]
     too_large = _small_training(batch_size=512)
     before = gpu.reading().live_bytes
-    gpu.set_limit((gpu.reading().reserved_bytes or 0) + 20 * MIB)
+    gpu.set_limit(gpu.reading().reserved_bytes + 20 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match="virtual GPU out of memory") as caught:
         too_large()
     caught.value.__traceback__ = None
@@ -292,120 +236,6 @@ def test_a_forked_data_worker_is_not_on_the_device(gpu: VirtualGPU) -> None:
     assert gpu.reading().live_bytes == 0
 
 
-# What the CUDA caching allocator would reserve, computed by hand from its rules.
-
-
-@on_virtual_gpu
-def test_small_tensors_share_segments_of_2_mib(gpu: VirtualGPU) -> None:
-    kept = [tensor(1)]
-    assert gpu.reading().reserved_bytes == 2 * MIB
-    kept += [tensor(512) for _ in range(4095)]
-    assert gpu.reading().reserved_bytes == 2 * MIB
-    kept.append(tensor(1))
-    assert gpu.reading().reserved_bytes == 4 * MIB
-    assert gpu.reading().live_bytes == 1 + 4095 * 512 + 1
-
-
-@on_virtual_gpu
-def test_one_mib_is_still_small(gpu: VirtualGPU) -> None:
-    kept = [tensor(MIB), tensor(MIB)]
-    assert gpu.reading().reserved_bytes == 2 * MIB
-    kept.append(tensor(MIB + 1))
-    assert gpu.reading().reserved_bytes == 22 * MIB
-
-
-@on_virtual_gpu
-def test_medium_tensors_share_segments_of_20_mib(gpu: VirtualGPU) -> None:
-    kept = [tensor(5 * MIB) for _ in range(4)]
-    assert gpu.reading().reserved_bytes == 20 * MIB
-    kept.append(tensor(5 * MIB))
-    assert gpu.reading().reserved_bytes == 40 * MIB
-
-
-@on_virtual_gpu
-def test_large_tensors_get_multiples_of_2_mib(gpu: VirtualGPU) -> None:
-    kept = [tensor(10 * MIB)]
-    assert gpu.reading().reserved_bytes == 10 * MIB
-    kept.append(tensor(10 * MIB + 1))
-    assert gpu.reading().reserved_bytes == 22 * MIB
-    kept.append(tensor(10 * MIB - 512))
-    assert gpu.reading().reserved_bytes == 42 * MIB
-
-
-@on_virtual_gpu
-def test_a_rest_of_one_mib_in_a_large_segment_is_not_split_off(gpu: VirtualGPU) -> None:
-    kept = [tensor(9 * MIB), tensor(9 * MIB)]  # leaves 2 MiB: split off
-    kept.append(tensor(2 * MIB))
-    assert gpu.reading().reserved_bytes == 20 * MIB
-    kept.clear()
-    kept += [tensor(19 * MIB // 2), tensor(19 * MIB // 2)]  # leaves 1 MiB: stays with the second
-    assert gpu.reading().reserved_bytes == 20 * MIB
-    kept.append(tensor(MIB + 1))
-    assert gpu.reading().reserved_bytes == 40 * MIB
-
-
-@on_virtual_gpu
-def test_the_best_fitting_cached_block_is_taken(gpu: VirtualGPU) -> None:
-    kept = [tensor(30 * MIB), tensor(12 * MIB)]
-    kept.clear()
-    assert gpu.reading().reserved_bytes == 42 * MIB
-    kept += [tensor(11 * MIB), tensor(30 * MIB)]
-    assert gpu.reading().reserved_bytes == 42 * MIB
-
-
-@on_virtual_gpu
-def test_freed_neighbours_merge(gpu: VirtualGPU) -> None:
-    a, b, c, d = (tensor(5 * MIB) for _ in range(4))
-    del b
-    del d
-    del c  # between two free ones
-    assert gpu.reading().reserved_bytes == 20 * MIB
-    wide = tensor(15 * MIB)
-    assert gpu.reading().reserved_bytes == 20 * MIB
-    del a, wide
-    whole = tensor(20 * MIB)
-    assert gpu.reading().reserved_bytes == 20 * MIB
-    assert gpu.reading().live_bytes == whole.nbytes
-
-
-@on_virtual_gpu
-def test_fragments_do_not_serve_a_larger_tensor(gpu: VirtualGPU) -> None:
-    import torch
-
-    a, b, c, d = (tensor(5 * MIB) for _ in range(4))
-    del a, c
-    gpu.set_limit(20 * MIB)
-    with pytest.raises(torch.OutOfMemoryError, match=r"10\.00 MiB is reserved but unallocated"):
-        tensor(9 * MIB)
-    gpu.set_limit(None)
-    larger = tensor(9 * MIB)
-    assert gpu.reading().reserved_bytes == 40 * MIB
-    assert gpu.reading().live_bytes == b.nbytes + d.nbytes + larger.nbytes
-
-
-@on_virtual_gpu
-def test_free_segments_are_released_before_giving_up(gpu: VirtualGPU) -> None:
-    gpu.set_limit(64 * MIB)
-    first = tensor(40 * MIB)
-    del first
-    assert gpu.reading().reserved_bytes == 40 * MIB
-    second = tensor(48 * MIB)
-    assert gpu.reading().reserved_bytes == 48 * MIB
-    assert gpu.reading().reserved_peak_bytes == 48 * MIB
-    assert gpu.reading().live_bytes == second.nbytes
-
-
-@on_virtual_gpu
-def test_empty_cache_releases_only_what_no_tensor_holds(gpu: VirtualGPU) -> None:
-    held, freed, small = tensor(5 * MIB), tensor(40 * MIB), tensor(100)
-    del freed, small
-    assert gpu.reading().reserved_bytes == 62 * MIB
-    gpu.empty_cache()
-    assert gpu.reading().reserved_bytes == 20 * MIB
-    assert gpu.reading().device_used_bytes == 20 * MIB
-    assert gpu.reading().live_bytes == held.nbytes
-
-
 @on_virtual_gpu
 def test_the_default_limit_is_2_gib_and_the_name_says_so(gpu: VirtualGPU) -> None:
     device = open_device("virtual", 3, None)
@@ -417,82 +247,6 @@ def test_the_default_limit_is_2_gib_and_the_name_says_so(gpu: VirtualGPU) -> Non
 def test_an_unknown_kind_names_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match="virtual"):
         open_device("virtul", 0, None)
-
-
-# Building it.
-
-
-@pytest.fixture
-def empty_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
-@pytest.mark.usefixtures("empty_cache_folder")
-def test_two_builds_at_once_leave_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        f'#!/bin/sh\necho once >> {tmp_path}/compiled\nsleep 1\nwhile [ "$1" != -o ]; do shift; done\n> "$2"'
-    )
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    assert build.extension_path() is None
-    command = [sys.executable, "-m", "gpumem_nb.memory.virtual_gpu.build"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    lines = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    path = build.extension_path()
-    assert path is not None
-    assert all(line.startswith("virtual GPU: ") and str(path) in line and line.count("\n") == 1 for line in lines)
-    assert sorted(p.suffix for p in path.parent.iterdir()) == [".lock", ".so"]
-    assert (tmp_path / "compiled").read_text() == "once\n"
-
-
-@pytest.mark.usefixtures("empty_cache_folder")
-@pytest.mark.parametrize(("compiler", "words"), [("no-such-c++", "not found: install"), ("false", "failed .*set CXX")])
-def test_a_compiler_that_does_not_work_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, compiler: str, words: str
-) -> None:
-    monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(SetupError, match=f"{compiler.replace('+', '.')}.*{words}"):
-        build.build()
-    assert build.extension_path() is None
-
-
-def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(SetupError, match=r"cannot be stored in .*XDG_CACHE_HOME"):
-        build.build()
-
-
-def test_the_library_links_no_python() -> None:
-    text = build.build().read_bytes()
-    assert b"libc10.so" in text
-    assert b"libtorch_python" not in text
-
-
-@on_virtual_gpu
-def test_replaying_what_happened_reserves_the_same(gpu: VirtualGPU) -> None:
-    from gpumem_nb.memory.virtual_gpu.replay import replay
-
-    chance = random.Random(4)
-    events: list[int] = []
-    held: dict[int, torch.Tensor] = {}
-    for _ in range(3000):
-        if held and chance.random() < 0.48:
-            number = chance.choice(list(held))
-            del held[number]
-            events.append(-number)
-        else:
-            size = int(2 ** chance.uniform(0, 24))
-            events.append(size)
-            held[sum(event > 0 for event in events)] = tensor(size)
-    now, replayed = gpu.reading(), replay(events)
-    assert (replayed.live, replayed.live_peak) == (now.live_bytes, now.live_peak_bytes)
-    assert (replayed.reserved, replayed.reserved_peak) == (now.reserved_bytes, now.reserved_peak_bytes)
-    assert gpu.reading() == now, "a replay is no allocation"
-    held.clear()
 
 
 @on_virtual_gpu
@@ -518,7 +272,7 @@ def test_only_the_threads_of_horovod_are_foreign(gpu: VirtualGPU) -> None:
     horovod.join()
     events = log.end()
     assert {int(nbytes) for nbytes in events.bytes[events.foreign]} == {3 * MIB}
-    assert log.begin([]).foreign == 3 * MIB
+    assert log.begin([]).foreign_bytes == 3 * MIB
     log.end()
     gpu.communicates_on(())
 

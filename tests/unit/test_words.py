@@ -1,14 +1,12 @@
-"""Ranks in words, folded cell output, completion."""
+"""Ranks in words, folded cell output."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpumem_nb.completion import complete_hvd
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.ranklist import choose_ranks, name_ranks, parse_ranks
 from gpumem_nb.ui.cells import fold
@@ -57,25 +55,3 @@ def test_what_cannot_be_ranks_is_refused_in_a_sentence(ranks: Any) -> None:
 def test_identical_output_is_one_block() -> None:
     folded = fold([0, 1, 2, 3], ["same\n", "same\n", "one\ntwo\n", ""])
     assert folded == "[ranks 0-1] same\n[rank 2]\none\ntwo"
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("%hvd_set pre", ["precision="]),
-        ("%hvd_set precision=", ["fp32", "fp16", "bf16"]),
-        ("%hvd_set precision=b", ["bf16"]),
-        ("%hvd_set batch_size=4 clip_norm=n", ["none"]),
-        ("%hvd_load digits-s", ["digits-separable"]),
-        ("%hvd_load digits-resnet wi", ["width="]),
-        ("%hvd_start --device c", ["cuda", "cpu"]),
-        ("%hvd_start --mem", ["--memory-limit"]),
-        ("%hvd_attach lo", ["loss="]),
-        ("%%hvd --r", ["--ranks"]),
-        ("%hvd_memory --by m", ["module"]),
-        ("%hvd_set", []),
-        ("%hvd_stop ", []),
-    ],
-)
-def test_completion_offers_names_and_values(line: str, found: list[str]) -> None:
-    assert complete_hvd(None, SimpleNamespace(line=line)) == found

@@ -16,7 +16,7 @@ from ...shared.messages import Failure
 from ...shared.units import parse_size
 from ..together import collectives
 from .ambient import behind, let_go
-from .checkpointing import Segment
+from .segment import Segment
 
 # What CUDA itself says, where torch raises no error of its own for it.
 _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -49,8 +49,7 @@ def failure_of(
         else:
             module = _next_backward(model, latest)
     reading = device.reading()
-    known = reading.limit_bytes is not None and reading.reserved_bytes is not None
-    free = max(0, reading.limit_bytes - reading.reserved_bytes) if known else None  # type: ignore[operator]
+    free = None if reading.limit_bytes is None else max(0, reading.limit_bytes - reading.reserved_bytes)
     text = "".join(traceback.format_exception(error))
     let_go(error)
     return Failure(rank, kind, phase, message, text, module, _asked(message) if oom else None, free if oom else None)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ...memory.device import Device
 from ...shared.errors import WorkloadError
+from ...shared.knobs import KNOBS
 from ...shared.settings import Settings
 from ...shared.workload import Workload
 from ..together.interrupts import interruptible
@@ -67,14 +68,14 @@ class LiveModel:
         """Bring everything to these settings.
 
         Raises:
-            WorkloadError: one of them does not fit this workload. Those before it stay applied, and are noted, so that
-                going back starts from what is true.
+            WorkloadError: one of them is not known here or does not fit this workload. What comes before it stays
+                applied, and is noted, so that going back starts from what is true.
         """
-        self.set_checkpointing(settings.checkpointing)
-        self.set_optimizer(settings)
-        self.set_optimizer_impl(settings.optimizer_impl)
-        self.set_learning_rate(settings.learning_rate)
-        self.settings = settings
+        settings.check_known()
+        for name, knob in KNOBS.items():
+            if knob.apply:
+                knob.apply(self, settings)
+            self._note(**{name: getattr(settings, name)})
 
     def set_checkpointing(self, mode: str) -> None:
         """Recompute activations in backward instead of keeping them, in segments as the mode says.

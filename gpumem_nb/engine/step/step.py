@@ -14,8 +14,8 @@ from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 from ...memory.device import Device
-from ...memory.leaks.watch import LeakWatch
-from ...memory.ledger.account import Record
+from ...memory.leaks.detector import LeakDetector
+from ...memory.ledger.account import Account
 from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
@@ -93,7 +93,7 @@ class Stepper:
         loss: Callable[[Any, Any], Tensor],
         stream: ShardedStream,
         device: Device,
-        leaks: LeakWatch,
+        leaks: LeakDetector,
     ) -> None:
         self._live = live
         self._loss = loss
@@ -104,7 +104,7 @@ class Stepper:
         self._param_bytes = sum(param.nbytes for param in live.parameters)
         self._phase = "settings"
         self.began_s = time.monotonic()
-        self.record: Record | None = None
+        self.record: Account | None = None
 
     @property
     def phase(self) -> str:
@@ -162,7 +162,7 @@ class Stepper:
         try:
             collectives.check()
             before = ForwardUndo(self._live.model)
-            with self._device.step_scope(), self._leaks.step():
+            with self._leaks.step():
                 return before, self._forward_backward(), None
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self.failure(error)
@@ -227,8 +227,7 @@ class Stepper:
         failure = None
         try:
             undo = UpdateUndo(self._live.parameters, self._live.optimizer)
-            with self._device.step_scope():
-                self._update()
+            self._update()
             if trial and Recorder.current:
                 self.record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:

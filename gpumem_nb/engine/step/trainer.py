@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...memory.device import Device
-from ...memory.leaks.watch import LeakWatch
+from ...memory.leaks.detector import LeakDetector
 from ...shared.errors import WorkloadError
 from ...shared.messages import Chunk, ChunkReply, Failure, Sample, Timeline, WorkloadInfo
 from ...shared.settings import Settings
@@ -54,7 +54,7 @@ class Trainer:
         self._device = device
         self._started_s = started_s
         known = {"model": self.live.model, "dataset": stream.dataset, "workload": workload}
-        self._leaks = LeakWatch(stream.rank, device.torch_device, known)
+        self._leaks = LeakDetector(stream.rank, device.torch_device, known)
         self._stepper = Stepper(self.live, workload.loss, stream, device, self._leaks)
         self._settings_id = -1
         self._failed_id = -1  # under which a step was discarded

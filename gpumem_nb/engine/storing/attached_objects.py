@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from torch import nn
 
 from ...shared import snapshot_folder
 from ...shared.errors import StateFileError
@@ -49,3 +50,9 @@ def load(path: Path) -> dict[str, Any]:
             f"The attached objects could not be brought back ({type(error).__name__}: {error}). "
             "Run their cells again, attach them, and type %hvd_resume."
         ) from None
+
+
+def clone_onto_device(model: nn.Module) -> None:
+    """Give a model that came from a file memory that the device counts."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()

@@ -66,12 +66,13 @@ class Snapshots:
         path = folder / snapshot_folder.file_name(order.generation, steps)
         nbytes, problem = captured.nbytes, ""
         try:
-            if snapshot_folder.make_room(folder, nbytes, order.space):
+            if snapshot_folder.make_room(folder, nbytes, order.space_bytes):
                 nbytes = captured.write(path)
             else:
                 problem = (
                     f"No snapshot was kept: it takes {format_bytes(nbytes)}, more than is left of the "
-                    f"{format_bytes(order.space)} for snapshots. Give them more with %hvd_set snapshot_space=8GiB."
+                    f"{format_bytes(order.space_bytes)} for snapshots. Give them more with "
+                    "%hvd_set snapshot_space=8GiB."
                 )
         except Exception as error:  # the kernel waits for an answer, whatever went wrong
             problem = f"No snapshot was kept: {error}"

@@ -17,7 +17,7 @@ _THREADS = Path("/proc/self/task")
 
 @contextmanager
 def new_threads_give_way() -> Iterator[set[int]]:
-    """Threads that start inside run with lower priority than those that were there before (Linux; else no change).
+    """Threads that start inside run with lower priority than those that were there before.
 
     The set holds them afterwards, by the system's numbers.
     """
@@ -29,10 +29,9 @@ def new_threads_give_way() -> Iterator[set[int]]:
 
 
 def give_way() -> None:
-    """Let the calling thread run with lower priority (Linux; else no change)."""
-    if _THREADS.exists():
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    """Let the calling thread run with lower priority."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _thread_ids() -> set[int]:
-    return {int(path.name) for path in _THREADS.iterdir()} if _THREADS.exists() else set()
+    return {int(path.name) for path in _THREADS.iterdir()}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...report.rescue import Rescue, flips, shrunk
+from ...report.differences import typed
+from ...report.rescue import Rescue
+from ...shared.knobs.batch import shrunk
 from ...shared.messages import Chunk, ChunkReply, Failure, Sample
 from ...shared.settings import Settings
 from ..history import History
@@ -109,7 +111,7 @@ class Failures:
 
     def _go_on(self, rescue: Rescue, other: Settings, shrinks: bool) -> None:
         rescue.goes_on = other if shrinks else None
-        rescue.did = f"training {'goes on with' if shrinks else 'went back to'} {flips(rescue.settings, other)}"
+        rescue.did = f"training {'goes on with' if shrinks else 'went back to'} {typed(rescue.settings, other)}"
         self._state.adopt(other)
         self._history.mark("note", rescue.did.removeprefix("training "))
 

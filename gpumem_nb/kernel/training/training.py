@@ -9,8 +9,9 @@ from typing import Any
 
 from ...cluster.calls import Call
 from ...cluster.ranks import IN_PASSING_S, Ranks
+from ...report.differences import arrows
 from ...report.run_summary import Run
-from ...shared.errors import ClusterDied, GpumemError, TrainingFailed
+from ...shared.errors import ClusterDied, GpumemError, InvalidInput, TrainingFailed
 from ...shared.messages import Chunk, ChunkReply, Pulse, Sample, WorkloadInfo
 from ...shared.ranklist import name_ranks
 from ...shared.settings import Settings
@@ -23,6 +24,7 @@ from .in_flight import InFlight, Pace
 from .stalls import Stalls
 from .state import TrainingState
 
+MOST_STEPS = 10**9
 PAUSE_PATIENCE_S = 0.4  # for the step under way, before an interrupt discards it
 IDLE_READING_S = 1.0
 BUSY_LOOK_S = 0.5
@@ -137,7 +139,7 @@ class Training:
             self._state.adopt(settings)
             self._snapshots.flip()
             if self._state.workload:
-                self._history.mark("flip", _describe(before, settings))
+                self._history.mark("flip", arrows(before, settings))
         self.apply()
 
     def apply(self) -> None:
@@ -185,7 +187,16 @@ class Training:
             return self._in_flight.ask_alone(function, *arguments)
 
     def train(self, steps: int) -> Run:
-        """Train that many steps and wait for them. An interrupt pauses and returns what was done by then."""
+        """Train that many steps and wait for them. An interrupt pauses and returns what was done by then.
+
+        Raises:
+            InvalidInput: no number of steps that could be trained.
+            TrainingFailed: training stopped by itself.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+            raise InvalidInput(
+                f"{steps!r} steps cannot be trained: it must be a whole number of at least 1, such as 100."
+            )
         with self._state.locked():
             self._state.start_recording()
         try:
@@ -375,7 +386,3 @@ class Training:
 
 def _came_apart(replies: list[ChunkReply]) -> bool:
     return any(reply.failure and reply.failure.kind == "stall" for reply in replies)
-
-
-def _describe(before: Settings, after: Settings) -> str:
-    return ", ".join(f"{name} {getattr(before, name)} → {value}" for name, value in after.changed_from(before).items())

@@ -67,7 +67,7 @@ class Observed:
         began_ns, ended_ns: on the clock of ``time.perf_counter_ns``.
         base: what was alive when it began.
         claims: by the number of the allocation.
-        live_peak: the allocator's highest live bytes.
+        live_peak_bytes: the allocator's highest live bytes.
         virtual: whether it was a virtual GPU's.
         exact: whether every allocation was seen.
     """
@@ -78,12 +78,12 @@ class Observed:
     events: Events
     claims: dict[int, Claim]
     marks: list[Mark]
-    live_peak: int
+    live_peak_bytes: int
     virtual: bool
     exact: bool
 
 
-class Record:
+class Account:
     """What one step was: live bytes by category after each event, and who owned what at the peak."""
 
     def __init__(self, observed: Observed) -> None:
@@ -110,12 +110,12 @@ class Record:
         beyond that, by rounding up, is in no category.
         """
         observed, at_peak = self._observed, self._by_category(self._live[:, self._peak])
-        missing = self._events.live_peak - sum(at_peak.values())
+        missing = self._events.live_peak_bytes - sum(at_peak.values())
         if missing > 0 and not observed.exact:
             at_peak[INSIDE_OPERATORS] = at_peak.get(INSIDE_OPERATORS, 0) + missing
         mark = self._mark_at(self._time_ns(self._peak))
         return Ledger(
-            peak=max(observed.live_peak, sum(at_peak.values())),
+            peak_bytes=max(observed.live_peak_bytes, sum(at_peak.values())),
             phase=mark.phase,
             module=mark.module,
             at_peak=at_peak,
@@ -136,7 +136,7 @@ class Record:
             step=step,
             step_s=(self._observed.ended_ns - began_ns) / 1e9,
             time_ms=tuple(times),
-            live={name: values for name, values in live.items() if any(values)},
+            live_bytes={name: values for name, values in live.items() if any(values)},
             spans=tuple(self._spans()),
             ledger=ledger,
         )
@@ -186,8 +186,8 @@ class Record:
         base = np.zeros(len(CATEGORIES), dtype=np.int64)
         for _, claim in self._from_before():
             base[_CODE[claim.category]] += claim.nbytes
-        base[_CODE[COMMUNICATION]] += self._observed.base.foreign
-        base[_CODE[OTHER]] = self._observed.base.live - base.sum()
+        base[_CODE[COMMUNICATION]] += self._observed.base.foreign_bytes
+        base[_CODE[OTHER]] = self._observed.base.live_bytes - base.sum()
         return base
 
     def _from_before(self) -> Iterator[tuple[int, Claim]]:

@@ -21,10 +21,10 @@ from ..tensors import tensors_in
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What was alive when a log began, in bytes; ``foreign`` is the part that other threads had asked for."""
+    """What was alive when a log began; ``foreign_bytes`` is the part that other threads had asked for."""
 
-    live: int
-    foreign: int
+    live_bytes: int
+    foreign_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Events:
         foreign: whether a thread of somebody else (Horovod's) had asked for it.
         call: the outermost operator call in which it happened, numbered from 1; 0 outside of operators or not known.
         casts: allocations that are copies of a parameter in another type, each with the parameter's index.
-        live_peak: the highest live bytes meanwhile, as tensors and operators asked for them.
+        live_peak_bytes: the highest live bytes meanwhile, as tensors and operators asked for them.
     """
 
     allocation: NDArray[np.int64]
@@ -47,7 +47,7 @@ class Events:
     foreign: NDArray[np.bool_]
     call: NDArray[np.int64]
     casts: dict[int, int]
-    live_peak: int
+    live_peak_bytes: int
 
 
 class EventLog(Protocol):

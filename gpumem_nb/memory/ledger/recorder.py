@@ -15,7 +15,7 @@ from ...internals.torch_internals import hooks_entered_by, in_backward
 from ...shared.categories import ACTIVATIONS, CASTS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ..device import Device
 from ..tensors import tensors_in
-from .account import Claim, Mark, Observed, Record
+from .account import Account, Claim, Mark, Observed
 
 _Pack = Callable[[Tensor], Any]
 _Unpack = Callable[[Any], Tensor]
@@ -87,14 +87,14 @@ class Recorder:
             stack.enter_context(self._log.watching())
             yield
 
-    def end(self) -> Record:
+    def end(self) -> Account:
         """Stop recording and work out where the bytes were."""
         live_peak = self._device.reading().live_peak_bytes
         events = self._log.end()
         ended_ns = time.perf_counter_ns()
         for number, param in events.casts.items():
             self._claim(number, Claim(CASTS, self._homes[param], 0))
-        return Record(
+        return Account(
             Observed(
                 began_ns=self._began_ns,
                 ended_ns=ended_ns,
@@ -102,7 +102,7 @@ class Recorder:
                 events=events,
                 claims=self._claims,
                 marks=self._marks,
-                live_peak=live_peak,
+                live_peak_bytes=live_peak,
                 virtual=self._device.kind == "virtual",
                 exact=self._log.exact,
             )

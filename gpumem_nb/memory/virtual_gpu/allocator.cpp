@@ -15,27 +15,22 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
 
+#include "caching_model.h"
+#include "event_log.h"
+
+#include <malloc.h>
 #include <pthread.h>
-#ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 extern "C" struct GpumemReading {  // bytes, and counts since install
@@ -49,186 +44,21 @@ extern "C" struct GpumemReading {  // bytes, and counts since install
   uint64_t foreign;      // of the live bytes, those that threads of somebody else have asked for
 };
 
-extern "C" struct GpumemEvent {  // an allocation or a release
-  uint64_t id;       // of the allocation: 1 for the first one of the process
-  int64_t bytes;     // negative for a release
-  uint64_t time_ns;  // on the monotonic clock
-  uint32_t foreign;  // 1: asked for by a thread of somebody else
-  uint32_t call;     // of an operator, during which it happened; 0 for none
-};
-
-extern "C" struct GpumemCast {  // a parameter and the allocation of its copy of another type
-  const void* parameter;
-  uint64_t allocation;
-};
-
 namespace {
 
-// Sizes of the CUDA caching allocator: c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.cpp, torch 2.13.
-constexpr size_t kMinBlockSize = 512;
-constexpr size_t kSmallSize = size_t{1} << 20;
-constexpr size_t kSmallSegment = size_t{2} << 20;
-constexpr size_t kLargeSegment = size_t{20} << 20;
-constexpr size_t kMinLargeAlloc = size_t{10} << 20;
-constexpr size_t kRoundLarge = size_t{2} << 20;
-
-constexpr size_t round_up(size_t size, size_t multiple) {
-  return multiple * ((size + multiple - 1) / multiple);
-}
-
-size_t segment_size(size_t block_size) {
-  if (block_size <= kSmallSize) return kSmallSegment;
-  return block_size < kMinLargeAlloc ? kLargeSegment : round_up(block_size, kRoundLarge);
-}
-
-struct Block;
-
-struct BySizeThenAddress {
-  bool operator()(const Block* a, const Block* b) const;
-};
-
-using Pool = std::set<Block*, BySizeThenAddress>;
-
-// A piece of a segment. Addresses are the model's own: they only order blocks and never touch memory.
-struct Block {
-  size_t address;
-  size_t size;
-  bool small;
-  bool in_use = false;
-  Block* prev = nullptr;  // neighbours within the segment
-  Block* next = nullptr;
-  Pool::iterator place = {};  // in its pool while not in use
-};
-
-bool BySizeThenAddress::operator()(const Block* a, const Block* b) const {
-  return a->size != b->size ? a->size < b->size : a->address < b->address;
-}
-
-// The caching allocator without a device. The caller holds the lock. Blocks and the pools' nodes are kept for the next
-// use, because asking the heap for them would cost more than all the rest.
-class CacheModel {
- public:
-  uint64_t reserved = 0;
-  uint64_t reserved_peak = 0;
-
-  CacheModel() = default;
-  CacheModel(const CacheModel&) = delete;
-  ~CacheModel() {  // whoever makes one for a while has released everything
-    for (Block* block : spare_blocks_) delete block;
-  }
-
-  Block* from_cache(size_t size) {
-    Pool& pool = pool_for(size <= kSmallSize);
-    Block key{0, size, false};
-    const auto found = pool.lower_bound(&key);  // best fit
-    if (found == pool.end()) return nullptr;
-    Block* block = *found;
-    remove(block);
-    return take(block, size);
-  }
-
-  Block* from_new_segment(size_t size) {
-    Block* block = make({next_address_, segment_size(size), size <= kSmallSize});
-    next_address_ += block->size;
-    reserved += block->size;
-    reserved_peak = std::max(reserved_peak, reserved);
-    return take(block, size);
-  }
-
-  void give_back(Block* block) {
-    block->in_use = false;
-    if (Block* next = block->next; next && !next->in_use) {
-      remove(next);
-      absorb(block, next);
-    }
-    if (Block* prev = block->prev; prev && !prev->in_use) {
-      remove(prev);
-      absorb(prev, block);
-      block = prev;
-    }
-    insert(block);
-  }
-
-  void release_free_segments() {
-    for (Pool* pool : {&small_, &large_}) {
-      for (auto it = pool->begin(); it != pool->end();) {
-        Block* block = *it++;
-        if (block->prev || block->next) continue;
-        remove(block);
-        reserved -= block->size;
-        spare_blocks_.push_back(block);
-      }
-    }
-  }
-
- private:
-  Pool small_, large_;
-  std::vector<Pool::node_type> spare_nodes_;
-  std::vector<Block*> spare_blocks_;
-  size_t next_address_ = 0;
-
-  Pool& pool_for(bool small) { return small ? small_ : large_; }
-
-  Block* take(Block* block, size_t size) {
-    block->in_use = true;
-    const size_t rest = block->size - size;
-    if (block->small ? rest >= kMinBlockSize : rest > kSmallSize) {
-      Block* tail = make({block->address + size, rest, block->small});
-      tail->prev = block;
-      tail->next = block->next;
-      if (tail->next) tail->next->prev = tail;
-      block->next = tail;
-      block->size = size;
-      insert(tail);
-    }
-    return block;
-  }
-
-  void absorb(Block* block, Block* next) {
-    block->size += next->size;
-    block->next = next->next;
-    if (block->next) block->next->prev = block;
-    spare_blocks_.push_back(next);
-  }
-
-  void remove(Block* block) { spare_nodes_.push_back(pool_for(block->small).extract(block->place)); }
-
-  void insert(Block* block) {
-    Pool& pool = pool_for(block->small);
-    if (spare_nodes_.empty()) {
-      block->place = pool.insert(block).first;
-      return;
-    }
-    auto node = std::move(spare_nodes_.back());
-    spare_nodes_.pop_back();
-    node.value() = block;
-    block->place = pool.insert(std::move(node)).position;
-  }
-
-  Block* make(Block values) {
-    if (spare_blocks_.empty()) return new Block(values);
-    Block* block = spare_blocks_.back();
-    spare_blocks_.pop_back();
-    *block = values;
-    return block;
-  }
-};
+using gpumem::Block;
 
 struct State {
   std::mutex mutex;  // guards everything below; taken once per allocation and once per release
-  CacheModel cache;
+  gpumem::CachingModel cache;
   uint64_t live = 0;
   uint64_t live_peak = 0;
   uint64_t limit = 0;
   uint64_t allocations = 0;
   uint64_t over_limit = 0;
   uint64_t foreign = 0;
-  bool logging = false;
-  std::vector<GpumemEvent> log;
-  std::vector<const void*> parameters;  // sorted
-  std::vector<GpumemCast> casts;
+  gpumem::EventLog log;
   std::vector<int32_t> foreign_threads;  // sorted
-  std::atomic<uint32_t> call{0};         // the operator that runs on the thread that computes, 0 between operators
 };
 
 State& state() {
@@ -242,19 +72,13 @@ thread_local bool ours = false;  // since it enforced the limit for the first ti
 // Whether this thread works for somebody else, as Horovod's does. Threads that help an operator are none of those.
 bool is_foreign(const State& s) {
   if (ours) return false;
-#ifdef __linux__
   thread_local const auto id = static_cast<int32_t>(syscall(SYS_gettid));
   return std::binary_search(s.foreign_threads.begin(), s.foreign_threads.end(), id);
-#else
-  return true;
-#endif
 }
 
 // Operators call one another: only the outermost one counts.
 thread_local uint32_t depth = 0;
 thread_local uint32_t calls = 0;
-
-constexpr size_t kLongestLog = size_t{4} << 20;  // 128 MiB; what happens after that is not logged
 
 std::string in_words(uint64_t bytes) {
   char text[32];
@@ -294,19 +118,14 @@ struct alignas(c10::gAlignment) Header {
 };
 static_assert(sizeof(Header) == c10::gAlignment, "tensors must stay aligned");
 
-void note(State& s, const Header& header, bool release) {
-  const auto bytes = static_cast<int64_t>(header.nbytes);
-  if (header.foreign) s.foreign += release ? -bytes : bytes;
-  if (!s.logging || s.log.size() >= kLongestLog) return;
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  const auto time_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-  const uint32_t call = header.foreign ? 0 : s.call.load();
-  s.log.push_back({header.id, release ? -bytes : bytes, static_cast<uint64_t>(time_ns), header.foreign, call});
+void record(State& s, const Header& header, int64_t change) {
+  if (header.foreign) s.foreign += change;
+  s.log.add(header.id, change, header.foreign);
 }
 
 Header count_in(size_t nbytes) {
-  const size_t size = round_up(nbytes, kMinBlockSize);
-  const size_t segment = segment_size(size);
+  const size_t size = gpumem::block_size(nbytes);
+  const size_t segment = gpumem::segment_size(size);
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
   Block* block = s.cache.from_cache(size);
@@ -326,7 +145,7 @@ Header count_in(size_t nbytes) {
   s.live += nbytes;
   s.live_peak = std::max(s.live_peak, s.live);
   const Header header{kMagic, nbytes, block, ++s.allocations, is_foreign(s)};
-  note(s, header, false);
+  record(s, header, static_cast<int64_t>(nbytes));
   return header;
 }
 
@@ -335,7 +154,7 @@ void count_out(const Header& header) {
   std::lock_guard<std::mutex> lock(s.mutex);
   s.live -= header.nbytes;
   s.cache.give_back(header.block);
-  note(s, header, true);
+  record(s, header, -static_cast<int64_t>(header.nbytes));
 }
 
 void release(void* data) {
@@ -354,10 +173,8 @@ void release(void* data) {
 // As on a GPU, memory that was used once is kept: giving it back to the system after each step and faulting it in again
 // costs 6 to 10 % of a step (1,200 page faults; measured on text-gpt and digits-resnet, one thread).
 void keep_freed_memory() {
-#ifdef __GLIBC__
   mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the largest value that glibc takes
   mallopt(M_TRIM_THRESHOLD, INT32_MAX);
-#endif
 }
 
 uint64_t allocation_of(const c10::StorageImpl* storage) {
@@ -374,23 +191,21 @@ struct Copying final : at::ObserverContext {
 };
 
 std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction& function) {
-  if (depth++ == 0) state().call = ++calls;
+  if (depth++ == 0) state().log.in_call(++calls);
   if (std::strcmp(function.name(), "aten::_to_copy") != 0) return nullptr;
   const auto inputs = function.inputs();
   if (inputs.empty() || !inputs[0].isTensor()) return nullptr;
   const void* source = inputs[0].toTensor().unsafeGetTensorImpl();
-  const auto& parameters = state().parameters;
-  if (!std::binary_search(parameters.begin(), parameters.end(), source)) return nullptr;
-  return std::make_unique<Copying>(source);
+  return state().log.is_parameter(source) ? std::make_unique<Copying>(source) : nullptr;
 }
 
 void operator_ends(const at::RecordFunction& function, at::ObserverContext* context) {
-  if (--depth == 0) state().call = 0;
+  if (--depth == 0) state().log.in_call(0);
   if (!context) return;
   const auto& outputs = function.outputs();
   if (outputs.empty() || !outputs[0].isTensor() || !outputs[0].toTensor().has_storage()) return;
   const uint64_t copy = allocation_of(outputs[0].toTensor().storage().unsafeGetStorageImpl());
-  state().casts.push_back({static_cast<Copying*>(context)->parameter, copy});
+  state().log.add_cast(static_cast<Copying*>(context)->parameter, copy);
 }
 
 struct VirtualAllocator final : c10::Allocator {
@@ -478,12 +293,10 @@ uint64_t gpumem_log_begin(const void* const* parameters, size_t count, GpumemRea
                                                          .needsInputs(true)
                                                          .needsOutputs(true)
                                                          .scopes({at::RecordScope::FUNCTION}));
-  state().call = depth = calls = 0;
+  depth = calls = 0;
   std::lock_guard<std::mutex> lock(state().mutex);
-  state().parameters.assign(parameters, parameters + count);
-  state().casts.clear();
-  state().log.clear();
-  state().logging = true;
+  state().log.in_call(0);
+  state().log.begin(parameters, count);
   *out = read_locked(state());
   return handle;
 }
@@ -493,11 +306,12 @@ void gpumem_log_end(uint64_t handle, const GpumemEvent** events, size_t* length,
                     size_t* cast_count) {
   at::removeCallback(handle);
   std::lock_guard<std::mutex> lock(state().mutex);
-  state().logging = false;
-  *events = state().log.data();
-  *length = state().log.size();
-  *casts = state().casts.data();
-  *cast_count = state().casts.size();
+  gpumem::EventLog& log = state().log;
+  log.end();
+  *events = log.events().data();
+  *length = log.events().size();
+  *casts = log.casts().data();
+  *cast_count = log.casts().size();
 }
 
 // Which allocation a storage lies in; 0 for one that was not counted here.
@@ -509,44 +323,3 @@ void gpumem_empty_cache() {
 }
 
 }  // extern "C"
-
-// What an allocator of its own would do with allocations and releases that were recorded elsewhere: the model without
-// tensors, without limit, and without touching what is counted here.
-
-extern "C" struct GpumemReplayed {  // bytes
-  uint64_t live;
-  uint64_t live_peak;
-  uint64_t reserved;
-  uint64_t reserved_peak;
-};
-
-// An event n > 0 allocates n bytes, an event -k releases the k-th allocation, counted from 1. Returns how many events
-// could be followed: fewer than given when one releases what is not there.
-extern "C" size_t gpumem_replay(const int64_t* events, size_t count, GpumemReplayed* out) {
-  CacheModel cache;
-  std::vector<std::pair<Block*, uint64_t>> allocations;
-  uint64_t live = 0, live_peak = 0;
-  size_t followed = 0;
-  for (; followed < count; ++followed) {
-    const int64_t event = events[followed];
-    if (event > 0) {
-      const auto nbytes = static_cast<uint64_t>(event);
-      const size_t size = round_up(nbytes, kMinBlockSize);
-      Block* block = cache.from_cache(size);
-      allocations.emplace_back(block ? block : cache.from_new_segment(size), nbytes);
-      live += nbytes;
-      live_peak = std::max(live_peak, live);
-      continue;
-    }
-    const auto place = static_cast<uint64_t>(-event) - 1;
-    if (event == 0 || place >= allocations.size() || !allocations[place].first) break;
-    cache.give_back(std::exchange(allocations[place].first, nullptr));
-    live -= allocations[place].second;
-  }
-  *out = {live, live_peak, cache.reserved, cache.reserved_peak};
-  for (const auto& [block, nbytes] : allocations) {
-    if (block) cache.give_back(block);
-  }
-  cache.release_free_segments();
-  return followed;
-}

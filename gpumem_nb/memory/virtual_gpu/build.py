@@ -14,7 +14,9 @@ from pathlib import Path
 
 from ...shared.errors import GpumemError, SetupError
 
-_SOURCE = Path(__file__).with_name("allocator.cpp")
+_FOLDER = Path(__file__).parent
+_SOURCES = sorted(_FOLDER.glob("*.cpp"))
+_HEADERS = sorted(_FOLDER.glob("*.h"))
 _FLAGS = ("-O2", "-DNDEBUG", "-std=c++20", "-fPIC", "-shared", "-fvisibility-inlines-hidden")
 _COMPILE_TIMEOUT_S = 600
 
@@ -52,8 +54,9 @@ def _target() -> Path:
     import torch
     from platformdirs import user_cache_path
 
-    parts = (_SOURCE.read_text(), " ".join(_FLAGS), torch.__version__, str(torch.version.git_version))
-    key = hashlib.sha256("\0".join((*parts, platform.system(), platform.machine())).encode()).hexdigest()[:16]
+    sources = [path.read_text() for path in (*_SOURCES, *_HEADERS)]
+    parts = (*sources, " ".join(_FLAGS), torch.__version__, str(torch.version.git_version), platform.machine())
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return user_cache_path("gpumem_nb") / "virtual" / f"virtual_allocator-{key}.so"
 
 
@@ -98,7 +101,7 @@ def _command(output: Path) -> list[str]:
         *_FLAGS,
         abi,
         *includes,
-        str(_SOURCE),
+        *map(str, _SOURCES),
         "-o",
         str(output),
         *libraries,

@@ -41,7 +41,7 @@ class _CReading(ctypes.Structure):
     foreign: int
 
 
-# ``GpumemEvent`` and ``GpumemCast`` of allocator.cpp.
+# ``GpumemEvent`` and ``GpumemCast`` of event_log.h.
 _EVENT = np.dtype([("id", "u8"), ("bytes", "i8"), ("time_ns", "u8"), ("foreign", "u4"), ("call", "u4")])
 _CAST = np.dtype([("parameter", "u8"), ("allocation", "u8")])
 
@@ -175,12 +175,8 @@ class VirtualGPU:
             self._library.gpumem_enforce_on_this_thread(before)
 
     def communicates_on(self, threads: Collection[int]) -> None:
-        """What these threads, and no others, ask for is communication (Linux; elsewhere all but the computing one)."""
+        """What these threads, and no others, ask for is communication."""
         self._library.gpumem_set_foreign_threads((ctypes.c_int32 * len(threads))(*sorted(threads)), len(threads))
-
-    def step_scope(self) -> AbstractContextManager[None]:
-        """Nothing to do: the allocator sees every step."""
-        return nullcontext()
 
     def event_log(self) -> AllocatorLog:
         """Its allocations and releases, one by one."""

@@ -17,16 +17,16 @@ from .gpu import library
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay ended with and its peaks, in bytes; ``live`` as asked for, not rounded."""
+    """What a replay ended with and its peaks; ``live_bytes`` as asked for, not rounded."""
 
-    live: int
-    live_peak: int
-    reserved: int
-    reserved_peak: int
+    live_bytes: int
+    live_peak_bytes: int
+    reserved_bytes: int
+    reserved_peak_bytes: int
 
 
 class _CReplayed(ctypes.Structure):
-    """``GpumemReplayed`` of allocator.cpp."""
+    """``GpumemReplayed`` of replay.cpp."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("live", "live_peak", "reserved", "reserved_peak")]
     live: int

@@ -56,7 +56,7 @@ class _Kept:
     way: Way | None
 
 
-class LeakWatch:
+class LeakDetector:
     """Watches the steps of one rank; :meth:`take` says what was found.
 
     Args:

@@ -1,0 +1,65 @@
+"""Building a trainer on all ranks: what fails on one rank alone ends it on all of them, so that nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import horovod.torch as hvd
+
+from ..memory.device import Device
+from ..shared.errors import WorkloadError
+from ..shared.workload import Workload
+from .step.data import ShardedStream, as_dataset
+from .step.trainer import Trainer
+from .together.agreement import any_rank
+from .together.interrupts import interruptible
+
+Result = TypeVar("Result")
+
+
+def prepare(make: Callable[[], Workload]) -> tuple[Workload, ShardedStream] | None:
+    """A workload and its data; ``None`` when some other rank could not make it, which then says why.
+
+    Raises:
+        WorkloadError: this rank's data cannot be trained on. Whatever else ``make`` and the data raise comes as it is.
+    """
+
+    def work() -> tuple[Workload, ShardedStream]:
+        workload = make()
+        with interruptible():
+            data = as_dataset(workload.data())
+        stream = ShardedStream(*data, rank=hvd.rank(), size=hvd.size())
+        if stream.length < stream.size:
+            raise WorkloadError(f"The dataset has {stream.length} samples, fewer than the {stream.size} ranks.")
+        return workload, stream
+
+    return _together("data", work)
+
+
+def build(workload: Workload, stream: ShardedStream, device: Device, started_s: float) -> Trainer | None:
+    """A trainer that begins with the weights of rank 0; ``None`` when some other rank could not build its model.
+
+    Raises:
+        WorkloadError: the model cannot be trained, or the ranks hold different ones. Whatever else building the model
+            raises comes as it is.
+    """
+    trainer = _together("model", lambda: Trainer(workload, stream, device, started_s))
+    if trainer is not None:
+        trainer.join()
+    return trainer
+
+
+def _together(what: str, work: Callable[[], Result]) -> Result | None:
+    """Do what may fail on one rank alone; ``None`` when it did on another one."""
+    failure: BaseException | None = None
+    result = None
+    try:
+        result = work()
+    except BaseException as error:
+        failure = error
+    if any_rank(failure is not None, what):
+        if failure:
+            raise failure
+        return None
+    return result

@@ -1,0 +1,150 @@
+"""A training state from a file, checked against what is loaded and then put in its place."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...memory.device import Device
+from ...shared import state_file
+from ...shared.errors import InvalidInput, StateFileError
+from ...shared.settings import Settings
+from ..step import optimizers
+from ..step.trainer import Trainer
+from .storable import from_bytes, opened_random
+
+# What opening a payload raises whose bytes are as they were written, but by something else.
+_NOT_A_STATE = (LookupError, TypeError, AttributeError, ValueError, AssertionError, EOFError, pickle.UnpicklingError)
+
+
+class Checked:
+    """A file that fits the loaded workload, ready to be put in its place: from here on nothing can fail.
+
+    Raises:
+        StateFileError: the file cannot be used, or is not of this workload; nothing was changed.
+    """
+
+    def __init__(self, path: Path, trainer: Trainer, device: Device) -> None:
+        self.header, stream = state_file.read(path)
+        try:
+            with device.exempt():
+                self._open(path, stream, trainer)
+        except _NOT_A_STATE as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise StateFileError(
+                f"{path} does not hold a training state as %hvd_save writes it ({why}). Use another file."
+            ) from None
+
+    def _open(self, path: Path, stream: IO[bytes], trainer: Trainer) -> None:
+        """Read everything that :meth:`apply` will ask for."""
+        try:
+            self.settings = Settings.from_saved(self.header.settings)
+        except InvalidInput as error:
+            raise StateFileError(f"{path} holds settings that are not known here. {error}") from None
+        if self.header.dataset_len != trainer.stream.length:
+            raise StateFileError(
+                f"{path} was saved with a dataset of {self.header.dataset_len} samples; this one has "
+                f"{trainer.stream.length}. Load the workload with the same data."
+            )
+        payload = from_bytes(stream)
+        own = payload["ranks"][hvd.rank() if hvd.rank() < self.header.ranks else 0]
+        own = from_bytes(io.BytesIO(own.numpy().tobytes()))
+        self._parameters, self._buffers = payload["parameters"], own["buffers"]
+        _check_same(path, "parameter", self._parameters, dict(trainer.live.model.named_parameters()))
+        _check_same(path, "buffer", self._buffers, dict(trainer.live.model.named_buffers()))
+        self._random = opened_random(own["random"])
+        self._optimizer = self._rebuilt(path, trainer, payload)
+        self._own_optimizer_state = self._state_for(path, trainer.live.own_optimizer, payload["own_optimizer"])
+        self._scaler = payload["scaler"]
+        if missing := trainer.live.scaler.state_dict().keys() - self._scaler.keys():
+            raise KeyError(min(missing))
+
+    def apply(self, trainer: Trainer) -> None:
+        """Put it in place."""
+        with torch.no_grad():
+            for name, param in trainer.live.model.named_parameters():
+                param.copy_(self._parameters[name])
+            for name, buffer in trainer.live.model.named_buffers():
+                buffer.copy_(self._buffers[name])
+        if trainer.live.own_optimizer and self._own_optimizer_state:
+            optimizers.put_state(trainer.live.own_optimizer, *self._own_optimizer_state)
+        trainer.live.scaler.load_state_dict(self._scaler)
+        trainer.stream.position = self.header.position
+        trainer.go_on_from(self.header.steps, self.settings, self._optimizer)
+        if hvd.rank() < self.header.ranks:
+            self._random.put_back()
+        else:  # a rank that was not there then
+            torch.manual_seed(1 + hvd.rank())
+            random.seed(1 + hvd.rank())
+            np.random.seed(1 + hvd.rank())
+
+    def _rebuilt(self, path: Path, trainer: Trainer, payload: dict[str, Any]) -> Optimizer:
+        """The optimizer that the file's settings name, complete with its state."""
+        if self.settings.optimizer == "own":
+            if trainer.live.own_optimizer is None:
+                raise StateFileError(
+                    f"{path} was saved under the workload's own optimizer ({payload['own_optimizer']['class']}); what "
+                    "is loaded here brings none. Load or attach it with its optimizer."
+                )
+            return trainer.live.own_optimizer
+        optimizer = optimizers.build(trainer.live.parameters, self.settings)
+        state = self._state_for(path, optimizer, payload["optimizer"])
+        assert state is not None
+        optimizers.put_state(optimizer, *state)
+        return optimizer
+
+    def _state_for(
+        self, path: Path, optimizer: Optimizer | None, saved: dict[str, Any] | None
+    ) -> tuple[dict[Tensor, dict[str, Any]], list[dict[str, Any]]] | None:
+        """State and groups as ``optimizer`` would hold them, its tensors allocated on the parameters' device."""
+        if optimizer is None or saved is None:
+            return None
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        there = [len(group["params"]) for group in saved["groups"]]
+        if saved["class"] != type(optimizer).__name__ or sizes != there:
+            raise StateFileError(
+                f"{path} was saved with {saved['class']} over groups of {there} parameters; this is "
+                f"{type(optimizer).__name__} over {sizes}. Load or attach the workload with the same optimizer."
+            )
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        state = {params[index]: _placed(values, params[index]) for index, values in saved["state"].items()}
+        return state, saved["groups"]
+
+
+def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """One parameter's state; made anew, because a virtual GPU does not count tensors that come from a file."""
+
+    def place(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape == param.shape:
+            return torch.empty_like(param, dtype=value.dtype).copy_(value)
+        # torch's step counters live on the host; fused implementations move them when they are chosen.
+        return value.clone() if name == "step" else torch.empty_like(value, device=param.device).copy_(value)
+
+    return {name: place(name, value) for name, value in values.items()}
+
+
+def _check_same(path: Path, kind: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
+    """Name the first tensor that differs in name, type or shape."""
+    for name in [*saved, *(name for name in here if name not in saved)]:
+        in_file, in_model = _describe(saved.get(name)), _describe(here.get(name))
+        if in_file != in_model:
+            raise StateFileError(
+                f"{path} is of another model: its {kind} {name!r} is {in_file}, in the loaded model it is {in_model}. "
+                "Load the workload that it was saved from."
+            )
+
+
+def _describe(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,207 @@
+"""Ranks come and go; what is trained on them and what was measured outlives them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from contextlib import suppress
+from typing import Any
+
+from ..cluster.ranks import Ranks
+from ..report.status import Status, describe_ledger
+from ..shared import snapshot_folder
+from ..shared.errors import Interrupted, InvalidInput, nearest
+from ..shared.knobs import KNOBS
+from ..shared.progress import Progress
+from ..shared.settings import Settings
+from . import compatibility, starting
+from .foreground import Foreground
+from .history import History
+from .idle import IdleWatch
+from .inspection import Inspection
+from .loading import Loading, Origin
+from .policy import RULES, Policy
+from .snapshot_plan import SnapshotPlan
+from .stop_button import finish_anyway
+from .training import Training
+
+_numbers = itertools.count(1)
+
+
+class Lifecycle:
+    """One session's ranks, from start to stop, with restarts in between.
+
+    Attributes:
+        plan: which ranks to start.
+        policy: what the session does by itself.
+        snapshots: when automatic snapshots are taken.
+        ended: why there are no ranks any more, in words; empty while there are.
+        restored: what the last restart brought back, in words.
+        history, ranks, training, foreground, inspection, loading, idle: of the ranks that run, or ran last.
+    """
+
+    history: History
+    ranks: Ranks
+    training: Training
+    foreground: Foreground
+    inspection: Inspection
+    loading: Loading
+    idle: IdleWatch
+
+    def __init__(self, plan: starting.Plan) -> None:
+        self.plan = plan
+        self.policy = Policy()
+        self.ended = ""
+        self.restored = ""
+        self._changing_policy = threading.Lock()
+        self._origin = Origin()
+        self.snapshots = SnapshotPlan(
+            snapshot_folder.for_session(next(_numbers)),
+            lambda: self.policy,
+            lambda text: self.history.mark("note", text),
+        )
+
+    def start(self, progress: Progress) -> None:
+        """Start the ranks, and everything that works beside them.
+
+        Raises:
+            StartError, SetupError: the start failed; nothing is left running.
+            Interrupted: stop was pressed; nothing is left running.
+        """
+        history = History(self.plan.size)
+        try:
+            self.ranks = self.plan.start(history.started_s, self.policy.stall_limit_s, progress)
+        except KeyboardInterrupt:
+            raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
+        self.history = history  # only now: a start that fails leaves what was measured before
+        self.training = Training(self.ranks, history, self.snapshots, lambda: self.policy, self._lost)
+        self.foreground = Foreground(
+            self.ranks, self.training, history, lambda: self.policy, lambda: self.ended, lambda: self.idle.touch()
+        )
+        self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
+        self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin)
+        self.idle = IdleWatch(lambda: self.policy.idle_minutes, self._works, self._stop_idle)
+        self.ended = ""
+        self.training.start()
+        self.ranks.look_after(self.training.give_up)
+        self.idle.start()
+        self._make_room()
+
+    def restart(self, progress: Progress) -> None:
+        """Stop the ranks and start the same number again; :attr:`restored` says what came back of what was trained.
+
+        Raises:
+            StartError, SetupError: the ranks could not be started again; it may be tried once more.
+            WorkloadError, RankError: what was loaded cannot be loaded again.
+        """
+        loaded = self._origin.loaded
+        hopeless = self.ended or self.ranks.stopped() or (self.foreground.in_vain and self.ranks.pending())
+        up_to_date = loaded and not hopeless and self.loading.take_last_snapshot()
+        before = self.loading.remember(up_to_date)
+        self.end()
+        try:
+            self.start(progress)
+        except BaseException:
+            self.ended = "the ranks were ended and could not be started again"
+            raise
+        self.restored = self.loading.restore(before) if loaded else ""
+        if self.training.workload and (before.up_to_date or not self.history.steps):
+            self.set(before.settings.changed_from(self.training.settings))
+
+    def end(self) -> None:
+        """End all ranks and everything started with them; an interrupt does not stop that half way."""
+        self.ended = self.ended or "stopped"
+        self.idle.stop()
+        finish_anyway(self._shut_down, "gpumem_nb ending")
+
+    def tidy_up(self) -> None:
+        """After the end: keep the newest automatic snapshot alone, for a later session."""
+        with suppress(OSError):
+            snapshot_folder.tidy(self.snapshots.folder)
+        self._origin.not_kept = "the session was stopped"
+
+    def status(self) -> Status:
+        """Which ranks run where, on which devices, and what they are doing."""
+        return Status(
+            doing=self.doing,
+            ranks=tuple(self.ranks.infos),
+            workload=self.training.workload,
+            settings=self.training.settings,
+            steps=self.history.steps,
+            snapshots=self.snapshots.describe(),
+            ledger=describe_ledger(self.policy.ledger_steps, self.history.ledger_cost()),
+            start_seconds=dict(self.ranks.seconds),
+            others=tuple(starting.others(self.plan.device)),
+        )
+
+    @property
+    def doing(self) -> str:
+        """What is happening, in one line of words."""
+        if self.ended:
+            return self.ended
+        stopped = [
+            f"rank {rank} is stopped (SIGSTOP): continue it with {command}, or start again with %hvd_restart"
+            for rank, command in self.ranks.stopped().items()
+        ]
+        now = str(self.foreground.wait_report or self.training.describe())
+        return "; ".join([*stopped, now, *filter(None, [self.idle.notice()])])
+
+    def set(self, changes: dict[str, Any]) -> None:
+        """Change knobs and rules of the policy, by name.
+
+        Raises:
+            InvalidInput: an unknown name, or a value that cannot be used with what is loaded; nothing was changed.
+            TrainingFailed: while nothing trains, the ranks could not switch to these settings.
+        """
+        for name in changes:
+            if name not in KNOBS and name not in RULES:
+                raise InvalidInput(f"There is no knob {name!r}: {nearest(name, [*KNOBS, *RULES])}.")
+        rules = {name: value for name, value in changes.items() if name in RULES}
+        knobs = {name: value for name, value in changes.items() if name in KNOBS}
+
+        def check(settings: Settings) -> None:
+            if workload := self.training.workload:
+                compatibility.check(settings, workload, self.plan.size)
+
+        self.policy.replace(**rules)  # whatever cannot be used is refused before anything is changed
+        check(self.training.settings.replace(**knobs))
+        self.foreground.check_alive()
+        if rules:
+            self._change_policy(rules)
+        with self.foreground.interruptible():
+            self.training.set(knobs, check)
+
+    def _change_policy(self, rules: dict[str, Any]) -> None:
+        """Ranks are told how long they may wait for one another."""
+        with self._changing_policy:
+            before, self.policy = self.policy, self.policy.replace(**rules)
+        if self.policy.stall_limit_s != before.stall_limit_s:
+            self.ranks.call("set_stall_limit", self.policy.stall_limit_s)
+        if "snapshot_space" in rules:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        with suppress(OSError):
+            snapshot_folder.make_room(self.snapshots.folder, 0, self.policy.snapshot_space)
+
+    def _shut_down(self) -> None:
+        self.training.close()
+        self.ranks.stop()
+
+    def _lost(self, why: str) -> None:
+        self.ended = f"the ranks are gone: {why}"
+
+    def _works(self) -> bool:
+        return self.foreground.busy or self.training.busy
+
+    def _stop_idle(self) -> None:
+        why = f"stopped after {self.policy.idle_minutes:g} minutes without work (%hvd_set idle_minutes=never keeps it)"
+        if self.training.workload and not self.ended:
+            self.loading.take_last_snapshot()
+        if self.ended:
+            self.idle.stop()
+        elif self.idle.over:  # still: somebody may have come back during the snapshot
+            self.idle.stop()
+            self.history.mark("note", why)
+            self.ended = why
+            self._shut_down()

@@ -1,0 +1,48 @@
+// What an allocator of its own would do with allocations and releases that were recorded elsewhere: the model without
+// tensors, without limit, and without touching what is counted in this process.
+
+#include "caching_model.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+extern "C" struct GpumemReplayed {  // bytes
+  uint64_t live;
+  uint64_t live_peak;
+  uint64_t reserved;
+  uint64_t reserved_peak;
+};
+
+// An event n > 0 allocates n bytes, an event -k releases the k-th allocation, counted from 1. Returns how many events
+// could be followed: fewer than given when one releases what is not there.
+extern "C" size_t gpumem_replay(const int64_t* events, size_t count, GpumemReplayed* out) {
+  gpumem::CachingModel cache;
+  std::vector<std::pair<gpumem::Block*, uint64_t>> allocations;
+  uint64_t live = 0, live_peak = 0;
+  size_t followed = 0;
+  for (; followed < count; ++followed) {
+    const int64_t event = events[followed];
+    if (event > 0) {
+      const auto nbytes = static_cast<uint64_t>(event);
+      const size_t size = gpumem::block_size(nbytes);
+      gpumem::Block* block = cache.from_cache(size);
+      allocations.emplace_back(block ? block : cache.from_new_segment(size), nbytes);
+      live += nbytes;
+      live_peak = std::max(live_peak, live);
+      continue;
+    }
+    const auto place = static_cast<uint64_t>(-event) - 1;
+    if (event == 0 || place >= allocations.size() || !allocations[place].first) break;
+    cache.give_back(std::exchange(allocations[place].first, nullptr));
+    live -= allocations[place].second;
+  }
+  *out = {live, live_peak, cache.reserved, cache.reserved_peak};
+  for (const auto& [block, nbytes] : allocations) {
+    if (block) cache.give_back(block);
+  }
+  cache.release_free_segments();
+  return followed;
+}

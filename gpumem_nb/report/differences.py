@@ -1,0 +1,23 @@
+"""How one setting differs from another, in words. Empty where they are the same."""
+
+from __future__ import annotations
+
+from ..shared.knobs import KNOBS
+from ..shared.settings import Settings
+
+
+def typed(before: Settings, after: Settings) -> str:
+    """What to type after ``%hvd_set`` to get from one to the other: ``batch_size=16 accumulation_steps=2``."""
+    changed = after.changed_from(before)
+    return " ".join(f"{name}={KNOBS[name].text(value)}" for name, value in changed.items())
+
+
+def arrows(before: Settings, after: Settings) -> str:
+    """Both values of what was changed: ``precision fp32 → bf16, batch_size 32 → 64``."""
+    changed = [(KNOBS[name], value) for name, value in after.changed_from(before).items()]
+    return ", ".join(f"{knob.name} {knob.text(getattr(before, knob.name))} → {knob.text(v)}" for knob, v in changed)
+
+
+def short(before: Settings, after: Settings) -> str:
+    """A few letters for a chart's mark: ``bf16, batch 64``."""
+    return ", ".join(KNOBS[name].mark(value) for name, value in after.changed_from(before).items())

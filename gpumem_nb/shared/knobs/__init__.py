@@ -1,0 +1,12 @@
+"""One file for each knob, or each few that belong together, and the table that lists them.
+
+A new knob is a :class:`Knob` in a file of its own and a line in :mod:`.table`. Everything else reads the table: parser,
+completion, panel, advice, what is tried out after memory ran out, and each rank when it applies settings.
+"""
+
+from __future__ import annotations
+
+from .knob import Knob, LiveModel, Need
+from .table import KNOBS, register
+
+__all__ = ["KNOBS", "Knob", "LiveModel", "Need", "register"]

@@ -1,0 +1,64 @@
+"""The knobs ``batch_size`` and ``accumulation_steps``: how many samples make a step, and how many of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..categories import ACTIVATIONS, GRADIENTS, INPUTS, INSIDE_OPERATORS, TEMPORARIES
+from .knob import HALF, SOME, Changes, Knob, Need
+from .option import whole
+
+if TYPE_CHECKING:
+    from ..settings import Settings
+
+
+def shrunk(settings: Settings) -> Settings | None:
+    """The same global batch in smaller micro-batches, half the size if that is even; ``None`` below one sample."""
+    size = settings.batch_size
+    factor = next((divisor for divisor in range(2, size + 1) if size % divisor == 0), None)
+    if factor is None:
+        return None
+    return settings.replace(batch_size=size // factor, accumulation_steps=settings.accumulation_steps * factor)
+
+
+def _other_samples(before: Settings, after: Settings) -> bool:
+    """Samples of one step split into other micro-batches are the same samples."""
+    return before.samples_per_rank != after.samples_per_rank
+
+
+def _fewer_at_once(need: Need) -> Iterator[Changes]:
+    smaller = None if need.of_update else shrunk(need.settings)
+    if smaller:
+        yield {"batch_size": smaller.batch_size, "accumulation_steps": smaller.accumulation_steps}
+
+
+def _no_accumulation(need: Need) -> Iterator[Changes]:
+    # From the second micro-batch on gradients are alive during forward too.
+    if need.settings.accumulation_steps > 1:
+        yield {"accumulation_steps": 1}
+
+
+BATCH_SIZE = Knob(
+    "batch_size",
+    32,
+    "samples in one micro-batch on one rank",
+    parse=whole,
+    allowed="a whole number of at least 1, such as 32",
+    short="batch ",
+    moves={ACTIVATIONS: HALF, INPUTS: HALF, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
+    changes_mathematics=_other_samples,
+    lighter=_fewer_at_once,
+)
+
+ACCUMULATION_STEPS = Knob(
+    "accumulation_steps",
+    1,
+    "micro-batches per optimizer step",
+    parse=whole,
+    allowed="a whole number of at least 1, such as 4",
+    short="accum ",
+    moves={GRADIENTS: SOME},
+    changes_mathematics=_other_samples,
+    lighter=_no_accumulation,
+)

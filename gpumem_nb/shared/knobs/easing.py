@@ -1,0 +1,28 @@
+"""Which changes of knobs may make a category of memory smaller; only those that are not in use yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .knob import Changes, Knob, Need
+from .table import KNOBS
+
+if TYPE_CHECKING:
+    from ..settings import Settings
+
+
+def strongest_first(need: Need) -> list[Changes]:
+    """Those of the knobs that move most of the category come first."""
+    return _changes(need, lambda knob: -knob.moves[need.category])
+
+
+def mildest_first(need: Need) -> list[Settings]:
+    """The settings after each change: the mathematics are kept as long as possible, then those that move little."""
+    changed = [need.settings.replace(**changes) for changes in _changes(need, lambda knob: knob.moves[need.category])]
+    return sorted(changed, key=lambda after: not after.same_mathematics(need.settings))
+
+
+def _changes(need: Need, order: Callable[[Knob], int]) -> list[Changes]:
+    able = [knob for knob in KNOBS.values() if need.category in knob.moves]
+    return [changes for knob in sorted(able, key=order) if knob.lighter for changes in knob.lighter(need)]

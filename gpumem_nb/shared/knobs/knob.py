@@ -1,0 +1,105 @@
+"""A knob: an option of training, with everything that the rest of the house needs to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..categories import INSIDE_OPERATORS, TEMPORARIES
+from .option import Option
+
+if TYPE_CHECKING:
+    from ..messages import WorkloadInfo
+    from ..settings import Settings
+
+Changes = dict[str, Any]
+
+# How much of a category a knob moves, roughly: next to all of it, about half of it, or less.
+MOST, HALF, SOME = 3, 2, 1
+
+
+class LiveModel(Protocol):
+    """What a knob may touch on a rank. Every method does nothing when what it asks for is in place already.
+
+    Attributes:
+        model: the ``torch.nn.Module`` that is trained.
+        optimizer: the ``torch.optim.Optimizer`` in use.
+        parameters: what is trained, in the optimizer's order.
+    """
+
+    model: Any
+    optimizer: Any
+    parameters: Any
+
+    def set_checkpointing(self, mode: str) -> None:
+        """Checkpoint activations in this mode from the next step on."""
+
+    def set_optimizer(self, settings: Settings) -> None:
+        """Train with the optimizer that these settings name."""
+
+    def set_optimizer_impl(self, name: str) -> None:
+        """Compute the same update in another way."""
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the rate of the first parameter group, and scale those of the others by the same factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What shall become smaller, and from where.
+
+    Attributes:
+        category: what fills the memory.
+        phase: the part of the step that it fills the memory in.
+        settings: as they are.
+        blocks: how many blocks of the model can be checkpointed.
+        tried_out: whether changes are tried out on the ranks before anybody is told of them.
+    """
+
+    category: str
+    phase: str
+    settings: Settings
+    blocks: int
+    tried_out: bool = False
+
+    @property
+    def of_update(self) -> bool:
+        """Whether it is what the update takes for a moment, in which forward and backward have no part."""
+        return self.phase == "update" and self.category in (TEMPORARIES, INSIDE_OPERATORS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Knob(Option):
+    """An option of training that can be switched between two steps.
+
+    Attributes:
+        short: what stands before the value in a chart's marks; by default the name.
+        moves: the categories of memory that it makes smaller or larger, and roughly how much of each.
+        changes_mathematics: whether training goes another way with it, or a function of settings before and after.
+        apply: what it does to a live model on a rank when settings are applied; called with every change of any knob,
+            so a second time must do nothing. ``None``: each step reads the value by itself.
+        lighter: the changes that may make a category in ``moves`` smaller; none where they are in use already.
+        refuses: why a value cannot be used with what is loaded (``None``: nothing is), or nothing.
+        adapts: what to change when a workload is loaded under these settings.
+        retired: values that states saved by earlier versions may name, and what they are read as.
+    """
+
+    short: str | None = None
+    moves: Mapping[str, int] = field(default_factory=dict)
+    changes_mathematics: bool | Callable[[Settings, Settings], bool] = True
+    apply: Callable[[LiveModel, Settings], None] | None = None
+    lighter: Callable[[Need], Iterable[Changes]] | None = None
+    refuses: Callable[[Any, WorkloadInfo | None], str] | None = None
+    adapts: Callable[[Settings, WorkloadInfo], Changes] | None = None
+    retired: Mapping[Any, Any] = field(default_factory=dict)
+
+    def mark(self, value: Any) -> str:
+        """A value in a few letters."""
+        before = f"{self.name.replace('_', ' ')} " if self.short is None else self.short
+        return before + self.text(value)
+
+    def keeps_mathematics(self, before: Settings, after: Settings) -> bool:
+        """Whether training goes on as it would have without this knob's part of a change."""
+        changes = self.changes_mathematics
+        return not (changes(before, after) if callable(changes) else changes)

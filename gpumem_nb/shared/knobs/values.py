@@ -1,0 +1,79 @@
+"""Values: one for each option of a table, immutable and checked on the way in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
+
+from ..errors import InvalidInput, nearest
+from .option import Option
+
+Kind = TypeVar("Kind", bound="Values")
+
+
+class Values:
+    """One value for each option of :attr:`table`, read as attributes; compared and hashed by value.
+
+    Only what differs from the defaults is stored. So values stay equal when an option is added to the table, and few
+    bytes travel when they are sent to another process.
+    """
+
+    __slots__ = ("_changed",)
+    table: ClassVar[Mapping[str, Option]]
+    _changed: dict[str, Any]
+
+    def __init__(self, **values: Any) -> None:
+        object.__setattr__(self, "_changed", self._with({}, values))
+
+    def replace(self, **values: Any) -> Self:
+        """A copy with some values changed; unknown names and values raise ``InvalidInput`` naming the nearest one."""
+        return _restored(type(self), self._with(self._changed, values))
+
+    def as_dict(self) -> dict[str, Any]:
+        """All values by name, for tables, files and json."""
+        return {name: getattr(self, name) for name in self.table}
+
+    def _with(self, changed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        merged = {name: value for name, value in changed.items() if name in self.table}
+        for name, value in values.items():
+            option = self.table.get(name)
+            if option is None:
+                raise InvalidInput(f"There is no knob {name!r}: {nearest(name, self.table)}.")
+            merged[name] = option.check(value)
+        return {name: value for name, value in merged.items() if value != self.table[name].default}
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            if name in self._changed:
+                return self._changed[name]
+            if name in self.table:
+                return self.table[name].default
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} cannot be changed. Make others with replace({name}=...).")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.table]
+
+    def __eq__(self, other: object) -> bool:
+        return self._changed == other._changed if type(self) is type(other) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._changed.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self._changed)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={option.text(getattr(self, name))}" for name, option in self.table.items())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"
+
+
+def _restored(kind: type[Kind], changed: dict[str, Any]) -> Kind:
+    """Values that have been checked already."""
+    values = object.__new__(kind)
+    object.__setattr__(values, "_changed", changed)
+    return values

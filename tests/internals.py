@@ -1,0 +1,205 @@
+"""All that tests reach inside the toolkit, by what they need: a test says what it wants, here is where it lies."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpumem_nb import session as session_module
+from gpumem_nb.cluster.hosts import parsing
+from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
+from gpumem_nb.session import Session
+from gpumem_nb.shared import cluster_records
+from gpumem_nb.shared.messages import RankInfo
+from gpumem_nb.shared.processes import Identity
+
+# Sessions -------------------------------------------------------------------------------------------------------------
+
+
+def running() -> Session | None:
+    """The session of this process, also one whose ranks are gone; ``None`` when there is none."""
+    return session_module._current
+
+
+def stop_running() -> None:
+    """End the session of this process, if there is one."""
+    session = running()
+    if session is not None:
+        session.stop()
+
+
+def end_by(monkeypatch: pytest.MonkeyPatch, session: Session, instead: Callable[[Callable[[], None]], None]) -> None:
+    """Let the session's ranks be ended by something else, which is given the usual way."""
+    usual = session._life._shut_down
+    monkeypatch.setattr(session._life, "_shut_down", lambda: instead(usual))
+
+
+def claim(monkeypatch: pytest.MonkeyPatch, session: Session, infos: list[RankInfo]) -> None:
+    """Let the notebook believe this of its ranks."""
+    monkeypatch.setattr(session._life.ranks, "infos", infos)
+
+
+# Processes and what they leave on disk --------------------------------------------------------------------------------
+
+
+def processes_of(session: Session) -> tuple[Identity, ...]:
+    """Everything that the session started and that is recorded by now: controller, mpiexec, its helpers, ranks."""
+    session._life.ranks._launched.record_all()
+    return session._life.ranks._launched.processes
+
+
+def mpiexec_of(session: Session) -> int:
+    """The launcher's pid."""
+    mpiexec = session._life.ranks._launched.starter
+    assert mpiexec is not None
+    return mpiexec.pid
+
+
+def controller_of(session: Session) -> int:
+    """The pid of ipyparallel's controller."""
+    controller = session._life.ranks._launched.controller
+    assert controller is not None
+    return controller.pid
+
+
+def silent_ones_of(session: Session) -> list[Identity]:
+    """Processes on this host that a session must survive the silence of: all that must live, but the launcher."""
+    launched = session._life.ranks._launched
+    return [*(who for who in launched.essential if who != launched.starter), *launched.remote_hosts.connections]
+
+
+def folders_of(session: Session) -> list[Path]:
+    """Those of the session's processes: connection files, Open MPI's own."""
+    return [Path(folder) for folder in session._life.ranks._launched._record.folders]
+
+
+def record_of(session: Session) -> Path:
+    """The file that says to other notebooks what runs, and to the next one what to clean up."""
+    return session._life.ranks._launched._record_path
+
+
+def connection_files_of(session: Session) -> Path:
+    """The folder with the keys of the session's engines and clients."""
+    return session._life.ranks._launched.profile / "security"
+
+
+def records_of_this_process() -> list[cluster_records.Record]:
+    """What the records on this machine say that this process has started."""
+    return [record for _, record in cluster_records._here() if record.kernel.pid == os.getpid()]
+
+
+def here_is(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let this machine have that name."""
+    monkeypatch.setattr(parsing, "_is_here", lambda host: host == name)
+
+
+# For kernels of their own, which cannot import tests: expressions for the session of that name.
+
+
+def folders_expression(session: str) -> str:
+    """As :func:`folders_of`, as strings."""
+    return f"list({session}._life.ranks._launched._record.folders)"
+
+
+def traces_expression(session: str) -> str:
+    """The record's path, the folders and ``(pid, started)`` of every process."""
+    launched = f"{session}._life.ranks._launched"
+    return (
+        f"({launched}.record_all(), str({launched}._record_path), {launched}._record.folders, {launched}.processes)[1:]"
+    )
+
+
+def latest_snapshot_expression(session: str) -> str:
+    """The newest automatic snapshot that is whole, or ``None``."""
+    return f"{session}._life.snapshots.latest"
+
+
+# What is under way ----------------------------------------------------------------------------------------------------
+
+
+def somebody_waits_for_ranks(session: Session) -> bool:
+    """Whether a rank has a request of somebody who waits for its answer."""
+    return session._life.foreground.busy and any(call.pending() for call in list(session._life.ranks._calls))
+
+
+def printed_so_far(session: Session) -> str:
+    """What the ranks printed in requests that are not answered yet."""
+    return "".join(text for call in list(session._life.ranks._calls) for text in call.outputs())
+
+
+def wait_for_steps(session: Session, steps: int) -> None:
+    """Wait until training has got that far."""
+    while session.history.steps < steps:
+        assert not session.ended, session.ended
+        time.sleep(0.005)
+
+
+def now_and_under_way(session: Session) -> tuple[int, float, int]:
+    """Of one moment: steps done, the session's clock in seconds, and steps that the ranks have been asked for."""
+    with session._life.training._state.locked():
+        return session.history.steps, session.history.now_s(), session._life.training._in_flight.steps
+
+
+# Automatic snapshots --------------------------------------------------------------------------------------------------
+
+
+def snapshots_of(session: Session) -> SnapshotPlan:
+    """When they are taken, where they lie, and of which load."""
+    return session._life.snapshots
+
+
+def cost_of(plan: SnapshotPlan) -> tuple[float, float]:
+    """Seconds for which snapshots held training up, and seconds of training."""
+    return plan._cost_s, plan._trained_s
+
+
+# Inside a rank: expressions and code for Session.run ------------------------------------------------------------------
+
+_RANK = "__import__('gpumem_nb.engine.rank', fromlist=['_trainer'])"
+TRAINER = f"{_RANK}._trainer"
+DEVICE = f"{_RANK}._device"
+LIVE = f"{_RANK}.reading().live_bytes"
+POSITION = f"{TRAINER}.stream.position"
+STEPS = f"{TRAINER}.steps"
+
+
+def hooks_expression(model: str) -> str:
+    """How many hooks there are on the modules of the model of that name, and on its parameters."""
+    on_modules = f"sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in {model}.modules())"
+    return f"{on_modules}, sum(len(p._post_accumulate_grad_hooks or ()) for p in {model}.parameters())"
+
+
+FORGET_DEVICE_USE = f"{_RANK}._device_use = None"
+"""What was last read of the device by NVML is not known any more."""
+
+INSIDE = """
+import functools
+from gpumem_nb.engine import rank as of_ranks
+from gpumem_nb.engine.step.trainer import Trainer
+
+def the_trainer():
+    return of_ranks._trainer
+
+def live_bytes():
+    return of_ranks.reading().live_bytes
+
+def after_each_step(note):
+    original = getattr(Trainer._step, "__wrapped__", Trainer._step)
+
+    @functools.wraps(original)
+    def step(trainer, *arguments):
+        outcome, sample = original(trainer, *arguments)
+        if not outcome.discarded:
+            note(trainer)
+        return outcome, sample
+
+    Trainer._step = step
+"""
+"""Code that defines ``the_trainer()``, ``live_bytes()`` and ``after_each_step(note)``.
+
+``note(trainer)`` is called after each step that is not undone.
+"""

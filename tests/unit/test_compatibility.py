@@ -1,0 +1,37 @@
+"""Settings and what is loaded: refused when they are asked for, adapted when something else is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_nb.kernel import compatibility
+from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.knobs import KNOBS
+from gpumem_nb.shared.messages import WorkloadInfo
+from gpumem_nb.shared.settings import Settings
+
+PLAIN = WorkloadInfo("plain", 1, 4, dataset_len=100, blocks=0, own_optimizer=None, own_learning_rate=None)
+OWN = WorkloadInfo("own", 1, 4, dataset_len=100, blocks=3, own_optimizer="RMSprop", own_learning_rate=0.5)
+
+
+def test_what_a_workload_lacks_is_refused_by_name() -> None:
+    with pytest.raises(InvalidInput, match=r"plain brings no optimizer .*=sgd, momentum, adam or adamw\."):
+        compatibility.check(Settings(optimizer="own"), PLAIN, 2)
+    with pytest.raises(InvalidInput, match="batch_size × accumulation_steps up to 50"):
+        compatibility.check(Settings(batch_size=51), PLAIN, 2)
+    compatibility.check(Settings(optimizer="own", batch_size=50), OWN, 2)
+
+
+def test_loading_takes_what_comes_with_the_workload_and_leaves_what_does_not() -> None:
+    chosen = Settings(precision="bf16", checkpointing="sqrt", optimizer_impl="fused")
+    own = compatibility.adapted(chosen, OWN)
+    assert own == Settings(precision="bf16", checkpointing="sqrt", optimizer="own", learning_rate=0.5)
+    assert compatibility.adapted(own, PLAIN) == Settings(precision="bf16")
+    assert compatibility.adapted(chosen, PLAIN) == chosen.replace(checkpointing="none")
+
+
+def test_an_optimizer_of_its_own_is_offered_only_by_a_workload_that_brings_one() -> None:
+    refuses = KNOBS["optimizer"].refuses
+    assert refuses is not None
+    assert [bool(refuses("own", workload)) for workload in (None, PLAIN, OWN)] == [True, True, False]
+    assert not any(refuses(name, None) for name in KNOBS["optimizer"].choices if name != "own")

@@ -1,0 +1,49 @@
+"""What IPython offers after a ``%hvd_`` magic."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from gpumem_nb.magics import HvdMagics, complete_hvd
+
+MAGICS = {name: getattr(HvdMagics, name) for of_kind in HvdMagics.magics.values() for name in of_kind}
+
+
+def complete(line: str) -> list[str]:
+    return complete_hvd(None, SimpleNamespace(line=line))
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("%hvd_set pre", ["precision="]),
+        ("%hvd_set precision=", ["fp32", "fp16", "bf16"]),
+        ("%hvd_set precision=b", ["bf16"]),
+        ("%hvd_set batch_size=4 clip_norm=n", ["none"]),
+        ("%hvd_set snapshot_steps=", ["auto", "never"]),
+        ("%hvd_load digits-s", ["digits-separable"]),
+        ("%hvd_load digits-resnet wi", ["width="]),
+        ("%hvd_start --device c", ["cuda", "cpu"]),
+        ("%hvd_start --launcher ", ["mpi"]),
+        ("%hvd_start --mem", ["--memory-limit"]),
+        ("%hvd_start --timeout ", []),
+        ("%hvd_attach lo", ["loss="]),
+        ("%%hvd --r", ["--ranks"]),
+        ("%%hvd --quiet --r", ["--ranks"]),
+        ("%hvd_memory --by m", ["module"]),
+        ("%hvd_set", []),
+        ("%hvd_stop ", []),
+        ("%hvd_unknown ", []),
+    ],
+)
+def test_completion_offers_names_and_values(line: str, found: list[str]) -> None:
+    assert complete(line) == found
+
+
+@pytest.mark.parametrize("name", MAGICS)
+def test_every_flag_that_a_magic_explains_is_offered(name: str) -> None:
+    explained = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", MAGICS[name].parser.format_usage()))
+    assert {word for word in complete(f"%{name} ") if word.startswith("-")} == explained

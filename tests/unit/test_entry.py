@@ -1,0 +1,68 @@
+"""The doors of a rank, from the request to the answer, without a rank."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from gpumem_nb.cluster.calls import Call
+from gpumem_nb.engine import entry
+from gpumem_nb.shared.errors import RankError, WorkloadError
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What cells see, in place of an engine's."""
+    names: dict[str, Any] = {"get_ipython": lambda: SimpleNamespace(parent_header={})}
+    module = SimpleNamespace(**names)
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    return vars(module)
+
+
+def read(answer: bytes) -> Any:
+    """The answer as the notebook has it."""
+    future: Future[bytes] = Future()
+    future.set_result(answer)
+    (value,) = Call([0], [future], pulse="pulse").get()
+    return value
+
+
+def test_a_cell_gives_its_value_or_its_representation() -> None:
+    assert read(entry.run_cell("x = 2\n[x]", "<code 1>", "value", memory=False)) == [2]
+    assert read(entry.run_cell("[x]", "<code 2>", "text", memory=False)) == "[2]"
+    assert read(entry.run_cell("x = 3", "<code 3>", "text", memory=False)) is None
+
+
+def test_a_function_gives_its_value() -> None:
+    assert read(entry.call_function(cloudpickle.dumps((lambda a, b: a + b, (1, 2))))) == 3
+
+
+def test_a_traceback_begins_with_somebodys_own_line() -> None:
+    with pytest.raises(RankError, match="ZeroDivisionError") as caught:
+        read(entry.run_cell("def f():\n    1 / 0\nf()", "<code 4>", "value", memory=False))
+    lines = caught.value.remote_traceback.splitlines()
+    assert lines[1] == '  File "<code 4>", line 3, in <module>'
+    assert "    1 / 0" in lines
+    assert "engine" not in caught.value.remote_traceback
+
+
+def test_a_value_that_cannot_be_pickled_is_an_error_of_the_rank() -> None:
+    with pytest.raises(RankError, match="TypeError: cannot pickle"):
+        read(entry.run_cell("import threading; threading.Lock()", "<code 5>", "value", memory=False))
+
+
+@pytest.mark.parametrize("raised", ["SystemExit(3)", "KeyboardInterrupt()", "GeneratorExit()"])
+def test_nothing_that_a_cell_raises_gets_past_the_door(raised: str) -> None:
+    with pytest.raises(RankError, match=raised.partition("(")[0]):
+        read(entry.run_cell(f"raise {raised}", "<code 6>", "value", memory=False))
+
+
+def test_an_error_of_the_toolkit_comes_back_as_what_it_is() -> None:
+    code = "from gpumem_nb.shared.errors import WorkloadError\nraise WorkloadError('no such thing')"
+    with pytest.raises(WorkloadError, match="no such thing"):
+        read(entry.run_cell(code, "<code 7>", "value", memory=False))

@@ -1,0 +1,100 @@
+"""A live model is brought to other settings knob by knob, and always knows what it is under."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+from gpumem_nb.engine.step.live_model import LiveModel
+from gpumem_nb.memory.device import opened
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Workload
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+
+
+def rows() -> TensorDataset:
+    return TensorDataset(torch.ones(2, 4))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    output: Tensor = model(batch)
+    return output.square().mean()
+
+
+def own(params: Iterable[Tensor]) -> Optimizer:
+    return torch.optim.SparseAdam(params, lr=0.5)
+
+
+def live(workload: Workload) -> LiveModel:
+    return LiveModel(workload, opened(), rank=0)
+
+
+def update(live: LiveModel) -> None:
+    loss(live.model, torch.ones(2, 4)).backward()
+    live.optimizer.step()
+    live.model.zero_grad()
+
+
+def hooks(live: LiveModel) -> int:
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in live.model.modules())
+
+
+def moments(live: LiveModel) -> list[Tensor]:
+    return [value.clone() for state in live.optimizer.state.values() for value in state.values()]
+
+
+def test_each_knob_set_twice_is_as_set_once() -> None:
+    model = live(Workload("plain", blocks, rows, loss))
+    update(model)
+    for settings in (Settings(), Settings(checkpointing="sqrt", optimizer="momentum", learning_rate=0.25)):
+        model.apply(settings)
+        update(model)
+        before = (model.optimizer, hooks(model), model.optimizer.param_groups[0]["lr"], model.settings)
+        kept = moments(model)
+        model.set_checkpointing(settings.checkpointing)
+        model.set_optimizer(settings)
+        model.set_optimizer_impl(settings.optimizer_impl)
+        model.set_learning_rate(settings.learning_rate)
+        assert (model.optimizer, hooks(model), model.optimizer.param_groups[0]["lr"], model.settings) == before
+        assert all(map(torch.equal, moments(model), kept))
+
+
+def test_settings_say_what_was_applied_before_one_that_does_not_fit() -> None:
+    model = live(Workload("plain", blocks, rows, loss, optimizer=own))
+    model.apply(usual := Settings(optimizer="adam"))
+    update(model)
+    kept = moments(model)
+    with pytest.raises(WorkloadError, match="SparseAdam has no fused implementation"):
+        model.apply(Settings(checkpointing="blocks", optimizer="own", optimizer_impl="fused", learning_rate=0.1))
+    assert model.settings == usual.replace(checkpointing="blocks", optimizer="own")
+    assert model.optimizer is model.own_optimizer
+    model.apply(usual)
+    assert (model.settings, hooks(model)) == (usual, 0)
+    assert all(map(torch.equal, moments(model), kept)), "the optimizer before comes back with its state"
+
+
+def test_checkpointing_comes_back_after_a_mode_that_could_not_be_set() -> None:
+    found = True
+
+    def named(model: nn.Module) -> list[nn.Module]:
+        return list(model.children()) if found else []
+
+    model = live(Workload("named", blocks, rows, loss, blocks=named))
+    model.apply(Settings(checkpointing="blocks"))
+    wrapped = hooks(model)
+    found = False
+    with pytest.raises(WorkloadError, match="needs a model with sub-modules"):
+        model.apply(Settings(checkpointing="sqrt"))
+    assert (model.settings.checkpointing, hooks(model)) == ("none", 0)
+    found = True
+    model.apply(Settings(checkpointing="blocks"))
+    assert hooks(model) == wrapped > 0

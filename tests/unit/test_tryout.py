@@ -1,0 +1,53 @@
+"""What is tried after memory ran out, in which order."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_nb.kernel.tryout import Tryout
+from gpumem_nb.report.differences import typed
+from gpumem_nb.report.rescue import Rescue
+from gpumem_nb.shared.messages import Failure
+from gpumem_nb.shared.settings import Settings
+
+
+def tried(settings: Settings, phase: str, blocks: bool, most: int = 9) -> list[str]:
+    """As typed, while nothing fits."""
+    tryout = Tryout(Rescue(Failure(0, "oom", phase, ""), 1, settings), blocks, sample_s=0.0)
+    found: list[str] = []
+    while len(found) < most and tryout.next():
+        tryout.learn({"oom"}, [])
+        found.append(typed(settings, tryout.rescue.trials[-1].settings))
+    return found
+
+
+def test_the_same_training_in_less_memory_comes_first_then_the_mildest_change_and_ever_smaller_micro_batches() -> None:
+    assert tried(Settings(batch_size=8), "forward", blocks=True) == [
+        "batch_size=4 accumulation_steps=2",
+        "checkpointing=blocks",
+        "precision=bf16",
+        "checkpointing=blocks batch_size=4 accumulation_steps=2",
+        "batch_size=2 accumulation_steps=4",
+        "checkpointing=blocks batch_size=2 accumulation_steps=4",
+        "batch_size=1 accumulation_steps=8",
+        "checkpointing=blocks batch_size=1 accumulation_steps=8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        (Settings(), ["optimizer_impl=fused", "optimizer=momentum", "optimizer=sgd"]),
+        (Settings(optimizer="own"), ["optimizer_impl=fused", "optimizer=momentum", "optimizer=sgd"]),
+        (Settings(optimizer="momentum", optimizer_impl="fused"), ["optimizer=sgd"]),
+        (Settings(optimizer="sgd", optimizer_impl="fused"), []),
+    ],
+)
+def test_another_way_of_the_same_update_is_tried_before_another_optimizer(settings: Settings, found: list[str]) -> None:
+    assert tried(settings, "update", blocks=True) == found
+
+
+def test_without_blocks_only_the_batch_shrinks() -> None:
+    used = Settings(batch_size=6, precision="bf16")
+    smaller = ["batch_size=3 accumulation_steps=2", "batch_size=1 accumulation_steps=6"]
+    assert tried(used, "backward", blocks=False) == smaller

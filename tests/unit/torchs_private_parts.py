@@ -1,0 +1,176 @@
+"""Checks of torch's private parts; tests/unit/test_internals.py runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpumem_nb.internals import torch_internals
+from tests.unit.private_parts import checks, must
+
+
+@checks("torch", "Tensor._cdata and UntypedStorage._cdata")
+def addresses() -> None:
+    tensor = torch.ones(4)
+    storages = tensor.untyped_storage(), tensor[1:].untyped_storage()
+    must(torch_internals.address(storages[0]) == torch_internals.address(storages[1]), "views have other storages")
+    must(torch_internals.address(tensor) != torch_internals.address(tensor[1:]), "views are the same tensor")
+    must(torch_internals.address(storages[0]) != torch_internals.address(torch.ones(4).untyped_storage()), "all alike")
+
+
+@checks("torch", "Tensor._version")
+def versions() -> None:
+    tensor = torch.ones(2)
+    before = torch_internals.version(tensor)
+    tensor[:1].add_(1)
+    must(torch_internals.version(tensor) == before + 1, "a change in place through a view is not counted")
+
+
+@checks("torch", "Module._buffers")
+def buffers() -> None:
+    norm = nn.BatchNorm1d(2)
+    names = torch_internals.buffers_by_name(norm)
+    must(set(names) == {"running_mean", "running_var", "num_batches_tracked"}, str(set(names)))
+    names["running_mean"] = mean = torch.full((2,), 7.0)
+    must(norm.running_mean is mean, "what is put into the dict is not the module's")
+
+
+@checks("torch", "torch.nn.modules.batchnorm._NormBase")
+def norms() -> None:
+    kinds = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.InstanceNorm1d(2)]
+    must(torch_internals.batch_norms(nn.Sequential(nn.Linear(2, 2), *kinds)) == kinds, "other modules are meant")
+
+
+class Doubled(torch.autograd.Function):
+    """A node written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@checks("torch", "_raw_saved_* of graph nodes")
+def raw() -> None:
+    x = torch.ones(2, requires_grad=True)
+    doubled: Callable[[Tensor], Tensor] = Doubled.apply
+    for result in (x.exp(), doubled(x)):
+        saved = list(torch_internals.saved_raw(result.grad_fn))
+        must([one.data.tolist() for one in saved] in ([result.tolist()], [x.tolist()]), f"{saved} is saved")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: "packed", lambda packed: x):
+        result = x.sin()
+    (hooked,) = torch_internals.saved_raw(result.grad_fn)
+    must(hooked.data == "packed" and hooked.unpack_hook("packed") is x, "hooks do not show")
+
+
+@checks("torch", "torch._C._current_graph_task_id")
+def backward() -> None:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(torch_internals.in_backward()))
+    x.sum().backward()
+    must((seen, torch_internals.in_backward()) == ([True], False), f"inside {seen}, outside the opposite")
+
+
+@checks("torch", "saved_tensors_hooks.__enter__")
+def entering() -> None:
+    entered = []
+
+    def enter(own: Any, hooks: Any) -> None:
+        entered.append(hooks.pack_hook("x"))
+        own(hooks)
+
+    with (
+        torch_internals.hooks_entered_by(enter),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x * 2, lambda x: x),
+    ):
+        must(torch_internals.innermost_hooks() is not None, "torch's own function did not enter them")
+    must(entered == ["xx"], "nobody asked")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x * 3, lambda x: x):
+        must(entered == ["xx"], "it was not put back")
+
+
+@checks("torch", "the stack of saved-tensor hooks (torch._C._autograd)")
+def hook_stack() -> None:
+    before = torch_internals.innermost_hooks()
+    torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x).__enter__()
+    must(torch_internals.innermost_hooks() != before, "hooks that were entered are not seen")
+    torch_internals.leave_hooks()
+    must(torch_internals.innermost_hooks() == before, "they were not left")
+
+
+class Mode(torch_internals.TorchDispatchMode):
+    """Counts operators."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+@checks("torch", "torch.utils._python_dispatch")
+def modes() -> None:
+    before, mode = torch_internals.count_modes(), Mode()  # type: ignore[no-untyped-call]  # torch's
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    torch.ones(1)
+    inside = torch_internals.count_modes()
+    torch_internals.leave_mode()
+    torch.ones(1)
+    must((mode.seen, inside, torch_internals.count_modes()) == (1, before + 1, before), "modes are counted otherwise")
+
+
+@checks("torch", "the code around dispatch modes")
+def files() -> None:
+    missing = [file for file in torch_internals.FILES_AROUND_MODES if not Path(file).exists()]
+    must(not missing, f"{missing} is not there")
+
+
+@checks("torch", "autocast's depth and cache")
+def autocast() -> None:
+    weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+    try:
+        x @ weight
+        torch_internals.leave_autocast()
+        must(torch.autocast_increment_nesting() == 1, "autocast's depth did not go back to zero")
+        torch.autocast_decrement_nesting()
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+
+
+@checks("torch", "hooks of an optimizer")
+def step_hooks() -> None:
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+        must(not torch_internals.has_step_hooks(optimizer), "hooks are seen where none are")
+        getattr(optimizer, register)(lambda *_: None)
+        must(torch_internals.has_step_hooks(optimizer), f"what {register} registers is not seen")
+
+
+@checks("torch", "_step_supports_amp_scaling, grad_scale and found_inf of optimizers")
+def scaling() -> None:
+    source = Path(torch.amp.grad_scaler.__file__).read_text()
+    for name in ("_step_supports_amp_scaling", "optimizer.grad_scale", "optimizer.found_inf"):
+        must(name in source, f"the gradient scaler does not know {name}")
+    optimizer = torch.optim.AdamW([torch.ones(1)], lr=1.0, fused=True)
+    must(optimizer._step_supports_amp_scaling, "fused kernels take no scale")
+    torch_internals.keep_scale_from(optimizer)
+    vars(optimizer).update(grad_scale=torch.ones(1), found_inf=torch.ones(1))
+    torch_internals.forget_scaler(optimizer)
+    must(not {"grad_scale", "found_inf"} & vars(optimizer).keys(), "they stay")
+
+
+@checks("torch", "torch.cuda.memory._record_memory_history and _dump_snapshot")
+def allocations() -> None:
+    signature(torch.cuda.memory._record_memory_history).bind("all", stacks="python", max_entries=1)
+    signature(torch.cuda.memory._dump_snapshot).bind("file")
