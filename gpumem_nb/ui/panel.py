@@ -12,11 +12,9 @@ import ipywidgets
 from ..shared.messages import Sample
 from . import legend, threads, wording
 from .actions import Actions
-from .bands import bands, peaks, worst_first
-from .charts import Charts
+from .charts import Charts, View
 from .controls import Controls
 from .region import Region
-from .series import marks, series
 from .steered import Steered
 from .style import CSS
 
@@ -90,7 +88,8 @@ class Panel:
         return f"<Panel of {self._session!r}>"
 
     def _make(self) -> Any:
-        self._charts = Charts(self._session.ranks)
+        self._ranks = self._session.ranks
+        self._charts = Charts(self._ranks)
         self._controls = Controls(self._session, self._ask)
         self._status = _region("gpumem-status", "status", "what is happening")
         self._alert = _region("gpumem-alert", "alert", "")
@@ -98,8 +97,8 @@ class Panel:
         self._tiles = _region("gpumem-numbers", "group", "numbers now")
         self._filling = _region("gpumem-filling", "group", "what fills the memory")
         self._truths = _region("gpumem-truths", "group", "what the numbers of memory mean")
-        self._truths.html = wording.truths(self._session.ranks)
-        css = ipywidgets.HTML(CSS)
+        self._truths.html = wording.truths(self._ranks)
+        css = ipywidgets.HTML(CSS + self._charts.css)
         css.add_class("gpumem-css")
         regions = [self._status, self._alert]
         numbers = [self._effect, self._tiles, self._filling]
@@ -151,13 +150,11 @@ class Panel:
         self._effect.html = wording.effect(history.effect())
         self._tiles.html = wording.tiles(session, samples, history.readings)
         settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
-        found = peaks(samples, history.readings)
-        worst = next(iter(worst_first(found)), None)
+        view = View.of(self._ranks, history.readings, samples, settings.get)
         blocks = session.workload.blocks if session.workload else 0
-        words = wording.filling(found, history, blocks)
-        self._filling.html = f"<p>{words}</p>{legend.key(worst)}{legend.strip(found)}" if words else ""
-        of_worst = bands(samples[worst.rank] if worst else [])
-        self._charts.update(history.readings, found, of_worst, series(samples), marks(samples, settings.get))
+        words = wording.filling(view.peaks, history, blocks)
+        self._filling.html = f"<p>{words}</p>{legend.key(view.worst)}{legend.strip(view.peaks)}" if words else ""
+        self._charts.update(view)
 
     def _samples(self) -> list[list[Sample]]:
         history = self._session.history

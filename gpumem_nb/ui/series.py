@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from ..shared.messages import Sample
 from ..shared.settings import Settings
 
 Array = NDArray[np.float64]
+Value = Callable[[Sample], float | None]
 MOST_POINTS = 300
 MOST_LINES = 8  # more ranks are drawn as the highest, the median and the lowest of them at each point
 MOST_MARKS = 8
@@ -21,47 +21,52 @@ MOST_MARKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One point for each bucket of steps; peak (bytes), speed (samples/s) and seconds with one row per line."""
+    """The finished steps that all ranks have in common, in buckets of equal size; values of them with few points.
+
+    Attributes:
+        step: the last step of each bucket.
+    """
 
     step: Array
-    peak: Array
-    speed: Array
-    seconds: Array
-    loss: Array
+    _by_rank: Sequence[Sequence[Sample]]
+    _starts: NDArray[np.intp]
+
+    def highest(self, value: Value) -> Array:
+        """The highest value within each bucket, a row for each of :func:`lines`."""
+        return _few(np.maximum.reduceat(self._table(value), self._starts, axis=-1))
+
+    def mean(self, value: Value) -> Array:
+        """The mean within each bucket, a row for each of :func:`lines`."""
+        return _few(self._mean(self._table(value)))
+
+    def mean_of_ranks(self, value: Value) -> Array:
+        """The mean of all ranks within each bucket, in one row."""
+        return self._mean(self._table(value).mean(axis=0))
+
+    def _table(self, value: Value) -> Array:
+        """A row for each rank; what is not known is not a number."""
+        return np.array([[value(sample) for sample in samples] for samples in self._by_rank], dtype=np.float64)
+
+    def _mean(self, values: Array) -> Array:
+        counts = np.diff(self._starts, append=values.shape[-1])
+        return np.add.reduceat(values, self._starts, axis=-1) / counts
 
 
 def series(by_rank: Sequence[Sequence[Sample]]) -> Series:
-    """Finished steps, thinned out: the highest peak and the mean of all else within each bucket of equal size."""
+    """Finished steps, thinned out to a bounded number of buckets."""
     good = [[sample for sample in samples if sample.done] for samples in by_rank]
     length = min(map(len, good), default=0)
     if not length:
-        none = np.empty((len(lines(len(good))), 0))
-        return Series(np.empty(0), none, none, none, np.empty(0))
+        return Series(np.empty(0), [[] for _ in good], np.empty(0, dtype=np.intp))
     rows = [samples[-length:] for samples in good]
-
-    def table(value: Callable[[Sample], Any]) -> Array:
-        return np.array([[value(sample) for sample in samples] for samples in rows], dtype=np.float64)
-
-    step = table(lambda sample: sample.step)[0]
+    step = np.array([sample.step for sample in rows[0]], dtype=np.float64)
     width = -(-(int(step[-1] - step[0]) + 1) // MOST_POINTS)
     starts = np.flatnonzero(np.diff(step // width, prepend=-1))
-    counts = np.diff(starts, append=length)
-
-    def mean(values: Array) -> Array:
-        return np.add.reduceat(values, starts, axis=-1) / counts
-
-    losses = table(lambda sample: np.nan if sample.loss is None else sample.loss)
-    return Series(
-        step=step[starts + counts - 1],
-        peak=_few(np.maximum.reduceat(table(lambda sample: sample.live_peak_bytes), starts, axis=-1)),
-        speed=_few(mean(table(lambda sample: sample.samples_per_s))),
-        seconds=_few(mean(table(lambda sample: sample.step_s))),
-        loss=mean(losses.mean(axis=0)),
-    )
+    return Series(step[np.append(starts[1:], length) - 1], rows, starts)
 
 
 def lines(ranks: int) -> list[str]:
-    """Names of the rows of a :class:`Series`."""
+    """Names of the rows of a value that each rank has: the ranks', or of some of many."""
     return [f"rank {rank}" for rank in range(ranks)] if ranks <= MOST_LINES else ["highest rank", "median", "lowest"]
 
 

@@ -108,9 +108,14 @@ CSS = """<style>
 .gpumem-panel .modebar { display: none; }
 .gpumem-panel .js-plotly-plot text { fill: var(--jp-ui-font-color1, inherit) !important; }
 .gpumem-panel .js-plotly-plot .annotation .bg { fill: var(--jp-layout-color0, #fff) !important; }
-.gpumem-panel .js-plotly-plot .x2y2 .js-line { stroke: var(--jp-ui-font-color1, #888) !important; }
 .gpumem-panel .js-plotly-plot .gridlayer path, .gpumem-panel .js-plotly-plot .zerolinelayer path {
   stroke: var(--jp-border-color2, #888) !important; }
 .gpumem-panel .js-plotly-plot .hoverlayer path { fill: var(--jp-layout-color2, #eee) !important;
   stroke: var(--jp-border-color1, #888) !important; }
 </style>"""
+
+
+def theme_line_css(subplot: str) -> str:
+    """A style sheet that gives the lines of one of plotly's subplots, such as ``x2y2``, the colour of the text."""
+    lines = f".gpumem-panel .js-plotly-plot .{subplot} .js-line"
+    return f"<style>{lines} {{ stroke: var(--jp-ui-font-color1, #888) !important; }}</style>"

@@ -14,8 +14,8 @@ from gpumem_nb.shared.messages import Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui import legend, style, wording
 from gpumem_nb.ui.bands import MOST_LEDGERS, above_median, bands, peaks, shown, worst_first
-from gpumem_nb.ui.charts import Charts
-from gpumem_nb.ui.series import lines, marks, series
+from gpumem_nb.ui.charts import Charts, View
+from gpumem_nb.ui.series import lines, series
 from tests.ledgers import MIB, info, ledger, reading, sample
 
 
@@ -86,20 +86,20 @@ def test_many_ranks_are_drawn_as_three_with_one_bounded_message(monkeypatch: pyt
     sizes = {}
     for ranks in (8, 64):
         by_rank, readings = trained(ranks, 300, higher=ranks - 2), [reading()] * ranks
-        charts = Charts([info(rank) for rank in range(ranks)])
+        infos = [info(rank) for rank in range(ranks)]
+        charts = Charts(infos)
         sent: list[tuple[dict[str, Any], dict[str, Any]]] = []
         monkeypatch.setattr(charts.figure, "plotly_update", lambda *what, to=sent: to.append(what))
-        found = peaks(by_rank, readings)
-        flips = marks(by_rank, lambda settings_id: None)
-        charts.update(readings, found, bands(by_rank[ranks - 2]), series(by_rank), flips)
+        view = View.of(infos, readings, by_rank, lambda settings_id: None)
+        charts.update(view)
         [(data, _)] = sent
         assert len(data["x"]) == len(data["y"]) == len(charts.figure.data)
         sizes[ranks] = sum(len(values) for values in data["y"]), len(charts.figure.data)
     assert sizes[64][0] < sizes[8][0]
     assert sizes[64][1] < sizes[8][1] <= 50
-    assert list(shown(found)) == ["worst: rank 62", "median: rank 31", "best: rank 63"]
+    assert list(shown(view.peaks)) == ["worst: rank 62", "median: rank 31", "best: rank 63"]
     assert lines(64) == ["highest rank", "median", "lowest"]
-    drawn = series(by_rank).peak
+    drawn = series(by_rank).highest(lambda sample: sample.live_peak_bytes)
     assert drawn.shape == (3, 300)
     assert drawn[0].max() == 50 * MIB
     assert drawn[1:].max() == 40 * MIB
@@ -214,7 +214,7 @@ def test_before_a_step_was_looked_into_it_says_what_is_known() -> None:
     text = wording.filling(peaks([[sample(1, 0)]], [reading()]), history(Settings()), 4)
     assert text == "Rank 0 peaks at 40.0 MiB, 42 % of its limit. Its categories are not known yet."
     charts = Charts([info(0)])
-    charts.update([reading()], peaks([[sample(1, 0)]], [reading()]), bands([]), series([[sample(1, 0)]]), [])
+    charts.update(View.of([info(0)], [reading()], [[sample(1, 0)]], lambda settings_id: None))
     unknown = next(trace for trace in charts.figure.data if trace.name == "categories not known yet")
     assert list(unknown.y) == [40]
     assert all(

@@ -1,0 +1,75 @@
+"""The peak of each step: bands of the worst rank's categories, and a line for each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plotly import graph_objects as go
+
+from ..style import DASHES, GREY, LOOKS, VERMILION
+from .chart import Axes, Chart, Drawn, Place
+from .lines import straight_line
+from .view import View
+
+
+def _title(view: View) -> str:
+    ranks = len(view.ranks)
+    lines = "" if ranks == 1 else "; lines: all ranks" if ranks == len(view.lines) else "; lines: highest to lowest"
+    return f"Peak of each step, {view.unit}: rank {view.worst.rank if view.worst else 0}{lines}"
+
+
+def _traces(view: View, _: Axes) -> list[Any]:
+    return [*_bands(), *_lines(view)]
+
+
+def _bands() -> list[Any]:
+    """What a step was made of holds until the next one was recorded."""
+    return [
+        go.Scatter(
+            name=name,
+            stackgroup="peak",
+            mode="lines",
+            line={"shape": "hv", "width": 0, "color": look.colour},
+            fillcolor=look.colour,
+            fillpattern=look.filling if look.pattern else None,
+            showlegend=False,
+            hovertemplate="step %{x}: %{y:.1f}",
+        )
+        for name, look in LOOKS.items()
+    ]
+
+
+def _lines(view: View) -> list[Any]:
+    """Thin, and distinguished by their dashes only: the colours are those of the categories."""
+    return [
+        go.Scatter(
+            name=name,
+            legendgroup=name,
+            showlegend=False,
+            mode="lines",
+            line={"color": GREY, "dash": DASHES[rank % len(DASHES)], "width": 1.5, "shape": "hv"},
+            hovertemplate="step %{x}: %{y:.1f}",
+        )
+        for rank, name in enumerate(view.lines)
+    ]
+
+
+def _draw(view: View, axes: Axes) -> Drawn:
+    bands = [(view.bands.step, band) for band in view.bands.live / view.unit_bytes]
+    lines = [(view.series.step, line) for line in view.peak_of_steps / view.unit_bytes]
+    # In the bars' chart each bar has its own limit.
+    limits = [
+        straight_line(f"{axes.x} domain", (0, 1), axes.y, (limit / view.unit_bytes,) * 2, VERMILION, "solid", 3)
+        for limit in view.limits
+    ]
+    return Drawn([*bands, *lines], view.memory_range, shapes=limits)
+
+
+PEAK_OF_STEPS = Chart(
+    title=_title,
+    place=Place(row=0, column=1, span=2),
+    traces=_traces,
+    draw=_draw,
+    names_marks=True,
+    theme_lines=True,
+)

@@ -1,0 +1,109 @@
+"""What the charts show at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...shared.messages import RankInfo, Reading, Sample
+from ...shared.settings import Settings
+from ..bands import Bands, Peak, bands, peaks, worst_first
+from ..series import Array, Mark, Series, lines, marks, series
+
+_LIMIT_IN_SIGHT = 3  # a limit more than so many times the highest bar would flatten it, and is told in words
+_HEADROOM = 1.35  # room above for the labels of marks
+_GIB, _MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True)
+class View:
+    """All that is drawn in one update, made once for all charts.
+
+    Attributes:
+        ranks: who they are, in rank order.
+        readings: the latest of each rank's device, ``None`` where there is none.
+        peaks: the latest known peak of each rank that has reported.
+        worst: the highest of these as a share of its limit, ``None`` before there is any.
+        bands: what the peaks of the worst rank's steps are made of.
+        series: the finished steps of all ranks, thinned out.
+        marks: where something happened.
+    """
+
+    ranks: Sequence[RankInfo]
+    readings: Sequence[Reading | None]
+    peaks: Sequence[Peak]
+    worst: Peak | None
+    bands: Bands
+    series: Series
+    marks: Sequence[Mark]
+
+    @classmethod
+    def of(
+        cls,
+        ranks: Sequence[RankInfo],
+        readings: Sequence[Reading | None],
+        samples: Sequence[Sequence[Sample]],
+        settings: Callable[[int], Settings | None],
+    ) -> View:
+        """The view of these ranks' readings and samples; ``settings`` are those of a settings id, where known."""
+        found = peaks(samples, readings)
+        worst = next(iter(worst_first(found)), None)
+        of_worst = bands(samples[worst.rank] if worst else [])
+        return cls(ranks, readings, found, worst, of_worst, series(samples), marks(samples, settings))
+
+    @classmethod
+    def before(cls, ranks: Sequence[RankInfo]) -> View:
+        """The view of ranks that have not reported anything yet."""
+        return cls.of(ranks, [None] * len(ranks), [[] for _ in ranks], lambda _: None)
+
+    @property
+    def lines(self) -> list[str]:
+        """The names of the lines of a value that each rank has: the ranks', or of some of many."""
+        return lines(len(self.ranks))
+
+    @property
+    def virtual(self) -> bool:
+        """Whether the memory of any of the ranks is a virtual GPU's."""
+        return any(rank.virtual for rank in self.ranks)
+
+    @cached_property
+    def peak_of_steps(self) -> Array:
+        """The highest live bytes of each step, a row for each of ``lines``."""
+        return self.series.highest(lambda sample: sample.live_peak_bytes)
+
+    @cached_property
+    def top(self) -> int:
+        """The most bytes that any chart of memory shows, limits aside; at least 1."""
+        present = [reading for reading in self.readings if reading]
+        now = [value for reading in present for value in (reading.live_peak_bytes, reading.reserved_bytes)]
+        return max([1, int(self.peak_of_steps.max(initial=0)), *now, *(peak.bytes for peak in self.peaks)])
+
+    @property
+    def unit_bytes(self) -> int:
+        """The bytes of the unit in which memory is drawn."""
+        return _GIB if self.top >= 2 * _GIB else _MIB
+
+    @property
+    def unit(self) -> str:
+        """That unit's name."""
+        return "GiB" if self.unit_bytes == _GIB else "MiB"
+
+    @property
+    def limits(self) -> list[int]:
+        """The ranks' different limits in bytes that are drawn, in ascending order."""
+        return [limit for limit in self._all_limits if limit <= self.top * _LIMIT_IN_SIGHT]
+
+    @property
+    def limits_out_of_sight(self) -> list[int]:
+        """Those far above everything drawn."""
+        return [limit for limit in self._all_limits if limit > self.top * _LIMIT_IN_SIGHT]
+
+    @property
+    def memory_range(self) -> list[float]:
+        """Where the y axis of memory begins and ends, in ``unit``."""
+        return [0, _HEADROOM * max([self.top, *self.limits]) / self.unit_bytes]
+
+    @property
+    def _all_limits(self) -> list[int]:
+        return sorted({reading.limit_bytes for reading in self.readings if reading and reading.limit_bytes})
