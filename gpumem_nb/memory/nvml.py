@@ -1,21 +1,17 @@
-"""What NVML says about the device of this process: memory of all processes on it, utilisation, temperature, power."""
+"""What NVML says about the device of this process: all that is in the table of readings."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from functools import cache, partial
 
 import psutil
 import pynvml
 
 from ..shared import gpus
 from ..shared.messages import DeviceUse
-
-Answer = TypeVar("Answer")
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(DeviceUse) if field.name != "missing")
+from ..shared.readings import METRICS
 
 
 class Nvml:
@@ -45,30 +41,20 @@ class Nvml:
     def use(self, reserved: int) -> DeviceUse:
         """The device at this moment; takes milliseconds. ``reserved``: bytes that this process's allocator holds."""
         if self._unreadable:
-            return DeviceUse(missing=dict.fromkeys(_FIELDS, self._unreadable))
+            return DeviceUse(missing=dict.fromkeys(METRICS, self._unreadable))
+        values: dict[str, float | None] = {}
         missing: dict[str, str] = {}
-
-        def ask(question: Callable[[], Answer], *fields: str) -> Answer | None:
+        processes = cache(partial(self._processes, reserved))  # one list for both shares
+        shares: dict[str, Callable[[], int | None]] = {
+            "own_bytes": lambda: processes()[self._pid],
+            "other_bytes": lambda: self._others(processes()),
+        }
+        for name, metric in METRICS.items():
             try:
-                return question()
+                values[name] = metric.read(self._device, self._gpu) if metric.read else shares[name]()
             except (*gpus.ERRORS, LookupError) as error:
-                missing.update(dict.fromkeys(fields, _why(error)))
-                return None
-
-        memory = ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(self._device), "used_bytes", "total_bytes")
-        processes = ask(lambda: self._processes(reserved), "own_bytes", "other_bytes")
-        milliwatts = ask(lambda: pynvml.nvmlDeviceGetPowerUsage(self._gpu), "power_w")
-        return DeviceUse(
-            used_bytes=int(memory.used) if memory else None,
-            total_bytes=int(memory.total) if memory else None,
-            own_bytes=processes[self._pid] if processes else None,
-            other_bytes=ask(lambda: self._others(processes), "other_bytes") if processes else None,
-            utilisation_percent=ask(self._utilisation, "utilisation_percent"),
-            temperature_c=ask(self._temperature, "temperature_c"),
-            power_w=None if milliwatts is None else milliwatts / 1000,
-            clock_mhz=ask(lambda: int(pynvml.nvmlDeviceGetClockInfo(self._gpu, pynvml.NVML_CLOCK_SM)), "clock_mhz"),
-            missing=missing,
-        )
+                missing[name] = _why(error)
+        return DeviceUse(missing, **values)
 
     def _processes(self, reserved: int) -> dict[int, int | None]:
         """All processes on the device, this one certainly among them."""
@@ -100,14 +86,6 @@ class Nvml:
             elif psutil.pid_exists(pid):  # one that ended since holds nothing any more
                 raise LookupError(f"the driver does not tell how much process {pid} holds")
         return total
-
-    def _utilisation(self) -> int:
-        if self._gpu is not self._device:
-            raise LookupError("NVML measures the utilisation of a whole GPU, not of a MIG instance")
-        return int(pynvml.nvmlDeviceGetUtilizationRates(self._gpu).gpu)
-
-    def _temperature(self) -> int:
-        return int(pynvml.nvmlDeviceGetTemperature(self._gpu, pynvml.NVML_TEMPERATURE_GPU))
 
 
 def _why(error: Exception) -> str:

@@ -7,41 +7,29 @@ from collections.abc import Sequence
 
 from ..shared.messages import DeviceUse
 from ..shared.ranklist import name_ranks
+from ..shared.readings import METRICS, Metric
 from ..shared.units import format_bytes
 from .tables import Table
 
-# Fields of DeviceUse for people.
-_WORDS = {
-    "used_bytes": "used",
-    "total_bytes": "total",
-    "own_bytes": "own",
-    "other_bytes": "others",
-    "utilisation_percent": "utilisation",
-    "temperature_c": "temperature",
-    "power_w": "power",
-    "clock_mhz": "clock",
-}
+# What the first columns are made of; every other reading has a column of its own.
+_ACCOUNT = ("used_bytes", "total_bytes", "own_bytes", "other_bytes")
 
 
 def device_table(uses: Sequence[tuple[int, int | None, DeviceUse]]) -> Table:
     """A row for each rank with NVML's account of its device; ``uses``: rank, reserved bytes, what NVML said."""
-    headings = (
-        *("rank", "device used", "this process", "context, libraries", "other processes", "not explained"),
-        *("utilisation", "temperature", "power", "clock"),
-    )
+    columns = [metric for name, metric in METRICS.items() if name not in _ACCOUNT]
+    account = ("device used", "this process", "context, libraries", "other processes", "not explained")
     rows = tuple(
         (
             str(rank),
             *map(format_bytes, (use.used_bytes, use.own_bytes, _less(use.own_bytes, reserved), use.other_bytes)),
             format_bytes(_less(use.used_bytes, use.own_bytes, use.other_bytes)),
-            _with_unit(use.utilisation_percent, " %"),
-            _with_unit(use.temperature_c, " °C"),
-            _with_unit(use.power_w, " W"),
-            _with_unit(use.clock_mhz, " MHz"),
+            *(_in_words(metric, use) for metric in columns),
         )
         for rank, reserved, use in uses
     )
-    return Table("The devices, as NVML sees them", headings, rows, frozenset({"rank"}))
+    headings = ("rank", *account, *(metric.word for metric in columns))
+    return Table("The devices, as NVML sees them", headings, rows, frozenset({"rank"}), hints=_hints(columns))
 
 
 def reasons(uses: Sequence[tuple[int, DeviceUse]]) -> tuple[str, ...]:
@@ -50,7 +38,7 @@ def reasons(uses: Sequence[tuple[int, DeviceUse]]) -> tuple[str, ...]:
     for rank, use in uses:
         for field, why in use.missing.items():
             fields, ranks = lacking[why]
-            fields[_WORDS.get(field, field)] = None
+            fields[METRICS[field].word if field in METRICS else field] = None
             ranks[rank] = None
     return tuple(
         f"n/a: {', '.join(fields)} of {name_ranks(list(ranks))}: {why.rstrip('.')}."
@@ -66,5 +54,15 @@ def _less(of: int | None, *parts: int | None) -> int | None:
     return of - sum(known) if len(known) == len(parts) else None
 
 
-def _with_unit(value: float | None, unit: str) -> str:
-    return "n/a" if value is None else f"{value:.0f}{unit}"
+def _in_words(metric: Metric, use: DeviceUse) -> str:
+    value = getattr(use, metric.name)
+    if metric.unit == "B":
+        return format_bytes(value)
+    return "n/a" if value is None else f"{value:.0f} {metric.unit}"
+
+
+def _hints(columns: Sequence[Metric]) -> dict[str, str]:
+    """What is said of a heading while the mouse is over it."""
+    account = {"device used": "used_bytes", "this process": "own_bytes", "other processes": "other_bytes"}
+    hints = {heading: METRICS[name].help for heading, name in account.items()}
+    return hints | {metric.word: metric.help for metric in columns}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..shared.errors import InvalidInput, nearest
 from ..shared.messages import DeviceUse, Ledger, RankInfo, Reading, Timeline
+from ..shared.readings import METRICS
 from ..shared.units import format_bytes
 from .breakdown import (
     UNEXPLAINED,
@@ -135,7 +136,7 @@ class MemoryReport:
             InvalidInput: ``by`` is none of these.
         """
         if by is None:
-            return _frame([self._row(rank) for rank in self.ranks], _RANK_COLUMNS)
+            return _frame([self._row(rank) for rank in self.ranks], _rank_columns())
         if by == "category":
             return _frame([row for rank in self.ranks for row in _category_rows(rank)], _CATEGORY_COLUMNS)
         if by == "module":
@@ -210,12 +211,7 @@ class MemoryReport:
             "device": info.device_name,
             "kind": rank.kind,
             **values,
-            "own_bytes": use.own_bytes,
-            "others_bytes": use.other_bytes,
-            "utilisation_percent": use.utilisation_percent,
-            "temperature_celsius": use.temperature_c,
-            "power_watts": use.power_w,
-            "clock_mhz": use.clock_mhz,
+            **{column: getattr(use, name) for name, column in _metric_columns().items()},
             "peak_bytes": ledger.peak_bytes if ledger else None,
             "peak_phase": ledger.phase if ledger else None,
             "peak_module": ledger.module if ledger else None,
@@ -238,14 +234,25 @@ def check_view(by: object) -> None:
         raise InvalidInput(f"by={by!r} is not known: {nearest(str(by), VIEWS)}.")
 
 
-_RANK_COLUMNS = (
-    *("rank", "host", "device", "kind", *_COLUMNS.values(), "own_bytes", "others_bytes", "utilisation_percent"),
-    *("temperature_celsius", "power_watts", "clock_mhz", "peak_bytes", "peak_phase", "peak_module"),
-)
 _CATEGORY_COLUMNS = ("rank", "category", "peak_bytes", "share", "rest_bytes")
 _MODULE_COLUMNS = ("rank", "module", "category", "peak_bytes", "share")
 _TIMELINE_COLUMNS = ("rank", "step", "time_ms", "phase", "module", "category", "live_bytes")
-_WHOLE = ("utilisation_percent", "temperature_celsius", "clock_mhz")
+# What columns of readings are called where it isn't the reading's own name; None for what the frame has without NVML.
+_METRIC_COLUMNS = {
+    **{"used_bytes": None, "total_bytes": None},
+    **{"other_bytes": "others_bytes", "temperature_c": "temperature_celsius", "power_w": "power_watts"},
+}
+
+
+def _metric_columns() -> dict[str, str]:
+    """The frame's column of each reading."""
+    columns = {name: _METRIC_COLUMNS.get(name, name) for name in METRICS}
+    return {name: column for name, column in columns.items() if column}
+
+
+def _rank_columns() -> tuple[str, ...]:
+    before = ("rank", "host", "device", "kind", *_COLUMNS.values())
+    return (*before, *_metric_columns().values(), "peak_bytes", "peak_phase", "peak_module")
 
 
 def _share(ledger: Ledger | None, limit: int | None) -> float:
@@ -303,5 +310,6 @@ def _frame(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> pd.DataFrame
     import pandas as pd
 
     frame = pd.DataFrame(rows, columns=list(columns))
-    whole = [name for name in columns if name.endswith("_bytes") or name in _WHOLE]
+    readings = {column for name, column in _metric_columns().items() if METRICS[name].whole}
+    whole = [name for name in columns if name.endswith("_bytes") or name in readings]
     return frame.astype(dict.fromkeys(whole, "Int64"))

@@ -27,6 +27,7 @@ class Table:
         rows: as many cells each as there are headings.
         words: headings of the columns that are set to the left; all others are set to the right.
         colours: the CSS colour of cells that say exactly this, in a notebook only.
+        hints: what is said of a heading while the mouse is over it, in a notebook only.
     """
 
     title: str
@@ -34,6 +35,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     words: frozenset[str]
     colours: Mapping[str, str] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [line for row in (self.headings, *self.rows) for line in _lines(row)]
@@ -45,13 +47,17 @@ class Table:
         """The same for a notebook."""
         caption = f"<caption style='{_CAPTION_STYLE}'>{escape(self.title)}</caption>" if self.title else ""
         head = "".join(
-            f"<th scope='col' style='{style}'>{escape(name)}</th>" for name, style in self._cells(self.headings)
+            f"<th scope='col'{self._hint(name)} style='{style}'>{escape(name)}</th>"
+            for name, style in self._cells(self.headings)
         )
         lines = [
             "".join(f"<td style='{style}'>{escape(cell)}</td>" for cell, style in self._cells(row)) for row in self.rows
         ]
         body = "".join(f"<tr>{line}</tr>" for line in lines)
         return f"<table style='{_TABLE_STYLE}'>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _hint(self, heading: str) -> str:
+        return f" title='{escape(self.hints[heading])}'" if heading in self.hints else ""
 
     def _padded(self, column: int, cell: tuple[str, int]) -> str:
         text, width = cell

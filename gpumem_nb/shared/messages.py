@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from .readings import METRICS
 from .settings import Settings
 
 
@@ -71,24 +74,31 @@ class Timeline:
     ledger: Ledger
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class DeviceUse:
-    """What NVML says about a device at one moment; what cannot be read is ``None``, and ``missing`` says why by field.
+    """What NVML says about a device at one moment, read by the names of the readings: ``use.temperature_c``.
 
-    ``own_bytes`` are this process's (context, libraries and its allocator's reserved bytes), ``other_bytes`` those of
-    all other processes; ``clock_mhz`` is that of the multiprocessors. Of a MIG instance temperature, power and clock
-    are those of its whole GPU.
+    Attributes:
+        values: what could be read, by the names of :data:`gpumem_nb.shared.readings.METRICS`; any other is ``None``.
+        missing: why something could not be read, by name.
     """
 
-    used_bytes: int | None = None
-    total_bytes: int | None = None
-    own_bytes: int | None = None
-    other_bytes: int | None = None
-    utilisation_percent: int | None = None
-    temperature_c: int | None = None
-    power_w: float | None = None
-    clock_mhz: int | None = None
-    missing: dict[str, str] = field(default_factory=dict)
+    values: dict[str, float]
+    missing: dict[str, str]
+
+    def __init__(self, missing: Mapping[str, str] | None = None, **values: float | None) -> None:
+        # Frozen: only so can they be set.
+        object.__setattr__(self, "values", {name: value for name, value in values.items() if value is not None})
+        object.__setattr__(self, "missing", dict(missing or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METRICS:
+            return self.values.get(name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """All readings by name, for tables and json; ``None`` for what could not be read."""
+        return {name: self.values.get(name) for name in METRICS}
 
 
 @dataclass(frozen=True, slots=True)

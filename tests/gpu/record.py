@@ -173,7 +173,7 @@ def figures(session: Session, run: Run) -> dict[str, Any]:
             {
                 "live_peak_bytes": int(peaks["live_peak_bytes"][rank]),
                 "reserved_peak_bytes": int(peaks["reserved_peak_bytes"][rank]),
-                "device": dataclasses.asdict(use) if use else None,
+                "device": use.as_dict() | {"missing": use.missing} if use else None,
                 "ledger": latest_ledger(session.history.samples()[rank]),
             }
             for rank, use in enumerate(uses)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gpumem_nb.session import Session
+from gpumem_nb.shared.readings import METRICS
 from tests.internals import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -54,16 +55,7 @@ _layer, _parameter = nn.Linear(2, 1).to(device), nn.Parameter(torch.ones(2, devi
 def test_nvml_tells_of_the_whole_device_or_why_not(trained: Session) -> None:
     use = trained.memory().ranks[0].device_use
     assert use is not None
-    for name in (
-        "used_bytes",
-        "total_bytes",
-        "own_bytes",
-        "other_bytes",
-        "utilisation_percent",
-        "temperature_c",
-        "power_w",
-        "clock_mhz",
-    ):
+    for name in METRICS:
         assert (getattr(use, name) is None) == (name in use.missing), name
     if use.own_bytes is not None:
         (reserved,) = trained.run("torch.cuda.memory_reserved()")

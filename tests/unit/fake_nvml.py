@@ -30,6 +30,7 @@ class Gpu:
     temperature: int = 61
     milliwatts: int = 251_430
     clock_mhz: int = 1410
+    fan_percent: int = 44
     broken: dict[str, type[Exception]] = field(default_factory=dict)
     split: bool = False
     parts: list[Gpu | None] = field(default_factory=list)  # None: a number without an instance
@@ -155,6 +156,9 @@ class FakeNvml:
     def nvmlDeviceGetClockInfo(self, gpu: Gpu, kind: int) -> int:
         assert kind == pynvml.NVML_CLOCK_SM
         return gpu.clock_mhz
+
+    def nvmlDeviceGetFanSpeed(self, gpu: Gpu) -> int:
+        return gpu.fan_percent
 
 
 def _process(pid: int, held: int | None) -> Any:

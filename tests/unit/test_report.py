@@ -178,7 +178,14 @@ def test_the_parts_of_a_deep_step_are_joined_until_they_are_few() -> None:
 
 def test_nvml_is_shown_beside_what_it_leaves_unexplained_and_gaps_have_their_reason() -> None:
     why = "this GPU does not tell"
-    use = DeviceUse(900 * MIB, 2048 * MIB, 700 * MIB, 150 * MIB, 87, missing={"temperature_c": why, "power_w": why})
+    use = DeviceUse(
+        used_bytes=900 * MIB,
+        total_bytes=2048 * MIB,
+        own_bytes=700 * MIB,
+        other_bytes=150 * MIB,
+        utilisation_percent=87,
+        missing={"temperature_c": why, "power_w": why},
+    )
     real = dataclasses.replace(known(2, use=use), info=info(2, virtual=False))
     text = str(MemoryReport((known(0), real)))
     row = next(line for line in text.splitlines() if line.startswith("2 ") and "%" in line)
