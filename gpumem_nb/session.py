@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,8 +28,6 @@ from .shared.workload import Workload, WorkloadInfo
 if TYPE_CHECKING:
     from .ui.panel import Panel
 
-_numbers = itertools.count(1)
-
 
 _current: Session | None = None
 
@@ -44,14 +41,18 @@ def current() -> Session:
 
 def start(n: int | None = None, *, progress: Progress = lambda what, done: None, **options: Any) -> Session:
     """As :func:`gpumem_nb.start`; ``progress`` is told what is being waited for."""
-    if _current is not None and _current.ended:
-        _current.stop()
+    _check_free(None)
     if _current is not None:
+        _current.stop()
+    return Session(starting.plan(n, progress=progress, **options), progress)
+
+
+def _check_free(own: Session | None) -> None:
+    if _current is not None and _current is not own and not _current.ended:
         raise InvalidInput(
             f"{_current.size} ranks are running already. Use them, or stop them first with %hvd_stop "
             "(%hvd_restart starts afresh)."
         )
-    return Session(starting.plan(n, progress=progress, **options), progress)
 
 
 class Session:
@@ -363,6 +364,9 @@ class Session:
             StartError, SetupError: the ranks could not be started again; :meth:`restart` may be tried once more.
             WorkloadError, RankError: what was loaded cannot be loaded again.
         """
+        global _current
+        _check_free(self)
+        _current = self
         self._life.restart(progress)
         if self._panel is not None:
             self._panel.watch()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gpumem_nb import session as session_module
 from gpumem_nb.cluster.hosts import parsing
+from gpumem_nb.cluster.ranks import Ranks
 from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
 from gpumem_nb.session import Session
 from gpumem_nb.shared import cluster_records
@@ -41,6 +45,7 @@ def end_by(monkeypatch: pytest.MonkeyPatch, session: Session, instead: Callable[
 def claim(monkeypatch: pytest.MonkeyPatch, session: Session, infos: list[RankInfo]) -> None:
     """Let the notebook believe this of its ranks."""
     monkeypatch.setattr(session._life.ranks, "infos", infos)
+    monkeypatch.setattr(session._life.inspection, "_ranks", tuple(infos))
 
 
 # Processes and what they leave on disk --------------------------------------------------------------------------------
@@ -203,3 +208,18 @@ def after_each_step(note):
 
 ``note(trainer)`` is called after each step that is not undone.
 """
+
+
+# Parts driven by hand -------------------------------------------------------------------------------------------------
+
+
+def ranks_without_processes(calls: list[Any], post: Callable[..., Any]) -> Ranks:
+    """Ranks with these requests under way; ``post`` takes the place of sending one more."""
+    ranks = object.__new__(Ranks)
+    ranks.size = 2
+    ranks._calls, ranks._joining, ranks._death, ranks._watch = calls, None, None, None
+    ranks._sending = threading.RLock()
+    ranks._entry = SimpleNamespace(call=None)
+    ranks._launched = SimpleNamespace(stop=lambda: None)  # type: ignore[assignment]
+    ranks._post = post  # type: ignore[method-assign]
+    return ranks

@@ -16,7 +16,7 @@ from ..shared.messages import Pulse, RankConfig
 from ..shared.progress import Progress
 from .calls import Call
 from .launchers import Launcher
-from .shield import shielded
+from .shield import finish_anyway, shielded
 from .watch import Watch
 
 INTERRUPT_PATIENCE_S = 1.2
@@ -65,7 +65,7 @@ class Ranks:
             progress("ready", 1.0)
         except BaseException as error:
             tail = self._launched.log_tail()
-            self._launched.stop(patience_s=0)
+            finish_anyway(lambda: self._launched.stop(patience_s=0), "gpumem_nb ending")
             if isinstance(error, GpumemError) and not isinstance(error, ClusterDied):
                 raise
             if isinstance(error, TimeoutError):
@@ -116,6 +116,8 @@ class Ranks:
         """
         deadline = time.monotonic() + patience_s
         while self._joining or self._separated():
+            if self._death:
+                raise ClusterDied(self._death.cause)
             if joining := self._joining or self._begin_joining():
                 self._await_joined(joining)
             elif not all(call.finished(max(0.0, deadline - time.monotonic())) for call in list(self._calls)):
@@ -125,13 +127,11 @@ class Ranks:
     def look_after(self, died: Callable[[ClusterDied], None]) -> None:
         """Notice from now on when a process ends that the cluster needs: every call fails, ``died`` is told why."""
 
-        def abort(error: ClusterDied) -> None:
-            self._death = error
-            for call in list(self._calls):
-                call.abort(error)
+        def tell(error: ClusterDied) -> None:
+            self._abort(error)
             died(error)
 
-        self._watch = Watch(self._launched, self._identities, self._last_output, abort)
+        self._watch = Watch(self._launched, self._identities, self._last_output, tell)
         self._watch.start()
 
     def interrupt_until(self, stopped: Callable[[float], bool], ranks: Sequence[int] | None = None) -> bool:
@@ -159,10 +159,16 @@ class Ranks:
         return {rank: f"{who.shell}kill -CONT {who.pid}" for rank, who in enumerate(self._identities) if who in frozen}
 
     def stop(self) -> None:
-        """End everything."""
+        """End everything; whoever still waits for an answer is told so."""
         if self._watch:
             self._watch.stop()
+        self._abort(ClusterDied("The ranks were ended."))
         self._launched.stop()
+
+    def _abort(self, error: ClusterDied) -> None:
+        self._death = self._death or error
+        for call in list(self._calls):
+            call.abort(self._death)
 
     def _last_output(self, rank: int) -> str:
         calls = [call for call in list(self._calls) if rank in call.pending()]
@@ -187,14 +193,14 @@ class Ranks:
 
     def _separated(self) -> bool:
         """Whether some rank has answered that it came apart from the others; all other answered calls are let go."""
-        with self._sending:
+        with shielded(), self._sending:
             apart = [call for call in self._calls if call.apart()]
             self._calls = [call for call in self._calls if call in apart or call.pending()]
             return bool(apart)
 
     def _begin_joining(self) -> Call | None:
         """Ask all ranks to join each other, once none of them works any more; ``None`` before that."""
-        with self._sending:
+        with shielded(), self._sending:
             if self._joining is None and not any(call.pending() for call in self._calls):
                 self._calls = []
                 self._joining = self._post(self._entry.call, "rejoin", cloudpickle.dumps(()), ranks=range(self.size))
@@ -203,8 +209,14 @@ class Ranks:
     def _await_joined(self, joining: Call) -> None:
         try:
             joining.get(REJOIN_PATIENCE_S)
-        except (TimeoutError, RankError) as error:
+        except TimeoutError as error:
             raise ClusterDied(f"The ranks could not be joined again ({error}).") from None
-        with self._sending:
+        except RankError as error:
+            self._end_joining(joining)  # the ranks say that they are still apart: whoever comes next tries once more
+            raise ClusterDied(f"The ranks could not be joined again ({error}).") from None
+        self._end_joining(joining)
+
+    def _end_joining(self, joining: Call) -> None:
+        with shielded(), self._sending:
             if self._joining is joining:
                 self._joining = None

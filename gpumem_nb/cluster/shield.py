@@ -1,11 +1,15 @@
-"""Ctrl-C is held back while the toolkit holds a lock: an interrupt inside Python's own locking can leave it locked."""
+"""What Ctrl-C must not stop half way: a moment under a lock, or work that leaves processes and ranks apart.
+
+An interrupt inside Python's own locking can leave the lock locked for good.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from types import FrameType
 
 
@@ -24,3 +28,33 @@ def shielded() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if pressed:
             handler(*pressed[0])
+
+
+def finish_anyway(work: Callable[[], None], name: str) -> None:
+    """Do something that must be finished: after an interrupt it goes on, on a thread of its own.
+
+    Raises:
+        KeyboardInterrupt: stop was pressed while waiting for it.
+        Exception: whatever ``work`` raised.
+    """
+    news: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            news.put(error)
+        else:
+            news.put(None)
+
+    with shielded():  # whoever is interrupted before it has begun would think that it goes on
+        threading.Thread(target=run, name=name).start()
+    if error := news.get():
+        raise error
+
+
+def let_finish(name: str) -> None:
+    """Wait for the work of this name that an interrupt has left to finish by itself."""
+    for thread in threading.enumerate():
+        if thread.name == name and thread is not threading.current_thread():
+            thread.join()

@@ -66,8 +66,14 @@ class Watch:
         if not gone or self._done.is_set():
             return False
         self._done.set()
-        self._died(ClusterDied(self._explain(gone)))
-        self._launcher.stop(patience_s=0)
+        try:
+            why = self._explain(gone)
+        except Exception as error:  # that it has ended is certain; nobody shall wait because nobody can say why
+            why = f"{self._names[gone[0]]} has ended ({error!r} while the reason was looked for)."
+        try:
+            self._died(ClusterDied(why))
+        finally:
+            self._launcher.stop(patience_s=0)
         return True
 
     def _run(self) -> None:

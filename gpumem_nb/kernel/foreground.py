@@ -11,12 +11,13 @@ import cloudpickle
 
 from ..cluster.calls import Call
 from ..cluster.ranks import Ranks
+from ..cluster.shield import let_finish
 from ..report import waits
 from ..shared.errors import ClusterDied, GpumemError, InvalidInput, NoSession, RankError, Stalled, WorkloadError
 from ..shared.ranklist import RankChoice, choose_ranks, name_ranks
 from .history import History
 from .policy import Policy
-from .stop_button import InterruptTracker, let_finish
+from .stop_button import InterruptTracker
 from .training import Training
 
 RESUMING = "gpumem_nb resuming"

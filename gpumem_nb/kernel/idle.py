@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
+_log = logging.getLogger(__name__)
 PERIOD_S = 1.0
 NOTICE = 0.1
 """The last part of the time, in which the coming end is announced."""
@@ -80,4 +82,7 @@ class IdleWatch:
 
     def _wait(self) -> None:
         while not self._done.wait(max(0.01, min(PERIOD_S, self._left_s()))):
-            self.look()
+            try:
+                self.look()
+            except Exception:  # it is tried again
+                _log.exception("An idle session could not be stopped.")

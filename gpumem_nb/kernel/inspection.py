@@ -46,7 +46,8 @@ class Inspection:
             WorkloadError: nothing is loaded, or the step could not be done.
         """
         self._foreground.check_loaded()
-        self._training.apply()
+        with self._foreground.interruptible():
+            self._training.apply()
         found = self._foreground.call("record_step")
         if missing := [rank for rank, timeline in enumerate(found) if timeline is None]:
             raise WorkloadError(f"The step could not be recorded on {name_ranks(missing)}. Try again.")

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..cluster.ranks import Ranks
+from ..cluster.shield import finish_anyway
 from ..report.status import Status, describe_ledger
 from ..shared import snapshot_folder
 from ..shared.errors import Interrupted, InvalidInput, nearest
@@ -22,10 +23,10 @@ from .inspection import Inspection
 from .loading import Loading, Origin
 from .policy import RULES, Policy
 from .snapshot_plan import SnapshotPlan
-from .stop_button import finish_anyway
 from .training import Training
 
 _numbers = itertools.count(1)
+RESTARTING = "the ranks are being started again"
 
 
 class Lifecycle:
@@ -74,6 +75,13 @@ class Lifecycle:
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
         self.history = history  # only now: a start that fails leaves what was measured before
+        try:
+            self._work_beside(history)
+        except BaseException:
+            self.end()
+            raise
+
+    def _work_beside(self, history: History) -> None:
         self.training = Training(self.ranks, history, self.snapshots, lambda: self.policy, self._lost)
         self.foreground = Foreground(
             self.ranks, self.training, history, lambda: self.policy, lambda: self.ended, lambda: self.idle.touch()
@@ -98,8 +106,9 @@ class Lifecycle:
         hopeless = self.ended or self.ranks.stopped() or (self.foreground.in_vain and self.ranks.pending())
         up_to_date = loaded and not hopeless and self.loading.take_last_snapshot()
         before = self.loading.remember(up_to_date)
-        self.end()
         try:
+            self.ended = self.ended or RESTARTING
+            self.end()
             self.start(progress)
         except BaseException:
             self.ended = "the ranks were ended and could not be started again"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..cluster.shield import finish_anyway
 from ..report.status import StateFile
 from ..shared import snapshot_folder, state_file
 from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError
@@ -22,7 +23,6 @@ from . import compatibility
 from .foreground import RESUMING, Foreground, pickled
 from .history import History
 from .snapshot_plan import SnapshotPlan
-from .stop_button import finish_anyway
 from .training import Training
 
 # What a restart allows ranks that may hang, before it takes the last automatic snapshot in place of one made now.
@@ -119,7 +119,8 @@ class Loading:
         target = as_path(path)
         began = time.perf_counter()
         progress("writing the training state", 0.5)
-        self._training.apply()
+        with self._foreground.interruptible():
+            self._training.apply()
         call = self._training.ask_alone("save", str(target), self._origin.options)
         stored = self._foreground.finish(call).get()[0]
         return StateFile("saved", target, stored.size_bytes, stored.steps, time.perf_counter() - began)
@@ -151,7 +152,7 @@ class Loading:
             patience_s = RESTART_PATIENCE_S + self._snapshots.expected_s
             stored = self._foreground.call("snapshot_now", order, timeout=patience_s)[0]
         finally:
-            self._snapshots.answered(stored)
+            self._snapshots.order_ended(stored)
         return stored is not None and stored.taken and not stored.problem
 
     def remember(self, up_to_date: bool) -> Unrestored:

@@ -101,9 +101,9 @@ class SnapshotPlan:
             self._cost_s += held_up_s
         for reply in replies:
             if reply.stored:
-                self.answered(reply.stored)
+                self.order_ended(reply.stored)
 
-    def answered(self, stored: Stored | None = None) -> None:
+    def order_ended(self, stored: Stored | None = None) -> None:
         """An order was carried out, or nothing came of it; in either case the next one may be given."""
         self._writing = False
         if stored is None or not stored.taken:

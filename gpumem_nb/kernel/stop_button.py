@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
 
 from ..shared.errors import Interrupted
 from ..shared.ranklist import name_ranks
@@ -59,32 +57,3 @@ class InterruptTracker:
             f"Interrupted{' twice' * again}. {state} The hard way: %hvd_restart ends the ranks, starts them again and "
             "restores the training."
         )
-
-
-def finish_anyway(work: Callable[[], None], name: str) -> None:
-    """Do something that must be finished: after an interrupt it goes on, on a thread of its own.
-
-    Raises:
-        KeyboardInterrupt: stop was pressed while waiting for it.
-        Exception: whatever ``work`` raised.
-    """
-    news: SimpleQueue[BaseException | None] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            news.put(error)
-        else:
-            news.put(None)
-
-    threading.Thread(target=run, name=name).start()
-    if error := news.get():
-        raise error
-
-
-def let_finish(name: str) -> None:
-    """Wait for the work of this name that an interrupt has left to finish by itself."""
-    for thread in threading.enumerate():
-        if thread.name == name and thread is not threading.current_thread():
-            thread.join()

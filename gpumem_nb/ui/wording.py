@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..kernel.history import History
+from ..kernel.lifecycle import RESTARTING
 from ..report import leak_sentences
 from ..report.breakdown import place
 from ..report.configurations import Effect
@@ -27,6 +28,8 @@ def status(session: Steered, silent_s: float) -> str:
     """What is happening, and what is being waited for; ``silent_s`` is the time since ranks last reported."""
     ranks = f"{session.size} ranks" if session.size > 1 else "1 rank"
     workload, steps = session.workload, session.history.steps
+    if session.ended == RESTARTING:
+        return _sentence(session.ended)
     if session.ended:
         again = "%hvd_start" if session.ended == "stopped" else "%hvd_restart"
         return f"{_sentence(session.ended)} Start again with {again}."

@@ -146,12 +146,16 @@ class RemoteHost:
             self._ssh.stdin.write(json.dumps(what).encode() + b"\n")
 
     def _listen(self) -> None:
-        while data := os.read(self._stdout.fileno(), 65536):
-            *lines, self._unread = (self._unread + data).split(b"\n")
-            for line in lines:
-                news = json.loads(line)
-                self._states.update({int(pid): state for pid, state in news["states"].items()})
-                self._faults.update({int(pid): fault for pid, fault in news["faults"].items()})
+        try:
+            while data := os.read(self._stdout.fileno(), 65536):
+                *lines, self._unread = (self._unread + data).split(b"\n")
+                for line in lines:
+                    news = json.loads(line)
+                    self._states.update({int(pid): state for pid, state in news["states"].items()})
+                    self._faults.update({int(pid): fault for pid, fault in news["faults"].items()})
+        except (OSError, ValueError, LookupError) as error:
+            self.lost = f"sent what cannot be read ({error!r})."
+            return
         if _UNANSWERED in (said := self._said()):
             self.lost = f"gave no sign of life for {SILENCE_S} s: the machine or its network is down."
         else:

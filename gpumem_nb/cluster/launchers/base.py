@@ -218,8 +218,9 @@ class Launcher(ABC):
 
     def log(self) -> str:
         """What the starter and the ranks wrote themselves."""
-        # ipyparallel takes the file away when the starter has ended, and keeps what was in it.
-        text = "".join(log.read_text(errors="replace") for log in self.profile.glob("log/ipengine*"))
+        text = ""
+        with suppress(OSError):  # ipyparallel takes the file away when the starter has ended, and keeps what was in it
+            text = "".join(log.read_text(errors="replace") for log in self.profile.glob("log/ipengine*"))
         return text or ipyparallel_cluster.output(self._cluster)
 
     def fault(self, pid: int) -> str:

@@ -30,11 +30,12 @@ class Bell:
     def listening(self) -> Iterator[News]:
         """Every ring inside is in the queue, also one that comes while nobody waits."""
         news: News = SimpleQueue()
-        self._listeners.append(news)
         try:
+            self._listeners.append(news)
             yield news
         finally:
-            self._listeners.remove(news)
+            with suppress(ValueError):
+                self._listeners.remove(news)
 
     def wait_until(self, true: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until something is true, looking at each ring; says whether it is, at the latest after ``timeout`` s."""

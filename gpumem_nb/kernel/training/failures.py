@@ -31,7 +31,7 @@ class Failures:
         history: History,
         state: TrainingState,
         policy: Callable[[], Policy],
-        send: Callable[[int], None],
+        send: Callable[[int], object],
         send_trial: Callable[[Settings, int], None],
     ) -> None:
         self._history = history

@@ -13,7 +13,7 @@ from ...shared.errors import ClusterDied, GpumemError
 from ...shared.messages import Chunk, ChunkReply
 
 CHUNK_S = 1.0
-MOST_STEPS = 1000
+MOST_CHUNK_STEPS = 1000
 MOST_IN_FLIGHT = 2
 """The next chunk lies at the ranks when they end one, so that they never wait for the kernel."""
 AHEAD_BELOW_S = 1.0
@@ -28,7 +28,7 @@ class Pace:
 
     def learn(self, chunk: Chunk, slowest_s: float) -> None:
         """A chunk was done; its slowest rank took ``slowest_s`` seconds for the last step."""
-        steps = max(1, min(2 * chunk.steps, MOST_STEPS, int(CHUNK_S / slowest_s)))
+        steps = max(1, min(2 * chunk.steps, MOST_CHUNK_STEPS, int(CHUNK_S / slowest_s)))
         self._known = (chunk.settings_id, steps, slowest_s)
 
     def steps(self, settings_id: int) -> int:
@@ -83,11 +83,16 @@ class InFlight:
         asked_alone = self._alone is not None and bool(self._alone.pending())
         return self.leftover is None and not asked_alone and len(self._chunks) < most
 
-    def send(self, chunk: Chunk) -> None:
+    def send(self, chunk: Chunk) -> Call:
         """Send a chunk to ranks that are joined."""
         call = self._ranks.post("run_chunk", chunk)
         call.when_done(self._news)
         self._chunks.append((chunk, call))
+        return call
+
+    def holds(self, call: Call) -> bool:
+        """Whether this is a chunk under way."""
+        return any(known is call for _, known in self._chunks)
 
     def ask_alone(self, function: str, *arguments: Any) -> Call:
         """Ask ranks that are joined something; no chunk is sent until all have answered.
@@ -105,6 +110,14 @@ class InFlight:
         self.nudges += 1
         return True
 
+    def left_before_it_began(self, chunk: Chunk) -> None:
+        """Ranks had no steps for a chunk, because they had been nudged more often than was counted when it was made.
+
+        Somebody else may send that signal too. Chunks that are made from now on are newer than any nudge.
+        """
+        if chunk.steps and chunk.nudges == self.nudges:
+            self.nudges += 1
+
     def answered(self) -> tuple[Chunk, list[ChunkReply]] | None:
         """The oldest chunk and its replies in rank order, once all have come; raises the first error at once."""
         if not self._chunks:
@@ -118,8 +131,11 @@ class InFlight:
         """The oldest chunk, which all ranks have answered, is under way no more."""
         return self._chunks.popleft()[1]
 
-    def give_up(self) -> bool:
-        """Expect no answers any more; says whether some ranks still work on what was sent."""
-        self._given_up = [call for _, call in self._chunks if call.pending()]
+    def give_up(self, forget: bool) -> bool:
+        """Expect no answers any more; says whether some ranks still work on what was sent.
+
+        Nothing is sent until they have answered it after all, unless they are gone (``forget``).
+        """
+        self._given_up = [] if forget else [call for _, call in self._chunks if call.pending()]
         self._chunks.clear()
         return bool(self._given_up)

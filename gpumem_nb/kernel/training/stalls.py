@@ -38,8 +38,8 @@ class Stalls:
         self.stuck = ""
         self._late_s = math.inf  # since when ranks are interrupted that others were freed from
 
-    def answered(self) -> None:
-        """All ranks have answered a chunk."""
+    def all_answered(self) -> None:
+        """No rank has a chunk left that it has not answered, or it was answered at last."""
         self.stuck, self._late_s = "", math.inf
 
     def look_after(self, call: Call) -> None:

@@ -147,16 +147,21 @@ class Training:
         """While nothing trains, let the ranks switch to the settings now, and raise if they cannot."""
         if not self.busy:
             self._ranks.rejoin(IN_PASSING_S)
+        applying = None
         with self._state.locked():
-            apply_now = self._state.workload is not None and not self.busy
-            if apply_now:
+            if self._state.workload is not None and not self.busy:
                 self._state.failure = None
-                self._send(0)
+                applying = self._send(0)
         self._state.bell.ring()
         self.make_way()
-        if apply_now:
-            self._wait_until(lambda: not self.busy)
+        if applying:  # only this is waited for: somebody may train meanwhile
+            self._wait_until(lambda: not self._under_way(applying) or bool(self._stalls.stuck))
             self._state.raise_failure()
+
+    def _under_way(self, call: Call) -> bool:
+        """Whether a chunk is not taken in yet, or what would have fit in its place is still being tried out."""
+        with self._state.locked():
+            return self._in_flight.holds(call) or self._failures.trying_out
 
     def play(self, steps: float = math.inf) -> None:
         """Train in the background, for some steps or until :meth:`pause`."""
@@ -198,16 +203,17 @@ class Training:
             raise InvalidInput(
                 f"{steps!r} steps cannot be trained: it must be a whole number of at least 1, such as 100."
             )
-        with self._state.locked():
-            self._state.start_recording()
         try:
+            with self._state.locked():
+                self._state.start_recording()
             self.play(steps)
             # After a stall some rank may be busy for long with what the others were freed from.
             self._wait_until(lambda: not self.busy or (self._stalls.told and self._state.failure is not None))
         except KeyboardInterrupt:
             if not self.pause(timeout=PAUSE_PATIENCE_S) and not self.interrupt():
                 raise
-            self._state.note("Interrupted.")
+            with self._state.locked():
+                self._state.note("Interrupted.")
         finally:
             with self._state.locked():
                 samples, notes = self._state.end_recording()
@@ -228,9 +234,9 @@ class Training:
             if self._closing:
                 return
             self._closing = isinstance(error, ClusterDied)
-            left = self._in_flight.give_up()
+            left = self._in_flight.give_up(forget=self._closing)
             self._stalls.told = left  # as after a stall, whoever waits for steps is told now
-            self._snapshots.answered()
+            self._snapshots.order_ended()
             self._failures.end_tryout()
             self._state.stop(error)
             if not self._closing:
@@ -264,13 +270,16 @@ class Training:
     def turn(self, news: News) -> None:
         """Send what is due, wait a moment for news, and take in what has come."""
         self._send_due()
-        call = self._in_flight.oldest
+        with self._state.locked():
+            call = self._in_flight.oldest
         if call is None or call.pending():
             wait(news, BUSY_LOOK_S if call else IDLE_READING_S)
         self._hear()
         with self._state.locked():
             answered = self._in_flight.answered()
             unanswered = self._in_flight.oldest
+            if unanswered is None:
+                self._stalls.all_answered()
         if answered and answered[0].trial:
             self._learn(*answered)
         elif answered:
@@ -282,7 +291,9 @@ class Training:
 
     def _send_due(self) -> None:
         """Joining the ranks again may take long, so it comes first and without the lock."""
-        if self._due_steps() <= 0 or not self._ranks.rejoin():
+        with self._state.locked():
+            due = self._due_steps() > 0
+        if not due or not self._ranks.rejoin():
             return
         with self._state.locked():
             while (steps := self._due_steps()) > 0:
@@ -290,18 +301,18 @@ class Training:
                 self._send(int(min(steps, self._pace.steps(self._state.settings_id), self._steps_to_snapshot())))
 
     def _due_steps(self) -> float:
-        """Steps that are wanted and not under way, if a chunk may be sent now."""
+        """Steps that are wanted and not under way, if a chunk may be sent now. Under the lock."""
         free = self._in_flight.free(self._pace.most_in_flight(self._state.settings_id))
         return self._state.wanted_steps - self._in_flight.steps if free and not self._failures.trying_out else 0
 
     def _steps_to_snapshot(self) -> float:
         return self._snapshots.steps_left(self._history.steps + self._in_flight.steps)
 
-    def _send(self, steps: int) -> None:
+    def _send(self, steps: int) -> Call:
         """Send a chunk under the settings of now. Under the lock."""
         snapshot = self._snapshots.order(self._history.steps + self._in_flight.steps)
         every = self._policy().ledger_steps
-        self._in_flight.send(
+        return self._in_flight.send(
             Chunk(
                 self._state.settings,
                 self._state.settings_id,
@@ -324,14 +335,16 @@ class Training:
         leaks = self._history.leaked([leak for reply in replies for leak in reply.leaks])
         with self._state.locked():
             call = self._in_flight.take()
-            self._stalls.answered()
+            self._stalls.all_answered()
             self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)
             self._state.record(samples)
             self._state.note(*leaks)
             if not failure:
                 self._state.applied = chunk.settings
             if done:
-                self._count(chunk, done, len(replies))
+                self._count(chunk, done)
+            elif not (samples or failure):
+                self._in_flight.left_before_it_began(chunk)
             if _came_apart(replies):
                 self._stalled(chunk, call)
             elif failure:
@@ -340,10 +353,11 @@ class Training:
                 self._failures.worked(chunk, done)
         self._state.bell.ring()
 
-    def _count(self, chunk: Chunk, done: list[Sample], ranks: int) -> None:
+    def _count(self, chunk: Chunk, done: list[Sample]) -> None:
         self._state.proven = chunk.settings
         if chunk.settings_id == self._state.settings_id:
-            self._pace.learn(chunk, max(sample.step_s for sample in done[-ranks:]))
+            last = max(sample.step for sample in done)
+            self._pace.learn(chunk, max(sample.step_s for sample in done if sample.step == last))
         self._state.wanted_steps = max(0, self._state.wanted_steps - len({sample.step for sample in done}))
 
     def _stalled(self, chunk: Chunk, call: Call) -> None:
@@ -356,7 +370,7 @@ class Training:
         """Take in what came of a trial."""
         with self._state.locked():
             call = self._in_flight.take()
-            self._stalls.answered()
+            self._stalls.all_answered()
             self._snapshots.received(0.0, replies)
             if _came_apart(replies) and not self._stalls.told:
                 self._stalls.tell(call)
