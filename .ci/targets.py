@@ -13,6 +13,9 @@ from pathlib import Path
 from setup import LOG, ROOT, VENV, Ticker, Trouble, set_up, venv_python
 
 QUICKSTART = "notebooks/01_quickstart.ipynb"
+BESIDE = "checks-beside"
+RANKS_TESTS = ("tests/cluster",)
+OTHER_TESTS = ("tests/unit", "tests/test_wheel.py", "tests/browser", "tests/notebook")
 
 HELP = """\
 make setup   make .venv with everything pinned, build Horovod and the virtual GPU (once; afterwards seconds)
@@ -41,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         "soak": lambda: in_environment("-m", "tests.soak.run"),
         "lint": lambda: set_up() or lint(),
         "clean": clean,
+        BESIDE: check_beside,
     }
     name = arguments[0] if arguments else "help"
     if name not in targets:
@@ -102,14 +106,35 @@ def lint() -> int:
 
 
 def test() -> int:
-    """Every check that needs no GPU. A missing browser is a failure, never a skip."""
+    """Every check that needs no GPU. A missing browser is a failure, never a skip.
+
+    Tests of ranks wait a lot, for one another and for what they want to see; all other checks run beside them meanwhile.
+    """
     set_up()
-    chromium = find_chromium()
+    environment = dict(os.environ, CHROMIUM=find_chromium())
     prepare_two_hosts()
-    if lint():
-        raise Trouble("The style, type or import checks failed (above), so the tests were not run.")
-    environment = dict(os.environ, CHROMIUM=chromium)
-    command = [str(venv_python()), "-m", "pytest", "-m", "not gpu", "tests"]
+    beside = VENV / "checks-beside.log"
+    print(f"Running the style, type and import checks and the other tests beside, into {beside}", flush=True)
+    with beside.open("wb") as log:
+        others = subprocess.Popen(
+            [sys.executable, __file__, BESIDE], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+        try:
+            code = pytest(*RANKS_TESTS, environment=environment)
+        finally:
+            others.wait()
+    print(beside.read_text(errors="replace"), flush=True)
+    return max(code, others.returncode)
+
+
+def check_beside() -> int:
+    """What :func:`test` runs beside the tests of ranks."""
+    return max(lint(), pytest(*OTHER_TESTS, environment=dict(os.environ)))
+
+
+def pytest(*tests: str, environment: dict[str, str]) -> int:
+    """Run these tests; two of them at once share no cache."""
+    command = [str(venv_python()), "-m", "pytest", "-m", "not gpu", "-p", "no:cacheprovider", *tests]
     return subprocess.run(command, env=environment).returncode
 
 

@@ -22,7 +22,7 @@ _GUESSED_BYTES_PER_S = 300e6
 class SnapshotPlan:
     """Decides which chunk begins with a snapshot: the first after a flip, and every so many steps.
 
-    Used by the training thread under its lock.
+    Used by the training thread under its lock, and by loading and saving while nothing trains.
 
     Attributes:
         generation: counts the workloads that were loaded or resumed; part of a snapshot's name.
