@@ -108,7 +108,7 @@ def lint() -> int:
 def test() -> int:
     """Every check that needs no GPU. A missing browser is a failure, never a skip.
 
-    Tests of ranks wait a lot, for one another and for what they want to see; all other checks run beside them meanwhile.
+    Tests of ranks wait a lot, for one another and for what they want to see; other checks run meanwhile.
     """
     set_up()
     environment = dict(os.environ, CHROMIUM=find_chromium())
