@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -123,8 +124,12 @@ def controller(session: Session) -> int:
 def family(session: Session) -> list[psutil.Process]:
     """Every process of the session's cluster."""
     marks = ("ipyparallel", "mpiexec", "prte")
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if any(mark in " ".join(child.cmdline()) for mark in marks)]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended, perhaps without having been waited for
+            if any(mark in " ".join(child.cmdline()) for mark in marks):
+                found.append(child)
+    return found
 
 
 STALLED = r"[Rr]ank 1 was in the data part of step \d+, ranks? 0\S* waited in the gradient reduction"
