@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from .errors import WorkloadError
+from .errors import InvalidInput, StateFileError, WorkloadError
 from .knobs import KNOBS
 from .knobs.values import Values
 
@@ -22,13 +23,16 @@ class Settings(Values):
     table = KNOBS
 
     @classmethod
-    def from_saved(cls, saved: Mapping[str, Any]) -> Settings:
-        """What a state file holds, which an earlier version may have written.
+    def from_saved(cls, saved: Mapping[str, Any], path: Path) -> Settings:
+        """What the state file at ``path`` holds, which an earlier version may have written.
 
         Raises:
-            InvalidInput: a knob or value that is not known here.
+            StateFileError: a knob or value that is not known here.
         """
-        return cls(**{name: KNOBS[name].retired.get(v, v) if name in KNOBS else v for name, v in saved.items()})
+        try:
+            return cls(**{name: KNOBS[name].retired.get(v, v) if name in KNOBS else v for name, v in saved.items()})
+        except InvalidInput as error:
+            raise StateFileError(f"{path} holds settings that are not known here. {error}") from None
 
     def changed_from(self, other: Settings) -> dict[str, Any]:
         """The knobs whose value differs from ``other``, with the value they have here."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from gpumem_nb.report.differences import arrows, short, typed
-from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from gpumem_nb.shared.errors import InvalidInput, StateFileError, WorkloadError
 from gpumem_nb.shared.knobs import KNOBS, Knob, register
 from gpumem_nb.shared.knobs.option import whole
 from gpumem_nb.shared.settings import Settings
@@ -70,9 +71,9 @@ def test_settings_are_values() -> None:
 
 def test_a_saved_state_that_names_a_retired_value_is_read_as_what_it_came_to() -> None:
     saved = Settings(batch_size=8).as_dict() | {"checkpointing": "all"}
-    assert Settings.from_saved(saved) == Settings(batch_size=8, checkpointing="none")
-    with pytest.raises(InvalidInput, match="no knob 'unheard'"):
-        Settings.from_saved({"unheard": 1})
+    assert Settings.from_saved(saved, Path("a.state")) == Settings(batch_size=8, checkpointing="none")
+    with pytest.raises(StateFileError, match="^a.state holds settings .* There is no knob 'unheard'"):
+        Settings.from_saved({"unheard": 1}, Path("a.state"))
 
 
 def test_a_difference_reads_as_typed_as_arrows_and_short() -> None:
