@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +195,8 @@ class SnapshotOrder:
 class Stored:
     """A training state that was written to a file, or why it was not.
 
-    Not ``taken``: the ranks had come apart from one another, and the next one is not far.
+    Not ``taken``: the ranks had come apart from one another, or an earlier one was still being written. The next one is
+    not far.
 
     ``size_bytes`` is the file's (of what did not fit, the size it would have had), ``cpu_s`` what writing it took of a
     core, ``problem`` is empty or a sentence.
@@ -296,7 +298,8 @@ class Waiting:
 class Pulse:
     """What a rank is doing while a request takes long: for how many seconds, and what it waits in.
 
-    ``time_s`` is the wall clock: a rank whose pulse is old does not run at all.
+    ``time_s`` is the wall clock: a rank whose pulse is old does not run at all. ``limit_s`` is how long the rank waits
+    for others before it frees itself.
     """
 
     doing: str
@@ -305,6 +308,7 @@ class Pulse:
     waiting: Waiting | None
     reading: Reading | None = None
     device_use: DeviceUse | None = None
+    limit_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def test_settings_are_values() -> None:
 def test_a_saved_state_that_names_a_retired_value_is_read_as_what_it_came_to() -> None:
     saved = Settings(batch_size=8).as_dict() | {"checkpointing": "all"}
     assert Settings.from_saved(saved, Path("a.state")) == Settings(batch_size=8, checkpointing="none")
-    with pytest.raises(StateFileError, match="^a.state holds settings .* There is no knob 'unheard'"):
+    with pytest.raises(StateFileError, match=r"^a\.state holds settings .* There is no knob 'unheard'"):
         Settings.from_saved({"unheard": 1}, Path("a.state"))
 
 
