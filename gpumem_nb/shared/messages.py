@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .knobs import Knob
 from .readings import METRICS
 from .settings import Settings
 
@@ -251,6 +252,7 @@ class RankConfig:
     """What a rank needs to know at start.
 
     ``memory_limit`` in bytes, ``None`` for the device's own; ``stall_limit_s`` is how long it waits for other ranks.
+    ``knobs`` are those that were registered in the notebook besides the built-in ones.
     """
 
     device: str
@@ -258,6 +260,7 @@ class RankConfig:
     threads: int
     epoch_time_s: float
     stall_limit_s: float
+    knobs: tuple[Knob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

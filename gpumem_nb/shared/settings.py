@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InvalidInput, StateFileError, WorkloadError
-from .knobs import KNOBS
+from .knobs import KNOBS, additional
 from .knobs.values import Values
 
 
@@ -34,6 +34,14 @@ class Settings(Values):
         except InvalidInput as error:
             raise StateFileError(f"{path} holds settings that are not known here. {error}") from None
 
+    def saved(self) -> dict[str, Any]:
+        """What a state file holds of them.
+
+        An additional knob is named only where it differs from its default: ranks without it can use the file then.
+        """
+        unneeded = {knob.name for knob in additional()} - self._changed.keys()
+        return {name: value for name, value in self.as_dict().items() if name not in unneeded}
+
     def changed_from(self, other: Settings) -> dict[str, Any]:
         """The knobs whose value differs from ``other``, with the value they have here."""
         return {name: getattr(self, name) for name in KNOBS if getattr(self, name) != getattr(other, name)}
@@ -51,7 +59,7 @@ class Settings(Values):
         if unknown := self._changed.keys() - KNOBS.keys():
             raise WorkloadError(
                 f"the knob {min(unknown)!r} was registered in the notebook, but not on the ranks. Register it there "
-                "too: session.run(function) calls a function on all of them."
+                "too: session.run(function) calls a function on all of them, and %hvd_restart does it by itself."
             )
 
     @property

@@ -23,7 +23,7 @@ from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 
 
-class Device0(Exception):
+class DeviceFault(Exception):
     """Of a device that fails where nobody expects it."""
 
 
@@ -86,12 +86,12 @@ def test_what_fails_while_the_ballot_is_made_is_this_ranks_vote(
     before = weights(trainer)
 
     def no_room() -> int | None:
-        raise Device0("an illegal memory access")
+        raise DeviceFault("an illegal memory access")
 
     monkeypatch.setattr(device, "room", no_room)
     reply = trainer.run(Chunk(settings, 1, 3))
     assert reply.failure is not None
-    assert (reply.failure.phase, reply.failure.message) == ("reduction", "Device0: an illegal memory access")
+    assert (reply.failure.phase, reply.failure.message) == ("reduction", "DeviceFault: an illegal memory access")
     assert [sample.event for sample in reply.samples] == ["error"]
     assert all(map(torch.equal, weights(trainer), before))
 
@@ -108,10 +108,10 @@ def test_an_exception_without_words_is_a_failure_like_any_other(device: Device) 
 
 def test_what_gets_past_a_step_leaves_no_gradients(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(handle: int) -> None:
-        raise Device0
+        raise DeviceFault
 
     monkeypatch.setattr(hvd, "synchronize", failing)
-    with pytest.raises(Device0):
+    with pytest.raises(DeviceFault):
         trainer.run(Chunk(Settings(batch_size=2), 1, 1))
     assert all(param.grad is None for param in trainer.live.model.parameters())
     monkeypatch.setattr(hvd, "synchronize", lambda handle: None)
