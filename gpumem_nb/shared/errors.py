@@ -25,14 +25,6 @@ def _made_again(kind: type[GpumemError], args: tuple[Any, ...]) -> GpumemError:
     return error
 
 
-def text_of(error: BaseException) -> str:
-    """What an exception says; the name of its type if it cannot say anything, because it raises when it is asked."""
-    try:
-        return str(error)
-    except Exception:
-        return type(error).__name__
-
-
 class InvalidInput(GpumemError, ValueError):
     """An argument, knob or value that cannot be used. A magic shows it as a ``UsageError``."""
 
@@ -112,6 +104,14 @@ class Interrupted(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: {self}"]
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says; the name of its type if it cannot say anything, because it raises when it is asked."""
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ import torch
 from gpumem_nb.magics import complete_hvd
 from gpumem_nb.session import Session
 from gpumem_nb.shared.categories import OTHER
-from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
+from gpumem_nb.shared.errors import InvalidInput, StateFileError, TrainingFailed
 from gpumem_nb.shared.knobs import KNOBS, Knob, LiveModel, register
 from gpumem_nb.shared.knobs.knob import MOST
 from gpumem_nb.shared.knobs.option import whole
@@ -81,6 +81,12 @@ def test_a_restart_tells_the_ranks_of_the_notebooks_knobs(
         session.restart()
         assert "step 2 restored" in session.restored
         assert (session.settings.noted, session.run("model.noted")) == (2, [2, 2])
+        session.save(tmp_path / "b.state")
+        knob = KNOBS.pop("noted")  # as in a notebook that lacks what the ranks have
+        with pytest.raises(StateFileError, match=r"b\.state holds settings .* no knob 'noted'"):
+            session.resume(tmp_path / "b.state")
+        register(knob)
+        assert session.train(1).steps == 1
         session.set(noted=1)
         session.save(tmp_path / "a.state")
     finally:
