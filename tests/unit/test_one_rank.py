@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import horovod.torch as hvd
 import pytest
@@ -12,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from gpumem_nb.engine import building
+from gpumem_nb.engine.step import reduction
 from gpumem_nb.engine.step.data import ShardedStream, as_dataset
 from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.engine.together.interrupts import held_back, take_over
 from gpumem_nb.memory.device import Device, opened
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.knobs import KNOBS, Knob, LiveModel, register
@@ -104,6 +108,30 @@ def test_an_exception_without_words_is_a_failure_like_any_other(device: Device) 
     reply = trainer.run(Chunk(Settings(batch_size=2), 1, 1))
     assert reply.failure is not None
     assert (reply.failure.phase, reply.failure.message) == ("forward", "Unspeakable: Unspeakable")
+
+
+def test_an_interrupt_while_a_bucket_is_sent_sends_it_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+
+    def send(tensors: list[Tensor], name: str, **_: object) -> int:
+        sent.append(name)
+        if len(sent) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return 1
+
+    monkeypatch.setattr(hvd, "grouped_allreduce_async_", send)
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", 1)
+    trainer = Trainer(workload(), stream(), device, time.time())
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        take_over(SimpleNamespace())
+        with held_back():
+            reply = trainer.run(Chunk(Settings(batch_size=2), 1, 1))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert reply.failure is not None
+    assert (reply.failure.kind, reply.failure.phase) == ("interrupted", "backward")
+    assert sent == ["gpumem_nb.bucket.0", "gpumem_nb.bucket.1"]
 
 
 def test_what_gets_past_a_step_leaves_no_gradients(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
