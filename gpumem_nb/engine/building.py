@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TypeVar
 
 import horovod.torch as hvd
@@ -44,10 +45,18 @@ def build(workload: Workload, stream: ShardedStream, device: Device, started_s: 
         WorkloadError: the model cannot be trained, or the ranks hold different ones. Whatever else building the model
             raises comes as it is.
     """
-    trainer = _together("model", lambda: Trainer(workload, stream, device, started_s))
-    if trainer is not None:
-        trainer.join()
-    return trainer
+    with ExitStack() as dropped:
+
+        def work() -> Trainer:
+            trainer = Trainer(workload, stream, device, started_s)
+            dropped.callback(trainer.close)  # an attached model lives on
+            return trainer
+
+        trainer = _together("model", work)
+        if trainer is not None:
+            trainer.join()
+            dropped.pop_all()
+        return trainer
 
 
 def _together(what: str, work: Callable[[], Result]) -> Result | None:

@@ -23,10 +23,10 @@ def execute(source: str, title: str, variables: dict[str, Any]) -> Any:
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):
         tree.body.pop()
-    exec(compile(tree, title, "exec"), variables)
+    exec(compile(tree, title, "exec", dont_inherit=True), variables)  # not this module's future features
     if not isinstance(last, ast.Expr):
         return None
-    return eval(compile(ast.Expression(last.value), title, "eval"), variables)
+    return eval(compile(ast.Expression(last.value), title, "eval", dont_inherit=True), variables)
 
 
 def _remember(source: str, title: str) -> None:

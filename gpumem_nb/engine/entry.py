@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,7 +21,7 @@ import cloudpickle
 
 from ..internals.ipykernel_internals import request_under_way
 from ..shared.cluster_records import fault_file
-from ..shared.errors import GpumemError
+from ..shared.errors import GpumemError, text_of
 from ..shared.messages import Answer, Apart, Raised
 from . import cells
 from .together import nudge, owner, pulse
@@ -114,9 +114,12 @@ def _answer(work: Callable[[], Any], what: str) -> bytes:
 
 def failed(error: BaseException, readable: str, apart: Apart | None) -> Answer:
     """The answer of a request that raised ``error``; ``readable`` is its traceback as text."""
-    known = isinstance(error, GpumemError)
-    content = error if known else Raised(type(error).__name__, str(error), readable)
-    return Answer(cloudpickle.dumps(content), type(error).__name__, apart, raised=True)
+    content = b""
+    if isinstance(error, GpumemError):
+        with suppress(Exception):  # something may have been hung on it that cannot be pickled
+            content = cloudpickle.dumps(error)
+    content = content or cloudpickle.dumps(Raised(type(error).__name__, text_of(error), readable))
+    return Answer(content, type(error).__name__, apart, raised=True)
 
 
 def _apart(what: str) -> Apart | None:

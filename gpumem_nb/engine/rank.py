@@ -19,6 +19,7 @@ from ..memory import cuda
 from ..memory.device import Device, open_device
 from ..shared import cluster_records
 from ..shared.errors import StartError, WorkloadError
+from ..shared.knobs import KNOBS, register
 from ..shared.messages import (
     Apart,
     Chunk,
@@ -56,6 +57,9 @@ _checked: restore.Checked | None = None  # between the two phases of resuming
 def set_up(config: RankConfig) -> RankInfo:
     """Join the other ranks, take hold of the device, and prove the connection with a real all-reduce."""
     global _session_started_s, _device, _pulse
+    for knob in config.knobs:
+        if knob.name not in KNOBS:  # a module that both import may have registered it
+            register(knob)
     torch.set_num_threads(config.threads)
     cpu = config.device == "cpu"
     horovod_threads = collectives.join(on_cpu=cpu)

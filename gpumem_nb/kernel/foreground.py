@@ -158,7 +158,7 @@ class Foreground:
                     if finished:
                         call.settle(1.0)
                     show(call)
-                    if not finished and waits.out_of_reach(call.pulses(), self._policy().stall_limit_s):
+                    if not finished and waits.out_of_reach(call.pulses()):
                         raise ClusterDied(f"{self.wait_report}, and could not be freed.")
             except TimeoutError:
                 self._ranks.interrupt_until(call.finished, call.pending())

@@ -226,23 +226,23 @@ class Loading:
         # Training goes on while the ranks look at the file: one that is refused changes nothing.
         try:
             header: state_file.Header = self._foreground.call("resume_check", str(source))[0]
+            settings = Settings.from_saved(header.settings, source)  # this process's knobs may be others
         except BaseException:
             with suppress(GpumemError):
                 self._foreground.call("resume_drop")
             raise
         self._foreground.pause()
         try:
-            finish_anyway(lambda: self._put_in_place(source, header), RESUMING)
+            finish_anyway(lambda: self._put_in_place(source, header, settings), RESUMING)
         except KeyboardInterrupt:
             raise Interrupted(f"Interrupted too late: {header.workload} goes on from step {header.steps}.") from None
         return header
 
-    def _put_in_place(self, source: Path, header: state_file.Header) -> None:
+    def _put_in_place(self, source: Path, header: state_file.Header, settings: Settings) -> None:
         """What must not stop half way, because kernel and ranks would be apart."""
         info: WorkloadInfo = self._foreground.call("resume_apply")[0]
         self._origin.resumed_from, self._origin.unrestored = source, None
         self._history.seen_before = header.position
-        settings = Settings.from_saved(header.settings)
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
         self._training.apply()
 

@@ -11,9 +11,11 @@ from ..cluster.ranks import Ranks
 from ..engine import entry
 from ..shared import cluster_records
 from ..shared.errors import InvalidInput
+from ..shared.knobs import additional
 from ..shared.messages import RankConfig
 from ..shared.progress import Progress
 from ..shared.units import parse_size
+from .foreground import pickled
 
 __all__ = ["DEVICES", "LAUNCHERS", "Plan", "others", "plan"]
 
@@ -37,8 +39,10 @@ class Plan:
 
         Raises:
             StartError, SetupError: the start failed; nothing is left running.
+            WorkloadError: a knob was registered that cannot be sent to the ranks; nothing was started.
         """
-        config = RankConfig(self.device, self.memory_limit, self.threads, started_s, stall_limit_s)
+        config = RankConfig(self.device, self.memory_limit, self.threads, started_s, stall_limit_s, additional())
+        pickled(config, "A registered knob")
         job = Job(self.size, self.threads, self.device, self.memory_limit, self.hosts, entry.START_UP)
         return Ranks(self.launcher(job), entry, config, self.timeout_s, progress)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..shared.messages import Sample
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
-from .differences import arrows
+from .differences import arrows, short
 from .tables import Table, notes_html
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 # A configuration is judged by its last steps, without the first one: that one still warms caches up.
 STEPS_JUDGED = 50
 _NOTHING = "Nothing has been tried yet. Train some steps first: %hvd_train 20"
-_ABOUT = "batch = micro-batch × accumulation × ranks; live peak: worst rank; samples/s: all ranks, median."
+_ABOUT = (
+    "batch = micro-batch × accumulation × ranks; changed: since the workload's row before; live peak: worst rank; "
+    "samples/s: all ranks, median."
+)
 
 
 @dataclass(slots=True)
@@ -143,7 +146,7 @@ class Runs:
     @property
     def _table(self) -> Table:
         figures = ("steps", "live peak", "samples/s", "loss")
-        names = ("workload", "precision", "checkpointing", "batch", "optimizer")
+        names = ("workload", "precision", "checkpointing", "batch", "optimizer", "changed")
         rows = tuple(
             (
                 entry.workload,
@@ -151,15 +154,23 @@ class Runs:
                 entry.settings.checkpointing,
                 f"{entry.settings.batch_size}×{entry.settings.accumulation_steps}×{self._size}",
                 _optimizer(entry.settings),
+                changed,
                 str(entry.steps),
                 format_bytes(entry.peak_bytes),
                 format_rate(entry.samples_per_s),
                 "n/a" if entry.loss is None else f"{entry.loss:.4g}",
                 entry.outcome,
             )
-            for entry in self._tried
+            for entry, changed in zip(self._tried, self._changes(), strict=True)
         )
         return Table("", (*names, *figures, "outcome"), rows, frozenset({*names, "outcome"}))
+
+    def _changes(self) -> Iterator[str]:
+        """What each row changes of the row before it of the same workload, for not every knob has a column."""
+        before: dict[str, Settings] = {}
+        for entry in self._tried:
+            yield short(before.get(entry.workload, entry.settings), entry.settings)
+            before[entry.workload] = entry.settings
 
     def __str__(self) -> str:
         return str(self._table) if self._tried else _NOTHING

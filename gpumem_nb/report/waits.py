@@ -54,9 +54,12 @@ def ended(
     return wait_report if wait_report.seconds >= STALL_S else None
 
 
-def out_of_reach(pulses: Mapping[int, Pulse], limit_s: float) -> bool:
-    """Whether ranks wait although they should have been freed, because some rank takes part in nothing."""
-    return any(pulse.waiting and pulse.waiting.seconds > limit_s + PATIENCE_S for pulse in pulses.values())
+def out_of_reach(pulses: Mapping[int, Pulse]) -> bool:
+    """Whether ranks wait although they should have been freed, because some rank takes part in nothing.
+
+    Each rank's own limit counts: a new one reaches a rank only after the request that it waits in.
+    """
+    return any(pulse.waiting and pulse.waiting.seconds > pulse.limit_s + PATIENCE_S for pulse in pulses.values())
 
 
 _PRESENT = (("is", "are"), ("waits", "wait"))

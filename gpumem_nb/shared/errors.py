@@ -106,6 +106,14 @@ class Interrupted(KeyboardInterrupt):
         return [f"KeyboardInterrupt: {self}"]
 
 
+def text_of(error: BaseException) -> str:
+    """What an exception says; the name of its type if it cannot say anything, because it raises when it is asked."""
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__
+
+
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """A sentence fragment naming the closest valid word, or all valid ones when none is close."""
     choices = list(allowed)

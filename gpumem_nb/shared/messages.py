@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .knobs import Knob
 from .readings import METRICS
 from .settings import Settings
 
@@ -194,7 +196,8 @@ class SnapshotOrder:
 class Stored:
     """A training state that was written to a file, or why it was not.
 
-    Not ``taken``: the ranks had come apart from one another, and the next one is not far.
+    Not ``taken``: the ranks had come apart from one another, or an earlier one was still being written. The next one is
+    not far.
 
     ``size_bytes`` is the file's (of what did not fit, the size it would have had), ``cpu_s`` what writing it took of a
     core, ``problem`` is empty or a sentence.
@@ -249,6 +252,7 @@ class RankConfig:
     """What a rank needs to know at start.
 
     ``memory_limit`` in bytes, ``None`` for the device's own; ``stall_limit_s`` is how long it waits for other ranks.
+    ``knobs`` are those that were registered in the notebook besides the built-in ones.
     """
 
     device: str
@@ -256,6 +260,7 @@ class RankConfig:
     threads: int
     epoch_time_s: float
     stall_limit_s: float
+    knobs: tuple[Knob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +301,8 @@ class Waiting:
 class Pulse:
     """What a rank is doing while a request takes long: for how many seconds, and what it waits in.
 
-    ``time_s`` is the wall clock: a rank whose pulse is old does not run at all.
+    ``time_s`` is the wall clock: a rank whose pulse is old does not run at all. ``limit_s`` is how long the rank waits
+    for others before it frees itself.
     """
 
     doing: str
@@ -305,6 +311,7 @@ class Pulse:
     waiting: Waiting | None
     reading: Reading | None = None
     device_use: DeviceUse | None = None
+    limit_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

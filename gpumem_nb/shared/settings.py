@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from .errors import WorkloadError
-from .knobs import KNOBS
+from .errors import InvalidInput, StateFileError, WorkloadError
+from .knobs import KNOBS, additional
 from .knobs.values import Values
 
 
@@ -22,13 +23,24 @@ class Settings(Values):
     table = KNOBS
 
     @classmethod
-    def from_saved(cls, saved: Mapping[str, Any]) -> Settings:
-        """What a state file holds, which an earlier version may have written.
+    def from_saved(cls, saved: Mapping[str, Any], path: Path) -> Settings:
+        """What the state file at ``path`` holds, which an earlier version may have written.
 
         Raises:
-            InvalidInput: a knob or value that is not known here.
+            StateFileError: a knob or value that is not known here.
         """
-        return cls(**{name: KNOBS[name].retired.get(v, v) if name in KNOBS else v for name, v in saved.items()})
+        try:
+            return cls(**{name: KNOBS[name].retired.get(v, v) if name in KNOBS else v for name, v in saved.items()})
+        except InvalidInput as error:
+            raise StateFileError(f"{path} holds settings that are not known here. {error}") from None
+
+    def saved(self) -> dict[str, Any]:
+        """What a state file holds of them.
+
+        An additional knob is named only where it differs from its default: ranks without it can use the file then.
+        """
+        unneeded = {knob.name for knob in additional()} - self._changed.keys()
+        return {name: value for name, value in self.as_dict().items() if name not in unneeded}
 
     def changed_from(self, other: Settings) -> dict[str, Any]:
         """The knobs whose value differs from ``other``, with the value they have here."""
@@ -47,7 +59,7 @@ class Settings(Values):
         if unknown := self._changed.keys() - KNOBS.keys():
             raise WorkloadError(
                 f"the knob {min(unknown)!r} was registered in the notebook, but not on the ranks. Register it there "
-                "too: session.run(function) calls a function on all of them."
+                "too: session.run(function) calls a function on all of them, and %hvd_restart does it by itself."
             )
 
     @property

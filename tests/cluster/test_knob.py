@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from gpumem_nb.magics import complete_hvd
 from gpumem_nb.session import Session
 from gpumem_nb.shared.categories import OTHER
-from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
+from gpumem_nb.shared.errors import InvalidInput, StateFileError, TrainingFailed
 from gpumem_nb.shared.knobs import KNOBS, Knob, LiveModel, register
 from gpumem_nb.shared.knobs.knob import MOST
 from gpumem_nb.shared.knobs.option import whole
@@ -61,3 +62,35 @@ def test_a_knob_that_only_the_notebook_knows_is_refused(two_ranks: Session, fres
         assert session.train(1).steps == 1
     finally:
         del KNOBS["unheard_of"]
+
+
+def test_a_restart_tells_the_ranks_of_the_notebooks_knobs(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+
+    def note(live: LiveModel, settings: Settings) -> None:
+        live.model.noted = settings.noted
+
+    register(Knob("noted", 1, "a number", parse=whole, allowed="a number", apply=note))
+    try:
+        session.restart()
+        session.set(noted=2)
+        assert session.run("model.noted") == [2, 2]
+        session.train(2)
+        session.restart()
+        assert "step 2 restored" in session.restored
+        assert (session.settings.noted, session.run("model.noted")) == (2, [2, 2])
+        session.save(tmp_path / "b.state")
+        knob = KNOBS.pop("noted")  # as in a notebook that lacks what the ranks have
+        with pytest.raises(StateFileError, match=r"b\.state holds settings .* no knob 'noted'"):
+            session.resume(tmp_path / "b.state")
+        register(knob)
+        assert session.train(1).steps == 1
+        session.set(noted=1)
+        session.save(tmp_path / "a.state")
+    finally:
+        session.run(lambda: KNOBS.pop("noted") and None)
+        del KNOBS["noted"]
+    session.resume(tmp_path / "a.state")
+    assert session.train(1).steps == 1

@@ -73,3 +73,12 @@ def test_frames_of_all_that_is_behind_an_exception_are_let_go() -> None:
     cause.__context__ = group  # a circle
     let_go(group)
     assert [error.__traceback__ for error in (cause, context, member, group)] == [None] * 4
+
+
+def test_an_exception_that_cannot_say_anything_is_told_by_its_type() -> None:
+    class Mute(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert told(Mute()).message == "Mute: Mute"
+    assert told(chained(Mute(), context=True)).message == "RuntimeError: layer 3 failed"

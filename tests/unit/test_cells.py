@@ -46,3 +46,10 @@ def test_the_last_expression_gives_the_value() -> None:
     assert cells.execute("x = 2\nx + 1", "<value>", {}) == 3
     assert cells.execute("x = 2", "<no value>", {}) is None
     assert cells.execute("", "<nothing>", {}) is None
+
+
+def test_a_cell_has_none_of_our_future_features() -> None:
+    variables: dict[str, Any] = {}
+    cells.execute("def f(x: int): ...", "<annotated>", variables)
+    assert variables["f"].__annotations__ == {"x": int}
+    assert cells.execute("def g(x: int): ...\ng.__annotations__", "<shown>", variables) == {"x": int}

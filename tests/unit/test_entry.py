@@ -66,3 +66,18 @@ def test_an_error_of_the_toolkit_comes_back_as_what_it_is() -> None:
     code = "from gpumem_nb.shared.errors import WorkloadError\nraise WorkloadError('no such thing')"
     with pytest.raises(WorkloadError, match="no such thing"):
         read(entry.run_cell(code, "<code 7>", "value", memory=False))
+
+
+def test_an_error_of_the_toolkit_that_cannot_be_pickled_comes_back_as_text() -> None:
+    code = (
+        "import threading\nfrom gpumem_nb.shared.errors import WorkloadError\n"
+        "error = WorkloadError('no such thing')\nerror.lock = threading.Lock()\nraise error"
+    )
+    with pytest.raises(RankError, match="WorkloadError: no such thing"):
+        read(entry.run_cell(code, "<code 8>", "value", memory=False))
+
+
+def test_an_exception_without_words_gets_past_the_door_under_its_name() -> None:
+    code = "class Mute(Exception):\n    def __str__(self):\n        return 1 / 0\nraise Mute"
+    with pytest.raises(RankError, match="Mute: Mute"):
+        read(entry.run_cell(code, "<code 9>", "value", memory=False))

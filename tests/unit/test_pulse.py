@@ -69,6 +69,13 @@ def test_a_beat_says_what_the_rank_does_and_waits_in(rank: Rank) -> None:
     assert rank.others.freed == 0
 
 
+def test_a_beat_says_how_long_the_rank_waits_for_others(rank: Rank) -> None:
+    rank.thread.beat()
+    rank.thread.limit_s = 2 * LIMIT_S
+    rank.thread.beat()
+    assert [sent.limit_s for sent in rank.sent] == [LIMIT_S, 2 * LIMIT_S]
+
+
 def test_a_rank_is_freed_at_the_limit(rank: Rank) -> None:
     rank.others.waited_s = LIMIT_S
     rank.thread.beat()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from gpumem_nb.report.differences import arrows, short, typed
-from gpumem_nb.shared.errors import InvalidInput, WorkloadError
-from gpumem_nb.shared.knobs import KNOBS, Knob, register
+from gpumem_nb.shared.errors import InvalidInput, StateFileError, WorkloadError
+from gpumem_nb.shared.knobs import KNOBS, Knob, additional, register
 from gpumem_nb.shared.knobs.option import whole
 from gpumem_nb.shared.settings import Settings
 
@@ -70,9 +71,9 @@ def test_settings_are_values() -> None:
 
 def test_a_saved_state_that_names_a_retired_value_is_read_as_what_it_came_to() -> None:
     saved = Settings(batch_size=8).as_dict() | {"checkpointing": "all"}
-    assert Settings.from_saved(saved) == Settings(batch_size=8, checkpointing="none")
-    with pytest.raises(InvalidInput, match="no knob 'unheard'"):
-        Settings.from_saved({"unheard": 1})
+    assert Settings.from_saved(saved, Path("a.state")) == Settings(batch_size=8, checkpointing="none")
+    with pytest.raises(StateFileError, match=r"^a\.state holds settings .* There is no knob 'unheard'"):
+        Settings.from_saved({"unheard": 1}, Path("a.state"))
 
 
 def test_a_difference_reads_as_typed_as_arrows_and_short() -> None:
@@ -115,6 +116,39 @@ def test_a_knob_needs_a_name_of_its_own_and_a_default_that_it_accepts(registered
     with pytest.raises(InvalidInput, match="a whole number"):
         register(Knob("other", "much", "", parse=whole, allowed="a whole number"))
     assert "other" not in KNOBS
+
+
+@pytest.mark.parametrize(
+    ("knob", "sentence"),
+    [
+        (Knob("lambda", "a", "", choices=("a", "b")), "Python identifier"),
+        (Knob("self", "a", "", choices=("a", "b")), "'self' cannot name a knob"),
+        (Knob("replace", "a", "", choices=("a", "b")), "'replace' cannot name a knob"),
+        (Knob("samples_per_rank", 1, "", parse=whole), "'samples_per_rank' cannot name a knob"),
+        (Knob("table", 1, "", parse=whole), "'table' cannot name a knob"),
+        (Knob("other", 1, ""), "'other' accepts no value: give it choices or parse"),
+        (Knob("other", "2", "", parse=whole, allowed="a number"), "stores its default '2' as 2: give it that"),
+        (Knob("other", [1], "", parse=list, allowed="a list"), r"default \[1\] .* cannot be hashed"),
+    ],
+)
+def test_a_knob_that_settings_could_not_hold_is_refused(knob: Knob, sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        register(knob)
+    assert knob.name not in KNOBS
+
+
+def test_a_saved_state_names_an_additional_knob_only_where_it_says_something(registered: Knob) -> None:
+    plain, special = Settings(batch_size=8).saved(), Settings(frozen_layers=2).saved()
+    assert plain == {name: value for name, value in Settings(batch_size=8).as_dict().items() if name != "frozen_layers"}
+    assert special == Settings(frozen_layers=2).as_dict()
+    assert Settings.from_saved(special, Path("a.state")) == Settings(frozen_layers=2)
+    del KNOBS[registered.name]
+    assert Settings.from_saved(plain, Path("a.state")) == Settings(batch_size=8)
+    register(registered)
+
+
+def test_knobs_registered_besides_the_built_in_ones_are_known(registered: Knob) -> None:
+    assert additional() == (registered,)
 
 
 def test_a_knob_without_a_short_label_is_marked_by_its_name(registered: Knob) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 from gpumem_nb.report import waits as wait_reports
@@ -11,7 +12,7 @@ BUCKET = "grouped all-reduce 'gpumem_nb.bucket.0'"
 
 
 def pulse(doing: str, seconds: float = 5.0, waiting: Waiting | None = None, age_s: float = 0.0) -> Pulse:
-    return Pulse(doing, seconds, time.time() - age_s, waiting)
+    return Pulse(doing, seconds, time.time() - age_s, waiting, limit_s=30.0)
 
 
 def test_a_late_rank_and_those_who_wait_for_it_are_named() -> None:
@@ -59,6 +60,11 @@ def test_what_ended_is_told_in_the_past() -> None:
 
 
 def test_who_waits_far_beyond_the_limit_cannot_be_freed() -> None:
-    waits = {0: pulse("a cell", waiting=Waiting("barrier", 36.0))}
-    assert wait_reports.out_of_reach(waits, limit_s=30.0)
-    assert not wait_reports.out_of_reach(waits, limit_s=32.0)
+    late, early = (pulse("a cell", waiting=Waiting("barrier", seconds)) for seconds in (36.0, 34.0))
+    assert wait_reports.out_of_reach({0: early, 1: late})
+    assert not wait_reports.out_of_reach({0: early, 1: pulse("a cell")})
+
+
+def test_how_long_a_rank_waits_is_what_it_says_itself() -> None:
+    late = pulse("a cell", waiting=Waiting("barrier", 36.0))
+    assert not wait_reports.out_of_reach({0: dataclasses.replace(late, limit_s=60.0)})

@@ -11,7 +11,7 @@ from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
 from ...memory.device import Device
-from ...shared.errors import InvalidInput, WorkloadError
+from ...shared.errors import InvalidInput, WorkloadError, text_of
 from ...shared.messages import Failure
 from ...shared.units import parse_size
 from ..together import collectives
@@ -41,7 +41,7 @@ def failure_of(
     if isinstance(error, HorovodInternalError | collectives.Separated) and collectives.separated():
         kind = "stall"
     told = oom or error
-    message = str(told) if oom or isinstance(error, WorkloadError) else f"{type(error).__name__}: {error}"
+    message = text_of(told) if oom or isinstance(error, WorkloadError) else f"{type(error).__name__}: {text_of(error)}"
     module = _innermost_module(told.__traceback__, model) or _innermost_module(error.__traceback__, model)
     if phase == "backward":
         if any(_replays(one.__traceback__) for one in behind(error)):
@@ -62,7 +62,7 @@ def nonfinite_loss(rank: int, loss: Tensor) -> Failure:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    told = isinstance(error, RuntimeError) and any(words in text_of(error) for words in _OUT_OF_MEMORY)
     return told or isinstance(error, torch.OutOfMemoryError)
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ...memory.device import Device
 from ...shared.errors import WorkloadError
 from ...shared.knobs import KNOBS
+from ...shared.knobs.optimizer import brings_none
 from ...shared.settings import Settings
 from ...shared.workload import Workload
 from ..together.interrupts import interruptible
@@ -102,9 +103,7 @@ class LiveModel:
         if settings.optimizer == self.settings.optimizer:
             return
         if settings.optimizer == "own" and self.own_optimizer is None:
-            raise WorkloadError(
-                f"{self._workload.name} brings no optimizer of its own. Use optimizer=sgd, momentum, adam or adamw."
-            )
+            raise WorkloadError(brings_none(self._workload.name))
         if self._parked is None and self.optimizer is not self.own_optimizer:
             self._parked = (self.settings.optimizer, KeptState(self.optimizer, release=True))
         if settings.optimizer == "own" and self.own_optimizer:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
+from ..together.interrupts import postponed
 
 # A bucket is one Horovod group: negotiated once instead of once a tensor. Large enough to keep the number of
 # negotiations small, small enough that the first ones travel while backward still runs.
@@ -96,7 +97,8 @@ class GradientReduction:
             return
         bucket.missing -= 1
         if bucket.missing == 0 and bucket is not self._buckets[-1]:
-            self._send(bucket, None)
+            with postponed():  # what Horovod has begun must be known: it would be sent a second time
+                self._send(bucket, None)
 
     def _send(self, bucket: _Bucket, ballot: Tensor | None) -> None:
         for param in bucket.params:

@@ -124,7 +124,12 @@ class Stepper:
         self.began_s = time.monotonic()
         self.record = None
         with Recorder(self._device, self._live.model).watching() if order.recorded else nullcontext():
-            return self._take(order, failure, start_s)
+            try:
+                return self._take(order, failure, start_s)
+            except BaseException:  # which should not come: the next step must not find what is left of this one
+                self._reduction.forget()
+                self._live.model.zero_grad()
+                raise
 
     def _take(self, order: StepOrder, failure: Failure | None, start_s: float) -> Outcome:
         """Forward, vote, update or undo."""
@@ -198,13 +203,10 @@ class Stepper:
     def _vote(self, order: StepOrder, loss: Tensor | None, failure: Failure | None) -> tuple[_Votes, Failure | None]:
         """Average the gradients over all ranks, and learn what any of them votes for; this rank may fail in it."""
         self.phase = "reduction"
-        # fp16's scale is not in it: only scaled gradients may overflow, and the scaler skips those by itself.
-        nonfinite = False if loss is None else ~torch.isfinite(loss)
-        careful = order.trial or not order.proven or self._update_may_fail()
-        ballot = (failure is not None, nudge.newer_than(order.nudges), careful, nonfinite)
         try:
             # A failed rank has room for the zeros it sends: whatever its step held is gone by now.
             with self._device.exempt():
+                ballot, failure = self._ballot(order, loss, failure)
                 votes = _Votes(*self._reduction.finish(ballot))
         except HorovodInternalError as error:  # on every rank, because Horovod was shut down
             self._reduction.forget()
@@ -212,6 +214,21 @@ class Stepper:
         if votes.nonfinite and failure is None and loss is not None and not loss.isfinite():
             failure = nonfinite_loss(self._stream.rank, loss)
         return votes, failure
+
+    def _ballot(
+        self, order: StepOrder, loss: Tensor | None, failure: Failure | None
+    ) -> tuple[tuple[bool | Tensor, ...], Failure | None]:
+        """What this rank votes for, in the order of :class:`_Votes`; what goes wrong in asking fails the step."""
+        nonfinite: bool | Tensor = False
+        careful = True
+        try:
+            if loss is not None:
+                # fp16's scale is not in it: only scaled gradients may overflow, and the scaler skips those by itself.
+                nonfinite = ~torch.isfinite(loss)
+            careful = order.trial or not order.proven or self._update_may_fail()
+        except BaseException as error:
+            failure = failure or self.failure(error)
+        return (failure is not None, nudge.newer_than(order.nudges), careful, nonfinite), failure
 
     def _update_may_fail(self) -> bool:
         """Whether an update that went well before could end half way: short of memory, or in somebody's own code."""

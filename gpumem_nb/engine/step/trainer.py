@@ -22,6 +22,7 @@ from .data import ShardedStream
 from .live_model import LiveModel
 from .step import Outcome, StepOrder, Stepper
 
+_HALF_APPLIED = -2  # in place of a chunk's settings_id: going back must apply everything, and nothing of it is proven
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
 
 
@@ -174,6 +175,7 @@ class Trainer:
         try:
             self.live.apply(chunk.settings)
         except BaseException as error:
+            self._settings_id = _HALF_APPLIED
             return self._stepper.failure(error)
         self._settings_id = chunk.settings_id
         self._flipped, self._recorded_steps = self._flipped or changed, 0
@@ -191,14 +193,14 @@ class Trainer:
             self.steps += 1
             self._proven_id, self._flipped = self._settings_id, False
             self._recorded_steps += recorded
-        return outcome, self._sample(outcome, event)
+        return outcome, self._sample(outcome, event, chunk.settings_id)
 
     def _is_recorded(self, chunk: Chunk) -> bool:
         """Whether this step gets a ledger: some regularly, and the first ones under new settings."""
         first = self._recorded_steps < FIRST_LEDGERS
         return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)
 
-    def _sample(self, outcome: Outcome, event: str) -> Sample:
+    def _sample(self, outcome: Outcome, event: str, settings_id: int) -> Sample:
         """What is shown of a step, without its loss."""
         reading = outcome.reading
         return Sample(
@@ -213,7 +215,7 @@ class Trainer:
             reserved_bytes=reading.reserved_bytes,
             reserved_peak_bytes=reading.reserved_peak_bytes,
             device_used_bytes=reading.device_used_bytes,
-            settings_id=self._settings_id,
+            settings_id=settings_id,
             event=event,
             ledger=outcome.ledger,
         )

@@ -74,7 +74,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
     header = state_file.Header(
         workload=trainer.workload.name,
         options=options,
-        settings=trainer.live.settings.as_dict(),
+        settings=trainer.live.settings.saved(),
         steps=trainer.steps,
         position=trainer.stream.position,
         ranks=hvd.size(),

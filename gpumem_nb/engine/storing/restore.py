@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ...memory.device import Device
 from ...shared import state_file
-from ...shared.errors import InvalidInput, StateFileError
+from ...shared.errors import StateFileError
 from ...shared.settings import Settings
 from ..step import optimizers
 from ..step.trainer import Trainer
@@ -47,10 +47,7 @@ class Checked:
 
     def _open(self, path: Path, stream: IO[bytes], trainer: Trainer) -> None:
         """Read everything that :meth:`apply` will ask for."""
-        try:
-            self.settings = Settings.from_saved(self.header.settings)
-        except InvalidInput as error:
-            raise StateFileError(f"{path} holds settings that are not known here. {error}") from None
+        self.settings = Settings.from_saved(self.header.settings, path)
         if self.header.dataset_len != trainer.stream.length:
             raise StateFileError(
                 f"{path} was saved with a dataset of {self.header.dataset_len} samples; this one has "

@@ -27,7 +27,10 @@ class Snapshots:
         self._stored: Stored | None = None
 
     def take(self, trainer: Trainer, device: Device, order: SnapshotOrder) -> float:
-        """Copy the state and start writing it; all ranks call it together. Returns the seconds it held training up."""
+        """Copy the state and start writing it; all ranks call it together. Returns the seconds it held training up.
+
+        None is taken while an earlier one is still being written.
+        """
         began = time.perf_counter()
         path = str(Path(order.folder) / snapshot_folder.file_name(order.generation, trainer.steps))
         captured = None
@@ -38,8 +41,9 @@ class Snapshots:
             self._stored = Stored(path, trainer.steps, 0, 0.0, taken=False)
         except StateFileError as error:
             self._stored = Stored(path, trainer.steps, 0, 0.0, f"No snapshot was taken. {error}")
-        if captured:
-            self._wait()  # for one that the kernel has given up: it orders none while another is being written
+        if captured and self._writing and self._writing.is_alive():  # given up by the kernel: the disk may hang
+            self._stored = Stored(path, trainer.steps, 0, 0.0, taken=False)
+        elif captured:
             self._writing = threading.Thread(target=self._write, args=(captured, order), daemon=True)
             self._writing.start()
         return time.perf_counter() - began

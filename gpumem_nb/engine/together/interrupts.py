@@ -42,6 +42,19 @@ def can_raise() -> bool:
 
 
 @contextmanager
+def postponed() -> Iterator[None]:
+    """Inside, an interrupt waits for the end, where it raises if it may there: for what must not be left half way."""
+    global _interruptible
+    before, _interruptible = _interruptible, False
+    try:
+        yield
+    finally:
+        _interruptible = before
+    if before:
+        _raise_pending()
+
+
+@contextmanager
 def held_back() -> Iterator[None]:
     """Inside, an interrupt waits for the next :func:`interruptible` part; one from before is forgotten."""
     global _pending

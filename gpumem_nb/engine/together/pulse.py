@@ -91,7 +91,7 @@ class PulseThread(threading.Thread):
             return
         seen = waiting or self._collectives.left(began_s)  # freed, but has not answered yet
         reading = _unless_it_fails(self._reading)
-        self._publish(request.message, Pulse(doing, seconds, time.time(), seen, reading, use))
+        self._publish(request.message, Pulse(doing, seconds, time.time(), seen, reading, use, self.limit_s))
 
 
 def _unless_it_fails(read: Callable[[], Read]) -> Read | None:

@@ -49,7 +49,7 @@ class Stalls:
                 call.finished(0.5)  # ranks that waited together are freed together
                 self.tell(call)
             self._interrupt_late(call)
-        elif not self.stuck and waits.out_of_reach(call.pulses(), self._limit_s()):
+        elif not self.stuck and waits.out_of_reach(call.pulses()):
             report = waits.now(self._ranks.pulses(), self._ranks.pending(), self._ranks.size)
             self._strand(f"{report}, and could not be freed")
 

@@ -7,6 +7,6 @@ completion, panel, advice, what is tried out after memory ran out, and each rank
 from __future__ import annotations
 
 from .knob import Knob, LiveModel, Need
-from .table import KNOBS, register
+from .table import KNOBS, additional, register
 
-__all__ = ["KNOBS", "Knob", "LiveModel", "Need", "register"]
+__all__ = ["KNOBS", "Knob", "LiveModel", "Need", "additional", "register"]

@@ -11,7 +11,13 @@ from .option import positive
 
 _OWN = "own"
 _OURS = ("sgd", "momentum", "adam", "adamw")
+_USE_OURS = f"Use optimizer={', '.join(_OURS[:-1])} or {_OURS[-1]}."
 _LESS_STATE = {"adam": ("momentum", "sgd"), "adamw": ("momentum", "sgd"), "momentum": ("sgd",)}
+
+
+def brings_none(workload: str) -> str:
+    """Why this workload cannot be trained with its own optimizer, and what can be used."""
+    return f"{workload} brings no optimizer of its own. {_USE_OURS}"
 
 
 def _set_optimizer(live: LiveModel, settings: Settings) -> None:
@@ -43,8 +49,7 @@ def _in_place(need: Need) -> Iterator[Changes]:
 def _refuses(name: str, workload: WorkloadInfo | None) -> str:
     if name != _OWN or (workload and workload.own_optimizer):
         return ""
-    ours = f"Use optimizer={', '.join(_OURS[:-1])} or {_OURS[-1]}."
-    return f"{workload.name} brings no optimizer of its own. {ours}" if workload else f"Nothing is loaded. {ours}"
+    return brings_none(workload.name) if workload else f"Nothing is loaded. {_USE_OURS}"
 
 
 def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from keyword import iskeyword
+
 from ..errors import InvalidInput
 from .batch import ACCUMULATION_STEPS, BATCH_SIZE
 from .checkpointing import CHECKPOINTING
@@ -9,22 +11,43 @@ from .clip_norm import CLIP_NORM
 from .knob import Knob
 from .optimizer import LEARNING_RATE, OPTIMIZER, OPTIMIZER_IMPL
 from .precision import PRECISION
+from .values import TAKEN
 
 KNOBS: dict[str, Knob] = {}
 
 
 def register(knob: Knob) -> None:
-    """Add a knob to this process's table. Ranks have tables of their own: register it there too.
+    """Add a knob to this process's table.
+
+    Ranks have tables of their own: those started later get the notebook's additional knobs, running ones only what is
+    registered there too. Names of the session's rules (such as ``on_oom``) are not known here: choose others.
 
     Raises:
-        InvalidInput: the name is taken or not an identifier, or the default is not a value that the knob accepts.
+        InvalidInput: the name is taken or cannot be one, or the knob does not accept its own default.
     """
-    if not knob.name.isidentifier() or knob.name.startswith("_"):
-        raise InvalidInput(f"{knob.name!r} cannot name a knob: it must be a Python identifier, such as batch_size.")
-    if knob.name in KNOBS:
-        raise InvalidInput(f"There is a knob {knob.name!r} already. Choose another name.")
-    knob.check(knob.default)
-    KNOBS[knob.name] = knob
+    name, default = knob.name, knob.default
+    if not name.isidentifier() or iskeyword(name) or name.startswith("_"):
+        raise InvalidInput(f"{name!r} cannot name a knob: it must be a Python identifier, such as batch_size.")
+    if name in KNOBS:
+        raise InvalidInput(f"There is a knob {name!r} already. Choose another name.")
+    if name in TAKEN:
+        raise InvalidInput(f"{name!r} cannot name a knob: settings use it for something else. Choose another name.")
+    if not knob.choices and knob.parse is None:
+        raise InvalidInput(f"The knob {name!r} accepts no value: give it choices or parse.")
+    try:
+        hash(default)
+    except TypeError:
+        raise InvalidInput(
+            f"The default {default!r} of the knob {name!r} cannot be hashed, as settings are. Use a tuple or text."
+        ) from None
+    if (stored := knob.check(default)) != default:
+        raise InvalidInput(f"The knob {name!r} stores its default {default!r} as {stored!r}: give it that.")
+    KNOBS[name] = knob
+
+
+def additional() -> tuple[Knob, ...]:
+    """The knobs that were registered besides the built-in ones."""
+    return tuple(knob for name, knob in KNOBS.items() if name not in _BUILT_IN)
 
 
 for _knob in (
@@ -38,3 +61,4 @@ for _knob in (
     CLIP_NORM,
 ):
     register(_knob)
+_BUILT_IN = frozenset(KNOBS)

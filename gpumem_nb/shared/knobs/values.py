@@ -11,6 +11,10 @@ from .option import Option
 Kind = TypeVar("Kind", bound="Values")
 
 
+TAKEN = {"self"}
+"""Names that no option can have, because values use them for themselves."""
+
+
 class Values:
     """One value for each option of :attr:`table`, read as attributes; compared and hashed by value.
 
@@ -21,6 +25,9 @@ class Values:
     __slots__ = ("_changed",)
     table: ClassVar[Mapping[str, Option]]
     _changed: dict[str, Any]
+
+    def __init_subclass__(cls) -> None:
+        TAKEN.update(dir(cls))
 
     def __init__(self, **values: Any) -> None:
         object.__setattr__(self, "_changed", self._with({}, values))

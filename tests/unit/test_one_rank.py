@@ -1,0 +1,191 @@
+"""A rank by itself: collectives over one rank give back what they are given."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from gpumem_nb.engine import building
+from gpumem_nb.engine.step import reduction
+from gpumem_nb.engine.step.data import ShardedStream, as_dataset
+from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.engine.together.interrupts import held_back, take_over
+from gpumem_nb.memory.device import Device, opened
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.knobs import KNOBS, Knob, LiveModel, register
+from gpumem_nb.shared.knobs.option import whole
+from gpumem_nb.shared.messages import Chunk
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Workload
+
+
+class DeviceFault(Exception):
+    """Of a device that fails where nobody expects it."""
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("has no words")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only rank there is."""
+    monkeypatch.setattr(hvd, "is_initialized", lambda: True)
+    monkeypatch.setattr(hvd, "allreduce", lambda tensor, **_: tensor)
+    monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: tensor)
+    monkeypatch.setattr(hvd, "broadcast_parameters", lambda state, root_rank: None)
+    monkeypatch.setattr(hvd, "grouped_allreduce_async_", lambda tensors, **_: 1)
+    monkeypatch.setattr(hvd, "synchronize", lambda handle: None)
+
+
+def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    output: Tensor = model(batch[0])
+    return output.square().mean()
+
+
+def rows() -> TensorDataset:
+    return TensorDataset(torch.ones(64, 4))
+
+
+def workload() -> Workload:
+    return Workload("small", lambda: nn.Linear(4, 4), rows, loss)
+
+
+@pytest.fixture
+def device() -> Device:
+    return opened()
+
+
+def stream() -> ShardedStream:
+    return ShardedStream(*as_dataset(rows()), rank=0, size=1)
+
+
+@pytest.fixture
+def trainer(device: Device) -> Trainer:
+    return Trainer(workload(), stream(), device, time.time())
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
+
+
+def weights(trainer: Trainer) -> list[Tensor]:
+    return [param.detach().clone() for param in trainer.live.model.parameters()]
+
+
+def test_what_fails_while_the_ballot_is_made_is_this_ranks_vote(
+    trainer: Trainer, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(batch_size=2)
+    assert trainer.run(Chunk(settings, 1, 1)).failure is None  # the update asks for room under proven settings
+    before = weights(trainer)
+
+    def no_room() -> int | None:
+        raise DeviceFault("an illegal memory access")
+
+    monkeypatch.setattr(device, "room", no_room)
+    reply = trainer.run(Chunk(settings, 1, 3))
+    assert reply.failure is not None
+    assert (reply.failure.phase, reply.failure.message) == ("reduction", "DeviceFault: an illegal memory access")
+    assert [sample.event for sample in reply.samples] == ["error"]
+    assert all(map(torch.equal, weights(trainer), before))
+
+
+def test_an_exception_without_words_is_a_failure_like_any_other(device: Device) -> None:
+    def failing(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        raise Unspeakable
+
+    trainer = Trainer(Workload("small", lambda: nn.Linear(4, 4), rows, failing), stream(), device, time.time())
+    reply = trainer.run(Chunk(Settings(batch_size=2), 1, 1))
+    assert reply.failure is not None
+    assert (reply.failure.phase, reply.failure.message) == ("forward", "Unspeakable: Unspeakable")
+
+
+def test_an_interrupt_while_a_bucket_is_sent_sends_it_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+
+    def send(tensors: list[Tensor], name: str, **_: object) -> int:
+        sent.append(name)
+        if len(sent) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return 1
+
+    monkeypatch.setattr(hvd, "grouped_allreduce_async_", send)
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", 1)
+    trainer = Trainer(workload(), stream(), device, time.time())
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        take_over(SimpleNamespace())
+        with held_back():
+            reply = trainer.run(Chunk(Settings(batch_size=2), 1, 1))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert reply.failure is not None
+    assert (reply.failure.kind, reply.failure.phase) == ("interrupted", "backward")
+    assert sent == ["gpumem_nb.bucket.0", "gpumem_nb.bucket.1"]
+
+
+def test_what_gets_past_a_step_leaves_no_gradients(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(handle: int) -> None:
+        raise DeviceFault
+
+    monkeypatch.setattr(hvd, "synchronize", failing)
+    with pytest.raises(DeviceFault):
+        trainer.run(Chunk(Settings(batch_size=2), 1, 1))
+    assert all(param.grad is None for param in trainer.live.model.parameters())
+    monkeypatch.setattr(hvd, "synchronize", lambda handle: None)
+    assert trainer.run(Chunk(Settings(batch_size=2), 1, 1)).failure is None
+
+
+@pytest.fixture
+def breaking() -> Iterator[None]:
+    """A knob that cannot be applied with another value than its default."""
+
+    def apply(live: LiveModel, settings: Settings) -> None:
+        if settings.breaking > 1:
+            raise WorkloadError("this cannot be")
+
+    register(Knob("breaking", 1, "", parse=whole, allowed="a whole number", apply=apply))
+    yield
+    del KNOBS["breaking"]
+
+
+@pytest.mark.usefixtures("breaking")
+def test_settings_applied_in_part_are_taken_back(trainer: Trainer) -> None:
+    good, bad = Settings(batch_size=2), Settings(batch_size=2, precision="bf16", breaking=2)
+    trainer.run(Chunk(good, 1, 1))
+    reply = trainer.run(Chunk(bad, 2, 1))
+    assert reply.failure is not None
+    assert [(sample.event, sample.settings_id) for sample in reply.samples] == [("error", 2)]
+    assert trainer.live.settings.precision == "bf16"
+    assert trainer.run(Chunk(good, 1, 1)).failure is None
+    assert trainer.live.settings == good
+
+
+@pytest.mark.parametrize("dropped", ["another rank failed", "other models"])
+def test_a_trainer_that_is_dropped_leaves_no_hooks(
+    dropped: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(4, 4)
+    attached = Workload("attached", lambda: model, rows, loss)
+    trainer = building.build(attached, stream(), device, time.time())
+    assert trainer is not None
+    assert hooks(model) == 2
+    trainer.close()
+    if dropped == "another rank failed":
+        monkeypatch.setattr(hvd, "allreduce", lambda tensor, **_: tensor + 1)
+        assert building.build(attached, stream(), device, time.time()) is None
+    else:
+        monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: torch.stack([tensor, tensor + 1]))
+        with pytest.raises(WorkloadError, match="hold different models"):
+            building.build(attached, stream(), device, time.time())
+    assert hooks(model) == 0
