@@ -197,3 +197,13 @@ def test_knobs_that_two_threads_change_at_once_are_both_changed(
     session.set(accumulation_steps=2)
     other.join()
     assert (session.settings.batch_size, session.settings.accumulation_steps) == (8, 2)
+
+
+def test_signals_that_are_not_the_notebooks_do_not_hold_training_up(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.run("import os, signal\nfor _ in range(3): os.kill(os.getpid(), signal.SIGUSR1)", ranks=0)
+    assert session.train(20).steps == 20
+    session.set(batch_size=16)
+    assert session.train(20).steps == 20

@@ -228,3 +228,11 @@ def test_a_start_that_is_interrupted_leaves_nothing() -> None:
     assert in_time(time.monotonic() - began, 10.0)
     assert profiles() == before
     assert not internals.records_of_this_process()
+
+
+def test_a_stopped_session_that_is_restarted_is_the_one_that_magics_find() -> None:
+    with gpumem_nb.start(2, device="cpu") as session:
+        session.stop()
+        session.restart()
+        assert current() is session
+        assert session.run("rank") == [0, 1]
