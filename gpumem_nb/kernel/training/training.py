@@ -312,16 +312,10 @@ class Training:
         """Send a chunk under the settings of now. Under the lock."""
         snapshot = self._snapshots.order(self._history.steps + self._in_flight.steps)
         every = self._policy().ledger_steps
-        return self._in_flight.send(
-            Chunk(
-                self._state.settings,
-                self._state.settings_id,
-                steps,
-                self._in_flight.nudges,
-                snapshot,
-                ledger_steps=0 if every == "never" else int(every),
-            )
-        )
+        state, ledger_steps = self._state, 0 if every == "never" else int(every)
+        nudges = self._in_flight.nudges
+        chunk = Chunk(state.settings, state.settings_id, steps, nudges, snapshot, ledger_steps=ledger_steps)
+        return self._in_flight.send(chunk)
 
     def _send_trial(self, settings: Settings, trial_id: int) -> None:
         self._in_flight.send(Chunk(settings, trial_id, 1, self._in_flight.nudges, trial=True))
