@@ -13,9 +13,9 @@ from pathlib import Path
 from setup import LOG, ROOT, VENV, Ticker, Trouble, set_up, venv_python
 
 QUICKSTART = "notebooks/01_quickstart.ipynb"
-BESIDE = "checks-beside"
 RANKS_TESTS = ("tests/cluster",)
-OTHER_TESTS = ("tests/unit", "tests/test_wheel.py", "tests/browser", "tests/notebook")
+SHOWN_TESTS = ("tests/browser", "tests/notebook")
+OTHER_TESTS = ("tests/unit", "tests/test_wheel.py")
 
 HELP = """\
 make setup   make .venv with everything pinned, build Horovod and the virtual GPU (once; afterwards seconds)
@@ -44,7 +44,6 @@ def main(arguments: Sequence[str]) -> int:
         "soak": lambda: in_environment("-m", "tests.soak.run"),
         "lint": lambda: set_up() or lint(),
         "clean": clean,
-        BESIDE: check_beside,
     }
     name = arguments[0] if arguments else "help"
     if name not in targets:
@@ -108,34 +107,32 @@ def lint() -> int:
 def test() -> int:
     """Every check that needs no GPU. A missing browser is a failure, never a skip.
 
-    Tests of ranks wait a lot, for one another and for what they want to see; other checks run meanwhile.
+    Tests of ranks wait a lot, for one another and for what they want to see; those without ranks run beside them. A
+    browser draws when it gets to it, so its tests have the machine for themselves.
     """
     set_up()
     environment = dict(os.environ, CHROMIUM=find_chromium())
     prepare_two_hosts()
-    beside = VENV / "checks-beside.log"
-    print(f"Running the style, type and import checks and the other tests beside, into {beside}", flush=True)
+    if lint():
+        raise Trouble("The style, type or import checks failed (above), so the tests were not run.")
+    codes = [subprocess.run(pytest(*SHOWN_TESTS), env=environment).returncode]
+    beside = VENV / "tests-beside.log"
+    print(f"Tests without ranks run beside those with ranks; what they say comes after them ({beside}).", flush=True)
     with beside.open("wb") as log:
         others = subprocess.Popen(
-            [sys.executable, __file__, BESIDE], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            pytest(*OTHER_TESTS), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
         try:
-            code = pytest(*RANKS_TESTS, environment=environment)
+            codes.append(subprocess.run(pytest(*RANKS_TESTS), env=environment).returncode)
         finally:
-            others.wait()
+            codes.append(others.wait())
     print(beside.read_text(errors="replace"), flush=True)
-    return max(code, others.returncode)
+    return max(codes)
 
 
-def check_beside() -> int:
-    """What :func:`test` runs beside the tests of ranks."""
-    return max(lint(), pytest(*OTHER_TESTS, environment=dict(os.environ)))
-
-
-def pytest(*tests: str, environment: dict[str, str]) -> int:
-    """Run these tests; two of them at once share no cache."""
-    command = [str(venv_python()), "-m", "pytest", "-m", "not gpu", "-p", "no:cacheprovider", *tests]
-    return subprocess.run(command, env=environment).returncode
+def pytest(*tests: str) -> list[str]:
+    """The command that runs these tests; two of them at once share no cache."""
+    return [str(venv_python()), "-m", "pytest", "-m", "not gpu", "-p", "no:cacheprovider", *tests]
 
 
 def find_chromium() -> str:
