@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import psutil
 import pynvml
 import pytest
 
@@ -78,7 +79,8 @@ def test_gpus_that_ranks_will_not_see_are_of_no_interest(
     assert gpus_in_use() == named
 
 
-def test_a_process_beyond_this_container_is_told_as_such(nvml: FakeNvml) -> None:
+def test_a_process_beyond_this_container_is_told_as_such(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil.Process, "children", lambda process, recursive=False: [])  # other tests leave helpers
     nvml.gpus[1:] = [Gpu("GPU-aaaa", compute={UNSEEN: GIB})]
     assert gpus_in_use() == ["GPU 1 is in use by a process that cannot be seen from here"]
 
