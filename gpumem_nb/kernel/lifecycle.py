@@ -78,7 +78,7 @@ class Lifecycle:
         try:
             self._work_beside(history)
         except BaseException:
-            self.end()
+            finish_anyway(self.ranks.stop, "gpumem_nb ending")  # what works beside them may not be there yet
             raise
 
     def _work_beside(self, history: History) -> None:
