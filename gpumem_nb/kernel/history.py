@@ -109,6 +109,12 @@ class History:
         self.mark(rescue.failure.kind, rescue.headline)
         self.rescue = rescue
 
+    def partly_trained(self, names: Sequence[str]) -> None:
+        """These weights got a gradient on some ranks only."""
+        if names:
+            which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            self.mark("note", f"{which}: some ranks had no gradient, which counts as zero in the average")
+
     def leaked(self, leaks: Sequence[Leak]) -> list[str]:
         """Take in what ranks found that they keep from step to step; returns what that says of holders new here."""
         known, found = self.leaks, dict(self.leaks)

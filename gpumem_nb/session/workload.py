@@ -47,6 +47,15 @@ class HoldsWorkload:
         """
         return self._life.loading.attach({"model": model, "data": data, "loss": loss, "optimizer": optimizer})
 
+    def sync(self) -> None:
+        """Give all ranks the weights and the optimizer's state of rank 0, for example after a cell changed one rank's.
+
+        Raises:
+            WorkloadError: nothing is loaded, or the ranks hold models of different shapes.
+        """
+        self._life.foreground.check_loaded()
+        self._life.loading.sync()
+
     def save(self, path: str | os.PathLike[str], progress: Progress = lambda what, done: None) -> StateFile:
         """Write model, optimizer, scaler, data position, random numbers and settings to one file.
 

@@ -138,7 +138,8 @@ class Sample:
 class Failure:
     """Why a rank could not finish a step.
 
-    ``kind`` is ``oom``, ``error``, ``interrupted`` or ``stall`` (the ranks came apart); ``phase`` is the part of the
+    ``kind`` is ``oom``, ``error``, ``interrupted``, ``stall`` (the ranks came apart) or ``diverged`` (their weights
+    differ); ``phase`` is the part of the
     step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``, ``reduction``, ``update``); ``message``
     is one sentence, ``traceback`` the text for those who want it. ``module`` is where in the model it was, as far as
     that can be told; ``asked_bytes`` and ``free_bytes`` are those wanted and left when memory ran out, ``None`` if not
@@ -234,7 +235,9 @@ class ChunkReply:
     """What one rank did with a chunk; without samples if an earlier chunk under the same settings had failed already.
 
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
-    writing has ended since the last reply; ``leaks`` are those found since then. ``device_use`` is about a second old.
+    writing has ended since the last reply; ``leaks`` are those found since then; ``partial`` names the weights that were
+    seen for the
+    first time to get a gradient on some ranks only. ``device_use`` is about a second old.
     """
 
     rank: int
@@ -244,6 +247,7 @@ class ChunkReply:
     snapshot_s: float = 0.0
     stored: Stored | None = None
     leaks: tuple[Leak, ...] = ()
+    partial: tuple[str, ...] = ()
     device_use: DeviceUse | None = None
 
 

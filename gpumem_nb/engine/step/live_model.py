@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ...shared.knobs import KNOBS
 from ...shared.knobs.optimizer import brings_none
 from ...shared.settings import Settings
 from ...shared.workload import Workload
+from ..together.agreement import same_everywhere
 from ..together.interrupts import interruptible
 from . import optimizers
 from .checkpointing import Checkpointing, find_blocks
@@ -136,6 +138,40 @@ class LiveModel:
         if rate != self.optimizer.param_groups[0]["lr"]:
             optimizers.set_learning_rate(self.optimizer, rate)
         self._note(learning_rate=rate)
+
+    def relisted(self) -> bool:
+        """Whether the optimizer trains other weights than :attr:`parameters`: somebody added or removed some."""
+        return list(map(id, self._trained())) != list(map(id, self.parameters))
+
+    def relist(self) -> None:
+        """Train from now on what the optimizer has. A collective.
+
+        Raises:
+            WorkloadError: it is not the same on all ranks.
+        """
+        trained = self._trained()
+        shapes = [(tuple(param.shape), str(param.dtype), param.requires_grad) for param in trained]
+        if not same_everywhere(zlib.crc32(repr(shapes).encode()), "weights"):
+            raise WorkloadError(
+                "the optimizer trains other weights on one rank than on another. Run the cell that changed it on all "
+                "ranks, or attach the model again."
+            )
+        self.parameters, self._parked = trained, None
+        known = set(map(id, in_groups(self.optimizer)))
+        if missing := [param for param in trained if id(param) not in known]:
+            self.optimizer.add_param_group({"params": missing})
+
+    def sparse_places(self) -> list[int]:
+        """The places in :attr:`parameters` of tables whose gradients are sparse."""
+        tables = {id(module.weight) for module in self.parts.modules() if getattr(module, "sparse", False) is True}
+        return [place for place, param in enumerate(self.parameters) if id(param) in tables]
+
+    def _trained(self) -> list[Tensor]:
+        trained = list(in_groups(self.optimizer))
+        if self.own_optimizer is None or self.optimizer is self.own_optimizer:
+            return trained
+        known = set(map(id, trained))
+        return trained + [param for param in in_groups(self.own_optimizer) if id(param) not in known]
 
     def forget_parked_optimizer(self) -> None:
         """A step was done with the optimizer in use: the one before it does not come back."""

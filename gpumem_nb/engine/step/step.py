@@ -19,32 +19,42 @@ from ...memory.ledger.account import Account
 from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
+from ...shared.errors import WorkloadError
 from ...shared.messages import Failure, Ledger, Reading
 from ..together import collectives, nudge
 from ..together.agreement import any_rank
 from ..together.interrupts import interruptible
 from . import optimizers
 from .ambient import Ambient
+from .ballot import Ballot, Votes
 from .blame import failure_of, nonfinite_loss
 from .checks import checked_loss
 from .data import ShardedStream, to_device
 from .live_model import LiveModel
 from .precision import autocast
-from .reduction import GradientReduction
+from .reduction import GradientReduction, Reduced
 from .undo import ForwardUndo, UpdateUndo
+from .weight_watch import WeightWatch
 
+MOST_ATTEMPTS = 4  # at one step, before somebody's code is taken to change what it trains each time
 # Of the parameters: more than any of torch's optimizers allocates in an update, once it has its state.
 UPDATE_COPIES = 3
+_RESTLESS = (
+    "which weights are trained changes every time the step is tried. Let the model, the loss and their hooks leave "
+    "requires_grad and the optimizer's groups as they are during a step."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
     """How a step is to be taken.
 
-    ``trial``: measure it and undo it. ``nudges``: those sent before; a newer one makes this step the chunk's last.
-    ``proven``: a step was finished under these settings before. ``recorded``: listen to every allocation.
+    ``step``: how many were done before. ``trial``: measure it and undo it. ``nudges``: those sent before; a newer one
+    makes this step the chunk's last. ``proven``: a step was finished under these settings before. ``recorded``: listen
+    to every allocation.
     """
 
+    step: int
     trial: bool
     nudges: int
     proven: bool
@@ -57,7 +67,7 @@ class Outcome:
 
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
-    there for recorded steps that were finished.
+    there for recorded steps that were finished. ``partial`` names weights that got a gradient on some ranks only, once.
     """
 
     loss: Tensor | None
@@ -67,22 +77,14 @@ class Outcome:
     reading: Reading
     ledger: Ledger | None
     step_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Votes:
-    """What any rank voted for: it failed; it was nudged; its update may fail; its loss is not a finite number."""
-
-    failed: bool
-    leave: bool
-    careful: bool
-    nonfinite: bool
+    partial: tuple[str, ...]
 
 
 class Stepper:
     """Takes the steps of one rank. Whatever goes wrong on any rank, all of them end each step in the same way.
 
     Attributes:
+        watch: compares the ranks' weights.
         began_s: when the latest step began, on the clock of ``time.monotonic``.
         record: the allocations of the latest step, if it was recorded.
     """
@@ -100,8 +102,9 @@ class Stepper:
         self._stream = stream
         self._device = device
         self._leaks = leaks
-        self._reduction = GradientReduction(live.parameters)
-        self._param_bytes = sum(param.nbytes for param in live.parameters)
+        self._reduction = self._reduce_all()
+        self.watch = WeightWatch(live.parts, stream.rank)
+        self._told_partial: set[int] = set()
         self._phase = "settings"
         self.began_s = time.monotonic()
         self.record: Account | None = None
@@ -123,26 +126,42 @@ class Stepper:
         start_s = time.perf_counter()
         self.began_s = time.monotonic()
         self.record = None
-        with Recorder(self._device, self._live.model).watching() if order.recorded else nullcontext():
-            try:
-                return self._take(order, failure, start_s)
-            except BaseException:  # which should not come: the next step must not find what is left of this one
-                self._reduction.forget()
-                self._live.model.zero_grad()
-                raise
+        for _ in range(MOST_ATTEMPTS):
+            with (
+                Recorder(self._device, *self._live.parts.named.values()).watching() if order.recorded else nullcontext()
+            ):
+                try:
+                    outcome, failure = self._attempt(order, failure, start_s)
+                except BaseException:  # which should not come: the next step must not find what is left of this one
+                    self._reduction.forget()
+                    self._live.zero_grad()
+                    raise
+            if outcome:
+                return outcome
+        return self.take(order, self.failure(WorkloadError(_RESTLESS)))
 
-    def _take(self, order: StepOrder, failure: Failure | None, start_s: float) -> Outcome:
-        """Forward, vote, update or undo."""
+    def _attempt(
+        self, order: StepOrder, failure: Failure | None, start_s: float
+    ) -> tuple[Outcome | None, Failure | None]:
+        """Forward, vote, update or undo. No outcome: all ranks take the step again, with this failure if there is one.
+
+        Every attempt starts from no gradients, whatever a cell has left.
+        """
         before, loss = None, None
+        self._live.zero_grad()
         if failure is None:
-            before, loss, failure = self._forward()
-        votes, failure = self._vote(order, loss, failure)
+            before, loss, failure = self._forward(order)
+        votes, reduced, failure = self._vote(order, loss, failure)
         discarded = votes.failed or votes.nonfinite
+        if not discarded and (votes.torn or votes.relisted or votes.differ or reduced.missed):
+            if before:
+                before.undo()
+            return None, self._agree_anew(votes, reduced)
         if not discarded and votes.careful:
             failure, discarded = self._update_or_undo(order.trial)
         elif not discarded:
             self._update()
-        self._live.model.zero_grad()
+        self._live.zero_grad()
         if discarded:
             if before:
                 before.undo()
@@ -150,7 +169,8 @@ class Stepper:
         else:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
             self._live.forget_parked_optimizer()
-        return self._measured(start_s, loss, failure, discarded, last=discarded or votes.leave)
+        partial = () if discarded else self._newly_partial(reduced)
+        return self._measured(start_s, loss, failure, discarded, discarded or votes.leave, partial), failure
 
     def failure(self, error: BaseException) -> Failure:
         """What went wrong in the part of the step under way."""
@@ -160,13 +180,15 @@ class Stepper:
         """Take the hooks off the parameters again."""
         self._reduction.remove()
 
-    def _forward(self) -> tuple[ForwardUndo | None, Tensor | None, Failure | None]:
+    def _forward(self, order: StepOrder) -> tuple[ForwardUndo | None, Tensor | None, Failure | None]:
         """Forward and backward: what undoes them, the loss, or what went wrong."""
         before, ambient = None, Ambient()
         self.phase = "forward"
         try:
             collectives.check()
             before = ForwardUndo(self._live.model)
+            if self.watch.due(order.step):
+                self.watch.begin()
             with self._leaks.step():
                 return before, self._forward_backward(), None
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
@@ -200,35 +222,72 @@ class Stepper:
                 self.phase = "data"
         return total
 
-    def _vote(self, order: StepOrder, loss: Tensor | None, failure: Failure | None) -> tuple[_Votes, Failure | None]:
+    def _vote(
+        self, order: StepOrder, loss: Tensor | None, failure: Failure | None
+    ) -> tuple[Votes, Reduced, Failure | None]:
         """Average the gradients over all ranks, and learn what any of them votes for; this rank may fail in it."""
         self.phase = "reduction"
         try:
             # A failed rank has room for the zeros it sends: whatever its step held is gone by now.
             with self._device.exempt():
                 ballot, failure = self._ballot(order, loss, failure)
-                votes = _Votes(*self._reduction.finish(ballot))
+                reduced = self._reduction.finish(ballot.numbers(self._device.torch_device))
         except HorovodInternalError as error:  # on every rank, because Horovod was shut down
             self._reduction.forget()
-            return _Votes(failed=True, leave=True, careful=False, nonfinite=False), self.failure(error)
+            return Votes.of_one_that_left(), Reduced([], False, ()), self.failure(error)
+        votes = Votes.counted(reduced.sums, self._stream.size)
+        if votes.compare:
+            self.watch.ask()
+        elif ballot.digest is not None and not (votes.differ or votes.failed):
+            self.watch.agreed(order.step)
         if votes.nonfinite and failure is None and loss is not None and not loss.isfinite():
             failure = nonfinite_loss(self._stream.rank, loss)
-        return votes, failure
+        return votes, reduced, failure
 
-    def _ballot(
-        self, order: StepOrder, loss: Tensor | None, failure: Failure | None
-    ) -> tuple[tuple[bool | Tensor, ...], Failure | None]:
-        """What this rank votes for, in the order of :class:`_Votes`; what goes wrong in asking fails the step."""
-        nonfinite: bool | Tensor = False
+    def _ballot(self, order: StepOrder, loss: Tensor | None, failure: Failure | None) -> tuple[Ballot, Failure | None]:
+        """What this rank votes for; what goes wrong in asking fails the step."""
+        nonfinite, digest = None, None
         careful = True
         try:
             if loss is not None:
                 # fp16's scale is not in it: only scaled gradients may overflow, and the scaler skips those by itself.
                 nonfinite = ~torch.isfinite(loss)
+                digest = self.watch.digest() if self.watch.due(order.step) else None
             careful = order.trial or not order.proven or self._update_may_fail()
         except BaseException as error:
             failure = failure or self.failure(error)
-        return (failure is not None, nudge.newer_than(order.nudges), careful, nonfinite), failure
+        left = nudge.newer_than(order.nudges)
+        torn, relisted = self._reduction.torn, self._live.relisted()
+        return Ballot(failure is not None, left, careful, torn, relisted, nonfinite, digest), failure
+
+    def _agree_anew(self, votes: Votes, reduced: Reduced) -> Failure | None:
+        """What all ranks do before they take a step again, because they would not have stayed the same in it."""
+        try:
+            if votes.torn:
+                self._reduction.wait_for_backward()
+            if reduced.missed:
+                self._reduction.regroup()
+            if votes.relisted:
+                self._live.relist()
+                self._reduction.remove()
+                self._reduction = self._reduce_all()
+            if votes.differ and (message := self.watch.examine()):
+                return Failure(self._stream.rank, "diverged", "reduction", message)
+        except (HorovodInternalError, collectives.Separated, WorkloadError) as error:
+            return self.failure(error)
+        return None
+
+    def _reduce_all(self) -> GradientReduction:
+        """The reduction of all that the optimizer trains."""
+        live = self._live
+        self._param_bytes = sum(param.nbytes for param in live.parameters)
+        return GradientReduction(live.parameters, live.sparse_places(), self._stream.size)
+
+    def _newly_partial(self, reduced: Reduced) -> tuple[str, ...]:
+        """The names of weights that got a gradient on some ranks only, if that was not told before."""
+        new = {id(param) for param in reduced.partial} - self._told_partial
+        self._told_partial |= new
+        return tuple(name for name, param in self._live.parts.named_parameters() if id(param) in new) if new else ()
 
     def _update_may_fail(self) -> bool:
         """Whether an update that went well before could end half way: short of memory, or in somebody's own code."""
@@ -277,11 +336,17 @@ class Stepper:
             Recorder.current.claim_model(self._live.parameters, optimizer.state)
 
     def _measured(
-        self, start_s: float, loss: Tensor | None, failure: Failure | None, discarded: bool, last: bool
+        self,
+        start_s: float,
+        loss: Tensor | None,
+        failure: Failure | None,
+        discarded: bool,
+        last: bool,
+        partial: tuple[str, ...],
     ) -> Outcome:
         reading = self._device.reading()
         if Recorder.current and not discarded:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
         step_s = time.perf_counter() - start_s
-        return Outcome(loss, failure, discarded, last, reading, ledger, step_s)
+        return Outcome(loss, failure, discarded, last, reading, ledger, step_s, partial)

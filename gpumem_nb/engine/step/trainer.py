@@ -21,6 +21,7 @@ from ..together.agreement import same_everywhere
 from .data import ShardedStream
 from .live_model import LiveModel
 from .step import Outcome, StepOrder, Stepper
+from .weight_watch import WeightWatch
 
 _HALF_APPLIED = -2  # in place of a chunk's settings_id: going back must apply everything, and nothing of it is proven
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
@@ -79,6 +80,11 @@ class Trainer:
             )
         hvd.broadcast_parameters(state, root_rank=0)
 
+    @property
+    def watch(self) -> WeightWatch:
+        """Compares the ranks' weights."""
+        return self._stepper.watch
+
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
         own = self.live.own_optimizer
@@ -122,11 +128,13 @@ class Trainer:
         failure = self._apply(chunk)
         self._leaks.chunk_begins(self._device.reading().live_bytes)
         samples: list[Sample] = []
+        partial: list[str] = []
         losses: list[Tensor | None] = []
         for _ in range(chunk.steps if chunk.nudges > self._left_after else 0):
             outcome, sample = self._step(failure, chunk)
             samples.append(sample)
             losses.append(outcome.loss)
+            partial += outcome.partial
             self._leaks.step_ended(sample, losses=len(losses))
             failure = outcome.failure
             if outcome.discarded:
@@ -140,7 +148,14 @@ class Trainer:
             dataclasses.replace(sample, loss=None if loss is None else loss.item())
             for sample, loss in zip(samples, losses, strict=True)
         )
-        return ChunkReply(self.stream.rank, complete, self._device.reading(), failure, leaks=self._leaks.take())
+        return ChunkReply(
+            self.stream.rank,
+            complete,
+            self._device.reading(),
+            failure,
+            leaks=self._leaks.take(),
+            partial=tuple(partial),
+        )
 
     def record(self) -> Timeline | None:
         """One step, recorded allocation by allocation and undone on all ranks; ``None`` when another rank failed.
@@ -184,7 +199,7 @@ class Trainer:
     def _step(self, failure: Failure | None, chunk: Chunk) -> tuple[Outcome, Sample]:
         """One step of the chunk. A failure to apply the settings fails it from the start, on all ranks."""
         recorded = failure is None and self._is_recorded(chunk)
-        order = StepOrder(chunk.trial, chunk.nudges, self._settings_id == self._proven_id, recorded)
+        order = StepOrder(self.steps, chunk.trial, chunk.nudges, self._settings_id == self._proven_id, recorded)
         outcome = self._stepper.take(order, failure)
         if outcome.discarded:
             event = outcome.failure.kind if outcome.failure else "trial" if chunk.trial else "discarded"

@@ -326,6 +326,7 @@ class Training:
         done = [sample for sample in samples if sample.done]
         failure = next((reply.failure for reply in replies if reply.failure), None)
         self._history.add(samples, [reply.reading for reply in replies], [reply.device_use for reply in replies])
+        self._history.partly_trained(replies[0].partial)
         leaks = self._history.leaked([leak for reply in replies for leak in reply.leaks])
         with self._state.locked():
             call = self._in_flight.take()
