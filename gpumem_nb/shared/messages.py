@@ -235,9 +235,8 @@ class ChunkReply:
     """What one rank did with a chunk; without samples if an earlier chunk under the same settings had failed already.
 
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
-    writing has ended since the last reply; ``leaks`` are those found since then; ``partial`` names the weights that were
-    seen for the
-    first time to get a gradient on some ranks only. ``device_use`` is about a second old.
+    writing has ended since the last reply; ``leaks`` are those found since then; ``partial`` names, once each, the
+    weights that got a gradient on some ranks only. ``device_use`` is about a second old.
     """
 
     rank: int

@@ -47,8 +47,8 @@ class Ballot:
 class Votes:
     """What any rank voted for, in the words of :class:`Ballot`; the same on all ranks.
 
-    ``differ``: the ranks' weights are not the same. ``compare``: not all ranks sent a digest, so that they must next
-    time.
+    ``differ``: the ranks' weights are not the same. ``compare``: only some ranks found a reason to compare weights,
+    such as a cell that ran there alone, so that all must.
     """
 
     failed: bool
@@ -59,6 +59,11 @@ class Votes:
     nonfinite: bool
     compare: bool
     differ: bool
+
+    @property
+    def unsure(self) -> bool:
+        """Whether the ranks would not be, or might not stay, the same in this step."""
+        return self.torn or self.relisted or self.compare or self.differ
 
     @classmethod
     def of_one_that_left(cls) -> Votes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from typing import Any
 
@@ -65,6 +66,7 @@ class LiveModel:
         self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.parts.parameters(), self.settings)
         self._parked: tuple[str, KeptState] | None = None  # used last, until a step was done with another one
         self.parameters: list[Tensor] = list(in_groups(self.optimizer))
+        self._known = {id(param): weakref.ref(param) for param in self.parts.parameters()}
         self._checkpointing: Checkpointing | None = None
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
 
@@ -160,6 +162,21 @@ class LiveModel:
         known = set(map(id, in_groups(self.optimizer)))
         if missing := [param for param in trained if id(param) not in known]:
             self.optimizer.add_param_group({"params": missing})
+
+    def refuse_strangers(self) -> None:
+        """Weights that came into the model meanwhile must be trained, or frozen: nobody would notice otherwise.
+
+        Raises:
+            WorkloadError: naming the first that no optimizer has.
+        """
+        trained = set(map(id, self._trained()))
+        for name, param in self.parts.named_parameters():
+            known = self._known.get(id(param), lambda: None)() is param
+            if param.requires_grad and not known and id(param) not in trained:
+                raise WorkloadError(
+                    f"{name} came into the model after it was attached, and no optimizer trains it. Add it with "
+                    "optimizer.add_param_group({'params': [...]}) on all ranks, or attach the model again."
+                )
 
     def sparse_places(self) -> list[int]:
         """The places in :attr:`parameters` of tables whose gradients are sparse."""

@@ -153,7 +153,7 @@ class Stepper:
             before, loss, failure = self._forward(order)
         votes, reduced, failure = self._vote(order, loss, failure)
         discarded = votes.failed or votes.nonfinite
-        if not discarded and (votes.torn or votes.relisted or votes.differ or reduced.missed):
+        if not discarded and (votes.unsure or reduced.missed):
             if before:
                 before.undo()
             return None, self._agree_anew(votes, reduced)
@@ -236,9 +236,7 @@ class Stepper:
             self._reduction.forget()
             return Votes.of_one_that_left(), Reduced([], False, ()), self.failure(error)
         votes = Votes.counted(reduced.sums, self._stream.size)
-        if votes.compare:
-            self.watch.ask()
-        elif ballot.digest is not None and not (votes.differ or votes.failed):
+        if ballot.digest is not None and not (votes.compare or votes.differ or votes.failed):
             self.watch.agreed(order.step)
         if votes.nonfinite and failure is None and loss is not None and not loss.isfinite():
             failure = nonfinite_loss(self._stream.rank, loss)
@@ -263,6 +261,8 @@ class Stepper:
     def _agree_anew(self, votes: Votes, reduced: Reduced) -> Failure | None:
         """What all ranks do before they take a step again, because they would not have stayed the same in it."""
         try:
+            if votes.compare:
+                self.watch.ask()
             if votes.torn:
                 self._reduction.wait_for_backward()
             if reduced.missed:

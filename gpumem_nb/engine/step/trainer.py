@@ -16,6 +16,7 @@ from ...shared.errors import WorkloadError
 from ...shared.messages import Chunk, ChunkReply, Failure, Sample, Timeline
 from ...shared.settings import Settings
 from ...shared.workload import Workload, WorkloadInfo
+from .. import cells
 from ..together import nudge
 from ..together.agreement import same_everywhere
 from .data import ShardedStream
@@ -58,6 +59,7 @@ class Trainer:
         known = {"model": self.live.model, "dataset": stream.dataset, "workload": workload}
         self._leaks = LeakDetector(stream.rank, device.torch_device, known)
         self._stepper = Stepper(self.live, workload.loss, stream, device, self._leaks)
+        self._cells = cells.ran()
         self._settings_id = -1
         self._failed_id = -1  # under which a step was discarded
         self._proven_id = -1  # under which a step was finished
@@ -125,7 +127,7 @@ class Trainer:
         if chunk.trial:
             return self._try_out(chunk)
         nudge.catch_up(chunk.nudges)
-        failure = self._apply(chunk)
+        failure = self._apply(chunk) or self._look_at_weights()
         self._leaks.chunk_begins(self._device.reading().live_bytes)
         samples: list[Sample] = []
         partial: list[str] = []
@@ -194,6 +196,19 @@ class Trainer:
             return self._stepper.failure(error)
         self._settings_id = chunk.settings_id
         self._flipped, self._recorded_steps = self._flipped or changed, 0
+        return None
+
+    def _look_at_weights(self) -> Failure | None:
+        """Cells may have put other weights into the model."""
+        if cells.ran() == self._cells:
+            return None
+        self._cells = cells.ran()
+        self._stepper.phase = "forward"
+        try:
+            self.live.refuse_strangers()
+        except WorkloadError as error:
+            self._cells = -1  # to be looked at again
+            return self._stepper.failure(error)
         return None
 
     def _step(self, failure: Failure | None, chunk: Chunk) -> tuple[Outcome, Sample]:

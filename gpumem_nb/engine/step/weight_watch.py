@@ -12,7 +12,6 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from ...internals.torch_internals import version
 from ...shared.ranklist import name_ranks
 from .. import cells
 from .parts import Parts
@@ -33,7 +32,8 @@ class WeightWatch:
         self._parts = parts
         self._rank = rank
         self._moving: set[str] = set()
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._ids: dict[str, int] = {}
+        self._before: dict[str, Tensor] = {}
         self._cells = cells.ran()
         self._agreed_step = 0
         self._asked = True
@@ -48,15 +48,18 @@ class WeightWatch:
 
     def begin(self) -> None:
         """A step in which they are compared begins: what changes from here on is the step's own doing."""
-        self._versions = {name: (id(buffer), version(buffer)) for name, buffer in self._parts.named_buffers()}
+        # By their content: torch's own batch norm changes its statistics without counting that as a change.
+        still = {name: buffer for name, buffer in self._parts.named_buffers() if name not in self._moving}
+        self._ids = {name: id(buffer) for name, buffer in still.items()}
+        self._before = {name: _sum_of_words(buffer) for name, buffer in still.items()}
 
     def digest(self) -> Tensor:
         """Of all that must agree: ``2 × DIGITS`` small numbers in float32, digits and their squares."""
-        for name, buffer in self._parts.named_buffers():
-            if self._versions.get(name) != (id(buffer), version(buffer)):
-                self._moving.add(name)
-        sums = [_sum_of_words(tensor) for name, tensor in self._compared().items() if name not in self._moving]
-        words = torch.stack(sums)
+        sums = {name: _sum_of_words(tensor) for name, tensor in self._compared().items() if name not in self._moving}
+        for name in self._moved_since(sums):
+            self._moving.add(name)
+            sums.pop(name, None)
+        words = torch.stack(list(sums.values()))
         places = torch.arange(1, len(sums) + 1, device=words.device)
         total = (words * (places * _ODD + 1)).sum()
         digits = (total >> torch.arange(0, _BITS * DIGITS, _BITS, device=words.device)) & (2**_BITS - 1)
@@ -84,6 +87,17 @@ class WeightWatch:
             elif len({row[place] for row in rows}) > 1:
                 return self._sentence(name, [row[place] for row in rows], ran)
         return ""
+
+    def _moved_since(self, sums: Mapping[str, Tensor]) -> list[str]:
+        """The buffers that this step has changed or bound anew."""
+        ids = {name: id(buffer) for name, buffer in self._parts.named_buffers() if name not in self._moving}
+        moved = [name for name in ids.keys() | self._ids.keys() if ids.get(name) != self._ids.get(name)]
+        same = [name for name in ids if name not in moved]
+        if same:
+            before, now = ([content[name] for name in same] for content in (self._before, sums))
+            changed = torch.stack(before) != torch.stack(now)
+            moved += [name for name, differs in zip(same, changed.tolist(), strict=True) if differs]
+        return moved
 
     def _compared(self) -> Mapping[str, Tensor]:
         return dict([*self._parts.named_parameters(), *self._parts.named_buffers()])
