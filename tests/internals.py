@@ -178,6 +178,9 @@ def hooks_expression(model: str) -> str:
     return f"{on_modules}, sum(len(p._post_accumulate_grad_hooks or ()) for p in {model}.parameters())"
 
 
+SMALL_BUCKETS = "from gpumem_nb.engine.step import reduction; reduction.BUCKET_BYTES = 2048"
+"""The gradients of what is loaded from now on are sent in many pieces, as those of a large model are."""
+
 FORGET_DEVICE_USE = f"{_RANK}._device_use = None"
 """What was last read of the device by NVML is not known any more."""
 

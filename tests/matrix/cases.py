@@ -1,0 +1,39 @@
+"""All cases, and those few that ``make test`` holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.matrix.case import Case
+from tests.matrix.deeds import DEEDS
+from tests.matrix.models import MODELS
+from tests.matrix.transformers_models import GPT2, TRANSFORMERS
+
+CHECKPOINTING = ("none", "blocks", "sqrt")
+PRECISIONS = ("fp32", "bf16")
+SUBJECTS = (*MODELS, *TRANSFORMERS)
+
+
+def of_models() -> Iterator[Case]:
+    """Every model under every checkpointing and precision."""
+    for subject in SUBJECTS:
+        for precision in PRECISIONS:
+            for checkpointing in CHECKPOINTING:
+                yield Case(subject, checkpointing=checkpointing, precision=precision)
+
+
+def of_deeds() -> Iterator[Case]:
+    """Everything that people do, on each of its models, under every checkpointing."""
+    for deed, subjects in DEEDS:
+        for subject in subjects:
+            for checkpointing in CHECKPOINTING:
+                yield Case(subject, deed, checkpointing)
+
+
+def selected() -> Iterator[Case]:
+    """Every model and every deed once, each under another checkpointing than its neighbours."""
+    for index, subject in enumerate(SUBJECTS):
+        yield Case(subject, checkpointing=CHECKPOINTING[index % 3])
+    for index, (deed, subjects) in enumerate(DEEDS):
+        yield Case(subjects[0], deed, CHECKPOINTING[index % 3])
+    yield Case(GPT2, checkpointing="sqrt", precision="bf16")
