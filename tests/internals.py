@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,9 +179,6 @@ def hooks_expression(model: str) -> str:
     return f"{on_modules}, sum(len(p._post_accumulate_grad_hooks or ()) for p in {model}.parameters())"
 
 
-SMALL_BUCKETS = "from gpumem_nb.engine.step import reduction; reduction.BUCKET_BYTES = 2048"
-"""The gradients of what is loaded from now on are sent in many pieces, as those of a large model are."""
-
 FORGET_DEVICE_USE = f"{_RANK}._device_use = None"
 """What was last read of the device by NVML is not known any more."""
 
@@ -211,6 +209,18 @@ def after_each_step(note):
 
 ``note(trainer)`` is called after each step that is not undone.
 """
+
+
+@contextmanager
+def gradients_in_many_pieces(session: Session) -> Iterator[None]:
+    """The gradients of what is loaded inside are sent in many buckets, as those of a large model are."""
+    bucket_bytes = "__import__('gpumem_nb.engine.step.reduction', fromlist=['BUCKET_BYTES']).BUCKET_BYTES"
+    usual = session.run(bucket_bytes)[0]
+    session.run(f"{bucket_bytes} = 2048")
+    try:
+        yield
+    finally:
+        session.run(f"{bucket_bytes} = {usual}")
 
 
 # Parts driven by hand -------------------------------------------------------------------------------------------------

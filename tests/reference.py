@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, default_collate
 
 STATE = """
 {
@@ -49,6 +49,11 @@ def training_numbers(seed: int, rank: int) -> RandomNumbers:
     return RandomNumbers(1 + rank)
 
 
+def numbers_from(*numbers: int) -> RandomNumbers:
+    """Those that a sample of some seed and place draws, or a sampler for some seed and epoch."""
+    return RandomNumbers(zlib.crc32(repr(numbers).encode()))
+
+
 def epoch_order(seed: int, epoch: int, dataset: Any, sampler: Any) -> list[int]:
     """Which sample stands at which place of an epoch: shuffled, or as a ``DataLoader``'s sampler has it."""
     if sampler is None or isinstance(sampler, RandomSampler):
@@ -56,7 +61,7 @@ def epoch_order(seed: int, epoch: int, dataset: Any, sampler: Any) -> list[int]:
     if generator := getattr(sampler, "generator", None):
         generator.manual_seed(generator.initial_seed() + (epoch > 0))  # its own seed, then the next one and so on
         return list(sampler)
-    with RandomNumbers(zlib.crc32(repr((seed, epoch)).encode())).drawn():
+    with numbers_from(seed, epoch).drawn():
         return list(sampler)
 
 
@@ -155,7 +160,9 @@ class _Rank:
             self._knobs["batch_size"] = data.batch_size
         self._dataset = _dataset(data.dataset if loaded else data)
         self._collate = data.collate_fn if loaded else default_collate
-        self._sampler = data.sampler if loaded else None
+        self._iterated = isinstance(self._dataset, IterableDataset) or not hasattr(self._dataset, "__getitem__")
+        self._batched = self._iterated and not isinstance(self._dataset, IterableDataset)
+        self._sampler = data.sampler if loaded and not self._iterated else None
         own = self.variables.get("optimizer")
         self._optimizer: Optimizer = own or AdamW([param for part in self._parts for param in part.parameters()], 1e-3)
         self._scaler = torch.amp.GradScaler("cpu")
@@ -192,8 +199,9 @@ class _Rank:
         if name := knobs.get("optimizer"):
             self._optimizer = _OPTIMIZERS[name](self.parameters, knobs["learning_rate"])
         elif rate := knobs.get("learning_rate"):
+            factor = rate / self._optimizer.param_groups[0]["lr"]
             for group in self._optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] *= factor
 
     def restore_modes(self) -> None:
         """Training goes on in the modes it had; those of single modules are whoever's that set them."""
@@ -249,18 +257,32 @@ class _Rank:
         return (net(**batch) if isinstance(batch, Mapping) else net(batch)).loss  # type: ignore[no-any-return]
 
     def _batches(self) -> Iterator[Any]:
-        """A step takes consecutive places of an endless stream of epochs; each rank has a run of them."""
-        size, count = self._knobs["batch_size"], self._knobs["accumulation_steps"]
-        start = self._position + self._number * size * count
-        self._position += self._size * size * count
-        for first in range(start, start + size * count, size):
-            yield self._collate([self._dataset[self._index(place)] for place in range(first, first + size)])
+        """A step takes consecutive places of an endless stream of epochs; each rank has a run of them.
 
-    def _index(self, place: int) -> int:
+        Of data that is iterated each rank has every N-th place, which may hold a whole micro-batch.
+        """
+        size, count = self._knobs["batch_size"], self._knobs["accumulation_steps"]
+        places = 1 if self._batched else size
+        start = self._position
+        self._position += self._size * places * count
+        for first in range(0, places * count, places):
+            batch = range(first, first + places)
+            if self._iterated:
+                items = [self._iterated_item(start + place * self._size + self._number) for place in batch]
+            else:
+                items = [self._sample(start + self._number * places * count + place) for place in batch]
+            yield items[0] if self._batched else self._collate(items)
+
+    def _sample(self, place: int) -> Any:
         epoch, offset = divmod(place, len(self._dataset if self._sampler is None else self._sampler))
         while len(self._orders) <= epoch:
             self._orders.append(epoch_order(self._seed, len(self._orders), self._dataset, self._sampler))
-        return self._orders[epoch][offset]
+        with numbers_from(self._seed, place).drawn():
+            return self._dataset[self._orders[epoch][offset]]
+
+    def _iterated_item(self, place: int) -> Any:
+        items = list(self._dataset)
+        return items[place % len(items)]
 
 
 def _copy(source: _Rank, target: _Rank) -> None:

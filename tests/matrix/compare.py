@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError
-from tests.internals import SMALL_BUCKETS
+from tests.internals import gradients_in_many_pieces
 from tests.matrix.case import CLEAN, PREAMBLE, Case
 from tests.reference import STATE, Reference
 
@@ -52,7 +52,6 @@ class Comparison:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        session.run(SMALL_BUCKETS)
         self._expected: dict[Any, _Expected] = {}
 
     def hold(self, case: Case) -> Result:
@@ -62,8 +61,10 @@ class Comparison:
             Differs: in which number, at which step.
             GpumemError: what should work was refused.
         """
-        if case.refused:
-            return Result(case, REFUSED, self._refusal(case))
+        with gradients_in_many_pieces(self._session):
+            return Result(case, REFUSED, self._refusal(case)) if case.refused else self._held(case)
+
+    def _held(self, case: Case) -> Result:
         expected = self._reference(case)
         self._attach(case)
         _compare_state("before the first step", expected.begin, self._session.run(STATE), exact=True)

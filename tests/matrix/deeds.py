@@ -92,6 +92,7 @@ DEEDS: tuple[tuple[Deed, tuple[Subject, ...]], ...] = (
     (Deed("sets the learning rate", knobs={"learning_rate": 0.003}), _SOME),
     (Deed("changes the optimizer", knobs={"optimizer": "momentum", "learning_rate": 0.01}), _SOME),
     (Deed("goes to bf16", knobs={"precision": "bf16"}), _SOME),
+    (Deed("goes to fp16, with loss scaling", knobs={"precision": "fp16"}), _SOME),
     (Deed("accumulates gradients", knobs={"batch_size": 2, "accumulation_steps": 2}), (OWN, BERT, BATCH_NORM)),
     (
         Deed(

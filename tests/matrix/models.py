@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.matrix.case import Subject
 
-_BLOCKS = """
+BLOCKS = """
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -24,26 +24,26 @@ class Net(nn.Module):
 
 net, data, criterion = Net(), TensorDataset(x, y), nn.CrossEntropyLoss()
 """
-_OWN = "optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)\n"
+OWN_OPTIMIZER = "optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)\n"
 
-PLAIN = Subject("residual blocks", _BLOCKS)
-OWN = Subject("residual blocks, an optimizer of one's own", _BLOCKS + _OWN)
+PLAIN = Subject("residual blocks", BLOCKS)
+OWN = Subject("residual blocks, an optimizer of one's own", BLOCKS + OWN_OPTIMIZER)
 MOMENTUM = Subject(
     "residual blocks, momentum and weight decay",
-    _BLOCKS + "optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)\n",
+    BLOCKS + "optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)\n",
 )
 FROZEN = Subject(
     "frozen parts",
-    _BLOCKS
+    BLOCKS
     + """
 for param in net.blocks[:2].parameters():
     param.requires_grad_(False)
 """
-    + _OWN,
+    + OWN_OPTIMIZER,
 )
 HEAD_LATER = Subject(
     "a head that the optimizer lacks",
-    _BLOCKS + "optimizer = torch.optim.AdamW(net.blocks.parameters(), lr=0.01)\n",
+    BLOCKS + "optimizer = torch.optim.AdamW(net.blocks.parameters(), lr=0.01)\n",
 )
 DROPOUT = Subject(
     "dropout",
@@ -65,7 +65,9 @@ data, criterion = TensorDataset(images, y), nn.CrossEntropyLoss()
 )
 SCHEDULED = Subject(
     "a scheduler that warms up from 0",
-    _BLOCKS + _OWN + "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 4))\n",
+    BLOCKS
+    + OWN_OPTIMIZER
+    + "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 4))\n",
 )
 
 _WORDS = """
@@ -128,7 +130,7 @@ data = DataLoader(texts, batch_size=4, shuffle=True, collate_fn=padded)
     ),
     Subject(
         "gradient penalty",
-        _BLOCKS
+        BLOCKS
         + """
 del criterion
 def loss(model, batch):
@@ -140,7 +142,7 @@ def loss(model, batch):
     ),
     Subject(
         "weight norm",
-        _BLOCKS
+        BLOCKS
         + """
 for block in net.blocks:
     nn.utils.parametrizations.weight_norm(block.wide)
@@ -148,73 +150,17 @@ for block in net.blocks:
     ),
     Subject(
         "spectral norm",
-        _BLOCKS
+        BLOCKS
         + """
 for block in net.blocks:
     nn.utils.parametrizations.spectral_norm(block.wide)
 """,
     ),
-    Subject("a model in bf16", _BLOCKS + "net.to(torch.bfloat16)\ndata = TensorDataset(x.bfloat16(), y)"),
-    Subject(
-        "several losses",
-        _BLOCKS
-        + """
-del criterion
-net.aside = nn.Linear(8, 1)
-def loss(model, batch):
-    inputs, targets = batch
-    main = F.cross_entropy(model(inputs), targets)
-    return main + 0.1 * model.aside(inputs).square().mean() + 0.01 * sum(p.abs().sum() for p in model.parameters())
-""",
-    ),
-    Subject("torch.compile'd", _BLOCKS + "net = torch.compile(net, backend='aot_eager')"),
+    Subject("a model in bf16", BLOCKS + "net.to(torch.bfloat16)\ndata = TensorDataset(x.bfloat16(), y)"),
+    Subject("torch.compile'd", BLOCKS + "net = torch.compile(net, backend='aot_eager')"),
     Subject(
         "a block that is torch.compile'd",
-        _BLOCKS + "net.blocks[1] = torch.compile(net.blocks[1], backend='aot_eager')",
-    ),
-    Subject(
-        "a criterion with weights",
-        _BLOCKS
-        + """
-class Temperature(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(3) + 1)
-    def forward(self, outputs, targets):
-        return F.cross_entropy(outputs * self.scale, targets)
-criterion = Temperature()
-""",
-    ),
-    Subject(
-        "a criterion with weights in an optimizer of one's own",
-        _BLOCKS
-        + """
-class Temperature(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(3) + 1)
-    def forward(self, outputs, targets):
-        return F.cross_entropy(outputs * self.scale, targets)
-criterion = Temperature()
-optimizer = torch.optim.AdamW([{"params": net.parameters()}, {"params": criterion.parameters(), "lr": 0.1}], lr=0.01)
-""",
-    ),
-    Subject(
-        "a parameter without gradients, weight decay",
-        _BLOCKS + "net.unused = nn.Linear(8, 8)\n" + _OWN,
-    ),
-    Subject(
-        "a parameter with gradients on some ranks only",
-        _BLOCKS
-        + """
-del criterion
-net.sometimes = nn.Linear(8, 3)
-def loss(model, batch):
-    outputs = model(batch[0])
-    if rank == 1 and batch[1][0] > 0:
-        outputs = outputs + model.sometimes(batch[0])
-    return F.cross_entropy(outputs, batch[1])
-""",
+        BLOCKS + "net.blocks[1] = torch.compile(net.blocks[1], backend='aot_eager')",
     ),
     Subject(
         "reentrant checkpoints of a layer called several times",
@@ -235,7 +181,7 @@ net, data, criterion = Recurrent(), TensorDataset(x, y), nn.CrossEntropyLoss()
     ),
     Subject(
         "buffers that no state dict holds",
-        _BLOCKS
+        BLOCKS
         + """
 class Noise(nn.Module):
     def __init__(self):
@@ -248,7 +194,7 @@ net.blocks[0] = nn.Sequential(Noise(), net.blocks[0])
     ),
     Subject(
         "buffers of odd types",
-        _BLOCKS
+        BLOCKS
         + """
 net.register_buffer("mask", torch.rand(8) > 0.5)
 net.register_buffer("wave", torch.randn(4, dtype=torch.complex64))
@@ -258,57 +204,67 @@ net.register_parameter("nothing", nn.Parameter(torch.empty(0)))
 """,
     ),
     Subject(
-        "a loss of shape (1,)",
-        _BLOCKS + "del criterion\nloss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])[None]",
-    ),
-    Subject(
-        "a loss function with other names",
-        _BLOCKS + "del criterion\nloss = lambda net, b: F.cross_entropy(net(b[0]), b[1])",
-    ),
-    Subject(
-        "a DataLoader's sampler and batch size",
-        _BLOCKS
-        + """
-chosen = SubsetRandomSampler(range(10, 34), generator=torch.Generator().manual_seed(7))
-data = DataLoader(data, batch_size=3, sampler=chosen)
-""",
-        batch_size=None,
-    ),
-    Subject(
-        "a DataLoader's sampler without a generator",
-        _BLOCKS + "data = DataLoader(data, batch_size=3, sampler=SubsetRandomSampler(range(10, 34)))",
-        batch_size=None,
-    ),
-    Subject("a DataLoader that does not shuffle", _BLOCKS + "data = DataLoader(data, batch_size=5)", batch_size=None),
-    Subject(
-        "a DataLoader with workers", _BLOCKS + "data = DataLoader(data, batch_size=4, shuffle=True, num_workers=2)"
-    ),
-    Subject(
         "frozen batch norm",
         BATCH_NORM.code + "for layer in net[1]: layer[1].eval()",
     ),
     Subject("a model that comes in evaluation mode", DROPOUT.code + "net.eval()"),
-    Subject("data as a pair of tensors", _BLOCKS + "data = (x, y)"),
     Subject(
-        "data as tensors by name",
-        _BLOCKS
+        "statistics of one's own in the blocks",
+        BLOCKS
         + """
-del criterion
-data = {"x": x, "y": y}
-def loss(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"])
+class Centred(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls = inner, 0
+        self.register_buffer("mean", torch.zeros(8))
+    def forward(self, x):
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.inner(x - self.mean) / self.calls
+for i in range(4):
+    net.blocks[i] = Centred(net.blocks[i])
 """,
     ),
-    SCHEDULED,
     Subject(
-        "a GAN",
-        """
-net = nn.ModuleDict({"generator": nn.Linear(4, 8), "critic": nn.Linear(8, 1)})
-data = TensorDataset(x)
-optimizer = [torch.optim.Adam(part.parameters(), lr=0.001) for part in net.values()]
-def loss(model, batch):
-    return model["critic"](model["generator"](batch[0][:, :4])).mean() - model["critic"](batch[0]).mean()
+        "Python's and NumPy's random numbers in the blocks",
+        BLOCKS
+        + """
+import random
+class Jitter(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, x):
+        return self.inner(x) * (1 + 0.1 * random.random()) * (1 + 0.1 * np.random.rand())
+for i in range(4):
+    net.blocks[i] = Jitter(net.blocks[i])
 """,
-        refused="one optimizer",
+    ),
+    Subject(
+        "a model in fp16",
+        BLOCKS
+        + """
+net.to(torch.float16)
+data = TensorDataset(x.half(), y)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+""",
+    ),
+    Subject(
+        "extra state",
+        BLOCKS
+        + """
+class Counting(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.seen = inner, 3 + rank
+    def forward(self, x):
+        self.seen += len(x)
+        return self.inner(x)
+    def get_extra_state(self):
+        return {"seen": self.seen}
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+net.blocks[0] = Counting(net.blocks[0])
+""",
     ),
 )

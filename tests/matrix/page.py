@@ -35,7 +35,8 @@ def page(results: list[Result], ranks: int) -> str:
     columns = [(checkpointing, precision) for precision in PRECISIONS for checkpointing in CHECKPOINTING]
     heads = [f"{precision}, {checkpointing}" for checkpointing, precision in columns]
     lines += _head(["what is trained", *heads])
-    for subject in dict.fromkeys(result.case.subject for result in results if result.case.deed is NOTHING):
+    refused = [result for result in results if result.case.subject.refused]
+    for subject in dict.fromkeys(r.case.subject for r in results if r.case.deed is NOTHING and r not in refused):
         row = [Case(subject, NOTHING, *column) for column in columns]
         lines.append(_row(subject.name, [_cell(by_case[case], notes) for case in row]))
     lines += ["", "## What people do between two chunks", ""]
@@ -43,6 +44,8 @@ def page(results: list[Result], ranks: int) -> str:
     for deed, subject in dict.fromkeys((r.case.deed, r.case.subject) for r in results if r.case.deed is not NOTHING):
         squares = [_cell(by_case[Case(subject, deed, checkpointing)], notes) for checkpointing in CHECKPOINTING]
         lines.append(_row(deed.name, [subject.name, *squares]))
+    lines += ["", "## What is refused", "", *_head(["what", "the sentence"])]
+    lines += [_row(result.case.subject.name, [result.sentence]) for result in refused]
     if notes:
         lines += ["", "## Sentences", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     lines += ["", *_versions(), ""]

@@ -30,7 +30,7 @@ def main() -> int:
     words = [word.lower() for word in parser.parse_args().words]
     chosen = [
         case
-        for case in (*cases.of_models(), *cases.of_deeds())
+        for case in (*cases.of_models(), *cases.of_deeds(), *cases.of_refused())
         if not words or any(word in case.name.lower() for word in words)
     ]
     began_s = time.monotonic()
