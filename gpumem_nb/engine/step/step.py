@@ -6,13 +6,14 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
+from ...internals.torch_internals import Update, run_post_hooks, step_hooks_held_back
 from ...memory.device import Device
 from ...memory.leaks.detector import LeakDetector
 from ...memory.ledger.account import Account
@@ -28,7 +29,10 @@ from .ambient import Ambient
 from .blame import failure_of, nonfinite_loss
 from .checks import checked_loss
 from .data import ShardedStream, to_device
+from .finite import GradientNorms
+from .guard import check_no_backward, updates_refused
 from .live_model import LiveModel
+from .own_loss import micro_batches
 from .precision import autocast
 from .reduction import GradientReduction
 from .undo import ForwardUndo, UpdateUndo
@@ -71,7 +75,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Votes:
-    """What any rank voted for: it failed; it was nudged; its update may fail; its loss is not a finite number."""
+    """What any rank voted for: it failed; it was nudged; its update may fail; its loss or gradients are not finite."""
 
     failed: bool
     leave: bool
@@ -105,6 +109,8 @@ class Stepper:
         self._phase = "settings"
         self.began_s = time.monotonic()
         self.record: Account | None = None
+        self._after_update: Failure | None = None  # which counts, so the next step tells of it
+        self._norms: GradientNorms | None = None
 
     @property
     def phase(self) -> str:
@@ -134,6 +140,8 @@ class Stepper:
     def _take(self, order: StepOrder, failure: Failure | None, start_s: float) -> Outcome:
         """Forward, vote, update or undo."""
         before, loss = None, None
+        if not order.trial:
+            failure, self._after_update = failure or self._after_update, None
         if failure is None:
             before, loss, failure = self._forward()
         votes, failure = self._vote(order, loss, failure)
@@ -149,7 +157,7 @@ class Stepper:
             gc.collect()  # what was under way may hang together in circles, with activations among them
         else:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
-            self._live.forget_parked_optimizer()
+            self._told_later(self._live.step_counted)
         return self._measured(start_s, loss, failure, discarded, last=discarded or votes.leave)
 
     def failure(self, error: BaseException) -> Failure:
@@ -182,17 +190,20 @@ class Stepper:
         device = self._device.torch_device
         total = torch.zeros((), device=device)
         self.phase = "data"
-        with interruptible():
-            batches = self._stream.micro_batches(settings.batch_size, settings.accumulation_steps)
-            for index, batch in enumerate(batches):
+        with updates_refused(), interruptible():
+            count = settings.accumulation_steps
+            batches = self._stream.micro_batches(settings.batch_size, count)
+            for index, batch in enumerate(micro_batches(self._loss, self._live.model, batches, count)):
                 batch = to_device(batch, device)
                 if Recorder.current:
                     Recorder.current.claim(INPUTS, tensors_in(batch))
-                self.phase = "forward"
+                self.phase, self._reduction.latest = "forward", None
                 with autocast(settings.precision, device.type):
-                    loss = checked_loss(self._loss(self._live.model, batch)) / settings.accumulation_steps
+                    loss = self._loss(self._live.model, batch)
+                    check_no_backward(self._reduction.latest)
+                    loss = checked_loss(loss) / settings.accumulation_steps
                 del batch
-                self.phase, self._reduction.latest = "backward", None
+                self.phase = "backward"
                 if index == settings.accumulation_steps - 1:
                     self._reduction.arm()
                 (scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
@@ -211,8 +222,10 @@ class Stepper:
         except HorovodInternalError as error:  # on every rank, because Horovod was shut down
             self._reduction.forget()
             return _Votes(failed=True, leave=True, careful=False, nonfinite=False), self.failure(error)
-        if votes.nonfinite and failure is None and loss is not None and not loss.isfinite():
-            failure = nonfinite_loss(self._stream.rank, loss)
+        if votes.nonfinite and failure is None and loss is not None:
+            bad_loss = None if loss.isfinite() else nonfinite_loss(self._stream.rank, loss)
+            failure = bad_loss or (self._norms.failure(self._stream.rank, self._live.parts) if self._norms else None)
+        self._norms = None
         return votes, failure
 
     def _ballot(
@@ -223,8 +236,10 @@ class Stepper:
         careful = True
         try:
             if loss is not None:
-                # fp16's scale is not in it: only scaled gradients may overflow, and the scaler skips those by itself.
-                nonfinite = ~torch.isfinite(loss)
+                # fp16's scale is not in the loss; scaled gradients may overflow, and the scaler skips those by itself.
+                scaled = self._live.settings.precision == "fp16"
+                self._norms = GradientNorms(() if scaled else self._live.parameters)
+                nonfinite = self._norms.nonfinite(loss)
             careful = order.trial or not order.proven or self._update_may_fail()
         except BaseException as error:
             failure = failure or self.failure(error)
@@ -241,10 +256,11 @@ class Stepper:
         """Update, and undo it on all ranks if one cannot, or for a trial; returns this rank's failure and if undone."""
         self.phase = "update"
         undo, scaler_state = None, self._live.scaler.state_dict()
-        failure = None
+        failure, updates = None, list[Update]()
         try:
             undo = UpdateUndo(self._live.parameters, self._live.optimizer)
-            self._update()
+            with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
+                self._update()
             if trial and Recorder.current:
                 self.record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:
@@ -257,7 +273,19 @@ class Stepper:
             if undo:
                 undo.undo()
             self._live.replace_scaler(scaler_state)
+        else:
+            self._told_later(lambda: run_post_hooks(self._live.optimizer, updates))
         return failure, undone
+
+    def _told_later(self, work: Callable[[], None]) -> None:
+        """Do what belongs to an update that counts already on all ranks: what it raises fails the step after it."""
+        self.phase = "update"
+        try:
+            work()
+        except BaseException as error:
+            failure = self.failure(error)
+            told = "after the update of the step before, which counts, a step hook or the scheduler failed"
+            self._after_update = self._after_update or replace(failure, message=f"{told}: {failure.message}")
 
     def _update(self) -> None:
         """Unscale, clip, update: in this order, because clipping is about true gradients."""
