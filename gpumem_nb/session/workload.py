@@ -31,7 +31,9 @@ class HoldsWorkload:
         """
         return self._life.loading.load(name_or_workload, options)
 
-    def attach(self, model: str, data: str, loss: str | None = None, optimizer: str | None = None) -> WorkloadInfo:
+    def attach(
+        self, model: str, data: str, loss: str | None = None, optimizer: str | None = None, scheduler: str | None = None
+    ) -> WorkloadInfo:
         """Train objects that live on the ranks, named by their variables.
 
         Args:
@@ -40,12 +42,16 @@ class HoldsWorkload:
             loss: a function ``loss(model, batch)``, or a criterion called as ``criterion(model(inputs), targets)``;
                 left out when the model returns its own loss.
             optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
+            scheduler: one of ``torch.optim.lr_scheduler`` that was built on that optimizer. It goes on with every step
+                that was done with it; a ``learning_rate`` that is set meanwhile holds until the scheduler sets its own.
 
         Raises:
             WorkloadError: there is no such variable, or what it holds cannot be trained.
             RankError: its code failed on a rank.
         """
-        return self._life.loading.attach({"model": model, "data": data, "loss": loss, "optimizer": optimizer})
+        return self._life.loading.attach(
+            {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "scheduler": scheduler}
+        )
 
     def sync(self) -> None:
         """Give all ranks the weights and the optimizer's state of rank 0, for example after a cell changed one rank's.

@@ -110,7 +110,8 @@ class Sample:
     ``time_s`` counts from the session's start, ``step_s`` is the step's duration, bytes are as in :class:`Reading`
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
     first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
-    ``ledger`` is there for the steps whose memory was recorded.
+    ``ledger`` is there for the steps whose memory was recorded. ``learning_rate`` is that of the optimizer's first
+    group, whoever set it.
     """
 
     rank: int
@@ -127,6 +128,7 @@ class Sample:
     settings_id: int
     event: str = ""
     ledger: Ledger | None = None
+    learning_rate: float | None = None
 
     @property
     def done(self) -> bool:

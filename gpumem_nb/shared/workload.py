@@ -24,6 +24,8 @@ class Workload:
         optimizer: ``optimizer(params)`` returns the workload's own optimizer, chosen with ``optimizer=own``.
         blocks: returns the modules that activation checkpointing wraps, in the order in which forward calls them;
             without it the repeated blocks of the model are found automatically.
+        scheduler: ``scheduler(optimizer)`` returns the learning-rate scheduler of the workload's own optimizer (one of
+            ``torch.optim.lr_scheduler``), which goes on with every step that was done with that.
 
     It travels to the ranks by cloudpickle, so classes and functions defined in a notebook work.
     """
@@ -34,6 +36,7 @@ class Workload:
     loss: Callable[[Any, Any], torch.Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     blocks: Callable[[Any], list[torch.nn.Module]] | None = None
+    scheduler: Callable[[Any], torch.optim.lr_scheduler.LRScheduler] | None = None
 
 
 @dataclass(frozen=True, slots=True)

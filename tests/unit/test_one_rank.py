@@ -40,6 +40,9 @@ class Unspeakable(Exception):
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only rank there is."""
     monkeypatch.setattr(hvd, "is_initialized", lambda: True)
+    monkeypatch.setattr(hvd, "rank", lambda: 0)
+    monkeypatch.setattr(hvd, "size", lambda: 1)
+    monkeypatch.setattr(hvd, "broadcast_object", lambda value, **_: value)
     monkeypatch.setattr(hvd, "allreduce", lambda tensor, **_: tensor)
     monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: tensor)
     monkeypatch.setattr(hvd, "broadcast_parameters", lambda state, root_rank: None)

@@ -6,13 +6,14 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
+from ...internals.torch_internals import Update, run_post_hooks, step_hooks_held_back
 from ...memory.device import Device
 from ...memory.leaks.detector import LeakDetector
 from ...memory.ledger.account import Account
@@ -30,7 +31,10 @@ from .ballot import Ballot, Votes
 from .blame import failure_of, nonfinite_loss
 from .checks import checked_loss
 from .data import ShardedStream, to_device
+from .finite import GradientNorms
+from .guard import check_no_backward, updates_refused
 from .live_model import LiveModel
+from .own_loss import micro_batches
 from .precision import autocast
 from .reduction import GradientReduction, Reduced
 from .undo import ForwardUndo, UpdateUndo
@@ -108,6 +112,8 @@ class Stepper:
         self._phase = "settings"
         self.began_s = time.monotonic()
         self.record: Account | None = None
+        self._after_update: Failure | None = None  # which counts, so the next step tells of it
+        self._norms: GradientNorms | None = None
 
     @property
     def phase(self) -> str:
@@ -149,6 +155,8 @@ class Stepper:
         """
         before, loss = None, None
         self._live.zero_grad()
+        if not order.trial:
+            failure, self._after_update = failure or self._after_update, None
         if failure is None:
             before, loss, failure = self._forward(order)
         votes, reduced, failure = self._vote(order, loss, failure)
@@ -168,7 +176,7 @@ class Stepper:
             gc.collect()  # what was under way may hang together in circles, with activations among them
         else:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
-            self._live.forget_parked_optimizer()
+            self._told_later(self._live.step_counted)
         partial = () if discarded else self._newly_partial(reduced)
         return self._measured(start_s, loss, failure, discarded, discarded or votes.leave, partial), failure
 
@@ -204,17 +212,20 @@ class Stepper:
         device = self._device.torch_device
         total = torch.zeros((), device=device)
         self.phase = "data"
-        with interruptible():
-            batches = self._stream.micro_batches(settings.batch_size, settings.accumulation_steps)
-            for index, batch in enumerate(batches):
+        with updates_refused(), interruptible():
+            count = settings.accumulation_steps
+            batches = self._stream.micro_batches(settings.batch_size, count)
+            for index, batch in enumerate(micro_batches(self._loss, self._live.model, batches, count)):
                 batch = to_device(batch, device)
                 if Recorder.current:
                     Recorder.current.claim(INPUTS, tensors_in(batch))
-                self.phase = "forward"
+                self.phase, self._reduction.latest = "forward", None
                 with autocast(settings.precision, device.type):
-                    loss = checked_loss(self._loss(self._live.model, batch)) / settings.accumulation_steps
+                    loss = self._loss(self._live.model, batch)
+                    check_no_backward(self._reduction.latest)
+                    loss = checked_loss(loss) / settings.accumulation_steps
                 del batch
-                self.phase, self._reduction.latest = "backward", None
+                self.phase = "backward"
                 if index == settings.accumulation_steps - 1:
                     self._reduction.arm()
                 (scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
@@ -238,8 +249,10 @@ class Stepper:
         votes = Votes.counted(reduced.sums, self._stream.size)
         if ballot.digest is not None and not (votes.compare or votes.differ or votes.failed):
             self.watch.agreed(order.step)
-        if votes.nonfinite and failure is None and loss is not None and not loss.isfinite():
-            failure = nonfinite_loss(self._stream.rank, loss)
+        if votes.nonfinite and failure is None and loss is not None:
+            bad_loss = None if loss.isfinite() else nonfinite_loss(self._stream.rank, loss)
+            failure = bad_loss or (self._norms.failure(self._stream.rank, self._live.parts) if self._norms else None)
+        self._norms = None
         return votes, reduced, failure
 
     def _ballot(self, order: StepOrder, loss: Tensor | None, failure: Failure | None) -> tuple[Ballot, Failure | None]:
@@ -248,8 +261,10 @@ class Stepper:
         careful = True
         try:
             if loss is not None:
-                # fp16's scale is not in it: only scaled gradients may overflow, and the scaler skips those by itself.
-                nonfinite = ~torch.isfinite(loss)
+                # fp16's scale is not in the loss; scaled gradients may overflow, and the scaler skips those by itself.
+                scaled = self._live.settings.precision == "fp16"
+                self._norms = GradientNorms(() if scaled else self._live.parameters)
+                nonfinite = self._norms.nonfinite(loss)
                 digest = self.watch.digest() if self.watch.due(order.step) else None
             careful = order.trial or not order.proven or self._update_may_fail()
         except BaseException as error:
@@ -300,10 +315,11 @@ class Stepper:
         """Update, and undo it on all ranks if one cannot, or for a trial; returns this rank's failure and if undone."""
         self.phase = "update"
         undo, scaler_state = None, self._live.scaler.state_dict()
-        failure = None
+        failure, updates = None, list[Update]()
         try:
             undo = UpdateUndo(self._live.parameters, self._live.optimizer)
-            self._update()
+            with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
+                self._update()
             if trial and Recorder.current:
                 self.record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:
@@ -316,7 +332,19 @@ class Stepper:
             if undo:
                 undo.undo()
             self._live.replace_scaler(scaler_state)
+        else:
+            self._told_later(lambda: run_post_hooks(self._live.optimizer, updates))
         return failure, undone
+
+    def _told_later(self, work: Callable[[], None]) -> None:
+        """Do what belongs to an update that counts already on all ranks: what it raises fails the step after it."""
+        self.phase = "update"
+        try:
+            work()
+        except BaseException as error:
+            failure = self.failure(error)
+            told = "after the update of the step before, which counts, a step hook or the scheduler failed"
+            self._after_update = self._after_update or replace(failure, message=f"{told}: {failure.message}")
 
     def _update(self) -> None:
         """Unscale, clip, update: in this order, because clipping is about true gradients."""

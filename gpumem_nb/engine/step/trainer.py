@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import zlib
 
-import horovod.torch as hvd
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,9 +16,11 @@ from ...shared.settings import Settings
 from ...shared.workload import Workload, WorkloadInfo
 from .. import cells
 from ..together import nudge
-from ..together.agreement import same_everywhere
 from .data import ShardedStream
+from .joining import check_alike, take_from_first
 from .live_model import LiveModel
+from .notes import notes
+from .rates import named_rate
 from .step import Outcome, StepOrder, Stepper
 from .weight_watch import WeightWatch
 
@@ -68,19 +68,13 @@ class Trainer:
         self._recorded_steps = 0  # under these settings
 
     def join(self) -> None:
-        """Begin with the weights of rank 0; all ranks call it together.
+        """Begin with the values of rank 0; all ranks call it together.
 
         Raises:
-            WorkloadError: the ranks hold different models; raised on all of them.
+            WorkloadError: the ranks hold different models or optimizers; raised on all of them.
         """
-        state = self.live.model.state_dict()
-        shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()]
-        if not same_everywhere(zlib.crc32(repr(shapes).encode()), "model"):
-            raise WorkloadError(
-                "The ranks hold different models: names, shapes or types of their weights differ. Define the model in "
-                "the same way on all ranks."
-            )
-        hvd.broadcast_parameters(state, root_rank=0)
+        check_alike(self.live)
+        take_from_first(self.live)
 
     @property
     def watch(self) -> WeightWatch:
@@ -98,7 +92,8 @@ class Trainer:
             dataset_len=self.stream.length,
             blocks=len(self.live.blocks),
             own_optimizer=type(own).__name__ if own else None,
-            own_learning_rate=own.param_groups[0]["lr"] if own else None,
+            own_learning_rate=named_rate(own) if own else None,
+            notes=notes(self.live, self.stream.size),
         )
 
     def doing(self) -> tuple[str, float]:
@@ -165,6 +160,7 @@ class Trainer:
         Raises:
             WorkloadError: this rank could not finish it.
         """
+        self.live.resume_modes()
         outcome, _ = self._step(None, Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1))
         if outcome.failure:
             raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
@@ -186,6 +182,7 @@ class Trainer:
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done."""
         self._stepper.phase = "settings"
+        self.live.resume_modes()
         if chunk.settings_id == self._settings_id:
             return None
         changed = chunk.settings != self.live.settings
@@ -215,6 +212,7 @@ class Trainer:
         """One step of the chunk. A failure to apply the settings fails it from the start, on all ranks."""
         recorded = failure is None and self._is_recorded(chunk)
         order = StepOrder(self.steps, chunk.trial, chunk.nudges, self._settings_id == self._proven_id, recorded)
+        learning_rate = self.live.learning_rate  # a scheduler may set the next one when the step is done
         outcome = self._stepper.take(order, failure)
         if outcome.discarded:
             event = outcome.failure.kind if outcome.failure else "trial" if chunk.trial else "discarded"
@@ -223,14 +221,14 @@ class Trainer:
             self.steps += 1
             self._proven_id, self._flipped = self._settings_id, False
             self._recorded_steps += recorded
-        return outcome, self._sample(outcome, event, chunk.settings_id)
+        return outcome, self._sample(outcome, event, chunk.settings_id, learning_rate)
 
     def _is_recorded(self, chunk: Chunk) -> bool:
         """Whether this step gets a ledger: some regularly, and the first ones under new settings."""
         first = self._recorded_steps < FIRST_LEDGERS
         return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)
 
-    def _sample(self, outcome: Outcome, event: str, settings_id: int) -> Sample:
+    def _sample(self, outcome: Outcome, event: str, settings_id: int, learning_rate: float) -> Sample:
         """What is shown of a step, without its loss."""
         reading = outcome.reading
         return Sample(
@@ -248,4 +246,5 @@ class Trainer:
             settings_id=settings_id,
             event=event,
             ledger=outcome.ledger,
+            learning_rate=learning_rate,
         )

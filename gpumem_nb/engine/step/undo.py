@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ...internals.torch_internals import buffers_by_name, forget_scaler
 from . import optimizers
-from .copies import host_copy
+from .copies import host_copy, overwrite
 from .random_state import RandomState
 
 
@@ -32,9 +32,8 @@ class ForwardUndo:
         for buffers, before in self._names:
             buffers.clear()
             buffers.update(before)
-        with torch.no_grad():
-            for buffer, content in self._buffers:
-                buffer.copy_(content)
+        for buffer, content in self._buffers:
+            overwrite(buffer, content)
         self._random.put_back()
 
 
