@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..report.configurations import Effect, Tried
 from ..report.leak_sentences import in_words
 from ..report.rescue import Rescue
-from ..shared.messages import DeviceUse, Leak, Reading, Sample
+from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
 from ..shared.settings import Settings
 
 STEPS_KEPT = 2000
@@ -118,6 +118,13 @@ class History:
         news = [in_words(found[name]) for name in found if name not in known]
         for sentence in news:
             self.mark("leak", sentence)
+        return news
+
+    def noted(self, replies: Sequence[ChunkReply]) -> list[str]:
+        """Take in what ranks have to say, and return it."""
+        news = [f"rank {reply.rank}: {note}" for reply in replies for note in reply.notes]
+        for sentence in news:
+            self.mark("note", sentence)
         return news
 
     def tried_out(self) -> None:

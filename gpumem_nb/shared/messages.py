@@ -235,6 +235,7 @@ class ChunkReply:
 
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
     writing has ended since the last reply; ``leaks`` are those found since then. ``device_use`` is about a second old.
+    ``notes`` are sentences to be said once.
     """
 
     rank: int
@@ -245,6 +246,7 @@ class ChunkReply:
     stored: Stored | None = None
     leaks: tuple[Leak, ...] = ()
     device_use: DeviceUse | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

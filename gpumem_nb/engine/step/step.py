@@ -20,6 +20,8 @@ from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
 from ...shared.messages import Failure, Ledger, Reading
+from ..data.device import to_device
+from ..data.stream import Stream
 from ..together import collectives, nudge
 from ..together.agreement import any_rank
 from ..together.interrupts import interruptible
@@ -27,7 +29,6 @@ from . import optimizers
 from .ambient import Ambient
 from .blame import failure_of, nonfinite_loss
 from .checks import checked_loss
-from .data import ShardedStream, to_device
 from .live_model import LiveModel
 from .precision import autocast
 from .reduction import GradientReduction
@@ -91,7 +92,7 @@ class Stepper:
         self,
         live: LiveModel,
         loss: Callable[[Any, Any], Tensor],
-        stream: ShardedStream,
+        stream: Stream,
         device: Device,
         leaks: LeakDetector,
     ) -> None:
@@ -123,6 +124,7 @@ class Stepper:
         start_s = time.perf_counter()
         self.began_s = time.monotonic()
         self.record = None
+        failure = failure or self._data_ready()
         with Recorder(self._device, self._live.model).watching() if order.recorded else nullcontext():
             try:
                 return self._take(order, failure, start_s)
@@ -130,6 +132,16 @@ class Stepper:
                 self._reduction.forget()
                 self._live.model.zero_grad()
                 raise
+
+    def _data_ready(self) -> Failure | None:
+        """Let workers begin outside of what is recorded: they must not inherit the recorder."""
+        self.phase = "data"
+        try:
+            with interruptible():
+                self._stream.make_ready(self._live.settings.batch_size, self._live.settings.accumulation_steps)
+        except BaseException as error:
+            return self.failure(error)
+        return None
 
     def _take(self, order: StepOrder, failure: Failure | None, start_s: float) -> Outcome:
         """Forward, vote, update or undo."""
@@ -185,7 +197,7 @@ class Stepper:
         with interruptible():
             batches = self._stream.micro_batches(settings.batch_size, settings.accumulation_steps)
             for index, batch in enumerate(batches):
-                batch = to_device(batch, device)
+                batch = to_device(batch, device, copy=self._stream.foreign)
                 if Recorder.current:
                     Recorder.current.claim(INPUTS, tensors_in(batch))
                 self.phase = "forward"

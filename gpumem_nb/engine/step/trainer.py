@@ -16,9 +16,9 @@ from ...shared.errors import WorkloadError
 from ...shared.messages import Chunk, ChunkReply, Failure, Sample, Timeline
 from ...shared.settings import Settings
 from ...shared.workload import Workload, WorkloadInfo
+from ..data.stream import Stream
 from ..together import nudge
 from ..together.agreement import same_everywhere
-from .data import ShardedStream
 from .live_model import LiveModel
 from .step import Outcome, StepOrder, Stepper
 
@@ -36,7 +36,7 @@ class Trainer:
         steps: optimizer steps done.
     """
 
-    def __init__(self, workload: Workload, stream: ShardedStream, device: Device, started_s: float) -> None:
+    def __init__(self, workload: Workload, stream: Stream, device: Device, started_s: float) -> None:
         """Build the workload.
 
         Args:
@@ -83,14 +83,17 @@ class Trainer:
         """Sizes of what was loaded."""
         own = self.live.own_optimizer
         params = list(self.live.parts.parameters())
+        data, notes = self.stream.described(self._device.kind == "cuda")
         return WorkloadInfo(
             name=self.workload.name,
             parameters=sum(param.numel() for param in params),
             parameter_bytes=sum(param.nbytes for param in params),
-            dataset_len=self.stream.length,
+            dataset_len=None if self.stream.info.batched else self.stream.length,
             blocks=len(self.live.blocks),
             own_optimizer=type(own).__name__ if own else None,
             own_learning_rate=own.param_groups[0]["lr"] if own else None,
+            notes=notes,
+            data=data,
         )
 
     def doing(self) -> tuple[str, float]:
@@ -107,6 +110,7 @@ class Trainer:
     def close(self) -> None:
         """Leave the model as it was handed over: no hooks, no gradients."""
         self._stepper.close()
+        self.stream.close()
         self.live.close()
 
     def run(self, chunk: Chunk) -> ChunkReply:
@@ -140,7 +144,14 @@ class Trainer:
             dataclasses.replace(sample, loss=None if loss is None else loss.item())
             for sample, loss in zip(samples, losses, strict=True)
         )
-        return ChunkReply(self.stream.rank, complete, self._device.reading(), failure, leaks=self._leaks.take())
+        return ChunkReply(
+            self.stream.rank,
+            complete,
+            self._device.reading(),
+            failure,
+            leaks=self._leaks.take(),
+            notes=self.stream.take_skipped(),
+        )
 
     def record(self) -> Timeline | None:
         """One step, recorded allocation by allocation and undone on all ranks; ``None`` when another rank failed.
@@ -169,6 +180,7 @@ class Trainer:
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done."""
         self._stepper.phase = "settings"
+        self.stream.load_with(chunk.settings)
         if chunk.settings_id == self._settings_id:
             return None
         changed = chunk.settings != self.live.settings
