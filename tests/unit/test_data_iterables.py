@@ -155,7 +155,7 @@ def test_an_iterator_that_failed_is_begun_again_at_its_place() -> None:
     data = Failing()
     (stream,) = streams(data, 1)
     step([stream], 4)
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(WorkloadError, match="item 5 of pass 1 over the data failed: OSError: the disk is gone"):
         list(stream.micro_batches(3, 1))
     data.healthy = True
     assert step([stream], 3) == [4, 5, 6]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from gpumem_nb.engine.data.source import as_dataset, source_of
 from gpumem_nb.engine.data.stream import Stream
@@ -107,6 +107,17 @@ def test_a_micro_batch_without_any_sample_fails() -> None:
         next(stream.micro_batches(2, 1))
 
 
+def test_a_bad_sample_among_samples_that_come_together_is_named() -> None:
+    class Together(Sevens):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [self[index] for index in indices]
+
+    stream = source_of(Together()).stream(0, 1)
+    with pytest.raises(WorkloadError, match=r"^sample 7 of the data failed: OSError: unreadable"):
+        numbers(stream)
+    assert len(numbers(stream, on_bad_sample="skip")) == 9
+
+
 def test_lack_of_memory_is_no_bad_sample() -> None:
     class Large(Sevens):
         def __getitem__(self, index: int) -> int:
@@ -136,13 +147,22 @@ def test_samples_in_a_list_are_no_batches() -> None:
     assert not source_of([{"ids": Y, "mask": Y}]).notes
 
 
-def test_evaluation_needs_a_dataset() -> None:
+def test_evaluation_needs_a_dataset_and_sees_what_the_sampler_chose() -> None:
     class Lines:
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
 
-    with pytest.raises(WorkloadError, match="can only be iterated"):
+    with pytest.raises(WorkloadError, match="brings micro-batches of its own"):
         as_dataset(Lines())
+    with pytest.raises(WorkloadError, match="can only be iterated"):
+        as_dataset(LinesOfTorch())
+    dataset, _ = as_dataset(DataLoader(TensorDataset(Y), sampler=SubsetRandomSampler([1, 4])))
+    assert sorted(int(row) for (row,) in dataset) == [1, 4]
+
+
+class LinesOfTorch(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
 
 
 class Noisy(Dataset[Tensor]):

@@ -145,6 +145,14 @@ def test_a_worker_that_dies_is_named_and_the_next_step_has_new_ones(make: Make) 
     assert take(stream)[0] == take(plain)[0]
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pinning_changes_no_sample(workers: int, make: Make) -> None:
+    stream, plain = make(pin_memory=True, num_workers=workers), make()
+    for done in (True, True, False, True):
+        assert take(stream, done=done)[0] == take(plain, done=done)[0]
+
+
 def test_what_a_loader_says_of_its_workers_is_handed_on(make: Make) -> None:
     class Asking(Numbered):
         begun = -1

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch.utils.data import default_collate
 
 from ...shared.errors import WorkloadError, text_of
+from ..together.collectives import Separated
 from . import randomness
 from .once import samples_at
 
 Collate = Callable[[list[Any]], Any]
-# Of the device or of the host, not of a sample.
-_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
+NO_FAULT_OF_A_SAMPLE = (torch.OutOfMemoryError, MemoryError, HorovodInternalError, Separated)
+"""Lack of memory, or of other ranks."""
 
 
 class FromWorker(Exception):
@@ -66,20 +68,27 @@ class Fetcher:
         return collated(self.collate, samples), tuple(bad)
 
     def _samples(self, task: Task) -> tuple[list[Any], list[str]]:
-        if self.seed is None:
-            try:
-                return samples_at(self.dataset, list(task.indices)), []
-            except _NO_MEMORY:
+        together = self.seed is None and hasattr(self.dataset, "__getitems__")
+        if not together:
+            return self._one_by_one(task)
+        try:
+            return samples_at(self.dataset, list(task.indices)), []
+        except NO_FAULT_OF_A_SAMPLE:
+            raise
+        except Exception:
+            samples, bad = self._one_by_one(task)  # which of them was it?
+            if not bad:
                 raise
-            except Exception:  # which of them it was is found one by one
-                pass
+            return samples, bad
+
+    def _one_by_one(self, task: Task) -> tuple[list[Any], list[str]]:
         samples, bad = [], []
         for offset, index in enumerate(task.indices):
             if self.seed is not None:
                 randomness.begin(self.seed, task.place + offset)
             try:
                 samples += samples_at(self.dataset, [index])
-            except _NO_MEMORY:
+            except NO_FAULT_OF_A_SAMPLE:
                 raise
             except Exception as error:
                 bad.append(f"sample {index!r} of the data failed: {type(error).__name__}: {text_of(error)}")
@@ -100,7 +109,7 @@ def collated(collate: Collate, samples: list[Any]) -> Any:
         return collate(samples)
     try:
         return default_collate(samples)
-    except _NO_MEMORY:
+    except NO_FAULT_OF_A_SAMPLE:
         raise
     except Exception as error:
         raise WorkloadError(_do_not_go_together(error)) from error

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...shared.errors import WorkloadError
+from ...shared.errors import WorkloadError, text_of
 from ..step.copies import host_copy
 from . import randomness
-from .fetching import Collate, collated
+from .fetching import NO_FAULT_OF_A_SAMPLE, Collate, collated
 from .stream import Stream
 
 
@@ -113,10 +113,16 @@ class IterableStream(Stream):
             if self._iterator is None:
                 self._read = self._pass_start
                 self._iterator = self._begun(self._pass)
-            for item in self._iterator:
-                self._read += 1
-                if self._read > place:
-                    return item
+            try:
+                for item in self._iterator:
+                    self._read += 1
+                    if self._read > place:
+                        return item
+            except NO_FAULT_OF_A_SAMPLE:
+                raise
+            except Exception as error:
+                which = f"item {self._read - self._pass_start} of pass {self._pass + 1} over the data"
+                raise WorkloadError(f"{which} failed: {type(error).__name__}: {text_of(error)}.") from error
             if self._read == self._pass_start:
                 raise WorkloadError(
                     f"Pass {self._pass + 1} over the data gave nothing. Let each iteration over it begin anew."

@@ -60,6 +60,11 @@ def of_loader(loader: DataLoader[Any]) -> tuple[Order, tuple[str, ...]]:
     return _Drawn(sampler, loader.generator), ()
 
 
+def chosen(order: Order) -> Sequence[Any] | None:
+    """The indices of which a sampler chose some, or chose them more than once; ``None`` for all of the dataset."""
+    return order(0, 0) if isinstance(order, _Drawn) else None
+
+
 def check(order: Order, seed: int) -> tuple[int, int]:
     """The length of an epoch and a checksum of the first one's order.
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from ...shared.errors import WorkloadError
 from ...shared.workload import DataInfo
@@ -98,18 +98,20 @@ def source_of(data: Any) -> Source:
 
 
 def as_dataset(data: Any) -> tuple[Any, Collate]:
-    """The map-style dataset behind ``data``, and how its samples are collated.
+    """The map-style dataset of single samples behind ``data``, those that a sampler chose, and how they are collated.
 
     Raises:
         WorkloadError: there is none.
     """
     source = source_of(data)
-    if source.order is None:
+    if source.order is None or source.info.batched:
+        what = "brings micro-batches of its own" if source.info.batched else "can only be iterated"
         raise WorkloadError(
-            f"The data ({type(data).__name__}) can only be iterated. Here a dataset with __len__ and __getitem__ is "
-            "needed (a map-style dataset)."
+            f"The data ({type(data).__name__}) {what}. Here a dataset of single samples, with __len__ and __getitem__, "
+            "is needed (a map-style dataset)."
         )
-    return source.dataset, source.collate
+    indices = orders.chosen(source.order)
+    return source.dataset if indices is None else Subset(source.dataset, indices), source.collate
 
 
 def _of_loader(loader: DataLoader[Any]) -> Source:

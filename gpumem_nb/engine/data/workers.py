@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _TORCHS_HANDLERS = "torch.utils.data"
 _PATIENCE_S = 1.0
+_PERHAPS = {signal.SIGKILL: " (the system may be short of memory)", signal.SIGBUS: " (/dev/shm may be full)"}
 
 At = tuple[int, int, int]
 """A step: its position in the stream, batch size and micro-batches."""
@@ -104,7 +105,7 @@ class Workers:
         except BaseException as error:
             ended = [process for process in self._processes if not process.is_alive()]
             self.close()
-            if ended and isinstance(error, RuntimeError):
+            if ended and isinstance(error, Exception):  # torch says it in several ways
                 raise WorkloadError(_ended(ended[0])) from None
             raise
 
@@ -201,7 +202,7 @@ def _is_torchs(handler: object) -> bool:
 def _ended(process: multiprocessing.process.BaseProcess) -> str:
     code = process.exitcode or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    why = " (the system may be short of memory)" if code == -signal.SIGKILL else ""
+    why = _PERHAPS.get(-code, "")
     return (
         f"A data worker (pid {process.pid}) {how}{why}. Its step was undone; train again to start new workers, or load "
         "without them: num_workers=0."
