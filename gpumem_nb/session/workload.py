@@ -38,7 +38,8 @@ class HoldsWorkload:
 
         Args:
             model: a ``torch.nn.Module``. Rank 0's weights are broadcast.
-            data: a map-style dataset, or a ``DataLoader`` whose dataset and collate function are used.
+            data: a dataset, a ``DataLoader``, tensors or arrays of equal length (a tuple or a dict of them), or an
+                iterable of micro-batches. The same on all ranks: the toolkit shards it.
             loss: a function ``loss(model, batch)``, or a criterion called as ``criterion(model(inputs), targets)``;
                 left out when the model returns its own loss.
             optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.

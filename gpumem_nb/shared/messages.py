@@ -237,8 +237,8 @@ class ChunkReply:
     """What one rank did with a chunk; without samples if an earlier chunk under the same settings had failed already.
 
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
-    writing has ended since the last reply; ``leaks`` are those found since then; ``partial`` names, once each, the
-    weights that got a gradient on some ranks only. ``device_use`` is about a second old.
+    writing has ended since the last reply; ``leaks`` are those found since then. ``device_use`` is about a second old.
+    ``notes`` are sentences to be said once.
     """
 
     rank: int
@@ -248,8 +248,8 @@ class ChunkReply:
     snapshot_s: float = 0.0
     stored: Stored | None = None
     leaks: tuple[Leak, ...] = ()
-    partial: tuple[str, ...] = ()
     device_use: DeviceUse | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

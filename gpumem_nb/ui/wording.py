@@ -97,7 +97,7 @@ def _epochs(session: Steered) -> str:
         return ""
     tried = [entry for entry in history.tried if entry.settings_id >= history.loaded_as]
     seen = history.seen_before + sum(entry.steps * entry.settings.samples_per_rank for entry in tried) * session.size
-    return f", {seen / workload.dataset_len:.1f} epochs"
+    return f", {seen / workload.dataset_len:.1f} epochs" if workload.dataset_len else ", epochs n/a"
 
 
 def _tiles(*numbers: tuple[str, str]) -> str:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from gpumem_nb.engine import building
+from gpumem_nb.engine.data.source import as_dataset
+from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.step import reduction
-from gpumem_nb.engine.step.data import ShardedStream, as_dataset
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.together.interrupts import held_back, take_over
 from gpumem_nb.memory.device import Device, opened

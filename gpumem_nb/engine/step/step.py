@@ -22,6 +22,8 @@ from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
 from ...shared.errors import WorkloadError
 from ...shared.messages import Failure, Ledger, Reading
+from ..data.device import to_device
+from ..data.stream import Stream
 from ..together import collectives, nudge
 from ..together.agreement import any_rank
 from ..together.interrupts import interruptible
@@ -30,7 +32,6 @@ from .ambient import Ambient
 from .ballot import Ballot, Votes
 from .blame import failure_of, nonfinite_loss
 from .checks import checked_loss
-from .data import ShardedStream, to_device
 from .finite import GradientNorms
 from .guard import check_no_backward, updates_refused
 from .live_model import LiveModel
@@ -71,7 +72,7 @@ class Outcome:
 
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
-    there for recorded steps that were finished. ``partial`` names weights that got a gradient on some ranks only, once.
+    there for recorded steps that were finished. ``notes`` are sentences to be said once.
     """
 
     loss: Tensor | None
@@ -81,7 +82,7 @@ class Outcome:
     reading: Reading
     ledger: Ledger | None
     step_s: float
-    partial: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 class Stepper:
@@ -97,7 +98,7 @@ class Stepper:
         self,
         live: LiveModel,
         loss: Callable[[Any, Any], Tensor],
-        stream: ShardedStream,
+        stream: Stream,
         device: Device,
         leaks: LeakDetector,
     ) -> None:
@@ -132,6 +133,7 @@ class Stepper:
         start_s = time.perf_counter()
         self.began_s = time.monotonic()
         self.record = None
+        failure = failure or self._data_ready()
         for _ in range(MOST_ATTEMPTS):
             with (
                 Recorder(self._device, *self._live.parts.named.values()).watching() if order.recorded else nullcontext()
@@ -145,6 +147,16 @@ class Stepper:
             if outcome:
                 return outcome
         return self.take(order, self.failure(WorkloadError(_RESTLESS)))
+
+    def _data_ready(self) -> Failure | None:
+        """Let workers begin outside of what is recorded: they must not inherit the recorder."""
+        self.phase = "data"
+        try:
+            with interruptible():
+                self._stream.make_ready(self._live.settings.batch_size, self._live.settings.accumulation_steps)
+        except BaseException as error:
+            return self.failure(error)
+        return None
 
     def _attempt(
         self, order: StepOrder, failure: Failure | None, start_s: float
@@ -177,8 +189,8 @@ class Stepper:
         else:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
             self._told_later(self._live.step_counted)
-        partial = () if discarded else self._newly_partial(reduced)
-        return self._measured(start_s, loss, failure, discarded, discarded or votes.leave, partial), failure
+        notes = () if discarded else self._newly_partial(reduced)
+        return self._measured(start_s, loss, failure, discarded, discarded or votes.leave, notes), failure
 
     def failure(self, error: BaseException) -> Failure:
         """What went wrong in the part of the step under way."""
@@ -216,7 +228,7 @@ class Stepper:
             count = settings.accumulation_steps
             batches = self._stream.micro_batches(settings.batch_size, count)
             for index, batch in enumerate(micro_batches(self._loss, self._live.model, batches, count)):
-                batch = to_device(batch, device)
+                batch = to_device(batch, device, copy=self._stream.foreign)
                 if Recorder.current:
                     Recorder.current.claim(INPUTS, tensors_in(batch))
                 self.phase, self._reduction.latest = "forward", None
@@ -299,10 +311,14 @@ class Stepper:
         return GradientReduction(live.parameters, live.sparse_places(), self._stream.size)
 
     def _newly_partial(self, reduced: Reduced) -> tuple[str, ...]:
-        """The names of weights that got a gradient on some ranks only, if that was not told before."""
+        """A sentence on weights that got a gradient on some ranks only, if it was not said before."""
         new = {id(param) for param in reduced.partial} - self._told_partial
+        if not new:
+            return ()
         self._told_partial |= new
-        return tuple(name for name, param in self._live.parts.named_parameters() if id(param) in new) if new else ()
+        names = [name for name, param in self._live.parts.named_parameters() if id(param) in new]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return (f"{', '.join(names[:3])}{more}: some ranks had no gradient, which counts as zero in the average",)
 
     def _update_may_fail(self) -> bool:
         """Whether an update that went well before could end half way: short of memory, or in somebody's own code."""
@@ -370,11 +386,11 @@ class Stepper:
         failure: Failure | None,
         discarded: bool,
         last: bool,
-        partial: tuple[str, ...],
+        notes: tuple[str, ...],
     ) -> Outcome:
         reading = self._device.reading()
         if Recorder.current and not discarded:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
         step_s = time.perf_counter() - start_s
-        return Outcome(loss, failure, discarded, last, reading, ledger, step_s, partial)
+        return Outcome(loss, failure, discarded, last, reading, ledger, step_s, notes)

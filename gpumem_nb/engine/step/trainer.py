@@ -15,11 +15,11 @@ from ...shared.messages import Chunk, ChunkReply, Failure, Sample, Timeline
 from ...shared.settings import Settings
 from ...shared.workload import Workload, WorkloadInfo
 from .. import cells
+from ..data.stream import Stream
 from ..together import nudge
-from .data import ShardedStream
 from .joining import check_alike, take_from_first
 from .live_model import LiveModel
-from .notes import notes
+from .notes import notes as model_notes
 from .rates import named_rate
 from .step import Outcome, StepOrder, Stepper
 from .weight_watch import WeightWatch
@@ -38,7 +38,7 @@ class Trainer:
         steps: optimizer steps done.
     """
 
-    def __init__(self, workload: Workload, stream: ShardedStream, device: Device, started_s: float) -> None:
+    def __init__(self, workload: Workload, stream: Stream, device: Device, started_s: float) -> None:
         """Build the workload.
 
         Args:
@@ -85,15 +85,17 @@ class Trainer:
         """Sizes of what was loaded."""
         own = self.live.own_optimizer
         params = list(self.live.parts.parameters())
+        data, notes = self.stream.described(self._device.kind == "cuda")
         return WorkloadInfo(
             name=self.workload.name,
             parameters=sum(param.numel() for param in params),
             parameter_bytes=sum(param.nbytes for param in params),
-            dataset_len=self.stream.length,
+            dataset_len=None if self.stream.info.batched else self.stream.length,
             blocks=len(self.live.blocks),
             own_optimizer=type(own).__name__ if own else None,
             own_learning_rate=named_rate(own) if own else None,
-            notes=notes(self.live, self.stream.size),
+            notes=(*notes, *model_notes(self.live, self.stream.size)),
+            data=data,
         )
 
     def doing(self) -> tuple[str, float]:
@@ -110,6 +112,7 @@ class Trainer:
     def close(self) -> None:
         """Leave the model as it was handed over: no hooks, no gradients."""
         self._stepper.close()
+        self.stream.close()
         self.live.close()
 
     def run(self, chunk: Chunk) -> ChunkReply:
@@ -125,13 +128,13 @@ class Trainer:
         failure = self._apply(chunk) or self._look_at_weights()
         self._leaks.chunk_begins(self._device.reading().live_bytes)
         samples: list[Sample] = []
-        partial: list[str] = []
+        notes: list[str] = []
         losses: list[Tensor | None] = []
         for _ in range(chunk.steps if chunk.nudges > self._left_after else 0):
             outcome, sample = self._step(failure, chunk)
             samples.append(sample)
             losses.append(outcome.loss)
-            partial += outcome.partial
+            notes += outcome.notes
             self._leaks.step_ended(sample, losses=len(losses))
             failure = outcome.failure
             if outcome.discarded:
@@ -151,7 +154,7 @@ class Trainer:
             self._device.reading(),
             failure,
             leaks=self._leaks.take(),
-            partial=tuple(partial),
+            notes=(*self.stream.take_skipped(), *notes),
         )
 
     def record(self) -> Timeline | None:
@@ -183,6 +186,7 @@ class Trainer:
         """Switch to the chunk's settings, or say why it cannot be done."""
         self._stepper.phase = "settings"
         self.live.resume_modes()
+        self.stream.load_with(chunk.settings)
         if chunk.settings_id == self._settings_id:
             return None
         changed = chunk.settings != self.live.settings

@@ -79,6 +79,8 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
         settings=trainer.live.settings.saved(),
         steps=trainer.steps,
         position=trainer.stream.position,
+        passes=trainer.stream.passes,
+        pass_began=trainer.stream.pass_began,
         ranks=hvd.size(),
         dataset_len=trainer.stream.length,
         version=__version__,

@@ -53,9 +53,12 @@ class Checked:
         """Read everything that :meth:`apply` will ask for."""
         self.settings = Settings.from_saved(self.header.settings, path)
         if self.header.dataset_len != trainer.stream.length:
+            there, here = (
+                "data that can only be iterated" if length is None else f"a dataset of {length} samples"
+                for length in (self.header.dataset_len, trainer.stream.length)
+            )
             raise StateFileError(
-                f"{path} was saved with a dataset of {self.header.dataset_len} samples; this one has "
-                f"{trainer.stream.length}. Load the workload with the same data."
+                f"{path} was saved with {there}; this is {here}. Load the workload with the same data."
             )
         payload = from_bytes(stream)
         own = payload["ranks"][hvd.rank() if hvd.rank() < self.header.ranks else 0]
@@ -85,7 +88,7 @@ class Checked:
         if trainer.live.scheduler and self._scheduler_state:
             trainer.live.scheduler.load_state_dict(self._scheduler_state)
         trainer.live.scaler.load_state_dict(self._scaler)
-        trainer.stream.position = self.header.position
+        trainer.stream.go_to(self.header.position, self.header.passes, self.header.pass_began)
         trainer.go_on_from(self.header.steps, self.settings, self._optimizer)
         if hvd.rank() < self.header.ranks:
             self._random.put_back()
