@@ -25,7 +25,8 @@ images = torch.randn(40, 3, 16, 16, generator=numbers)
 """
 """Before every subject's code. Steps of four samples on two ranks reach the second epoch of forty in the sixth."""
 
-CLEAN = "for name in ('net', 'data', 'loss', 'criterion', 'optimizer', 'scheduler', 'ema'): globals().pop(name, None)"
+_NAMES = ("net", "data", "loss", "criterion", "optimizer", "scheduler", "eval_data", "ema")
+CLEAN = f"for name in {_NAMES}: globals().pop(name, None)"
 """Before that: nothing of the case before is taken for this one's."""
 
 

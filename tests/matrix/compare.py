@@ -19,7 +19,7 @@ from tests.reference import STATE, Reference
 
 STEPS = 3
 _ROLES = {"net": "model", "data": "data", "loss": "loss", "criterion": "loss"}
-_ROLES |= {name: name for name in ("optimizer", "scheduler")}
+_ROLES |= {name: name for name in ("optimizer", "scheduler", "eval_data")}
 _NAMED = f"{{role: name for name, role in {_ROLES}.items() if name in globals()}}"
 _FIRST = {"accumulation_steps": 1, "clip_norm": None}
 EXACT, ROUNDED, REFUSED = "to the last bit", "to rounding", "refused"
