@@ -216,7 +216,7 @@ def gradients_in_many_pieces(session: Session) -> Iterator[None]:
     """The gradients of what is loaded inside are sent in many buckets, as those of a large model are."""
     bucket_bytes = "__import__('gpumem_nb.engine.step.reduction', fromlist=['BUCKET_BYTES']).BUCKET_BYTES"
     usual = session.run(bucket_bytes)[0]
-    session.run(f"{bucket_bytes} = 2048")
+    session.run(f"{bucket_bytes} = 256")
     try:
         yield
     finally:

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
 numbers = torch.Generator().manual_seed(1)
-torch.manual_seed(3 + rank)  # ranks build different weights: those of rank 0 count
 x = torch.randn(40, 8, generator=numbers)
 y = torch.randint(3, (40,), generator=numbers)
 tokens = torch.randint(1, 97, (40, 12), generator=numbers)
@@ -25,7 +24,11 @@ images = torch.randn(40, 3, 16, 16, generator=numbers)
 """
 """Before every subject's code. Steps of four samples on two ranks reach the second epoch of forty in the sixth."""
 
-CLEAN = "for name in ('net', 'data', 'loss', 'criterion', 'optimizer', 'scheduler', 'ema'): globals().pop(name, None)"
+APART = "torch.manual_seed(3 + rank)\n"
+"""After that: ranks build different weights, of which those of rank 0 count."""
+
+_NAMES = ("net", "data", "loss", "criterion", "optimizer", "scheduler", "eval_data", "ema")
+CLEAN = f"for name in {_NAMES}: globals().pop(name, None)"
 """Before that: nothing of the case before is taken for this one's."""
 
 
@@ -36,14 +39,21 @@ class Subject:
     Attributes:
         refused: a pattern of the sentence with which it is refused, whatever is done.
         refused_checkpointed: the same, under checkpointing alone.
+        seed: given to the session before; what cells draw follows from it.
         batch_size: on each rank; ``None`` for that of its ``DataLoader``.
     """
 
     name: str
     code: str
+    seed: int | None = None
     batch_size: int | None = 4
     refused: str = ""
     refused_checkpointed: str = ""
+
+    @property
+    def cell(self) -> str:
+        """All that is run to define it."""
+        return f"{PREAMBLE}{APART if self.seed is None else ''}{self.code}\nNone"
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from torch import Tensor
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError
 from tests.internals import gradients_in_many_pieces
-from tests.matrix.case import CLEAN, PREAMBLE, Case
+from tests.matrix.case import CLEAN, Case
 from tests.reference import STATE, Reference
 
 STEPS = 3
 _ROLES = {"net": "model", "data": "data", "loss": "loss", "criterion": "loss"}
-_ROLES |= {name: name for name in ("optimizer", "scheduler")}
+_ROLES |= {name: name for name in ("optimizer", "scheduler", "eval_data")}
 _NAMED = f"{{role: name for name, role in {_ROLES}.items() if name in globals()}}"
 _FIRST = {"accumulation_steps": 1, "clip_norm": None}
 EXACT, ROUNDED, REFUSED = "to the last bit", "to rounding", "refused"
@@ -61,7 +61,7 @@ class Comparison:
             Differs: in which number, at which step.
             GpumemError: what should work was refused.
         """
-        with gradients_in_many_pieces(self._session):
+        with gradients_in_many_pieces(self._session), self._seeded(case.subject.seed):
             return Result(case, REFUSED, self._refusal(case)) if case.refused else self._held(case)
 
     def _held(self, case: Case) -> Result:
@@ -100,11 +100,19 @@ class Comparison:
     def _attach(self, case: Case) -> None:
         session = self._session
         session.run(CLEAN)
-        session.run(f"{PREAMBLE}{case.subject.code}\nNone")
+        session.run(case.subject.cell)
         names = session.run(_NAMED)[0]
         session.attach(**names)
         own = {} if "optimizer" in names else {"optimizer": "adamw", "optimizer_impl": "default", "learning_rate": 1e-3}
         session.set(checkpointing=case.checkpointing, precision=case.precision, **_FIRST, **_batch(case), **own)
+
+    @contextmanager
+    def _seeded(self, seed: int | None) -> Iterator[None]:
+        if seed is not None:
+            self._session.seed(seed)
+        yield
+        if seed is not None:
+            self._session.seed(0)
 
     def _train(self) -> list[list[float]]:
         frame = self._session.train(STEPS).frame()
@@ -125,7 +133,7 @@ def _batch(case: Case) -> dict[str, Any]:
 
 
 def _referred(case: Case, size: int) -> _Expected:
-    reference = Reference(PREAMBLE + case.subject.code, size)
+    reference = Reference(case.subject.cell, size, case.subject.seed or 0)
     reference.set(precision=case.precision, **_batch(case))
     begin = reference.state()
     losses = reference.train(STEPS)
