@@ -34,6 +34,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: tensor)
     monkeypatch.setattr(hvd, "broadcast_parameters", lambda state, root_rank: None)
     monkeypatch.setattr(hvd, "grouped_allreduce_async_", lambda tensors, **_: 1)
+    monkeypatch.setattr(hvd, "allreduce_async_", lambda tensor, **_: 1)
     monkeypatch.setattr(hvd, "synchronize", lambda handle: None)
 
 
