@@ -282,4 +282,6 @@ def test_what_works_but_not_as_one_may_think_is_said_once() -> None:
         "The optimizer does not hold 1.weight and 1 more: what it does not hold is not trained.",
     )
     trainer.stream.size = 2
+    trainer.live.own_optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
+    assert "The optimizer has step hooks: they run for updates that count" in trainer.info().notes[2]
     assert trainer.info().notes[0].startswith("Batch norm takes its statistics from each rank's own micro-batches")
