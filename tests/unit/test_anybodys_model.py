@@ -66,8 +66,8 @@ class Odd(nn.Module):
         self.register_buffer("wide", torch.ones(1, 1).expand(3, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.linear(x), self.empty]) * self.mask
-        return x * self.scale.float()  # type: ignore[operator]
+        result: Tensor = torch.cat([self.linear(x), self.empty]) * self.mask * self.scale.float()  # type: ignore[operator]
+        return result
 
 
 class Complex(nn.Module):
@@ -139,6 +139,12 @@ def test_a_loss_that_is_a_weight_itself_can_be_trained() -> None:
     assert model["x"].item() == pytest.approx(0.9)
 
 
+class Averaging(SGD):
+    """As ``hvd.DistributedOptimizer`` makes them."""
+
+    def skip_synchronize(self) -> None: ...
+
+
 def linear() -> nn.Module:
     return nn.Linear(4, 2)
 
@@ -163,6 +169,7 @@ REFUSED: list[tuple[str, Callable[[], Any], Callable[[Any], Any], str]] = [
     ("several", linear, lambda model: [of_another(), of_another()], "One optimizer trains here; this is a list of 2"),
     ("no optimizer", linear, lambda model: "sgd", "The optimizer must be a torch.optim.Optimizer; this is a str"),
     ("LBFGS", linear, lambda m: LBFGS(m.parameters()), "LBFGS computes the loss several times in one update"),
+    ("averaging", linear, lambda m: Averaging(m.parameters(), lr=0.1), "so does every step here"),
     ("SparseAdam", linear, lambda m: SparseAdam(m.parameters()), "SparseAdam takes sparse gradients"),
     ("another instance", linear, lambda m: of_another(Adam), "The optimizer Adam holds none of this model's weights"),
 ]
@@ -200,14 +207,15 @@ class RootOfZero(nn.Module):
         self.slope = nn.Parameter(torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + (self.slope * 0).norm(dim=0).sqrt()  # type: ignore[no-any-return]
+        result: Tensor = self.linear(x) + (self.slope * 0).norm(dim=0).sqrt()
+        return result
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("proven", [True, False])
 def test_a_gradient_that_is_not_finite_is_found_before_the_update(precision: str, proven: bool) -> None:
     def forward(model: RootOfZero, batch: list[Tensor]) -> Tensor:
-        bad = model(batch[0]).square().mean()
+        bad: Tensor = model(batch[0]).square().mean()
         return bad if broken else model.linear(batch[0]).square().mean() + 0 * model.slope.sum()
 
     broken = not proven
@@ -224,7 +232,17 @@ def test_a_gradient_that_is_not_finite_is_found_before_the_update(precision: str
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def frozen_norm() -> nn.Module:
+def test_under_fp16_it_is_found_once_the_scale_cannot_be_the_reason() -> None:
+    model = RootOfZero()
+    trainer = attached(model, optimizer=SGD(model.parameters(), lr=0.1))
+    before = [param.detach().clone() for param in model.parameters()]
+    reply = trainer.run(Chunk(OWN.replace(precision="fp16"), 1, 40))
+    assert told(reply).startswith("the gradient of slope became nan")
+    assert len(reply.samples) == 1 + 17, "the scaler's first scale is 2**16"
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def frozen_norm() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Dropout(), nn.Linear(4, 2)))
     model[1].eval()
     return model
@@ -248,10 +266,10 @@ def test_modes_that_a_part_was_given_stay_and_an_eval_of_the_whole_is_taken_back
     model.eval()
     trainer.run(Chunk(Settings(batch_size=2), 1, 1))
     assert modes(model) == frozen
-    model[2].eval()  # type: ignore[operator]
+    model[2].eval()
     trainer.run(Chunk(Settings(batch_size=2), 1, 1))
     assert modes(model) == [True, True, False, False, False, False]
-    model.append(nn.Dropout())  # type: ignore[operator]
+    model.append(nn.Dropout())
     model.eval()
     assert trainer.record() is not None
     assert modes(model) == [True, True, False, False, False, False, True]
@@ -264,4 +282,6 @@ def test_what_works_but_not_as_one_may_think_is_said_once() -> None:
         "The optimizer does not hold 1.weight and 1 more: what it does not hold is not trained.",
     )
     trainer.stream.size = 2
+    trainer.live.own_optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
+    assert "The optimizer has step hooks: they run for updates that count" in trainer.info().notes[2]
     assert trainer.info().notes[0].startswith("Batch norm takes its statistics from each rank's own micro-batches")

@@ -187,7 +187,7 @@ def test_a_rate_that_is_a_tensor_stays_one() -> None:
     rates = Rates(optimizer, 0.1)
     rates.follow(0.5)
     assert optimizer.param_groups[0]["lr"] is rate
-    assert (rates.first, rate.item()) == (pytest.approx(0.5), pytest.approx(0.5))
+    assert rates.first == rate.item() == pytest.approx(0.5)
 
 
 def test_schedulers_that_cannot_work_are_refused() -> None:

@@ -125,7 +125,7 @@ def gpt2() -> Any:
 
 
 def llama() -> Any:
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: Any = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
 
 
@@ -163,7 +163,7 @@ def test_tokens_are_averaged_over_a_whole_step_however_it_is_split(make: Callabl
     torch.manual_seed(0)
     model = make()
     plain = torch.optim.SGD(model.parameters(), lr=0.5)
-    everything = {name: torch.stack([line[name] for line in Lines(8)]) for name in ("input_ids", "labels")}
+    everything = {name: torch.stack([line[name] for line in Lines(8).lines]) for name in ("input_ids", "labels")}
     losses = []
     for _ in range(3):
         plain.zero_grad()

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from ...internals.torch_internals import norms_of
 from ...shared.messages import Failure
@@ -21,16 +22,25 @@ class GradientNorms:
     def __init__(self, params: Iterable[Tensor]) -> None:
         """Measure the gradients of these weights; needs one value of memory for each."""
         self._params = [param for param in params if param.grad is not None and param.numel()]
+        self._found: Tensor | None = None
         self._norms = norms_of([_values(param.grad) for param in self._params if param.grad is not None])
 
-    def nonfinite(self, loss: Tensor) -> Tensor:
-        """Whether the loss or a gradient is not finite, as a tensor on the device: nobody waits for it here."""
-        if not self._norms:
-            return ~torch.isfinite(loss)
-        return ~torch.isfinite(torch.stack((loss, *self._norms))).all()
+    def nonfinite(self, loss: Tensor, scaler: GradScaler | None) -> Tensor:
+        """Whether the loss or a gradient is not finite, as a tensor on the device: nobody waits for it here.
+
+        Gradients of a loss that a ``scaler`` has scaled may overflow: it skips their updates and halves its scale. Once
+        that is below 1 it is not the scale that makes them infinite.
+        """
+        if self._norms:
+            self._found = ~torch.isfinite(torch.stack(self._norms)).all()
+            if scaler:
+                self._found = self._found & (scaler.scale(torch.ones_like(loss)) < 1)
+        return ~torch.isfinite(loss) if self._found is None else ~torch.isfinite(loss) | self._found
 
     def failure(self, rank: int, parts: Parts) -> Failure | None:
         """What is wrong with this rank's gradients, by name; ``None`` if nothing. Reading it waits for the device."""
+        if self._found is None or not self._found:
+            return None
         names = {id(param): name for name, param in parts.named_parameters()}
         for param, norm in zip(self._params, self._norms, strict=True):
             if not norm.isfinite():

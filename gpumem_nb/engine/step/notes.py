@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ...internals.torch_internals import has_step_hooks
 from .live_model import LiveModel
 from .parts import in_groups
 
@@ -26,4 +27,9 @@ def notes(live: LiveModel, ranks: int) -> tuple[str, ...]:
         if left_out:
             others = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
             said.append(f"The optimizer does not hold {left_out[0]}{others}: what it does not hold is not trained.")
+        if has_step_hooks(live.own_optimizer):
+            said.append(
+                "The optimizer has step hooks: they run for updates that count, and what they keep is in no saved "
+                "state. A scheduler is saved when it is named: scheduler=."
+            )
     return tuple(said)

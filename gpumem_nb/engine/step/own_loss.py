@@ -28,6 +28,7 @@ class OwnLoss:
 
     def __init__(self) -> None:
         self._items: Any = None
+        self._divides_by_items: bool | None = None  # known once a step has several micro-batches
 
     def __call__(self, model: Any, batch: Any) -> Any:
         """The loss of one micro-batch."""
@@ -43,7 +44,11 @@ class OwnLoss:
     def begin(self, model: Any, batches: Iterable[Any], count: int) -> Iterable[Any]:
         """A step of so many micro-batches begins; if their tokens have to be counted they are all fetched now."""
         self._items = None
-        if count == 1 or not _divides_by_items(model):
+        if count == 1:
+            return batches
+        if self._divides_by_items is None:
+            self._divides_by_items = _takes_items(model)
+        if not self._divides_by_items:
             return batches
         fetched = list(batches)
         if all(isinstance(batch, Mapping) and "labels" in batch for batch in fetched):
@@ -57,7 +62,7 @@ def micro_batches(loss: Any, model: Any, batches: Iterable[Any], count: int) -> 
     return loss.begin(model, batches, count) if isinstance(loss, OwnLoss) else batches
 
 
-def _divides_by_items(model: Any) -> bool:
+def _takes_items(model: Any) -> bool:
     if _kind(model) not in _SHIFTED or getattr(model, "accepts_loss_kwargs", True) is False:
         return False
     parameters = inspect.signature(model.forward).parameters.values()

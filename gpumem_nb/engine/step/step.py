@@ -273,10 +273,9 @@ class Stepper:
         careful = True
         try:
             if loss is not None:
-                # fp16's scale is not in the loss; scaled gradients may overflow, and the scaler skips those by itself.
-                scaled = self._live.settings.precision == "fp16"
-                self._norms = GradientNorms(() if scaled else self._live.parameters)
-                nonfinite = self._norms.nonfinite(loss)
+                self._norms = GradientNorms(self._live.parameters)
+                scaled = self._live.settings.precision == "fp16"  # in gradients; the loss is without its scale
+                nonfinite = self._norms.nonfinite(loss, self._live.scaler if scaled else None)
                 digest = self.watch.digest() if self.watch.due(order.step) else None
             careful = order.trial or not order.proven or self._update_may_fail()
         except BaseException as error:
