@@ -135,6 +135,15 @@ class LiveModel:
         """A step was done with the optimizer in use: the one before it does not come back."""
         self._parked = None
 
+    def finished_backward(self) -> None:
+        """Forward and backward of a step are over.
+
+        Raises:
+            WorkloadError: checkpointing is on and had no effect.
+        """
+        if self._checkpointing:
+            self._checkpointing.finished()
+
     def abandon_forward(self) -> None:
         """A forward or backward was left half way."""
         if self._checkpointing:

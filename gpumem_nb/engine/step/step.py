@@ -31,7 +31,7 @@ from .data import ShardedStream, to_device
 from .live_model import LiveModel
 from .precision import autocast
 from .reduction import GradientReduction
-from .undo import ForwardUndo, UpdateUndo
+from .undo import ForwardState, ForwardUndo, UpdateUndo
 
 # Of the parameters: more than any of torch's optimizers allocates in an update, once it has its state.
 UPDATE_COPIES = 3
@@ -101,6 +101,7 @@ class Stepper:
         self._device = device
         self._leaks = leaks
         self._reduction = GradientReduction(live.parameters)
+        self._forward_state = ForwardState(live.model, loss)
         self._param_bytes = sum(param.nbytes for param in live.parameters)
         self._phase = "settings"
         self.began_s = time.monotonic()
@@ -166,7 +167,7 @@ class Stepper:
         self.phase = "forward"
         try:
             collectives.check()
-            before = ForwardUndo(self._live.model)
+            before = ForwardUndo(self._forward_state)
             with self._leaks.step():
                 return before, self._forward_backward(), None
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
@@ -198,6 +199,7 @@ class Stepper:
                 (scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
                 total += loss.detach().float()
                 self.phase = "data"
+            self._live.finished_backward()
         return total
 
     def _vote(self, order: StepOrder, loss: Tensor | None, failure: Failure | None) -> tuple[_Votes, Failure | None]:

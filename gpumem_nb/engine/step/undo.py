@@ -8,34 +8,61 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ...internals.torch_internals import buffers_by_name, forget_scaler
+from ...internals.torch_internals import forget_scaler
 from . import optimizers
+from .changing import Before, Changing, can_be_filled
 from .copies import host_copy
+from .python_state import PythonState
 from .random_state import RandomState
 
 
 class ForwardUndo:
-    """What a forward pass changes: buffers, such as batch norm's statistics, and the state of random numbers."""
+    """What a forward pass changes: buffers, such as batch norm's statistics, what Python keeps, and random numbers."""
 
-    def __init__(self, model: nn.Module) -> None:
-        # Code such as `self.mean = 0.9 * self.mean + x` binds the name anew, so names are kept beside contents.
-        self._names = [(named, dict(named)) for named in map(buffers_by_name, model.modules())]
+    def __init__(self, state: ForwardState) -> None:
+        self._python = state.python.take()
         # On a GPU the copy stays there: fetching it would wait for the device at every step.
-        self._buffers = [(b, b.detach().clone() if b.is_cuda else host_copy(b)) for b in model.buffers()]
+        self._buffers = [(b, _copy(b)) for _, b in state.python.buffers()]
+        self._attributes = state.attributes_before()
         self._random = RandomState.take()
 
     def undo(self) -> None:
-        """Put everything back, bit by bit; buffers that were not there before are dropped."""
-        for buffers, before in self._names:
-            buffers.clear()
-            buffers.update(before)
-        with torch.no_grad():
-            for buffer, content in self._buffers:
-                buffer.copy_(content)
+        """Put everything back, bit by bit; what was not there before is dropped."""
+        self._python.put_back()
+        for before in self._attributes:
+            if before.was_changed:
+                before.put_back()
+        for buffer, content in self._buffers:
+            if can_be_filled(buffer):
+                buffer.data.copy_(content)
         self._random.put_back()
+
+
+class ForwardState:
+    """Where a forward pass can change something: in modules, their hooks, and what these reach.
+
+    Args:
+        roots: the model, and functions that forward calls beside it.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self.python = PythonState(lambda: roots)
+        self._changing = Changing(_copy)
+        self._fresh: list[Before] = []
+
+    def attributes_before(self) -> list[Before]:
+        """What is in tensors that are attributes, as far as it may have to be put back."""
+        self._changing.after(self._fresh)
+        befores = self._changing.before(self.python.attributes())
+        self._fresh = [before for before in befores if before.fresh]
+        return befores
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone() if tensor.is_cuda else host_copy(tensor)
 
 
 class UpdateUndo:
