@@ -159,8 +159,8 @@ def _refuse_what_is_compiled_around(model: nn.Module, blocks: list[nn.Module]) -
         if any(id(block) in inside for block in blocks):
             name = type(getattr(module, "_orig_mod", module)).__name__
             raise WorkloadError(
-                f"checkpointing cannot recompute blocks of the {name} that torch.compile compiled as a whole. Compile its "
-                "blocks instead, each by block.compile(), or use checkpointing=none."
+                f"checkpointing cannot recompute blocks of the {name} that torch.compile compiled as a whole. Compile "
+                "its blocks instead, each by block.compile(), or use checkpointing=none."
             )
 
 
