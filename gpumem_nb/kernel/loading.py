@@ -254,6 +254,8 @@ class Loading:
         self._snapshots.begin(info, steps, self._origin.options)
         self._training.begin(info, fitting)
         self._history.mark("load", event)
+        for note in info.notes:
+            self._history.mark("note", note)
 
     def _newest_snapshot(self) -> Path:
         newest = snapshot_folder.newest_of_all(self._snapshots.folder)

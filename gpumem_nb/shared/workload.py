@@ -38,7 +38,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadInfo:
-    """What was loaded: sizes that the kernel needs to check settings and to describe the workload."""
+    """What was loaded: sizes that the kernel needs to check settings and to describe the workload.
+
+    ``notes`` are sentences that are said once, when it was loaded.
+    """
 
     name: str
     parameters: int
@@ -47,3 +50,4 @@ class WorkloadInfo:
     blocks: int
     own_optimizer: str | None = None
     own_learning_rate: float | None = None
+    notes: tuple[str, ...] = ()

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumem_nb.magics import HvdMagics, complete_hvd
+from gpumem_nb.magics import MAGICS as CLASSES
+from gpumem_nb.magics import complete_hvd
 
-MAGICS = {name: getattr(HvdMagics, name) for of_kind in HvdMagics.magics.values() for name in of_kind}
+MAGICS = {name: getattr(magics, name) for magics in CLASSES for of_kind in magics.magics.values() for name in of_kind}
 
 
 def complete(line: str) -> list[str]:

@@ -1,0 +1,39 @@
+"""The magics: parse arguments, call the session, show the answer. Nothing else."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from ..completion import Completion
+from ..session import current
+from ..shared.errors import NoSession
+from .cells import CellsMagics
+from .looking import LookingMagics
+from .ranks import RanksMagics
+from .training import TrainingMagics
+from .workload import WorkloadMagics
+
+MAGICS = (RanksMagics, CellsMagics, WorkloadMagics, TrainingMagics, LookingMagics)
+
+complete_hvd = Completion(
+    {
+        name: getattr(magics, method)
+        for magics in MAGICS
+        for of_kind in magics.magics.values()
+        for name, method in of_kind.items()
+    }
+)
+
+
+def register(shell: InteractiveShell) -> None:
+    """Make the magics and their completion known to IPython."""
+    shell.register_magics(*MAGICS)
+    shell.events.register("pre_run_cell", _somebody_works)
+    shell.set_hook("complete_command", complete_hvd, re_key=r"%{0,2}hvd")
+
+
+def _somebody_works(info: object) -> None:
+    with suppress(NoSession):
+        current().touch()

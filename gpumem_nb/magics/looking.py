@@ -1,0 +1,52 @@
+"""The panel, and where the bytes are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import display
+
+from ..completion import Offered
+from ..report.memory import VIEWS
+from ..session import current
+from .parsing import says_usage, unquoted
+
+
+@magics_class
+class LookingMagics(Magics):
+    """The panel, and where the bytes are."""
+
+    @magic_arguments()
+    @argument("--dock", action="store_true", help="beside the notebook instead of under the cell")
+    @line_magic
+    @says_usage
+    def hvd_panel(self, line: str) -> None:
+        """Show controls and live charts."""
+        args = parse_argstring(self.hvd_panel, line)
+        panel = current().panel()
+        if args.dock:
+            panel.dock()
+        else:
+            display(panel)
+
+    @magic_arguments()
+    @argument(
+        "--by", type=Offered(VIEWS), help="break the peak down by category (all ranks) or by module (also as a treemap)"
+    )
+    @argument("--timeline", action="store_true", help="record one step, allocation by allocation; it is undone")
+    @argument("--snapshot", metavar="PATH", help="write torch's own snapshot of one step on rank 0's GPU to a file")
+    @line_magic
+    @says_usage
+    def hvd_memory(self, line: str) -> Any:
+        """Show live, reserved and device bytes of every rank, its limit, and what the peak is made of."""
+        args = parse_argstring(self.hvd_memory, line)
+        if args.snapshot is not None:
+            return print(f"Written: {current().memory_snapshot(unquoted(args.snapshot))} (for pytorch.org/memory_viz)")
+        report = current().memory(by=args.by, timeline=args.timeline)
+        if args.by or args.timeline:
+            from ..ui.memory_figures import show_figures  # plotly takes long to import
+
+            show_figures(report)
+        return report

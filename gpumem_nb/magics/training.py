@@ -1,0 +1,61 @@
+"""Training and its knobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+
+from ..kernel.policy import RULES
+from ..session import current
+from .parsing import pair, pairs, says_usage
+
+
+@magics_class
+class TrainingMagics(Magics):
+    """Training and its knobs."""
+
+    @magic_arguments()
+    @argument("pairs", nargs="*", type=pair, metavar="knob=value", help="knobs to change; without any, show them all")
+    @line_magic
+    @says_usage
+    def hvd_set(self, line: str) -> None:
+        """Change knobs of the live model, also while it trains, and what the session does by itself (on_oom=shrink)."""
+        session = current()
+        knobs = pairs(parse_argstring(self.hvd_set, line))
+        print(session.set(**knobs) if knobs else session.settings)
+        if not knobs or set(knobs) & set(RULES):
+            print(session.policy)
+
+    @magic_arguments()
+    @argument("steps", nargs="?", type=int, default=100, help="optimizer steps (100)")
+    @line_magic
+    @says_usage
+    def hvd_train(self, line: str) -> Any:
+        """Train some steps and wait for them; the stop button pauses."""
+        return current().train(parse_argstring(self.hvd_train, line).steps)
+
+    @magic_arguments()
+    @line_magic
+    @says_usage
+    def hvd_play(self, line: str) -> None:
+        """Train in the background until %hvd_pause."""
+        parse_argstring(self.hvd_play, line)
+        current().play()
+
+    @magic_arguments()
+    @line_magic
+    @says_usage
+    def hvd_pause(self, line: str) -> None:
+        """Pause training after the steps under way."""
+        parse_argstring(self.hvd_pause, line)
+        current().pause()
+
+    @magic_arguments()
+    @line_magic
+    @says_usage
+    def hvd_runs(self, line: str) -> Any:
+        """Show every configuration tried, side by side."""
+        parse_argstring(self.hvd_runs, line)
+        return current().runs

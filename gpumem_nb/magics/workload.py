@@ -1,0 +1,83 @@
+"""What is trained: loaded or attached, saved and resumed."""
+
+from __future__ import annotations
+
+from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+
+from ..session import Session, current
+from ..shared.errors import InvalidInput
+from ..shared.workload import Workload
+from ..ui.progress import progress_bar
+from .parsing import pair, pairs, says_usage, shell_of, unquoted
+
+
+@magics_class
+class WorkloadMagics(Magics):
+    """What is trained: loaded or attached, saved and resumed."""
+
+    @magic_arguments()
+    @argument("name", help="digits-resnet, digits-separable, text-gpt, or a variable that holds a Workload")
+    @argument("pairs", nargs="*", type=pair, metavar="key=value", help="options of a ready-made workload")
+    @line_magic
+    @says_usage
+    def hvd_load(self, line: str) -> None:
+        """Load a workload on all ranks."""
+        args = parse_argstring(self.hvd_load, line)
+        own = shell_of(self).user_ns.get(args.name)
+        session = current()
+        session.load(own if isinstance(own, Workload) else args.name, **pairs(args))
+        print(_loaded(session))
+
+    @magic_arguments()
+    @argument(
+        "pairs",
+        nargs="+",
+        type=pair,
+        metavar="role=variable",
+        help="model= and data=, optionally loss= and optimizer=",
+    )
+    @line_magic
+    @says_usage
+    def hvd_attach(self, line: str) -> None:
+        """Train objects that live on the ranks, such as: %hvd_attach model=net loss=criterion data=train_set."""
+        roles = pairs(parse_argstring(self.hvd_attach, line))
+        if unknown := roles.keys() - {"model", "loss", "data", "optimizer"}:
+            raise InvalidInput(f"{min(unknown)!r} cannot be attached. Allowed: model=, data=, loss=, optimizer=.")
+        if missing := {"model", "data"} - roles.keys():
+            raise InvalidInput(
+                f"{max(missing)}= is missing. Write, for example: model=net loss=criterion data=train_set"
+            )
+        session = current()
+        session.attach(**roles)
+        print(_loaded(session))
+
+    @magic_arguments()
+    @argument("path", help="the file to write, such as digits.state")
+    @line_magic
+    @says_usage
+    def hvd_save(self, line: str) -> None:
+        """Save model, optimizer, scaler, data position, random numbers and settings in one file."""
+        path = unquoted(parse_argstring(self.hvd_save, line).path)
+        session = current()
+        with progress_bar("Saving") as progress:
+            saved = session.save(path, progress)
+        print(saved)
+
+    @magic_arguments()
+    @argument("path", nargs="?", help="a file that %%hvd_save wrote; without one, the newest automatic snapshot")
+    @line_magic
+    @says_usage
+    def hvd_resume(self, line: str) -> None:
+        """Go on from a saved state, on any number of ranks."""
+        path = parse_argstring(self.hvd_resume, line).path
+        session = current()
+        with progress_bar("Resuming") as progress:
+            resumed = session.resume(None if path is None else unquoted(path), progress)
+        print(resumed)
+
+
+def _loaded(session: Session) -> str:
+    notes = session.workload.notes if session.workload else ()
+    what = str(session.status()).split("\nsettings: ")[0].splitlines()[-1]
+    return "\n".join([what, f"settings: {session.settings}", *notes])

@@ -1,0 +1,142 @@
+"""Session: the one object a notebook holds for a running cluster."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..kernel import starting
+from ..kernel.history import History
+from ..kernel.lifecycle import Lifecycle
+from ..shared.errors import InvalidInput, NoSession
+from ..shared.messages import RankInfo
+from ..shared.progress import Progress
+from .cells import RunsCells
+from .looking import Looks
+from .training import Trains
+from .workload import HoldsWorkload
+
+if TYPE_CHECKING:
+    from ..ui.panel import Panel
+
+
+_current: Session | None = None
+
+
+def current() -> Session:
+    """The running session. Raises ``NoSession`` when there is none."""
+    if _current is None:
+        raise NoSession
+    return _current
+
+
+def start(n: int | None = None, *, progress: Progress = lambda what, done: None, **options: Any) -> Session:
+    """As :func:`gpumem_nb.start`; ``progress`` is told what is being waited for."""
+    _check_free(None)
+    if _current is not None:
+        _current.stop()
+    return Session(starting.plan(n, progress=progress, **options), progress)
+
+
+def _check_free(own: Session | None) -> None:
+    if _current is not None and _current is not own and not _current.ended:
+        raise InvalidInput(
+            f"{_current.size} ranks are running already. Use them, or stop them first with %hvd_stop "
+            "(%hvd_restart starts afresh)."
+        )
+
+
+class Session(RunsCells, HoldsWorkload, Trains, Looks):
+    """A running cluster and what is trained on it; made by :func:`start`, ended by :meth:`stop` or a ``with`` block.
+
+    Whatever needs the ranks raises ``NoSession`` after :meth:`stop`, ``ClusterDied`` when they are gone, and
+    ``Interrupted`` when stop is pressed while it waits for them; what else a method raises is said there.
+    """
+
+    def __init__(self, plan: starting.Plan, progress: Progress) -> None:
+        global _current
+        self._life = Lifecycle(plan)
+        self._panel: Panel | None = None
+        self._life.start(progress)
+        _current = self
+
+    @property
+    def history(self) -> History:
+        """What has been measured since the ranks were started."""
+        return self._life.history
+
+    @property
+    def restored(self) -> str:
+        """What the last :meth:`restart` brought back, in words."""
+        return self._life.restored
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._life.plan.size
+
+    @property
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """Who the ranks are, in rank order."""
+        return tuple(self._life.ranks.infos)
+
+    @property
+    def ended(self) -> str:
+        """Why the session is over, in words; empty while it lives."""
+        return self._life.ended
+
+    def panel(self) -> Panel:
+        """Controls and live charts; the same panel each time, until it is closed."""
+        from ..ui.panel import Panel
+
+        if self._panel is None or self._panel.closed:
+            self._panel = Panel(self)
+            self._panel.watch()
+        return self._panel
+
+    def interrupt(self) -> None:
+        """Interrupt what the ranks are doing: a cell raises ``KeyboardInterrupt``, a training step is discarded."""
+        self._life.foreground.check_alive()
+        self._life.training.interrupt()
+
+    def restart(self, progress: Progress = lambda what, done: None) -> Session:
+        """Stop the ranks and start the same number again, with what was trained restored.
+
+        Ranks that still answer are asked for a snapshot first; otherwise the last automatic one is used.
+        :attr:`restored` says what came back.
+
+        Raises:
+            StartError, SetupError: the ranks could not be started again; :meth:`restart` may be tried once more.
+            WorkloadError, RankError: what was loaded cannot be loaded again.
+        """
+        global _current
+        _check_free(self)
+        _current = self
+        self._life.restart(progress)
+        if self._panel is not None:
+            self._panel.watch()
+        return self
+
+    def stop(self) -> None:
+        """End all ranks and everything started with them; without effect on a session that has ended.
+
+        The newest automatic snapshot is kept for a later session.
+        """
+        global _current
+        if _current is self:
+            _current = None
+        self._life.end()
+        self._life.tidy_up()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"<Session: {self.size} ranks, {self.doing}>"
+
+    def touch(self) -> None:
+        """Somebody works here: the session is not idle."""
+        self._life.idle.touch()

@@ -1,0 +1,65 @@
+"""What the session and its memory look like."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..kernel.lifecycle import Lifecycle
+from ..report.memory import MemoryReport
+from ..report.status import Status
+from ..report.waits import WaitReport
+from ..shared.messages import Timeline
+
+
+class Looks:
+    """The part of a session that says what is going on."""
+
+    _life: Lifecycle
+
+    def status(self) -> Status:
+        """Which ranks run where, on which devices, and what they are doing; also of a session that has ended."""
+        return self._life.status()
+
+    @property
+    def doing(self) -> str:
+        """What is happening, in one line of words."""
+        return self._life.doing
+
+    @property
+    def wait_report(self) -> WaitReport | None:
+        """What takes long, and who waits for whom; ``None`` when nothing does."""
+        return self._life.foreground.wait_report
+
+    def memory(self, by: str | None = None, timeline: bool = False) -> MemoryReport:
+        """Live, reserved and device bytes of every rank, its limit, and what the latest known peak is made of.
+
+        Args:
+            by: what the report shows of the peak: ``None`` for the worst rank's categories, ``category`` for those of
+                all ranks, ``module`` for the worst rank's modules.
+            timeline: record one step, as :meth:`timeline` does.
+
+        Raises:
+            InvalidInput: ``by`` is none of these.
+            WorkloadError: with ``timeline``, nothing is loaded, or the step could not be recorded.
+        """
+        return self._life.inspection.report(by, timeline)
+
+    def timeline(self) -> list[Timeline]:
+        """Record one step of every rank, allocation by allocation; the step is undone.
+
+        Raises:
+            WorkloadError: nothing is loaded, or the step could not be recorded.
+        """
+        return self._life.inspection.timeline()
+
+    def memory_snapshot(self, path: str | os.PathLike[str]) -> Path:
+        """Write torch's own snapshot of the memory of rank 0's GPU, for its visualiser (pytorch.org/memory_viz).
+
+        With something loaded it shows one step, which is undone; it is written even when that step fails.
+
+        Raises:
+            InvalidInput: the ranks have virtual GPUs, or the file cannot be written.
+        """
+        self._life.foreground.check_alive()
+        return self._life.inspection.write_snapshot(path)

@@ -1,0 +1,84 @@
+"""Training, and the knobs that can be switched meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kernel.lifecycle import Lifecycle
+from ..kernel.policy import Policy
+from ..report.configurations import Runs
+from ..report.run_summary import Run
+from ..shared.settings import Settings
+
+
+class Trains:
+    """The part of a session that trains."""
+
+    _life: Lifecycle
+
+    @property
+    def settings(self) -> Settings:
+        """The knobs as they are now."""
+        return self._life.training.settings
+
+    @property
+    def policy(self) -> Policy:
+        """What the session does by itself: after an out-of-memory error, when ranks stall, when it is idle."""
+        return self._life.policy
+
+    def set(self, **knobs: Any) -> Settings:
+        """Change knobs; while training, from the next chunk on. Rules of :attr:`policy` change at once.
+
+        Raises:
+            InvalidInput: an unknown knob, or a value that cannot be used with what is loaded; nothing was changed.
+            TrainingFailed: while nothing trains, the ranks could not switch to these settings.
+        """
+        self._life.set(knobs)
+        return self.settings
+
+    def train(self, steps: int) -> Run:
+        """Train that many optimizer steps and wait for them; stop pauses, and returns what was done by then.
+
+        Raises:
+            InvalidInput: not a whole number of at least 1.
+            WorkloadError: nothing is loaded.
+            TrainingFailed: a step could not be done and training paused.
+        """
+        self._life.foreground.check_loaded()
+        # What training could not interrupt by itself will not be by a second try.
+        with self._life.foreground.interruptible(lambda: not self.waiting_for):
+            return self._life.training.train(steps)
+
+    def play(self) -> None:
+        """Train in the background until :meth:`pause`.
+
+        Raises:
+            WorkloadError: nothing is loaded.
+            TrainingFailed: some rank is stuck since the last stall.
+        """
+        self._life.foreground.check_loaded()
+        self._life.training.play()
+
+    def pause(self) -> None:
+        """Stop training after the steps under way, and wait for them; without effect while nothing trains."""
+        self._life.foreground.pause()
+
+    def step(self) -> None:
+        """Train one step in the background; raises what :meth:`play` raises."""
+        self._life.foreground.check_loaded()
+        self._life.training.play(1)
+
+    @property
+    def playing(self) -> bool:
+        """Whether training runs."""
+        return not self._life.ended and self._life.training.playing
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """The ranks that have not answered yet what training asked of them."""
+        return [] if self._life.ended else self._life.training.waiting_for()
+
+    @property
+    def runs(self) -> Runs:
+        """Every configuration tried, side by side."""
+        return Runs(self._life.history.tried, self._life.plan.size)

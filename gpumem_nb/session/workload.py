@@ -1,0 +1,75 @@
+"""What is trained: loaded or attached, saved and resumed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..kernel.lifecycle import Lifecycle
+from ..report.status import StateFile
+from ..shared.progress import Progress
+from ..shared.workload import Workload, WorkloadInfo
+
+
+class HoldsWorkload:
+    """The part of a session that knows what is trained."""
+
+    _life: Lifecycle
+
+    @property
+    def workload(self) -> WorkloadInfo | None:
+        """What is loaded."""
+        return self._life.training.workload
+
+    def load(self, name_or_workload: str | Workload, **options: Any) -> WorkloadInfo:
+        """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh.
+
+        Raises:
+            InvalidInput: an unknown name, option or value.
+            WorkloadError: it cannot be sent to the ranks, or not be trained there.
+            RankError: its code failed on a rank.
+        """
+        return self._life.loading.load(name_or_workload, options)
+
+    def attach(self, model: str, data: str, loss: str | None = None, optimizer: str | None = None) -> WorkloadInfo:
+        """Train objects that live on the ranks, named by their variables.
+
+        Args:
+            model: a ``torch.nn.Module``. Rank 0's weights are broadcast.
+            data: a map-style dataset, or a ``DataLoader`` whose dataset and collate function are used.
+            loss: a function ``loss(model, batch)``, or a criterion called as ``criterion(model(inputs), targets)``;
+                left out when the model returns its own loss.
+            optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
+
+        Raises:
+            WorkloadError: there is no such variable, or what it holds cannot be trained.
+            RankError: its code failed on a rank.
+        """
+        return self._life.loading.attach({"model": model, "data": data, "loss": loss, "optimizer": optimizer})
+
+    def save(self, path: str | os.PathLike[str], progress: Progress = lambda what, done: None) -> StateFile:
+        """Write model, optimizer, scaler, data position, random numbers and settings to one file.
+
+        Training goes on afterwards: the state is that between two chunks.
+
+        Raises:
+            InvalidInput: not a path.
+            WorkloadError: nothing is loaded.
+            StateFileError: it cannot be written there; an older file of that name is as it was.
+        """
+        self._life.foreground.check_loaded()
+        return self._life.loading.save(path, progress)
+
+    def resume(
+        self, path: str | os.PathLike[str] | None = None, progress: Progress = lambda what, done: None
+    ) -> StateFile:
+        """Go on from a saved state, on any number of ranks; without a path from the newest automatic snapshot.
+
+        What is loaded must be the workload that was saved; when nothing is loaded, a ready-made one is loaded first.
+
+        Raises:
+            InvalidInput: not a path.
+            StateFileError: the file cannot be used, or there is no snapshot; nothing was changed.
+        """
+        self._life.foreground.check_alive()
+        return self._life.loading.resume(path, progress)
