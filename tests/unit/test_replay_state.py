@@ -215,14 +215,12 @@ class Hooked(Plain):
 
         self.inner[0].register_forward_hook(closure)
         self.register_forward_hook(lambda module, inputs, output: output.sin())
-        self.inner[0].register_full_backward_hook(
-            lambda module, given, found: tuple(one * 2 for one in given if one is not None)
-        )
+        self.inner[0].register_full_backward_hook(lambda module, given, found: (2 * cast(Any, given)[0],))
 
 
 def counting(count: SimpleNamespace, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     count.calls += 1
-    return output * (1 + count.calls % 2)
+    return output * float(1 + count.calls % 2)
 
 
 class OwnCheckpoint(Plain):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...internals.torch_internals import batch_norms, buffers_by_name, unversioned, version
 from ...memory.ledger.recorder import Recorder
 from .cannot import cannot
-from .changing import Changing, can_be_filled
+from .changing import Changing, Key, can_be_filled
 from .draws import Draws, Standing
 from .python_state import PythonState, Taken
 from .reachable import CONTAINERS, PLAIN
@@ -30,11 +30,12 @@ class BlockState:
         norms = [buffers_by_name(norm) for norm in batch_norms(block)]
         self.statistics = [buffer for named in norms for buffer in named.values() if buffer is not None]
 
-    def tensors(self) -> list[tuple[Any, Tensor]]:
+    def tensors(self, taken: Taken) -> list[tuple[Key, Tensor]]:
         """Those that the block may change in place, by their places."""
         counted = {id(buffer) for buffer in self.statistics}
-        named = [*self.python.buffers(), *self.python.attributes()]
-        return [(key, tensor) for key, tensor in named if id(tensor) not in counted]
+        weights = {id(weight) for _, weight in self.python.weights()}
+        named = [*self.python.buffers(), *taken.tensors]
+        return [(key, tensor) for key, tensor in named if id(tensor) not in counted and id(tensor) not in weights]
 
 
 class Seen:
@@ -54,9 +55,9 @@ class Seen:
         self._taken = [python.take(detached=True) for python in self._python]
         self.draws = draws
         self._standing = Standing.now(draws.recorded)
-        self._weights = state.python.weights()
+        self._weights = [weight for _, weight in state.python.weights()]
         self._versions = [version(weight) for weight in self._weights]
-        self._tensors = state.changing.before(state.tensors())
+        self._tensors = state.changing.before(state.tensors(self._taken[0]))
 
     def returned(self) -> None:
         """The block has run.

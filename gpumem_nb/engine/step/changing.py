@@ -58,11 +58,13 @@ class Changing:
     """Learns which of some tensors are changed in place.
 
     A tensor is copied once, into host memory, and once more after it changed. One that changes again is copied by
-    ``copy`` from then on, whenever :meth:`before` is asked.
+    ``copy`` from then on, whenever :meth:`before` is asked. One larger than ``largest_bytes`` is not copied before it
+    was seen to change.
     """
 
-    def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, copy: Callable[[Tensor], Tensor], largest_bytes: int | None = None) -> None:
         self._copy = copy
+        self._largest_bytes = largest_bytes
         self._known: dict[Key, _Known] = {}
 
     def before(self, named: Iterable[tuple[Key, Tensor]]) -> list[Before]:
@@ -87,17 +89,19 @@ class Changing:
             known.version, known.content, known.changed = now, None, known.changed + 1
         if known.changed >= _OFTEN:
             return Before(key, tensor, now, self._copy(tensor), fresh=False, unseen=True)
-        fresh = known.content is None and known.bound < _OFTEN
+        fits = self._largest_bytes is None or tensor.nbytes <= self._largest_bytes
+        fresh = known.content is None and known.bound < _OFTEN and fits
         if fresh:
             known.content = host_copy(tensor)
         return Before(key, tensor, now, known.content, fresh, unseen=False)
 
 
 def can_be_filled(tensor: Tensor) -> bool:
-    """Whether a tensor's content can be copied and put back as it is: an ordinary, dense one with memory of its own."""
+    """Whether a tensor has content that can be copied and put back: an ordinary, dense one with memory of its own."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided
         and not tensor.is_meta
+        and tensor.numel() > 0
         and all(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     )

@@ -41,20 +41,15 @@ class PythonState:
         if values is None or not self._fits(values):
             self._look()
             values = self._values()
-        return Taken(self.found, values, self._containers, detached)
+        return Taken(self.found, values, self._tensors, self._containers, detached)
 
     def buffers(self) -> list[tuple[Key, Tensor]]:
         """Tensors that modules registered as buffers, each once, with the place of one of its names."""
         return _each_once(self.found.buffers)
 
-    def weights(self) -> list[Tensor]:
-        """All parameters, each once."""
-        return [tensor for _, tensor in _each_once(self.found.weights)]
-
-    def attributes(self) -> list[tuple[Key, Tensor]]:
-        """Tensors that are neither weights nor buffers, but bound to a name."""
-        places = [self.found.places[index] for index in self._tensors]
-        return [((id(mapping), name), mapping[name]) for mapping, name in places]
+    def weights(self) -> list[tuple[Key, Tensor]]:
+        """All parameters, each once, with the place of one of its names."""
+        return _each_once(self.found.weights)
 
     def _values(self) -> list[Any]:
         return [mapping[name] for mapping, name in self.found.places]
@@ -88,12 +83,23 @@ class PythonState:
 
 
 class Taken:
-    """State at one moment."""
+    """State at one moment.
 
-    def __init__(self, found: Reachable, values: list[Any], containers: list[int], detached: bool) -> None:
+    Attributes:
+        tensors: those that are bound to a name or lie in a container, with their places, without buffers.
+    """
+
+    def __init__(
+        self, found: Reachable, values: list[Any], tensors: list[int], containers: list[int], detached: bool
+    ) -> None:
         self._found = found
         filled = chain((values[index] for index in containers), found.containers)
         self._contents = [_Contents(container, detached) for container in filled]
+        self.tensors: list[tuple[Key, Tensor]] = [
+            ((id(found.places[index][0]), found.places[index][1]), values[index]) for index in tensors
+        ]
+        for contents in self._contents:
+            self.tensors += contents.tensors()
         self._generators = [(generator, _drawn(generator)) for generator in found.generators]
         self._buffers = [(named, dict(named)) for named in found.buffers]
         self._values = values
@@ -127,12 +133,19 @@ class _Contents:
         self._length = len(container)
         self._items = _items(container) if self._length <= _LARGEST else None
         self._inner: list[_Contents] = []
+        self._tensors: list[tuple[Key, Tensor]] = []
         if self._items and self._length <= _LARGEST_SEARCHED:
             elements = [item[-1] for item in self._items]
+            self._tensors = [
+                ((id(container), str(place)), one) for place, one in enumerate(elements) if isinstance(one, Tensor)
+            ]
             if depth > 1:
                 self._inner = [_Contents(one, detached, depth - 1) for one in elements if isinstance(one, CONTAINERS)]
             if detached:
                 self._items = [(*item[:-1], without_graph(item[-1])) for item in self._items]
+
+    def tensors(self) -> list[tuple[Key, Tensor]]:
+        return [*self._tensors, *chain.from_iterable(contents.tensors() for contents in self._inner)]
 
     def put_back(self) -> None:
         if self._items is None:

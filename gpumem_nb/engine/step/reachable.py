@@ -137,7 +137,7 @@ class Reachable:
 
     def _function(self, function: FunctionType, depth: int) -> None:
         """What a function remembers: closure, defaults, attributes; of a person's own also the globals that it uses."""
-        if _package(function) in _CLOSED:
+        if _package(function) in _CLOSED and not hasattr(function, "criterion"):  # attach wraps a person's loss
             return
         for cell in function.__closure__ or ():
             names = _Cell(cell)

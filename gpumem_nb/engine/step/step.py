@@ -101,7 +101,7 @@ class Stepper:
         self._device = device
         self._leaks = leaks
         self._reduction = GradientReduction(live.parameters)
-        self._forward_state = ForwardState(live.model, loss)
+        self._forward_state = ForwardState(live.parts.named.values(), loss)
         self._param_bytes = sum(param.nbytes for param in live.parameters)
         self._phase = "settings"
         self.began_s = time.monotonic()

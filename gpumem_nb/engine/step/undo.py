@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...internals.torch_internals import forget_scaler
 from . import optimizers
-from .changing import Before, Changing, can_be_filled
+from .changing import Before, Changing, Key, can_be_filled
 from .copies import host_copy
-from .python_state import PythonState
+from .python_state import PythonState, Taken
 from .random_state import RandomState
+from .reachable import Reachable
+
+_LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor trained, to be copied before it was seen to change
 
 
 class ForwardUndo:
@@ -25,38 +29,47 @@ class ForwardUndo:
     def __init__(self, state: ForwardState) -> None:
         self._python = state.python.take()
         # On a GPU the copy stays there: fetching it would wait for the device at every step.
-        self._buffers = [(b, _copy(b)) for _, b in state.python.buffers()]
-        self._attributes = state.attributes_before()
+        self._buffers = [(b, _copy(b)) for _, b in state.python.buffers() if can_be_filled(b)]
+        self._others = state.others_before(self._python)
         self._random = RandomState.take()
 
     def undo(self) -> None:
         """Put everything back, bit by bit; what was not there before is dropped."""
         self._python.put_back()
-        for before in self._attributes:
+        for before in self._others:
             if before.was_changed:
                 before.put_back()
         for buffer, content in self._buffers:
-            if can_be_filled(buffer):
-                buffer.data.copy_(content)
+            buffer.data.copy_(content)
         self._random.put_back()
 
 
 class ForwardState:
-    """Where a forward pass can change something: in modules, their hooks, and what these reach.
+    """Where a forward pass can change something: in modules, their hooks, the loss, and what these reach.
 
     Args:
-        roots: the model, and functions that forward calls beside it.
+        parts: the modules whose weights are trained.
+        loss: what calls them.
     """
 
-    def __init__(self, *roots: Any) -> None:
-        self.python = PythonState(lambda: roots)
-        self._changing = Changing(_copy)
+    def __init__(self, parts: Iterable[nn.Module], loss: Callable[..., Any]) -> None:
+        self._parts = tuple(parts)
+        self.python = PythonState(lambda: (*self._parts, loss))
+        self._changing = Changing(_copy, _LARGEST_BYTES)
         self._fresh: list[Before] = []
+        self._looked_into: Reachable | None = None
+        self._trained: set[int] = set()
+        self._other_weights: list[tuple[Key, Tensor]] = []  # of an average of the model that a hook keeps, for example
 
-    def attributes_before(self) -> list[Before]:
-        """What is in tensors that are attributes, as far as it may have to be put back."""
+    def others_before(self, taken: Taken) -> list[Before]:
+        """What is in tensors that are neither buffers nor trained, as far as it may have to be put back."""
         self._changing.after(self._fresh)
-        befores = self._changing.before(self.python.attributes())
+        if self._looked_into is not self.python.found:
+            self._looked_into = self.python.found
+            self._trained = {id(weight) for part in self._parts for weight in part.parameters()}
+            self._other_weights = self.python.weights()
+        named = chain(taken.tensors, self._other_weights)
+        befores = self._changing.before((key, tensor) for key, tensor in named if id(tensor) not in self._trained)
         self._fresh = [before for before in befores if before.fresh]
         return befores
 
