@@ -1,9 +1,11 @@
 """What is used of torch beyond its documentation. Only for ranks.
 
 - Storages and tensors: ``_cdata`` (where the C++ object lies: Python makes a new storage object each time one asks),
-  ``_version`` (counts changes in place).
-- Modules: ``_buffers`` (binding a buffer's name anew leaves ``buffers()`` no trace of the old one), ``_NormBase`` (what
-  batch norms have in common).
+  ``_version`` (counts changes in place), ``_unsafe_preserve_version_counter``.
+- Modules: ``_buffers`` (binding a buffer's name anew leaves ``buffers()`` no trace of the old one), ``_modules``,
+  ``_parameters`` and the dicts of hooks (read for all modules at once, in each step), ``_NormBase`` (what batch norms
+  have in common), the hooks of ``weight_norm`` and ``spectral_norm`` that make a weight anew in each call, and what
+  ``torch.compile`` leaves on a module (``_compiled_call_impl``, ``_orig_mod``, ``_torchdynamo_orig_callable``).
 - Autograd: ``_raw_saved_*`` of graph nodes (what is saved, without unpacking it, which could run the model again),
   ``torch._C._current_graph_task_id`` (whether a backward runs on this thread), the stack of saved-tensor hooks, and
   ``saved_tensors_hooks.__enter__`` (autograd asks the innermost hooks only).
@@ -20,18 +22,22 @@ What is called for each tensor or operator is a plain attribute getter, as fast 
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd, _current_graph_task_id
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -39,6 +45,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 
 CHECKED_WITH = ("2.13.0",)
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Update = tuple[tuple[Any, ...], dict[str, Any]]
 """What an optimizer hands to its step hooks: the arguments of ``step``."""
 
@@ -56,6 +63,47 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 buffers_by_name: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """A module's own buffers, without those of its children: the dict in which it keeps them."""
+
+children_by_name: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""A module's direct children: the dict in which it keeps them."""
+
+weights_by_name: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_parameters")
+"""A module's own parameters: the dict in which it keeps them."""
+
+hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+"""The dicts in which a module keeps what is called around its forward and backward."""
+
+MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has for torch's own use."""
+
+
+def made_anew(module: nn.Module) -> set[str]:
+    """The attributes that torch's own ``weight_norm`` and ``spectral_norm`` compute before each forward."""
+    hooks = module._forward_pre_hooks.values()
+    return {hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
+
+
+def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Changes made to these tensors inside are not counted: whoever makes them takes them back."""
+    guard: AbstractContextManager[None] = _unsafe_preserve_version_counter(tuple(tensors))
+    return guard
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to this module itself, to its forward, or by ``module.compile()``."""
+    return (
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def not_compiled(function: _Function) -> _Function:
+    """The function, kept out of what ``torch.compile`` compiles."""
+    # Importing dynamo takes seconds: where nobody did, nothing is compiled.
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:

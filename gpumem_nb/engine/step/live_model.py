@@ -225,6 +225,15 @@ class LiveModel:
         if self.scheduler and self.optimizer is self.own_optimizer:
             self.scheduler.step()
 
+    def finished_backward(self) -> None:
+        """Forward and backward of a step are over.
+
+        Raises:
+            WorkloadError: checkpointing is on and had no effect.
+        """
+        if self._checkpointing:
+            self._checkpointing.finished()
+
     def abandon_forward(self) -> None:
         """A forward or backward was left half way."""
         if self._checkpointing:

@@ -38,7 +38,7 @@ from .live_model import LiveModel
 from .own_loss import micro_batches
 from .precision import autocast
 from .reduction import GradientReduction, Reduced
-from .undo import ForwardUndo, UpdateUndo
+from .undo import ForwardState, ForwardUndo, UpdateUndo
 from .weight_watch import WeightWatch
 
 MOST_ATTEMPTS = 4  # at one step, before somebody's code is taken to change what it trains each time
@@ -110,6 +110,7 @@ class Stepper:
         self._reduction = self._reduce_all()
         self.watch = WeightWatch(live.parts, stream.rank)
         self._told_partial: set[int] = set()
+        self._forward_state = ForwardState(live.parts.named.values(), loss)
         self._phase = "settings"
         self.began_s = time.monotonic()
         self.record: Account | None = None
@@ -206,7 +207,7 @@ class Stepper:
         self.phase = "forward"
         try:
             collectives.check()
-            before = ForwardUndo(self._live.model)
+            before = ForwardUndo(self._forward_state)
             if self.watch.due(order.step):
                 self.watch.begin()
             with self._leaks.step():
@@ -243,6 +244,7 @@ class Stepper:
                 (scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
                 total += loss.detach().float()
                 self.phase = "data"
+            self._live.finished_backward()
         return total
 
     def _vote(
