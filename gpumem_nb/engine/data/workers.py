@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _TORCHS_HANDLERS = "torch.utils.data"
 _PATIENCE_S = 1.0
-_PERHAPS = {signal.SIGKILL: " (the system may be short of memory)", signal.SIGBUS: " (/dev/shm may be full)"}
+_PERHAPS: dict[int, str] = {
+    signal.SIGKILL: " (the system may be short of memory)",
+    signal.SIGBUS: " (/dev/shm may be full)",
+}
 
 At = tuple[int, int, int]
 """A step: its position in the stream, batch size and micro-batches."""
