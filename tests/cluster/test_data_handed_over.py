@@ -24,6 +24,7 @@ class Rows(Dataset):
         return 40
     def __getitem__(self, index):
         assert index < 30, "that is validated with"
+        print("sample", index, flush=True)
         return index + torch.rand(4)
 
 class Lines(IterableDataset):

@@ -95,6 +95,7 @@ def test_shuffling_is_alike_on_all_ranks_and_leaves_the_models_numbers_alone() -
 
 
 def test_batches_that_come_ready_made_are_shared_out_whole() -> None:
+    assert any("taken for a micro-batch" in note for note in source_of(Batches()).notes)
     all_ranks = streams(Batches(), 2)
     first = [next(stream.micro_batches(4, 1))["x"] for stream in all_ranks]
     assert [x.shape for x in first] == [(4, 2), (4, 2)]

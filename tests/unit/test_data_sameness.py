@@ -56,6 +56,16 @@ def test_samples_of_any_kind_are_told_apart(pair: tuple[Any, Any], monkeypatch: 
         compared(monkeypatch, *several)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.float64]
+)
+def test_samples_of_any_type_are_told_apart(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = ([torch.tensor([1, value]).to(dtype), torch.zeros(0, dtype=dtype)] for value in (0, 1))
+    compared(monkeypatch, one, list(one))
+    with pytest.raises(WorkloadError, match="hold different data"):
+        compared(monkeypatch, one, other)
+
+
 def test_iterables_are_compared_by_what_they_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lines(IterableDataset[int]):
         def __init__(self, start: int) -> None:

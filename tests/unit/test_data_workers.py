@@ -145,6 +145,27 @@ def test_a_worker_that_dies_is_named_and_the_next_step_has_new_ones(make: Make) 
     assert take(stream)[0] == take(plain)[0]
 
 
+def test_an_interrupt_while_workers_are_waited_for_loses_no_sample(make: Make) -> None:
+    class Interrupting(Numbered):
+        calm = False
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+            if get_worker_info() and not self.calm:
+                os.kill(os.getppid(), signal.SIGINT)
+                time.sleep(1000)
+            return super().__getitem__(index)
+
+    data = Interrupting()
+    stream, plain = make(data, num_workers=1), make()
+    assert take(stream)[0] == take(plain)[0]
+    with pytest.raises(KeyboardInterrupt):
+        take(stream)
+    assert not multiprocessing.active_children()
+    data.calm = True
+    assert take(stream)[0] == take(plain)[0]
+    assert len(multiprocessing.active_children()) == 1
+
+
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pinning_changes_no_sample(workers: int, make: Make) -> None:

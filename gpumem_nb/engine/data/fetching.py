@@ -83,11 +83,12 @@ class Fetcher:
 
     def _one_by_one(self, task: Task) -> tuple[list[Any], list[str]]:
         samples, bad = [], []
+        in_tables = hasattr(self.dataset, "__getitems__")
         for offset, index in enumerate(task.indices):
             if self.seed is not None:
                 randomness.begin(self.seed, task.place + offset)
             try:
-                samples += samples_at(self.dataset, [index])
+                samples += samples_at(self.dataset, [index]) if in_tables else (self.dataset[index],)
             except NO_FAULT_OF_A_SAMPLE:
                 raise
             except Exception as error:

@@ -55,7 +55,7 @@ def of_loader(loader: DataLoader[Any]) -> tuple[Order, tuple[str, ...]]:
         if sampler.num_samples == len(sampler.data_source) == length:
             return shuffled(length), ()
     elif type(sampler) is DistributedSampler:
-        note = "The DistributedSampler's order is used and not its sharding: the toolkit shares samples out by itself"
+        note = "the DistributedSampler's order is used and not its sharding: the toolkit shares samples out by itself"
         return _unsharded(sampler, length), (note,)
     return _Drawn(sampler, loader.generator), ()
 

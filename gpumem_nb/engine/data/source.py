@@ -90,7 +90,8 @@ def source_of(data: Any) -> Source:
         dataset = _map_style(data)
         return Source(dataset, default_collate, orders.shuffled(len(dataset)), notes=_looks_batched(data))
     if hasattr(data, "__iter__"):
-        return Source(data, _only, None, DataInfo(iterable=True, batched=True))
+        taken = "each item of the iterable is taken for a micro-batch; single samples come from an IterableDataset"
+        return Source(data, _only, None, DataInfo(iterable=True, batched=True), notes=(taken,))
     raise WorkloadError(
         f"The data ({type(data).__name__}) has neither __len__ and __getitem__ nor __iter__. Use a dataset, a "
         "DataLoader, tensors, or an iterable of batches."
@@ -168,7 +169,7 @@ def _looks_batched(data: Any) -> tuple[str, ...]:
     if len({len(part) for part in parts}) > 1 or all(part.ndim == 1 for part in parts):
         return ()
     return (
-        "Each item of the list is taken for one sample; if they are micro-batches, hand over "
+        "each item of the list is taken for one sample; if they are micro-batches, hand over "
         "DataLoader(data, batch_size=None)",
     )
 

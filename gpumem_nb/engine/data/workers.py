@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _TORCHS_HANDLERS = "torch.utils.data"
 _PATIENCE_S = 1.0
-_PERHAPS = {signal.SIGKILL: " (the system may be short of memory)", signal.SIGBUS: " (/dev/shm may be full)"}
+_PERHAPS: dict[int, str] = {
+    signal.SIGKILL: " (the system may be short of memory)",
+    signal.SIGBUS: " (/dev/shm may be full)",
+}
 
 At = tuple[int, int, int]
 """A step: its position in the stream, batch size and micro-batches."""
@@ -168,6 +171,8 @@ class _Begin:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # A rank prints through a thread and sockets that the worker does not have.
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.parent:  # which was gone before

@@ -54,11 +54,12 @@ class Checked:
         self.settings = Settings.from_saved(self.header.settings, path)
         if self.header.dataset_len != trainer.stream.length:
             there, here = (
-                "data that can only be iterated" if length is None else f"a dataset of {length} samples"
+                "an unknown number of samples" if length is None else f"{length} samples"
                 for length in (self.header.dataset_len, trainer.stream.length)
             )
             raise StateFileError(
-                f"{path} was saved with {there}; this is {here}. Load the workload with the same data."
+                f"{path} was saved with a dataset of {there}; this one has {here}. Load the workload "
+                "with the same data."
             )
         payload = from_bytes(stream)
         own = payload["ranks"][hvd.rank() if hvd.rank() < self.header.ranks else 0]
