@@ -48,7 +48,7 @@ class Votes:
     """What any rank voted for, in the words of :class:`Ballot`; the same on all ranks.
 
     ``differ``: the ranks' weights are not the same. ``compare``: only some ranks found a reason to compare weights,
-    such as a cell that ran there alone, so that all must.
+    such as a cell that ran there alone, so that all must. ``missed``: a weight has a gradient that was not sent.
     """
 
     failed: bool
@@ -59,11 +59,12 @@ class Votes:
     nonfinite: bool
     compare: bool
     differ: bool
+    missed: bool
 
     @property
     def unsure(self) -> bool:
         """Whether the ranks would not be, or might not stay, the same in this step."""
-        return self.torn or self.relisted or self.compare or self.differ
+        return self.torn or self.relisted or self.compare or self.differ or self.missed
 
     @classmethod
     def of_one_that_left(cls) -> Votes:
@@ -77,15 +78,16 @@ class Votes:
             nonfinite=False,
             compare=False,
             differ=False,
+            missed=False,
         )
 
     @classmethod
-    def counted(cls, sums: Sequence[int], ranks: int) -> Votes:
+    def counted(cls, sums: Sequence[int], ranks: int, missed: bool) -> Votes:
         """Of the sums over all ranks."""
         failed, leave, careful, torn, relisted, compared, nonfinite = (count > 0 for count in sums[: _FLAGS + 1])
         everywhere = sums[_FLAGS - 1] == ranks
         differ = everywhere and not agree(sums[_FLAGS + 1 :], ranks)
-        return cls(failed, leave, careful, torn, relisted, nonfinite, compared and not everywhere, differ)
+        return cls(failed, leave, careful, torn, relisted, nonfinite, compared and not everywhere, differ, missed)
 
 
 def _flags(flags: tuple[bool, ...], device: torch.device) -> Tensor:

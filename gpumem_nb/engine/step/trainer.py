@@ -21,7 +21,8 @@ from .joining import check_alike, take_from_first
 from .live_model import LiveModel
 from .notes import notes as model_notes
 from .rates import named_rate
-from .step import Outcome, StepOrder, Stepper
+from .step import Outcome, Stepper
+from .voting import StepOrder
 from .weight_watch import WeightWatch
 
 _HALF_APPLIED = -2  # in place of a chunk's settings_id: going back must apply everything, and nothing of it is proven
@@ -79,7 +80,7 @@ class Trainer:
     @property
     def watch(self) -> WeightWatch:
         """Compares the ranks' weights."""
-        return self._stepper.watch
+        return self._stepper.voting.watch
 
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
