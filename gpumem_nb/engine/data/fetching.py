@@ -82,7 +82,8 @@ class Fetcher:
             return samples, bad
 
     def _one_by_one(self, task: Task) -> tuple[list[Any], list[str]]:
-        samples, bad = [], []
+        samples: list[Any] = []
+        bad: list[str] = []
         in_tables = hasattr(self.dataset, "__getitems__")
         for offset, index in enumerate(task.indices):
             if self.seed is not None:
