@@ -104,7 +104,7 @@ class Transforming(Block):
     """``torch.func`` in a block."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x - torch.func.grad(lambda z: torch.tanh(self.inner[0](z)).square().sum())(x)
+        return x - cast(Tensor, torch.func.grad(lambda z: torch.tanh(self.inner[0](z)).square().sum())(x))
 
 
 @pytest.mark.parametrize("kind", [Block, Transforming])
