@@ -11,8 +11,10 @@
   ``saved_tensors_hooks.__enter__`` (autograd asks the innermost hooks only), and that ``torch.func`` looks up
   ``disable_saved_tensors_hooks`` when it needs it.
 - Dispatch modes: ``TorchDispatchMode`` and the stack of them. Autocast's depth and cache.
-- Optimizers: whether hooks are registered on one, ``_step_supports_amp_scaling`` (whether a gradient scaler hands its
-  scale to a fused kernel), and the attributes in which it does so.
+- Optimizers: the dicts of step hooks, of one optimizer and of all (to hold hooks back and run them later),
+  ``_step_supports_amp_scaling`` (whether a gradient scaler hands its scale to a fused kernel), and the attributes in
+  which it does so.
+- ``torch._foreach_norm`` (the norms of many tensors in few kernels; ``nn.utils.get_total_norm`` came after torch 2.4).
 - The CUDA allocator's history (``torch.cuda.memory._record_memory_history``, ``_dump_snapshot``), which torch documents
   as it is, underscore and all.
 
@@ -22,7 +24,8 @@ What is called for each tensor or operator is a plain attribute getter, as fast 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from operator import attrgetter
@@ -37,12 +40,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 CHECKED_WITH = ("2.13.0",)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+Update = tuple[tuple[Any, ...], dict[str, Any]]
+"""What an optimizer hands to its step hooks: the arguments of ``step``."""
 
 _OUTSIDE_BACKWARD = -1
 _TORCH = Path(torch.__file__).parent
@@ -201,9 +207,50 @@ def leave_autocast() -> None:
     torch.clear_autocast_cache()
 
 
+def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """The 2-norm of each tensor, none of them empty; nobody waits for the device."""
+    return torch._foreach_norm(tensors) if tensors else ()
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody registered something to be done before or after this optimizer's update."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Whether somebody registered something to be done before or after this optimizer's update, or that of any."""
+    return any((*_pre_hooks(optimizer), *_post_hooks(optimizer)))
+
+
+@contextmanager
+def step_hooks_held_back(optimizer: Optimizer, pre: bool) -> Iterator[list[Update]]:
+    """Inside, no hook runs after this optimizer's update, with ``pre`` none before it either.
+
+    The list gets what each update hands to its hooks, for :func:`run_post_hooks`.
+    """
+    updates: list[Update] = []
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    of_all = _optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks
+    optimizer._optimizer_step_post_hooks = OrderedDict({0: lambda _, *update: updates.append(update)})
+    _optimizer._global_optimizer_post_hooks = OrderedDict()
+    if pre:
+        optimizer._optimizer_step_pre_hooks = OrderedDict()
+        _optimizer._global_optimizer_pre_hooks = OrderedDict()
+    try:
+        yield updates
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = own
+        _optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks = of_all
+
+
+def run_post_hooks(optimizer: Optimizer, updates: list[Update]) -> None:
+    """Run what was held back after these updates; whatever it raises comes as it is."""
+    for args, kwargs in updates:
+        for hook in (hook for hooks in _post_hooks(optimizer) for hook in list(hooks.values())):
+            hook(optimizer, args, kwargs)
+
+
+def _pre_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
+    return _optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
+
+
+def _post_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
+    return optimizer._optimizer_step_post_hooks, _optimizer._global_optimizer_post_hooks
 
 
 def keep_scale_from(optimizer: Optimizer) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ...internals.torch_internals import forget_scaler
 from . import optimizers
 from .changing import Before, Changing, Key, can_be_filled
-from .copies import host_copy
+from .copies import host_copy, overwrite
 from .python_state import PythonState, Taken
 from .random_state import RandomState
 from .reachable import Reachable
@@ -40,7 +40,7 @@ class ForwardUndo:
             if before.was_changed:
                 before.put_back()
         for buffer, content in self._buffers:
-            buffer.data.copy_(content)
+            overwrite(buffer.data, content)
         self._random.put_back()
 
 
