@@ -92,8 +92,9 @@ class Comparison:
             self._do(case)
             self._train()
         except GpumemError as error:
-            if re.search(case.refused, str(error)):
-                return str(error)
+            for line in str(error).splitlines():
+                if re.search(case.refused, line):
+                    return re.sub(r"^.*part of the step: (WorkloadError: )?", "", line)
             raise
         raise Differs("it was not refused")
 

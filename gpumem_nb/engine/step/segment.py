@@ -228,7 +228,7 @@ def _map(kind: Any, function: Callable[[Any], Any], value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_map(kind, function, item) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
-        return type(value)(*(_map(kind, function, item) for item in value))
+        return value._make(_map(kind, function, item) for item in value)  # as it is: a PackedSequence checks its parts
     return value
 
 
