@@ -21,7 +21,7 @@ from gpumem_nb.shared.cluster_records import await_end, records_dir
 from gpumem_nb.shared.errors import ClusterDied, Interrupted
 from gpumem_nb.shared.processes import Identity
 from tests import internals
-from tests.cluster.test_interrupts import PROMPT_S, Stop, asked
+from tests.cluster.stop_button import PROMPT_S, Stop, asked
 from tests.cluster.two_hosts import ADDRESSES, left_on_b, on_b
 from tests.conftest import SMALL, weights
 from tests.internals import wait_for_steps

@@ -18,6 +18,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared import state_file
 from gpumem_nb.shared.errors import Interrupted, WorkloadError
 from tests import internals
+from tests.cluster.stop_button import PROMPT_S, Stop, asked
 from tests.cluster.test_save import losses
 from tests.cluster.test_stalls import IN_C
 from tests.conftest import weights
@@ -25,7 +26,6 @@ from tests.internals import wait_for_steps
 from tests.timing import HANG_S, in_time, until
 
 pytestmark = pytest.mark.cluster
-PROMPT_S = 2.0
 STUCK = """
 from torch import nn
 net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
@@ -38,35 +38,6 @@ def loss(model, batch):
         sum(range(10**11))  # minutes, without a look at signals
     return model(batch[0]).square().mean()
 """
-
-
-class Stop:
-    """Presses stop once something is true; says how long the prompt took to come back."""
-
-    def __init__(self, when: Callable[[], bool], times: int = 1) -> None:
-        self._when = when
-        self._times = times
-        self._pressed_s = 0.0
-        self._thread = threading.Thread(target=self._press)
-        self._thread.start()
-
-    def _press(self) -> None:
-        until(self._when)
-        self._pressed_s = time.monotonic()
-        for number in range(self._times):
-            if number:
-                time.sleep(0.3)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    def took_s(self) -> float:
-        back_s = time.monotonic()
-        self._thread.join()
-        return back_s - self._pressed_s
-
-
-def asked(session: Session) -> Callable[[], bool]:
-    """Whether a rank has a request of somebody who waits for it."""
-    return lambda: internals.somebody_waits_for_ranks(session)
 
 
 def stuck(session: Session, kind: str) -> Session:
