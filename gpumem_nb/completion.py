@@ -76,7 +76,7 @@ def _workloads(before: list[str], _: str) -> list[str]:
 
 
 def _roles(_: list[str], __: str) -> list[str]:
-    return ["model=", "loss=", "data=", "optimizer="]
+    return ["model=", "loss=", "data=", "optimizer=", "scheduler="]
 
 
 _PAIRS: dict[str, Callable[[list[str], str], list[str]]] = {

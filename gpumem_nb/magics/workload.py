@@ -42,8 +42,10 @@ class WorkloadMagics(Magics):
     def hvd_attach(self, line: str) -> None:
         """Train objects that live on the ranks, such as: %hvd_attach model=net loss=criterion data=train_set."""
         roles = pairs(parse_argstring(self.hvd_attach, line))
-        if unknown := roles.keys() - {"model", "loss", "data", "optimizer"}:
-            raise InvalidInput(f"{min(unknown)!r} cannot be attached. Allowed: model=, data=, loss=, optimizer=.")
+        if unknown := roles.keys() - {"model", "loss", "data", "optimizer", "scheduler"}:
+            raise InvalidInput(
+                f"{min(unknown)!r} cannot be attached. Allowed: model=, data=, loss=, optimizer=, scheduler=."
+            )
         if missing := {"model", "data"} - roles.keys():
             raise InvalidInput(
                 f"{max(missing)}= is missing. Write, for example: model=net loss=criterion data=train_set"
@@ -51,6 +53,16 @@ class WorkloadMagics(Magics):
         session = current()
         session.attach(**roles)
         print(_loaded(session))
+
+    @magic_arguments()
+    @line_magic
+    @says_usage
+    def hvd_sync(self, line: str) -> None:
+        """Give all ranks the weights and the optimizer's state of rank 0."""
+        parse_argstring(self.hvd_sync, line)
+        session = current()
+        session.sync()
+        print("All ranks have the weights and the optimizer's state of rank 0.")
 
     @magic_arguments()
     @argument("path", help="the file to write, such as digits.state")

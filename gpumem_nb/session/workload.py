@@ -31,21 +31,37 @@ class HoldsWorkload:
         """
         return self._life.loading.load(name_or_workload, options)
 
-    def attach(self, model: str, data: str, loss: str | None = None, optimizer: str | None = None) -> WorkloadInfo:
+    def attach(
+        self, model: str, data: str, loss: str | None = None, optimizer: str | None = None, scheduler: str | None = None
+    ) -> WorkloadInfo:
         """Train objects that live on the ranks, named by their variables.
 
         Args:
             model: a ``torch.nn.Module``. Rank 0's weights are broadcast.
-            data: a map-style dataset, or a ``DataLoader`` whose dataset and collate function are used.
+            data: a dataset, a ``DataLoader``, tensors or arrays of equal length (a tuple or a dict of them), or an
+                iterable of micro-batches. The same on all ranks: the toolkit shards it.
             loss: a function ``loss(model, batch)``, or a criterion called as ``criterion(model(inputs), targets)``;
                 left out when the model returns its own loss.
             optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
+            scheduler: one of ``torch.optim.lr_scheduler`` that was built on that optimizer. It goes on with every step
+                that was done with it; a ``learning_rate`` that is set meanwhile holds until the scheduler sets its own.
 
         Raises:
             WorkloadError: there is no such variable, or what it holds cannot be trained.
             RankError: its code failed on a rank.
         """
-        return self._life.loading.attach({"model": model, "data": data, "loss": loss, "optimizer": optimizer})
+        return self._life.loading.attach(
+            {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "scheduler": scheduler}
+        )
+
+    def sync(self) -> None:
+        """Give all ranks the weights and the optimizer's state of rank 0, for example after a cell changed one rank's.
+
+        Raises:
+            WorkloadError: nothing is loaded, or the ranks hold models of different shapes.
+        """
+        self._life.foreground.check_loaded()
+        self._life.loading.sync()
 
     def save(self, path: str | os.PathLike[str], progress: Progress = lambda what, done: None) -> StateFile:
         """Write model, optimizer, scaler, data position, random numbers and settings to one file.
