@@ -13,9 +13,6 @@ from pathlib import Path
 from setup import LOG, ROOT, VENV, Ticker, Trouble, set_up, venv_python
 
 QUICKSTART = "notebooks/01_quickstart.ipynb"
-RANKS_TESTS = ("tests/cluster",)
-SHOWN_TESTS = ("tests/browser", "tests/notebook")
-OTHER_TESTS = ("tests/unit", "tests/test_wheel.py")
 
 HELP = """\
 make setup   make .venv with everything pinned, build Horovod and the virtual GPU (once; afterwards seconds)
@@ -103,33 +100,39 @@ def lint() -> int:
     for command in checks:
         print("$ {}".format(" ".join(Path(word).name if word == command[0] else word for word in command)), flush=True)
         codes.append(subprocess.run(command).returncode)
-    return max(codes)
+    return max(map(abs, codes))  # negative: ended by a signal
 
 
 def test() -> int:
     """Every check that needs no GPU. A missing browser is a failure, never a skip.
 
-    Tests of ranks wait a lot, for one another and for what they want to see; those without ranks run beside them. A
-    browser draws when it gets to it, so its tests have the machine for themselves.
+    A browser draws when it gets to it, so its tests have the machine for themselves. Ranks wait a lot, for one another
+    and for what is to be seen: what has none runs beside them.
     """
     set_up()
     environment = dict(os.environ, CHROMIUM=find_chromium())
     prepare_two_hosts()
-    if lint():
-        raise Trouble("The style, type or import checks failed (above), so the tests were not run.")
-    codes = [subprocess.run(pytest(*SHOWN_TESTS), env=environment).returncode]
-    beside = VENV / "tests-beside.log"
-    print(f"Tests without ranks run beside those with ranks; what they say comes after them ({beside}).", flush=True)
-    with beside.open("wb") as log:
-        others = subprocess.Popen(
-            pytest(*OTHER_TESTS), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+    lint_too = [str(venv_python()), str(ROOT / ".ci" / "targets.py"), "lint"]
+    codes = [
+        subprocess.run(pytest("tests/browser"), env=environment).returncode,
+        *side_by_side(pytest("tests/notebook"), lint_too, environment),
+        *side_by_side(pytest("tests/cluster"), pytest("tests/unit", "tests/test_wheel.py"), environment),
+    ]
+    return max(map(abs, codes))  # negative: ended by a signal
+
+
+def side_by_side(shown: list[str], other: list[str], environment: dict[str, str]) -> list[int]:
+    """Run two commands at once, and print what the second one said when both are done."""
+    said = VENV / "beside.log"
+    print("$ {}   (beside; its output comes below, and is in {})".format(" ".join(other[1:]), said), flush=True)
+    with said.open("wb") as log:
+        beside = subprocess.Popen(other, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            codes.append(subprocess.run(pytest(*RANKS_TESTS), env=environment).returncode)
+            code = subprocess.run(shown, env=environment).returncode
         finally:
-            codes.append(others.wait())
-    print(beside.read_text(errors="replace"), flush=True)
-    return max(codes)
+            beside.wait()
+    print(said.read_text(errors="replace"), flush=True)
+    return [code, beside.returncode]
 
 
 def pytest(*tests: str) -> list[str]:

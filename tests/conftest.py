@@ -1,9 +1,13 @@
-"""What tests share: sessions with real ranks, and the certainty that every process they started is gone."""
+"""What tests share: sessions with real ranks, and the certainty that no other process that they started is left.
+
+Starting ranks takes longer than most tests, so modules share them: those that live at a module's end are put back to
+what they were when they started, and serve the next one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,12 @@ import psutil
 import pytest
 
 import gpumem_nb
+from gpumem_nb.kernel.policy import Policy
 from gpumem_nb.session import Session
 from gpumem_nb.shared import snapshot_folder
+from gpumem_nb.shared.errors import GpumemError
 from tests import internals
+from tests.timing import HANG_S
 
 WEIGHTS = """
 import hashlib
@@ -31,12 +38,32 @@ def snapshots_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
         yield root
 
 
+@pytest.fixture(autouse=True, scope="session")
+def nothing_left_at_the_end() -> Iterator[None]:
+    """Neither is what modules share."""
+    with nothing_left():
+        yield
+        internals.stop_running()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_process_left() -> Iterator[None]:
-    """After each module nothing runs that did not run before."""
+    """After each module nothing runs that did not run before, but ranks for the next one."""
+    with nothing_left():
+        yield
+        session = internals.running()
+        if session is not None and not (session in _shared and put_back(session)):
+            session.stop()
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Processes that are started inside have ended, unless they belong to the session that runs."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     yield
-    internals.stop_running()
+    session = internals.running()
+    if session is not None and not session.ended:
+        before |= {who.pid for who in internals.processes_of(session)}
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
     _, alive = psutil.wait_procs([process for process in left if not lives_with_the_runner(process)], timeout=5)
     running = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
@@ -50,6 +77,10 @@ def lives_with_the_runner(process: psutil.Process) -> bool:
     return False
 
 
+_shared: list[Session] = []  # those that ranks() started
+_names: set[str] = set()  # what a rank that has just started defines
+
+
 def ranks(n: int) -> Session:
     """``n`` virtual GPUs of 96 MiB: those that run already, or new ones."""
     running = internals.running()
@@ -57,7 +88,22 @@ def ranks(n: int) -> Session:
         return running
     if running is not None:
         running.stop()
-    return gpumem_nb.start(n, device="cpu", memory_limit="96MiB")
+    session = gpumem_nb.start(n, device="cpu", memory_limit="96MiB")
+    _shared[:] = [session]
+    _names.update(session.run("sorted(globals())", ranks=0)[0])
+    return session
+
+
+def put_back(session: Session) -> bool:
+    """Make ranks what they were when they started, but that something is loaded; says whether they can be used."""
+    try:
+        session.pause()
+        session.set(**Policy().as_dict())
+        session.run(internals.put_back(_names), timeout=HANG_S)
+        load_afresh(session)
+    except (GpumemError, TimeoutError):  # they have ended, or a test that failed has left them as they are
+        return False
+    return not session.waiting_for
 
 
 @pytest.fixture
@@ -76,13 +122,15 @@ def four_ranks() -> Session:
 def fresh() -> Callable[..., Session]:
     """Load a small workload into a session, with default settings."""
 
-    def load(session: Session, name: str = "digits-resnet", **options: int) -> Session:
-        session.load(name, **(options or (SMALL if name.startswith("digits") else {})))
-        default = gpumem_nb.Settings()
-        session.set(**default.changed_from(session.settings))
-        return session
+    return load_afresh
 
-    return load
+
+def load_afresh(session: Session, name: str = "digits-resnet", **options: int) -> Session:
+    """Load a small workload into a session, with default settings."""
+    session.load(name, **(options or (SMALL if name.startswith("digits") else {})))
+    default = gpumem_nb.Settings()
+    session.set(**default.changed_from(session.settings))
+    return session
 
 
 def weights(session: Session) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +208,17 @@ def after_each_step(note):
 """Code that defines ``the_trainer()``, ``live_bytes()`` and ``after_each_step(note)``.
 
 ``note(trainer)`` is called after each step that is not undone.
+"""
+
+
+def put_back(names: Iterable[str]) -> str:
+    """Code that undoes ``after_each_step``, and deletes the rank's variables but for those of these names."""
+    return f"""
+from gpumem_nb.engine.step.trainer import Trainer
+Trainer._step = getattr(Trainer._step, "__wrapped__", Trainer._step)
+for _name in {{*globals()}} - {set(names)!r}:
+    del globals()[_name]
+__import__("gc").collect() and None
 """
 
 

@@ -5,10 +5,10 @@ Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UC
 
 from __future__ import annotations
 
+from importlib.metadata import distribution
+
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch.utils.data import Dataset
 
 CLASSES = 10
@@ -25,9 +25,11 @@ class Digits(Dataset[tuple[torch.Tensor, int]]):
     """
 
     def __init__(self, resolution: int, train: bool = True) -> None:
-        pixels, labels = load_digits(return_X_y=True)
-        parts = train_test_split(np.arange(len(labels)), test_size=TEST_SAMPLES, stratify=labels, random_state=0)
-        chosen = parts[0] if train else parts[1]
+        pixels, labels = _read()
+        order = np.random.RandomState(0).permutation(len(labels))
+        by_class = order[np.argsort(labels[order], kind="stable")]
+        held_out = by_class[np.linspace(0, len(order) - 1, TEST_SAMPLES).astype(int)]  # of each class as many as it has
+        chosen = np.setdiff1d(order, held_out) if train else held_out
         images = pixels[chosen].reshape(-1, _SIDE, _SIDE)
         self._images = (images / (_LARGEST_PIXEL / 2) - 1).astype(np.float32)
         self._labels = labels[chosen]
@@ -39,6 +41,17 @@ class Digits(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         image = self._enlarge @ self._images[index] @ self._enlarge.T
         return torch.from_numpy(image[np.newaxis]), int(self._labels[index])
+
+
+def _read() -> tuple[np.ndarray, np.ndarray]:
+    """Pixels from 0 to 16, a row of 64 for each image, and labels.
+
+    From scikit-learn's file, without importing it: that would take each rank more than a second.
+    """
+    table = np.loadtxt(
+        str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")), delimiter=","
+    )
+    return table[:, :-1], table[:, -1].astype(int)
 
 
 def _bilinear(resolution: int) -> np.ndarray:

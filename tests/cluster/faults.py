@@ -15,10 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
+import pytest
 
 from gpumem_nb.kernel import tryout
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError
+from tests import internals
 from tests.cluster import trouble
 from tests.conftest import weights
 from tests.internals import wait_for_steps
@@ -26,7 +28,6 @@ from tests.timing import HANG_S, until
 
 STALL_LIMIT_S = 2.0
 STEPS = 100_000  # more than are done before the fault strikes
-STEPS_SURVIVED = 100  # with a fault that training survives among them
 NEW_RATE = 0.02
 
 
@@ -147,7 +148,9 @@ FAULTS = [
     Fault(
         "truncated snapshot", "is cut off: its end is missing", 3.0, act=_resume_from_a_truncated_file, ends="survived"
     ),
-    Fault("controller death", "controller .* killed by signal 9", 3.0, act=_kill(controller), ends="dies"),
+    Fault(
+        "controller death", r"controller \(pid \d+\) was killed by signal 9", 3.0, act=_kill(controller), ends="dies"
+    ),
     Fault("interrupt", "(?i)interrupted|paused", 2.0, act=_interrupt),
 ]
 
@@ -178,7 +181,11 @@ class Incident:
         """While the notebook waits for training."""
         self._plant()
         actor = self._actor("foreground")
-        self._hear(lambda: str(self.session.train(STEPS_SURVIVED if self.fault.ends == "survived" else STEPS)))
+        if actor and self.fault.ends == "survived":
+            while actor.is_alive():
+                self._hear(lambda: str(self.session.train(10)))
+        else:
+            self._hear(lambda: str(self.session.train(STEPS)))
         self._join(actor)
 
     def background(self) -> None:
@@ -284,11 +291,14 @@ class Incident:
 def endure(session: Session, fault: Fault, situation: str) -> tuple[Incident, int]:
     """A fault strikes, is told and leaves all well; returns the incident and how many steps were lost."""
     before, processes, steps = trouble.everything(session), family(session), session.history.steps
+    files = [*internals.folders_of(session), internals.record_of(session)]
     incident = Incident(session, fault)
     getattr(incident, situation)()
     assert incident.heard_s, (fault, situation, incident.said)
     if fault.ends == "dies":
-        _ended_and_restored(session, processes)
+        with pytest.raises(GpumemError, match="%hvd_restart"):
+            session.train(1)
+        _ended_and_restored(session, processes, files)
     else:
         session.pause()
         assert {process.pid for process in family(session)} == {process.pid for process in processes}
@@ -302,9 +312,10 @@ def endure(session: Session, fault: Fault, situation: str) -> tuple[Incident, in
     return incident, lost
 
 
-def _ended_and_restored(session: Session, processes: list[psutil.Process]) -> None:
+def _ended_and_restored(session: Session, processes: list[psutil.Process], files: list[Path]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=HANG_S)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    until(lambda: not any(path.exists() for path in files), lambda: files)
     session.restart()
     assert re.match(r"step \d+ restored", session.restored), session.restored
     session.run(trouble.LOOK)

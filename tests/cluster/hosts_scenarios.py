@@ -21,7 +21,7 @@ from gpumem_nb.shared.cluster_records import await_end, records_dir
 from gpumem_nb.shared.errors import ClusterDied, Interrupted
 from gpumem_nb.shared.processes import Identity
 from tests import internals
-from tests.cluster.test_interrupts import PROMPT_S, Stop, asked
+from tests.cluster.stop_button import PROMPT_S, Stop, asked
 from tests.cluster.two_hosts import ADDRESSES, left_on_b, on_b
 from tests.conftest import SMALL, weights
 from tests.internals import wait_for_steps
@@ -29,7 +29,7 @@ from tests.timing import HANG_S, in_time
 
 NOTICED_S = 3.0
 GONE_S = 10.0
-SILENT_S = 8.0
+SILENT_S = 6.0
 STEWARD = re.compile(r"^ *\d+ \S*python\S* -m gpumem_nb\.cluster\.\S*steward$")
 
 
@@ -65,7 +65,7 @@ def nothing_is_left(kept: tuple[tuple[Identity, ...], list[Path]], within_s: flo
     assert in_time(time.monotonic() - began, within_s)
 
 
-def trains_is_closed_to_others_and_can_be_interrupted() -> None:
+def trains_is_closed_to_others_can_be_interrupted_and_lives_on_when_processes_are_silent() -> None:
     session = loaded()
     assert [info.host for info in session.ranks] == ["a", "b"], "this machine comes first"
     assert session.train(3).steps == 3
@@ -84,6 +84,10 @@ def trains_is_closed_to_others_and_can_be_interrupted() -> None:
     session.set(batch_size=16)
     session.pause()
     assert len(weights(session)) == 1
+    here = internals.silent_ones_of(session)
+    silent(session, lambda name: [who.signal(name) for who in here])
+    (steward,) = (line.split()[0] for line in on_b("ps", "-eo", "pid,args").splitlines() if STEWARD.search(line))
+    silent(session, lambda name: on_b("kill", f"-{int(name)}", steward))
     kept = traces(session)
     began = time.monotonic()
     session.stop()
@@ -119,19 +123,10 @@ def who_does_not_know_the_keys_gets_nothing(session: Session) -> None:
     assert session.run("rank") == [0, 1]
 
 
-def lives_on_when_processes_are_silent() -> None:
-    session = loaded()
-    here = internals.silent_ones_of(session)
-    silent(session, lambda name: [who.signal(name) for who in here], SILENT_S)
-    (steward,) = (line.split()[0] for line in on_b("ps", "-eo", "pid,args").splitlines() if STEWARD.search(line))
-    silent(session, lambda name: on_b("kill", f"-{int(name)}", steward), SILENT_S)
-    session.stop()
-
-
-def silent(session: Session, send: Callable[[signal.Signals], object], seconds: float) -> None:
+def silent(session: Session, send: Callable[[signal.Signals], object]) -> None:
     """Nothing ends while those who get these signals are stopped, and afterwards all is well."""
     send(signal.SIGSTOP)
-    over_s = time.monotonic() + seconds
+    over_s = time.monotonic() + SILENT_S
     while time.monotonic() < over_s:
         assert not session.ended, session.doing
         time.sleep(0.1)

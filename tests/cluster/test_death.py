@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import gpumem_nb
+from gpumem_nb.kernel.loading import Loading
 from gpumem_nb.session import Session
 from gpumem_nb.shared.cluster_records import await_end
 from gpumem_nb.shared.errors import ClusterDied, GpumemError
 from gpumem_nb.shared.processes import Identity, identify
 from tests import internals
-from tests.conftest import ranks
 from tests.internals import wait_for_steps
 from tests.timing import HANG_S, in_time, until
 
@@ -26,8 +26,7 @@ NOTICED_S = 3.0
 
 
 def pid_of(session: Session, who: str) -> int:
-    pids = {"rank": session.ranks[1].pid, "controller": internals.controller_of(session)}
-    return (pids | {"mpiexec": internals.mpiexec_of(session)})[who]
+    return internals.mpiexec_of(session) if who == "mpiexec" else session.ranks[1].pid
 
 
 def train(session: Session) -> None:
@@ -36,14 +35,6 @@ def train(session: Session) -> None:
 
 def cell(session: Session) -> None:
     session.run("import time\nprint('almost there', flush=True)\nwhile True: time.sleep(0.05)")
-
-
-def alternate(session: Session) -> None:
-    """A flip while training, again and again."""
-    session.play()
-    while True:
-        session.set(batch_size=16)
-        session.set(batch_size=32)
 
 
 @pytest.fixture
@@ -62,21 +53,19 @@ def remember(session: Session, traces: list[object]) -> None:
     traces += [*internals.processes_of(session), *internals.folders_of(session), internals.record_of(session)]
 
 
-KILLED, SEGFAULT, CONTROLLER, MPIEXEC = (
+KILLED, SEGFAULT, MPIEXEC = (
     ("rank", signal.SIGKILL, r"Rank 1 \(pid {pid}\) was killed by signal 9 \(SIGKILL\)"),
     ("rank", signal.SIGSEGV, r"Rank 1 \(pid {pid}\) was killed by signal 11 \(SIGSEGV\).*Segmentation fault"),
-    ("controller", signal.SIGKILL, r"The controller \(pid {pid}\) was killed by signal 9 \(SIGKILL\)"),
     ("mpiexec", signal.SIGKILL, r"The launcher mpiexec \(pid {pid}\) was killed by signal 9"),
 )
 
 
-# Ranks and controllers that are killed in every other situation are in the fault matrix.
+# Ranks and controllers that are killed in every situation are in the fault matrix.
 @pytest.mark.parametrize(
     ("victim", "number", "sentence", "doing"),
     [
         pytest.param(*KILLED, cell, id="rank killed-cell"),
         pytest.param(*SEGFAULT, train, id="rank segfault-train"),
-        pytest.param(*CONTROLLER, alternate, id="controller killed-alternate"),
         pytest.param(*MPIEXEC, cell, id="mpiexec killed-cell"),
     ],
 )
@@ -85,11 +74,14 @@ def test_a_death_is_noticed_named_and_cleaned_up(
     number: int,
     sentence: str,
     doing: Callable[[Session], None],
+    two_ranks: Session,
     fresh: Callable[..., Session],
     traces: list[object],
 ) -> None:
-    session = fresh(ranks(2))
+    session = fresh(two_ranks)
     remember(session, traces)
+    if victim == "mpiexec":
+        session.set(batch_size=16)
     pid = pid_of(session, victim)
     killed_s: list[float] = []
 
@@ -114,6 +106,11 @@ def test_a_death_is_noticed_named_and_cleaned_up(
     with pytest.raises(GpumemError, match="hvd_restart"):
         session.train(1)
     assert "Traceback" not in session.doing
+    if victim == "mpiexec":
+        session.restart()
+        assert session.restored == "digits-resnet loaded afresh"
+        assert session.settings.batch_size == 16, "set before, although nothing was trained with it"
+        assert session.train(1).steps == 1
 
 
 def wait_for_output(session: Session) -> None:
@@ -123,24 +120,17 @@ def wait_for_output(session: Session) -> None:
         time.sleep(0.02)
 
 
-def test_restart_after_a_death_brings_the_ranks_and_the_workload_back(fresh: Callable[..., Session]) -> None:
-    session = fresh(ranks(2))
-    session.set(batch_size=16)
-    os.kill(session.ranks[0].pid, signal.SIGKILL)
-    await_words(session, "Rank 0")
-    session.restart()
-    assert session.settings.batch_size == 16
-    assert session.train(1).steps == 1
-
-
-def test_a_rank_that_exits_by_itself_is_named_with_its_code() -> None:
-    session = ranks(2)
+def test_a_rank_that_exits_by_itself_is_named_with_its_code_and_starting_after_a_death_needs_no_stop(
+    two_ranks: Session,
+) -> None:
     with pytest.raises(ClusterDied, match=r"Rank 1 \(pid \d+\) ended with exit code 3"):
-        session.run("import os\nif rank == 1: os._exit(3)\nimport time\ntime.sleep(60)")
+        two_ranks.run("import os\nif rank == 1: os._exit(3)\nimport time\ntime.sleep(60)")
+    with gpumem_nb.start(1, device="cpu") as again:
+        assert again.run("rank") == [0]
 
 
-def test_a_stopped_rank_is_not_dead_and_does_not_hold_up_the_end(traces: list[object]) -> None:
-    session = ranks(2)
+def test_a_stopped_rank_is_not_dead_and_does_not_hold_up_the_end(two_ranks: Session, traces: list[object]) -> None:
+    session = two_ranks
     remember(session, traces)
     pid = session.ranks[1].pid
     os.kill(pid, signal.SIGSTOP)
@@ -155,17 +145,37 @@ def test_a_stopped_rank_is_not_dead_and_does_not_hold_up_the_end(traces: list[ob
     assert in_time(time.monotonic() - began, 3.0)
 
 
-def test_an_idle_session_stops_itself_says_so_and_can_go_on(
-    fresh: Callable[..., Session], traces: list[object]
+def test_an_idle_session_stops_itself_unless_somebody_comes_back_says_so_and_can_go_on(
+    two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, traces: list[object]
 ) -> None:
-    session = fresh(ranks(2))
+    taking, go_on, take = threading.Semaphore(0), threading.Semaphore(0), Loading.take_last_snapshot
+
+    def slowly(self: Loading) -> bool:
+        taken = take(self)
+        taking.release()
+        assert go_on.acquire(timeout=HANG_S)
+        return taken
+
+    session = fresh(two_ranks)
     session.train(3)
     remember(session, traces)
-    session.set(idle_minutes=0.03)
-    session.run("import time; time.sleep(2.1)")  # work counts, however quiet
-    assert not session.ended
-    await_words(session, "the ranks stop in")
-    await_words(session, "stopped after 0.03 minutes without work")
+    with monkeypatch.context() as patch:
+        patch.setattr(Loading, "take_last_snapshot", slowly)
+        session.set(idle_minutes=0.03)
+        session.run("import time; time.sleep(2.1)")  # work counts, however quiet
+        assert not session.ended
+        assert not taking.acquire(blocking=False)
+        await_words(session, "the ranks stop in")
+        assert taking.acquire(timeout=HANG_S)
+        assert session.run("rank") == [0, 1], "over before the last snapshot is"
+        go_on.release()
+        assert taking.acquire(timeout=HANG_S), "it goes on watching"
+        session.run("import time; time.sleep(1)")
+        go_on.release()
+        assert taking.acquire(timeout=HANG_S)
+        assert not session.ended
+        go_on.release()
+        await_words(session, "stopped after 0.03 minutes without work")
     assert "idle_minutes=never" in session.history.events[-1].text
     with pytest.raises(GpumemError, match=r"without work.*hvd_restart"):
         session.run("rank")
@@ -176,14 +186,6 @@ def test_an_idle_session_stops_itself_says_so_and_can_go_on(
 
 def await_words(session: Session, words: str) -> None:
     until(lambda: words in session.doing, lambda: session.doing)
-
-
-def test_starting_after_a_death_needs_no_stop() -> None:
-    session = ranks(2)
-    os.kill(session.ranks[0].pid, signal.SIGKILL)
-    await_words(session, "Rank 0")
-    with gpumem_nb.start(1, device="cpu") as again:
-        assert again.run("rank") == [0]
 
 
 def test_pids_that_were_given_to_someone_else_are_left_alone() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import TrainingFailed
+from tests.internals import gradients_in_many_pieces
 from tests.reference import STATE, Reference
 
 pytestmark = pytest.mark.cluster
@@ -152,11 +153,11 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
 def test_a_gradient_that_comes_in_pieces_leaves_whole(two_ranks: Session) -> None:
     both = Both(two_ranks, NET + REENTRANT)
-    two_ranks.run("import gpumem_nb.engine.step.reduction as r\nr.BUCKET_BYTES = 1")
-    two_ranks.attach("net", "data", "criterion", "optimizer")
-    two_ranks.set(batch_size=4)
-    both.train(6)
-    both.check()
+    with gradients_in_many_pieces(two_ranks):
+        two_ranks.attach("net", "data", "criterion", "optimizer")
+        two_ranks.set(batch_size=4)
+        both.train(6)
+        both.check()
 
 
 def test_weights_that_differ_pause_training_until_they_are_synced(two_ranks: Session) -> None:

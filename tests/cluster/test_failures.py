@@ -34,7 +34,7 @@ def test_out_of_memory_on_all_ranks_goes_back_and_goes_on(two_ranks: Session, fr
 
 
 def test_out_of_memory_from_the_first_step_stops_with_advice(two_ranks: Session, fresh: Callable[..., Session]) -> None:
-    session = fresh(two_ranks, "digits-resnet", width=64, depth=6, resolution=32)
+    session = fresh(two_ranks, "digits-resnet", width=64, depth=6, resolution=16)
     with pytest.raises(TrainingFailed, match=r"ran out of memory .*Tried to allocate") as caught:
         session.train(1)
     assert "%hvd_set" in str(caught.value)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from gpumem_nb.session import Session
 from tests.cluster import faults, trouble
 from tests.cluster.faults import FAULTS, Fault
-from tests.conftest import ranks
 from tests.timing import in_time
 
 pytestmark = pytest.mark.cluster
@@ -17,8 +17,8 @@ SITUATIONS = ("foreground", "background", "flip", "cell")
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
-def test_fault(fault: Fault, situation: str) -> None:
-    session = trouble.prepared(ranks(2))
+def test_fault(two_ranks: Session, fault: Fault, situation: str) -> None:
+    session = trouble.prepared(two_ranks)
     session.set(stall_limit_s=faults.STALL_LIMIT_S, snapshot_steps=2)
     session.train(3)
     incident, _ = faults.endure(session, fault, situation)
@@ -34,11 +34,11 @@ CHEAP = [
 ]
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_a_hundred_faults_at_random_moments(seed: int) -> None:
-    dice = random.Random(seed)
-    session = trouble.prepared(ranks(2))
-    for _ in range(100):
+# Hundreds of them: make soak.
+def test_faults_at_random_moments(two_ranks: Session) -> None:
+    dice = random.Random(0)
+    session = trouble.prepared(two_ranks)
+    for _ in range(25):
         session.set(
             checkpointing=dice.choice(["none", "blocks", "sqrt"]),
             accumulation_steps=dice.choice([1, 2]),

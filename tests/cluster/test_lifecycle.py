@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,30 +16,31 @@ import psutil
 import pytest
 
 import gpumem_nb
-from gpumem_nb.cluster.launchers import mpi
+from gpumem_nb.cluster.launchers import base, mpi
 from gpumem_nb.engine import entry
 from gpumem_nb.session import Session, current, start
-from gpumem_nb.shared.cluster_records import await_end
 from gpumem_nb.shared.errors import Interrupted, InvalidInput, NoSession, SetupError, StartError
-from gpumem_nb.shared.processes import Identity
 from tests import internals
-from tests.timing import HANG_S, in_time
+from tests.conftest import ranks
+from tests.timing import in_time
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Clusters of others on this machine have theirs elsewhere."""
+    with tempfile.TemporaryDirectory(dir=base.SHARED_MEMORY) as memory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("lifecycle")))
+        patch.setattr(base, "SHARED_MEMORY", Path(memory))
         yield
 
 
 def profiles() -> set[Path]:
-    """Everything of clusters that lies about on this machine: connection files, shared memory, MPI's own folders."""
-    places = [tempfile.gettempdir(), "/dev/shm"]
+    """Everything of clusters that lies about: connection files, shared memory, MPI's own folders."""
+    places = [Path(tempfile.gettempdir()), base.SHARED_MEMORY]
     patterns = ["gpumem_nb-ranks-*", "ompi.*", "prte.*", "sm_segment.*", "sem.*"]
-    return {path for place in places for pattern in patterns for path in Path(place).glob(pattern)}
+    return {path for place in places for pattern in patterns for path in place.glob(pattern)}
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +48,10 @@ def before() -> set[Path]:
     return profiles()
 
 
-@pytest.fixture
-def shared(before: set[Path], two_ranks: Session) -> Session:
+@pytest.fixture(scope="module")
+def shared(before: set[Path]) -> Session:
     """Ranks that are there for the first tests, started after what is in ``before``."""
-    return two_ranks
+    return ranks(2)
 
 
 def test_nothing_listens_beyond_loopback_and_ranks_may_bind_what_they_like(shared: Session) -> None:
@@ -80,11 +79,38 @@ def test_connection_files_are_the_owners_alone_and_a_wrong_key_opens_nothing(sha
     assert shared.run("rank") == [0, 1]
 
 
+class Trap:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_what_another_key_has_signed_is_not_unpickled(shared: Session, tmp_path: Path) -> None:
+    (info,) = internals.connection_files_of(shared).glob("*client.json")
+    with ipyparallel.Client(str(info)) as client:
+        key = client.session.key
+        client.session.key = b"0" * len(key)
+        client[1].apply_async(print, Trap(tmp_path / "forged"))
+        sent = threading.Event()  # by the client's own thread
+        client._io_loop.add_callback(sent.set)
+        assert sent.wait(10)
+        client.session.key = key
+        client[1].apply_async(print, Trap(tmp_path / "signed")).get(20)  # on the same socket, so it comes second
+    assert [path.name for path in tmp_path.iterdir()] == ["signed"]
+
+
 def test_nothing_is_left_after_stop(before: set[Path], shared: Session) -> None:
     session = shared
     pids = [info.pid for info in session.ranks]
     recorded = internals.processes_of(session)
-    assert profiles() - before
+    maps = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
+    assert maps
+    assert all(str(base.SHARED_MEMORY) in line for line in maps), "or others would lie beside it"
+    assert {path.parent for path in profiles() - before} == {Path(tempfile.gettempdir()), base.SHARED_MEMORY}
     assert all((path.stat().st_mode & 0o777) == 0o700 for path in profiles() - before)
     session.stop()
     assert len(recorded) >= 4, "controller, mpiexec and two ranks at least"
@@ -92,10 +118,18 @@ def test_nothing_is_left_after_stop(before: set[Path], shared: Session) -> None:
     assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
     assert profiles() == before
     session.stop()  # a second time is no harm
-    with pytest.raises(NoSession):
-        session.train(1)
+    for use in (lambda: session.train(1), lambda: session.save("x.state"), lambda: session.resume("x.state")):
+        with pytest.raises(NoSession):
+            use()
     with pytest.raises(NoSession, match="%hvd_start 4"):
         current()
+
+
+def test_a_stopped_session_that_is_restarted_is_the_one_that_magics_find(shared: Session) -> None:
+    shared.restart()
+    assert current() is shared
+    assert shared.run("rank") == [0, 1]
+    shared.stop()
 
 
 @pytest.mark.parametrize(
@@ -164,55 +198,10 @@ def test_a_rank_that_ends_while_starting_is_quoted(monkeypatch: pytest.MonkeyPat
     assert profiles() == before
 
 
-ORPHANING = f"""
-import json, os, signal
-import gpumem_nb
-session = gpumem_nb.start(2, device="cpu")
-print(json.dumps({internals.traces_expression("session")}), flush=True)
-os.kill(session.ranks[1].pid, signal.SIGSTOP)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-# Where all ranks are well: see test_side_by_side.py.
-def test_nothing_outlives_a_kernel_that_was_killed_even_if_a_rank_is_stopped() -> None:
-    kernel = subprocess.run([sys.executable, "-c", ORPHANING], stdout=subprocess.PIPE, text=True, timeout=90)
-    record, folders, processes = json.loads(kernel.stdout)
-    assert len(processes) >= 4, "controller, mpiexec and two ranks at least"
-    assert len(folders) == 2
-    assert await_end([Identity(*who) for who in processes], patience_s=HANG_S)
-    assert not [path for path in (record, *folders) if Path(path).exists()]
-
-
 def test_an_unwritable_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(StartError, match="TMPDIR"):
         gpumem_nb.start(2, device="cpu")
-
-
-class Trap:
-    """Makes a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
-def test_what_another_key_has_signed_is_not_unpickled(tmp_path: Path) -> None:
-    with gpumem_nb.start(2, device="cpu") as session:
-        (info,) = internals.connection_files_of(session).glob("*client.json")
-        with ipyparallel.Client(str(info)) as client:
-            key = client.session.key
-            client.session.key = b"0" * len(key)
-            client[1].apply_async(print, Trap(tmp_path / "forged"))
-            sent = threading.Event()  # by the client's own thread
-            client._io_loop.add_callback(sent.set)
-            assert sent.wait(10)
-            client.session.key = key
-            client[1].apply_async(print, Trap(tmp_path / "signed")).get(20)  # on the same socket, so it comes second
-    assert [path.name for path in tmp_path.iterdir()] == ["signed"]
 
 
 def test_a_start_that_is_interrupted_leaves_nothing() -> None:
@@ -228,11 +217,3 @@ def test_a_start_that_is_interrupted_leaves_nothing() -> None:
     assert in_time(time.monotonic() - began, 10.0)
     assert profiles() == before
     assert not internals.records_of_this_process()
-
-
-def test_a_stopped_session_that_is_restarted_is_the_one_that_magics_find() -> None:
-    with gpumem_nb.start(2, device="cpu") as session:
-        session.stop()
-        session.restart()
-        assert current() is session
-        assert session.run("rank") == [0, 1]

@@ -13,10 +13,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from jupyter_client.manager import start_new_kernel
 
 import gpumem_nb
-from gpumem_nb.session import current
+from gpumem_nb.session import Session, current
 from gpumem_nb.shared.errors import GpumemError, RankError, StateFileError
 from tests import internals
-from tests.conftest import ranks
 
 pytestmark = pytest.mark.cluster
 
@@ -60,8 +59,7 @@ def test_any_magic_before_start_says_how_to_start(shell: InteractiveShell, capsy
     assert "Traceback" not in "".join(capsys.readouterr())
 
 
-def test_a_lesson_by_magic(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks(2)
+def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     run(shell, "%hvd_load digits-resnet width=8 depth=1 resolution=8")
     assert "workload digits-resnet" in capsys.readouterr().out
     run(shell, "%hvd_set precision=fp32 checkpointing=none batch_size=16 accumulation_steps=1 optimizer=adamw")
@@ -91,9 +89,9 @@ def test_a_lesson_by_magic(shell: InteractiveShell, capsys: pytest.CaptureFixtur
 
 
 def test_saving_resuming_and_restarting_by_magic(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    two_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    session = ranks(2)
+    session = two_ranks
     run(shell, "%hvd_load digits-resnet width=8 depth=1 resolution=8")
     run(shell, "%hvd_train 3")
     run(shell, f'%hvd_save "{tmp_path / "of digits.state"}"')
@@ -141,19 +139,17 @@ def test_saving_resuming_and_restarting_by_magic(
     ],
 )
 def test_misuse_is_a_usage_error_and_the_session_goes_on(
-    shell: InteractiveShell, line: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    two_ranks: Session, shell: InteractiveShell, line: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = ranks(2)
     with pytest.raises(UsageError, match=sentence):
         run(shell, line)
     assert "Traceback" not in "".join(capsys.readouterr())
-    assert session.run("rank") == [0, 1]
+    assert two_ranks.run("rank") == [0, 1]
 
 
 def test_a_deliberate_error_of_the_python_api_is_a_sentence_too(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+    two_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks(2)
     with pytest.raises(GpumemError):
         run(shell, "from gpumem_nb.session import current\ncurrent().set(batch_size=0)")
     shown = "".join(capsys.readouterr())
@@ -166,8 +162,9 @@ def test_completion_works_in_the_shell(shell: InteractiveShell) -> None:
     assert "bf16" in shell.complete("b", "%hvd_set precision=b", 20)[1]
 
 
-def test_what_a_cell_did_before_it_failed_is_shown(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks(2)
+def test_what_a_cell_did_before_it_failed_is_shown(
+    two_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(RankError, match="ZeroDivisionError"):
         run(shell, "%%hvd --memory\nkept = torch.zeros(2**20)\nprint('before')\n1 / 0")
     text = capsys.readouterr().out
@@ -177,15 +174,16 @@ def test_what_a_cell_did_before_it_failed_is_shown(shell: InteractiveShell, caps
     run(shell, "%%hvd\ndel kept")
 
 
-def test_the_memory_report_is_text_in_a_terminal(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks(2)
+def test_the_memory_report_is_text_in_a_terminal(
+    two_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = run(shell, "%hvd_memory")
     assert repr(report) == str(report)
     assert "reserved" in capsys.readouterr().out
 
 
-def test_ranks_are_engines_in_order(shell: InteractiveShell) -> None:
-    session = ranks(4)
+def test_ranks_are_engines_in_order(four_ranks: Session, shell: InteractiveShell) -> None:
+    session = four_ranks
     run(shell, "%%hvd --out ways\nrank, size, hvd.rank(), hvd.size()")
     assert shell.user_ns["ways"] == [(rank, 4, rank, 4) for rank in range(4)]
     run(shell, "%%hvd --ranks 1,3 --out odd\nrank * 10 + 1")
@@ -196,9 +194,8 @@ def test_ranks_are_engines_in_order(shell: InteractiveShell) -> None:
 
 
 def test_cell_output_is_folded_and_ends_with_the_value(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+    four_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks(4)
     capsys.readouterr()
     run(shell, "%%hvd\nprint('hello')\nprint('odd' if rank % 2 else 'even')\nrank // 2 * 0")
     out = capsys.readouterr().out
@@ -212,9 +209,8 @@ def test_cell_output_is_folded_and_ends_with_the_value(
 
 
 def test_an_error_on_one_rank_names_it_and_shows_its_line(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+    four_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks(4)
     with pytest.raises(RankError, match="rank 3: ValueError: oops"):
         run(shell, "%%hvd\nif rank == 3:\n    raise ValueError('oops')")
     shown = "".join(capsys.readouterr())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,26 +16,26 @@ from gpumem_nb.kernel.foreground import Foreground
 from gpumem_nb.kernel.loading import Loading
 from gpumem_nb.kernel.starting import Plan
 from gpumem_nb.session import Session
-from gpumem_nb.shared import state_file
-from gpumem_nb.shared.errors import GpumemError, Interrupted, RankError, StartError, StateFileError
+from gpumem_nb.shared import snapshot_folder, state_file
+from gpumem_nb.shared.errors import Interrupted, RankError, StartError, StateFileError
 from tests.cluster.test_save import losses
 from tests.cluster.test_snapshots import kill_a_rank, snapshots
 from tests.conftest import weights
-from tests.internals import LIVE, STEPS
-from tests.timing import HANG_S, in_time, until
+from tests.internals import LIVE, STEPS, snapshots_of
+from tests.timing import in_time
 
 pytestmark = pytest.mark.cluster
 
 
-def test_a_restart_cut_short_again_and_again_forgets_nothing(
+def test_a_restart_after_a_death_goes_on_from_the_last_snapshot_even_if_cut_short_again_and_again(
     two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = fresh(two_ranks)
-    session.train(3)
-    session.set(batch_size=16)
+    session.train(5)
+    session.set(optimizer="momentum", learning_rate=0.01)
     fingerprint = weights(session)
-    session.train(2)
-    assert snapshots(session) == [3]
+    session.train(3)
+    assert snapshots(session) == [5]
     kill_a_rank(session)
 
     def cut_short(error: BaseException) -> Callable[..., Any]:
@@ -55,11 +54,23 @@ def test_a_restart_cut_short_again_and_again_forgets_nothing(
             with pytest.raises(type(error), match=str(error)):
                 session.restart()
     session.restart()
-    assert session.restored == "step 3 restored (2 steps after it were lost)"
+    assert session.restored == "step 5 restored (3 steps after it were lost)"
+    assert weights(session) == fingerprint
+    assert session.settings.optimizer == "adamw", "the snapshot is from before the flip"
+    assert session.status().steps == 5
+    session.train(2)
+    session.set(learning_rate=0.02)
+    assert snapshots(session) == [7]
+    newest = snapshot_folder.newest_first(snapshots_of(session).folder)[0]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    kill_a_rank(session)
+    session.restart()
+    assert session.restored == "step 5 restored (2 steps after it were lost)", "what cannot be read gives way to it"
     assert weights(session) == fingerprint
     fresh(session)
     session.restart()
-    assert session.restored == "digits-resnet loaded afresh", "what was brought back is not of what was loaded since"
+    assert session.restored == "digits-resnet loaded afresh", "all that is of what was loaded before"
+    assert session.train(1).steps == 1
 
 
 def test_a_file_that_goes_once_it_was_checked_is_resumed_all_the_same(
@@ -159,40 +170,3 @@ def test_ranks_still_in_a_chunk_that_failed_on_another_are_waited_for(
         assert session.run("rank") == [0, 1]
     finally:
         session.set(stall_limit_s=30)
-
-
-def test_who_comes_back_during_the_last_snapshot_keeps_the_ranks(
-    two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = fresh(two_ranks)
-    session.train(1)
-    taking, go_on, take = threading.Semaphore(0), threading.Semaphore(0), Loading.take_last_snapshot
-
-    def slowly(self: Loading) -> bool:
-        taken = take(self)
-        taking.release()
-        assert go_on.acquire(timeout=HANG_S)
-        return taken
-
-    monkeypatch.setattr(Loading, "take_last_snapshot", slowly)
-    session.set(idle_minutes=1 / 60)
-    try:
-        assert taking.acquire(timeout=HANG_S)
-        assert session.run("rank") == [0, 1], "over before the snapshot is"
-        go_on.release()
-        assert taking.acquire(timeout=HANG_S), "it goes on watching"
-        session.run("import time; time.sleep(1)")
-        go_on.release()
-        assert taking.acquire(timeout=HANG_S)
-        assert not session.ended
-        go_on.release()
-    finally:
-        with pytest.raises(GpumemError, match="without work"):
-            wait_for_the_end(session)
-        session.restart()
-        session.set(idle_minutes="never")
-
-
-def wait_for_the_end(session: Session) -> None:
-    until(lambda: session.ended)
-    session.run("rank")

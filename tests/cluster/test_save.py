@@ -10,7 +10,7 @@ import pytest
 
 import gpumem_nb
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import GpumemError, InvalidInput, NoSession, StateFileError
+from gpumem_nb.shared.errors import GpumemError, InvalidInput, StateFileError
 from gpumem_nb.ui import wording
 from tests import internals
 from tests.conftest import SMALL, about, ranks, weights
@@ -60,60 +60,78 @@ def anew(n: int) -> Session:
     return ranks(n)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"optimizer": "adamw", "batch_size": 16},
-        {"optimizer": "momentum", "batch_size": 8, "accumulation_steps": 2, "clip_norm": 1.0, "learning_rate": 0.01},
-    ],
-    ids=lambda settings: settings["optimizer"],
-)
-def test_a_new_cluster_goes_on_bit_for_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
-    session = anew(2)
-    attach_own(session)
-    session.set(**settings)
-    session.train(20)
-    saved = session.save(tmp_path / "own.state")
-    assert (saved.steps, saved.bytes) == (20, (tmp_path / "own.state").stat().st_size)
-    expected = losses(session, 12)
-    fingerprint = weights(session)
-    assert len(fingerprint) == 1
+SETTINGS: list[dict[str, Any]] = [
+    {"optimizer": "adamw", "batch_size": 16},
+    {"optimizer": "momentum", "batch_size": 8, "accumulation_steps": 2, "clip_norm": 1.0, "learning_rate": 0.01},
+]
+
+
+def test_a_new_cluster_goes_on_bit_for_bit(two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path) -> None:
+    session = fresh(two_ranks)
+    session.train(3)
+    session.save(tmp_path / "ready.state")
+    expected_of_ready = losses(session, 2)
+    expected = []
+    for settings in SETTINGS:
+        attach_own(session)
+        session.set(**gpumem_nb.Settings().replace(**settings).changed_from(session.settings))
+        session.train(20)
+        path = tmp_path / f"{settings['optimizer']}.state"
+        saved = session.save(path)
+        assert (saved.steps, saved.bytes) == (20, path.stat().st_size)
+        expected.append((losses(session, 12), weights(session)))
 
     session = anew(2)
-    attach_own(session)
-    assert session.resume(tmp_path / "own.state").steps == 20
-    assert session.settings == gpumem_nb.Settings().replace(**settings)
-    assert session.status().steps == 20
-    assert ", 2.5 epochs" in wording.tiles(session, session.history.samples(), session.history.readings)
-    assert losses(session, 12) == expected
-    assert weights(session) == fingerprint
-    assert [path.name for path in tmp_path.iterdir()] == ["own.state"]
+    with pytest.raises(GpumemError, match="Nothing is loaded"):
+        session.save(tmp_path / "x.state")
+    with pytest.raises(StateFileError, match="not a ready-made workload"):
+        session.resume(tmp_path / "adamw.state")
+    assert session.workload is None
+    session.resume(tmp_path / "ready.state")
+    assert session.workload is not None
+    assert session.workload.name == "digits-resnet"
+    assert losses(session, 2) == expected_of_ready
+    for settings, (expected_losses, fingerprint) in zip(SETTINGS, expected, strict=True):
+        assert len(fingerprint) == 1
+        attach_own(session)
+        assert session.resume(tmp_path / f"{settings['optimizer']}.state").steps == 20
+        assert session.settings == gpumem_nb.Settings().replace(**settings)
+        assert session.status().steps == 20
+        assert ", 2.5 epochs" in wording.tiles(session, session.history.samples(), session.history.readings)
+        assert losses(session, 12) == expected_losses
+        assert weights(session) == fingerprint
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adamw.state", "momentum.state", "ready.state"]
 
 
-def test_four_ranks_go_on_from_two(tmp_path: Path) -> None:
-    session = ranks(2)
+def test_one_rank_goes_on_from_two_and_two_from_one(two_ranks: Session, tmp_path: Path) -> None:
+    session = two_ranks
     attach_own(session)
     session.set(**gpumem_nb.Settings(batch_size=16).changed_from(session.settings))
-    session.train(10)
+    session.train(5)
     session.save(tmp_path / "two.state")
     fingerprint, position = weights(session), session.run(POSITION)[0]
+    assert position == 5 * 16 * 2
 
-    session = anew(4)
+    session = anew(1)
     attach_own(session)
     session.resume(tmp_path / "two.state")
     assert weights(session) == fingerprint
-    assert session.run(POSITION) == [position] * 4 == [10 * 16 * 2] * 4
-    assert len(set(session.run("torch.get_rng_state().sum().item()"))) == 4
-    assert [step for step, rank, _ in losses(session, 3) if rank == 3] == [11, 12, 13]
-    assert len(weights(session)) == 1
-    assert session.run(POSITION) == [position + 3 * 16 * 4] * 4
-    session.save(tmp_path / "four.state")
+    assert session.run(POSITION) == [position]
+    assert losses(session, 4)[0][0] == 6
+    session.save(tmp_path / "one.state")
+    fingerprint, position = weights(session), position + 4 * 16
+    assert session.run(POSITION) == [position]
 
     session = anew(2)
     attach_own(session)
-    session.resume(tmp_path / "four.state")
-    assert losses(session, 1)[0][0] == 14
+    session.resume(tmp_path / "one.state")
+    assert weights(session) == fingerprint
+    assert session.run(POSITION) == [position] * 2
+    assert len(set(session.run("torch.get_rng_state().sum().item()"))) == 2
+    assert [step for step, rank, _ in losses(session, 3) if rank == 1] == [10, 11, 12]
     assert len(weights(session)) == 1
+    assert session.run(POSITION) == [position + 3 * 16 * 2] * 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -182,26 +200,6 @@ def test_the_workloads_own_optimizer_comes_back(two_ranks: Session, tmp_path: Pa
     with pytest.raises(StateFileError, match="saved with RMSprop"):
         session.resume(tmp_path / "x.state")
     assert losses(session, 1)[0][0] == 1
-
-
-def test_a_ready_made_workload_is_loaded_by_resuming(
-    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
-) -> None:
-    session = fresh(two_ranks)
-    session.train(3)
-    session.save(tmp_path / "ready.state")
-    expected = losses(session, 2)
-    attach_own(session)
-    session.save(tmp_path / "own.state")
-
-    session = anew(2)
-    with pytest.raises(StateFileError, match="not a ready-made workload"):
-        session.resume(tmp_path / "own.state")
-    assert session.workload is None
-    session.resume(tmp_path / "ready.state")
-    assert session.workload is not None
-    assert session.workload.name == "digits-resnet"
-    assert losses(session, 2) == expected
 
 
 def cut(path: Path) -> None:
@@ -333,14 +331,6 @@ def test_a_path_that_cannot_be_used_gets_a_sentence(trained: Session, path: Any,
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_loaded_or_nothing_running_is_said(tmp_path: Path) -> None:
-    session = anew(2)
-    with pytest.raises(GpumemError, match="Nothing is loaded"):
-        session.save(tmp_path / "x.state")
+def test_resuming_from_what_is_no_path_is_refused(two_ranks: Session) -> None:
     with pytest.raises(InvalidInput, match="not a file's path"):
-        session.resume("")
-    session.stop()
-    with pytest.raises(NoSession):
-        session.save(tmp_path / "x.state")
-    with pytest.raises(NoSession):
-        session.resume(tmp_path / "x.state")
+        two_ranks.resume("")

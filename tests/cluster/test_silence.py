@@ -18,23 +18,23 @@ from gpumem_nb.shared.processes import Identity, identify
 from tests import internals
 
 pytestmark = pytest.mark.cluster
-BEAT_MS = 20  # at this pace the controller of old dropped an engine after 100 misses, in 2 s
-LONG_S = 4.0
+BEAT_MS = 10  # at this pace the controller of old dropped an engine after 100 misses, in 1 s
+LONG_S = 2.0
 TEN_MINUTES_MS = 600_000
 
-# An engine of old ended itself after 50 misses; its clock is made to run 40 times as fast, where it has one.
+# An engine of old ended itself after 50 misses; its clock is made to run 80 times as fast, where it has one.
 HURRY = """
 from ipyparallel.engine.app import IPEngine
 engine = IPEngine.instance()
 if engine.max_heartbeat_misses:
-    engine._hb_reporter.callback_time = 20
+    engine._hb_reporter.callback_time = 10
 engine.max_heartbeat_misses
 """
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    """Ranks with a controller whose clock runs fifteen times as fast."""
+    """Ranks with a controller whose clock runs thirty times as fast."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ipyparallel_cluster, "HEARTBEAT_MS", BEAT_MS)
         with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as started:

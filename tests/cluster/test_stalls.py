@@ -37,15 +37,11 @@ def impatient(two_ranks: Session) -> Iterator[Session]:
         yield session
 
 
-STUCK = """
-import os, time
-from torch import nn
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-stuck = None
-import ctypes, threading
+# C code that no signal ends: a mutex that the thread holds itself, until there is a file.
+IN_C = """
+import ctypes, os, threading, time
 libc = ctypes.CDLL(None)
-def in_c():  # C code that no signal ends: a mutex that the thread holds itself
+def in_c():
     mutex = ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
     threading.Thread(target=unlock, args=[mutex]).start()
@@ -54,6 +50,12 @@ def unlock(mutex):
     while not os.path.exists(way_out):
         time.sleep(0.05)
     libc.pthread_mutex_unlock(mutex)
+"""
+STUCK = f"""{IN_C}
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+stuck = None
 class Rows(torch.utils.data.Dataset):
     def __len__(self): return 64
     def __getitem__(self, index):

@@ -135,5 +135,5 @@ def run_on_a(command: list[str], scenario: str) -> subprocess.CompletedProcess[s
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=240,
     )

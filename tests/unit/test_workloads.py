@@ -6,11 +6,13 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
@@ -96,6 +98,14 @@ def test_digits_are_split_the_same_way_each_time_and_by_class() -> None:
     assert not any(test_part[i][0].numpy().tobytes() in images for i in range(TEST_SAMPLES))
     labels = torch.tensor([test_part[i][1] for i in range(TEST_SAMPLES)])
     assert labels.bincount().min() >= 28
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    pixels, labels = load_digits(return_X_y=True)
+    expected = Counter((tuple(row / 8 - 1), label) for row, label in zip(pixels, labels, strict=True))
+    parts = (Digits(8), Digits(8, train=False))
+    samples = [part[i] for part in parts for i in range(len(part))]
+    assert Counter((tuple(image.flatten().tolist()), label) for image, label in samples) == expected
 
 
 def test_digits_are_enlarged_as_torch_enlarges() -> None:
