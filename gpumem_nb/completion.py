@@ -72,11 +72,11 @@ def _knobs(_: list[str], word: str) -> list[str]:
 
 def _workloads(before: list[str], _: str) -> list[str]:
     loaded = next((entry for entry in before if entry in CATALOG), None)
-    return [f"{option}=" for option in CATALOG[loaded].options] if loaded else list(CATALOG)
+    return [f"{option}=" for option in (*CATALOG[loaded].options, "seed")] if loaded else list(CATALOG)
 
 
 def _roles(_: list[str], __: str) -> list[str]:
-    return ["model=", "loss=", "data=", "optimizer="]
+    return ["model=", "loss=", "data=", "optimizer=", "seed="]
 
 
 _PAIRS: dict[str, Callable[[list[str], str], list[str]]] = {

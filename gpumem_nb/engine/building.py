@@ -12,6 +12,7 @@ from ..memory.device import Device
 from ..shared.errors import WorkloadError
 from ..shared.workload import Workload
 from .step.data import ShardedStream, as_dataset
+from .step.random_state import seeded
 from .step.trainer import Trainer
 from .together.agreement import any_rank
 from .together.interrupts import interruptible
@@ -19,8 +20,10 @@ from .together.interrupts import interruptible
 Result = TypeVar("Result")
 
 
-def prepare(make: Callable[[], Workload]) -> tuple[Workload, ShardedStream] | None:
+def prepare(make: Callable[[], Workload], seed: int) -> tuple[Workload, ShardedStream] | None:
     """A workload and its data; ``None`` when some other rank could not make it, which then says why.
+
+    ``seed`` is that of all random numbers of this training; the data are made under it alike on all ranks.
 
     Raises:
         WorkloadError: this rank's data cannot be trained on. Whatever else ``make`` and the data raise comes as it is.
@@ -28,9 +31,9 @@ def prepare(make: Callable[[], Workload]) -> tuple[Workload, ShardedStream] | No
 
     def work() -> tuple[Workload, ShardedStream]:
         workload = make()
-        with interruptible():
+        with seeded(seed), interruptible():
             data = as_dataset(workload.data())
-        stream = ShardedStream(*data, rank=hvd.rank(), size=hvd.size())
+        stream = ShardedStream(*data, rank=hvd.rank(), size=hvd.size(), seed=seed)
         if stream.length < stream.size:
             raise WorkloadError(f"The dataset has {stream.length} samples, fewer than the {stream.size} ranks.")
         return workload, stream

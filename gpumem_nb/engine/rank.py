@@ -37,6 +37,7 @@ from ..shared.state_file import Header
 from ..shared.workload import Workload, WorkloadInfo
 from . import building
 from .attach import attached
+from .step.random_state import seed_all
 from .step.trainer import Trainer
 from .storing import attached_objects, capture, restore
 from .storing.snapshots import Snapshots
@@ -77,6 +78,7 @@ def set_up(config: RankConfig) -> RankInfo:
     _pulse = PulseThread(partial(_publish, kernel), collectives, step, reading, device_use, config.stall_limit_s)
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
+    seed_all(config.seed)
     return RankInfo(
         rank=hvd.rank(),
         local_rank=hvd.local_rank(),
@@ -124,14 +126,23 @@ def check_sharing(ranks: int, gpus: int, nccl: bool) -> None:
         )
 
 
-def load(workload: Workload) -> WorkloadInfo | None:
+def load(workload: Workload, seed: int) -> WorkloadInfo | None:
     """Build the workload here and train it from now on."""
-    return _train(lambda: workload)
+    return _train(lambda: workload, seed)
 
 
-def attach(names: dict[str, str | None]) -> WorkloadInfo | None:
+def attach(names: dict[str, str | None], seed: int) -> WorkloadInfo | None:
     """Train objects that already live here, by variable name."""
-    return _train(lambda: attached(names, namespace()))
+    return _train(lambda: attached(names, namespace()), seed)
+
+
+def seed(number: int) -> int | None:
+    """Seed the random numbers of cells, and training's as long as it has done no step; says how many it has."""
+    seed_all(number)
+    if _trainer is None:
+        return None
+    _trainer.reseed(number)
+    return _trainer.steps
 
 
 def loaded() -> bool:
@@ -268,11 +279,11 @@ def _greet() -> None:
         raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")
 
 
-def _train(make: Callable[[], Workload]) -> WorkloadInfo | None:
+def _train(make: Callable[[], Workload], seed: int) -> WorkloadInfo | None:
     """Train another workload; ``None`` when some other rank could not load it, which then says why."""
     global _trainer
     # Whatever is wrong with the data is found before the old workload is let go.
-    prepared = building.prepare(make)
+    prepared = building.prepare(make, seed)
     if prepared is None:
         return None
     if _trainer is not None:

@@ -18,7 +18,7 @@ class WorkloadMagics(Magics):
 
     @magic_arguments()
     @argument("name", help="digits-resnet, digits-separable, text-gpt, or a variable that holds a Workload")
-    @argument("pairs", nargs="*", type=pair, metavar="key=value", help="options of a ready-made workload")
+    @argument("pairs", nargs="*", type=pair, metavar="key=value", help="seed=, and options of a ready-made workload")
     @line_magic
     @says_usage
     def hvd_load(self, line: str) -> None:
@@ -35,15 +35,17 @@ class WorkloadMagics(Magics):
         nargs="+",
         type=pair,
         metavar="role=variable",
-        help="model= and data=, optionally loss= and optimizer=",
+        help="model= and data=, optionally loss= and optimizer=; and seed=NUMBER",
     )
     @line_magic
     @says_usage
     def hvd_attach(self, line: str) -> None:
         """Train objects that live on the ranks, such as: %hvd_attach model=net loss=criterion data=train_set."""
         roles = pairs(parse_argstring(self.hvd_attach, line))
-        if unknown := roles.keys() - {"model", "loss", "data", "optimizer"}:
-            raise InvalidInput(f"{min(unknown)!r} cannot be attached. Allowed: model=, data=, loss=, optimizer=.")
+        if unknown := roles.keys() - {"model", "loss", "data", "optimizer", "seed"}:
+            raise InvalidInput(
+                f"{min(unknown)!r} cannot be attached. Allowed: model=, data=, loss=, optimizer=, seed=."
+            )
         if missing := {"model", "data"} - roles.keys():
             raise InvalidInput(
                 f"{max(missing)}= is missing. Write, for example: model=net loss=criterion data=train_set"
@@ -51,6 +53,14 @@ class WorkloadMagics(Magics):
         session = current()
         session.attach(**roles)
         print(_loaded(session))
+
+    @magic_arguments()
+    @argument("seed", help="a whole number from 0 to 4294967295")
+    @line_magic
+    @says_usage
+    def hvd_seed(self, line: str) -> None:
+        """Seed torch, NumPy and Python alike on all ranks, for cells and for what is loaded from now on."""
+        print(current().seed(parse_argstring(self.hvd_seed, line).seed))
 
     @magic_arguments()
     @argument("path", help="the file to write, such as digits.state")

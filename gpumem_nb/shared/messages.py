@@ -9,6 +9,7 @@ from typing import Any
 
 from .knobs import Knob
 from .readings import METRICS
+from .seeds import DEFAULT_SEED
 from .settings import Settings
 
 
@@ -252,7 +253,8 @@ class RankConfig:
     """What a rank needs to know at start.
 
     ``memory_limit`` in bytes, ``None`` for the device's own; ``stall_limit_s`` is how long it waits for other ranks.
-    ``knobs`` are those that were registered in the notebook besides the built-in ones.
+    ``knobs`` are those that were registered in the notebook besides the built-in ones; ``seed`` is that of the random
+    numbers which cells draw.
     """
 
     device: str
@@ -261,6 +263,7 @@ class RankConfig:
     epoch_time_s: float
     stall_limit_s: float
     knobs: tuple[Knob, ...] = ()
+    seed: int = DEFAULT_SEED
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class Header:
         dataset_len: number of samples.
         version: of the toolkit that wrote it.
         created: seconds since the epoch.
+        seed: of the data's order; files without one were written when it was always 0.
     """
 
     workload: str
@@ -69,6 +70,7 @@ class Header:
     dataset_len: int
     version: str
     created: float = field(default_factory=time.time)
+    seed: int = 0
 
 
 class _Hashed(io.RawIOBase):

@@ -14,7 +14,7 @@ from gpumem_nb.shared.errors import GpumemError, InvalidInput, NoSession, StateF
 from gpumem_nb.ui import wording
 from tests import internals
 from tests.conftest import SMALL, about, ranks, weights
-from tests.internals import LIVE, POSITION, TRAINER
+from tests.internals import LIVE, POSITION, RANDOM, TRAINER
 
 pytestmark = pytest.mark.cluster
 
@@ -103,7 +103,7 @@ def test_four_ranks_go_on_from_two(tmp_path: Path) -> None:
     session.resume(tmp_path / "two.state")
     assert weights(session) == fingerprint
     assert session.run(POSITION) == [position] * 4 == [10 * 16 * 2] * 4
-    assert len(set(session.run("torch.get_rng_state().sum().item()"))) == 4
+    assert len(set(session.run(RANDOM))) == 4
     assert [step for step, rank, _ in losses(session, 3) if rank == 3] == [11, 12, 13]
     assert len(weights(session)) == 1
     assert session.run(POSITION) == [position + 3 * 16 * 4] * 4

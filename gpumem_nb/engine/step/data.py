@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from ...shared.errors import WorkloadError
-
-SEED = 0
+from ...shared.seeds import DEFAULT_SEED
 
 
 class ShardedStream:
@@ -24,17 +23,21 @@ class ShardedStream:
     rank r takes the r-th run of ``per_rank`` of them, so splitting a step into other micro-batches moves no sample.
 
     Attributes:
+        seed: of the order; another one counts from the next sample on.
         position: places consumed so far by all ranks together.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], rank: int, size: int) -> None:
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], rank: int, size: int, seed: int = DEFAULT_SEED
+    ) -> None:
         self.dataset = dataset
         self.collate = collate
         self.rank = rank
         self.size = size
+        self.seed = seed
         self.position = 0
         self.length = len(dataset)
-        self._orders: dict[int, np.ndarray[Any, Any]] = {}
+        self._orders: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
 
     @property
     def epoch(self) -> float:
@@ -59,11 +62,12 @@ class ShardedStream:
         return self.collate([self.dataset[index] for index in indices])
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
-        if epoch not in self._orders:
+        key = (self.seed, epoch)
+        if key not in self._orders:
             # numpy, not torch: on a virtual GPU a torch permutation would count as GPU memory.
-            self._orders = {known: order for known, order in self._orders.items() if known == epoch - 1}
-            self._orders[epoch] = np.random.default_rng([SEED, epoch]).permutation(self.length)
-        return self._orders[epoch]
+            self._orders = {known: order for known, order in self._orders.items() if known == (self.seed, epoch - 1)}
+            self._orders[key] = np.random.default_rng([self.seed, epoch]).permutation(self.length)
+        return self._orders[key]
 
 
 def as_dataset(data: Any) -> tuple[Any, Callable[[list[Any]], Any]]:

@@ -37,7 +37,7 @@ class LiveModel:
         settings: what it is under now. In the middle of a change that failed, they say what had been applied.
     """
 
-    def __init__(self, workload: Workload, device: Device, rank: int) -> None:
+    def __init__(self, workload: Workload, device: Device) -> None:
         """Build the workload's model and optimizer.
 
         Raises:
@@ -46,10 +46,8 @@ class LiveModel:
         self.settings = Settings()
         self._workload = workload
         self._device = device
-        torch.manual_seed(0)
         with interruptible():
             self.model = checked_model(workload.model()).to(device.torch_device).train()
-        torch.manual_seed(1 + rank)
         self.own_optimizer = workload.optimizer(self.model.parameters()) if workload.optimizer else None
         if self.own_optimizer:
             own_rate = self.own_optimizer.param_groups[0]["lr"]

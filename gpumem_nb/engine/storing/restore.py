@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import pickle
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +18,7 @@ from ...shared import state_file
 from ...shared.errors import StateFileError
 from ...shared.settings import Settings
 from ..step import optimizers
+from ..step.random_state import OwnNumbers
 from ..step.trainer import Trainer
 from .storable import from_bytes, opened_random
 
@@ -59,7 +58,9 @@ class Checked:
         self._parameters, self._buffers = payload["parameters"], own["buffers"]
         _check_same(path, "parameter", self._parameters, dict(trainer.live.model.named_parameters()))
         _check_same(path, "buffer", self._buffers, dict(trainer.live.model.named_buffers()))
-        self._random = opened_random(own["random"])
+        self._random, random = OwnNumbers(self.header.seed, hvd.rank()), opened_random(own["random"])
+        if hvd.rank() < self.header.ranks:  # others were not there then
+            self._random.go_on_from(random)
         self._optimizer = self._rebuilt(path, trainer, payload)
         self._own_optimizer_state = self._state_for(path, trainer.live.own_optimizer, payload["own_optimizer"])
         self._scaler = payload["scaler"]
@@ -76,14 +77,9 @@ class Checked:
         if trainer.live.own_optimizer and self._own_optimizer_state:
             optimizers.put_state(trainer.live.own_optimizer, *self._own_optimizer_state)
         trainer.live.scaler.load_state_dict(self._scaler)
-        trainer.stream.position = self.header.position
+        trainer.stream.position, trainer.stream.seed = self.header.position, self.header.seed
         trainer.go_on_from(self.header.steps, self.settings, self._optimizer)
-        if hvd.rank() < self.header.ranks:
-            self._random.put_back()
-        else:  # a rank that was not there then
-            torch.manual_seed(1 + hvd.rank())
-            random.seed(1 + hvd.rank())
-            np.random.seed(1 + hvd.rank())
+        trainer.random = self._random
 
     def _rebuilt(self, path: Path, trainer: Trainer, payload: dict[str, Any]) -> Optimizer:
         """The optimizer that the file's settings name, complete with its state."""
