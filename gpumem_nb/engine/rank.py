@@ -6,8 +6,9 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ from ..shared.messages import (
     Reading,
     SnapshotOrder,
     Stored,
+    Surroundings,
     Timeline,
 )
 from ..shared.state_file import Header
 from ..shared.workload import Workload, WorkloadInfo
-from . import building
+from . import building, surroundings
 from .attach import attached
 from .step.random_state import seed_all
 from .step.trainer import Trainer
@@ -143,6 +145,18 @@ def seed(number: int) -> int | None:
         return None
     _trainer.reseed(number)
     return _trainer.steps
+
+
+def follow(notebook: Surroundings) -> None:
+    """Work where the notebook works, and import from where it does."""
+    surroundings.here.follow(notebook)
+
+
+def trained() -> Iterator[object]:
+    """The objects whose code training runs."""
+    if _trainer is None:
+        return iter(())
+    return chain(_trainer.live.model.modules(), (_trainer.workload.loss, _trainer.stream.dataset))
 
 
 def loaded() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +233,7 @@ class Loading:
         try:
             self._foreground.finish(call)
         except (GpumemError, Interrupted) as error:
+            self._foreground.mark_notes(call)
             refused = not call.pending() and call.first_error() is not None
             if not (refused and all(self._foreground.call("loaded"))):  # not what was loaded before
                 self._training.unload()
@@ -240,6 +241,7 @@ class Loading:
                     self._origin.workload = self._origin.attached = None
             raise
         info: WorkloadInfo = call.get()[0]
+        info = replace(info, notes=(*info.notes, *call.notes()))
         self._origin.options, self._origin.seed, self._origin.resumed_from = options, seed, None
         self._history.seen_before = 0
         settings = compatibility.adapted(self._training.settings, info)

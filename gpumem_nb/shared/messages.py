@@ -267,6 +267,14 @@ class RankConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where the notebook works: its working directory, and where it looks for modules; absolute, and there."""
+
+    folder: str
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankInfo:
     """Who a rank is: shown by ``%hvd_status``. ``machine`` names the boot and the container that ``pid`` belongs to."""
 
@@ -329,6 +337,8 @@ class Apart:
 class Answer:
     """What a request gave, and whether the rank is still joined to the others (``apart`` is ``None``).
 
+    ``notes`` are sentences about the rank's surroundings, said once.
+
     ``content`` is a pickle of its own, so that the rest can be read where the content cannot: the value, or with
     ``raised`` the exception that came instead of it (a :class:`GpumemError` or :class:`Raised`). ``kind`` says in words
     what it is.
@@ -338,3 +348,4 @@ class Answer:
     kind: str
     apart: Apart | None = None
     raised: bool = False
+    notes: tuple[str, ...] = ()
