@@ -102,12 +102,12 @@ def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
 
 
 def _catch_up() -> Sequence[str]:
-    """Before somebody's code: its modules as they are on disk.
+    """Before somebody's code: its modules as they are on disk, and the names under which it finds what is trained.
 
     Not to be interrupted where other ranks count on this one. Returns what there is to say.
     """
     rank = sys.modules.get("gpumem_nb.engine.rank")
-    trained = rank.trained() if rank else ()
+    trained = rank.offer_trained() if rank else ()
     surroundings.here.catch_up(vars(sys.modules["__main__"]), trained)
     return surroundings.here.notes
 

@@ -39,6 +39,7 @@ from ..shared.state_file import Header
 from ..shared.workload import Workload, WorkloadInfo
 from . import building, surroundings
 from .attach import attached
+from .names import OfferedNames, taken
 from .step.random_state import seed_all
 from .step.trainer import Trainer
 from .storing import attached_objects, capture, restore
@@ -53,13 +54,14 @@ _device: Device
 _device_use: DeviceUse | None = None  # as NVML had it when it was last asked
 _pulse: PulseThread | None = None
 _trainer: Trainer | None = None
+_names: OfferedNames
 _snapshots = Snapshots()
 _checked: restore.Checked | None = None  # between the two phases of resuming
 
 
 def set_up(config: RankConfig) -> RankInfo:
     """Join the other ranks, take hold of the device, and prove the connection with a real all-reduce."""
-    global _session_started_s, _device, _pulse
+    global _session_started_s, _device, _pulse, _names
     for knob in config.knobs:
         if knob.name not in KNOBS:  # a module that both import may have registered it
             register(knob)
@@ -80,6 +82,7 @@ def set_up(config: RankConfig) -> RankInfo:
     _pulse = PulseThread(partial(_publish, kernel), collectives, step, reading, device_use, config.stall_limit_s)
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
+    _names = OfferedNames(namespace())
     seed_all(config.seed)
     return RankInfo(
         rank=hvd.rank(),
@@ -130,12 +133,12 @@ def check_sharing(ranks: int, gpus: int, nccl: bool) -> None:
 
 def load(workload: Workload, seed: int) -> WorkloadInfo | None:
     """Build the workload here and train it from now on."""
-    return _train(lambda: workload, seed)
+    return _train(lambda: workload, seed, {"model", "optimizer"})
 
 
 def attach(names: dict[str, str | None], seed: int) -> WorkloadInfo | None:
     """Train objects that already live here, by variable name."""
-    return _train(lambda: attached(names, namespace()), seed)
+    return _train(lambda: attached(names, namespace()), seed, set() if names["optimizer"] else {"optimizer"})
 
 
 def seed(number: int) -> int | None:
@@ -152,10 +155,11 @@ def follow(notebook: Surroundings) -> None:
     surroundings.here.follow(notebook)
 
 
-def trained() -> Iterator[object]:
-    """The objects whose code training runs."""
+def offer_trained() -> Iterator[object]:
+    """Let cells find what is trained under names that are free; gives the objects whose code training runs."""
     if _trainer is None:
         return iter(())
+    _offer(_trainer)
     return chain(_trainer.live.model.modules(), (_trainer.workload.loss, _trainer.stream.dataset))
 
 
@@ -169,7 +173,7 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     trainer = _loaded_trainer()
     held_up_s = _snapshots.take(trainer, _device, chunk.snapshot) if chunk.snapshot else 0.0
     reply = trainer.run(chunk)
-    namespace().update(optimizer=trainer.live.optimizer)  # which a flip may have changed
+    _offer(trainer)  # its optimizer, which a flip may have changed
     return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
 
 
@@ -206,7 +210,7 @@ def resume_apply() -> WorkloadInfo:
     assert _checked is not None
     _checked.apply(trainer)
     resume_drop()
-    namespace().update(optimizer=trainer.live.optimizer)
+    _offer(trainer)
     return trainer.info()
 
 
@@ -293,8 +297,16 @@ def _greet() -> None:
         raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")
 
 
-def _train(make: Callable[[], Workload], seed: int) -> WorkloadInfo | None:
-    """Train another workload; ``None`` when some other rank could not load it, which then says why."""
+def _offer(trainer: Trainer) -> list[str]:
+    """Let cells find what is trained; returns the names that people hold themselves."""
+    return _names.offer({"model": trainer.live.model, "optimizer": trainer.live.optimizer})
+
+
+def _train(make: Callable[[], Workload], seed: int, wanted: set[str]) -> WorkloadInfo | None:
+    """Train another workload; ``None`` when some other rank could not load it, which then says why.
+
+    ``wanted`` are the names without which cells could not find what is trained.
+    """
     global _trainer
     # Whatever is wrong with the data is found before the old workload is let go.
     prepared = building.prepare(make, seed)
@@ -303,10 +315,10 @@ def _train(make: Callable[[], Workload], seed: int) -> WorkloadInfo | None:
     if _trainer is not None:
         _trainer.close()
         _trainer = None
-        for name in ("model", "optimizer"):
-            namespace().pop(name, None)
+        _names.withdraw()
     _trainer = building.build(*prepared, _device, _session_started_s)
     if _trainer is None:
         return None
-    namespace().update(model=_trainer.live.model, optimizer=_trainer.live.optimizer)
+    if held := [name for name in _offer(_trainer) if name in wanted]:
+        surroundings.here.notes.append(taken(held))
     return _trainer.info()

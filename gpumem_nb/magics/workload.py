@@ -22,7 +22,7 @@ class WorkloadMagics(Magics):
     @line_magic
     @says_usage
     def hvd_load(self, line: str) -> None:
-        """Load a workload on all ranks."""
+        """Load a workload on all ranks, where model and optimizer then name what is trained, unless you hold them."""
         args = parse_argstring(self.hvd_load, line)
         own = shell_of(self).user_ns.get(args.name)
         session = current()
@@ -40,7 +40,10 @@ class WorkloadMagics(Magics):
     @line_magic
     @says_usage
     def hvd_attach(self, line: str) -> None:
-        """Train objects that live on the ranks, such as: %hvd_attach model=net loss=criterion data=train_set."""
+        """Train objects that live on the ranks, such as: %hvd_attach model=net loss=criterion data=train_set.
+
+        Your variables stay what they are; model and optimizer then name what is trained, unless you hold them.
+        """
         roles = pairs(parse_argstring(self.hvd_attach, line))
         if unknown := roles.keys() - {"model", "loss", "data", "optimizer", "seed"}:
             raise InvalidInput(

@@ -24,6 +24,8 @@ class HoldsWorkload:
     def load(self, name_or_workload: str | Workload, *, seed: int | str | None = None, **options: Any) -> WorkloadInfo:
         """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh.
 
+        On the ranks ``model`` and ``optimizer`` are what is trained, where these names are free.
+
         Args:
             name_or_workload: what to train.
             seed: of the initial weights, the order of the data, and whatever its code draws from the random numbers of
@@ -46,7 +48,7 @@ class HoldsWorkload:
         *,
         seed: int | str | None = None,
     ) -> WorkloadInfo:
-        """Train objects that live on the ranks, named by their variables.
+        """Train objects that live on the ranks, named by their variables, which stay what they are.
 
         Args:
             model: a ``torch.nn.Module``. Rank 0's weights are broadcast.
