@@ -61,6 +61,7 @@ def _as_loss(loss: Any) -> Callable[[Any, Any], Tensor]:
         inputs, targets = batch
         return loss(model(inputs), targets)
 
+    criterion.criterion = loss  # type: ignore[attr-defined]  # its own weights are trained too
     return criterion
 
 

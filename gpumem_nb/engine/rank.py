@@ -160,7 +160,7 @@ def offer_trained() -> Iterator[object]:
     if _trainer is None:
         return iter(())
     _offer(_trainer)
-    return chain(_trainer.live.model.modules(), (_trainer.workload.loss, _trainer.stream.dataset))
+    return chain(_trainer.live.parts.modules(), (_trainer.workload.loss, _trainer.stream.dataset))
 
 
 def loaded() -> bool:
