@@ -73,7 +73,9 @@ class LocalModules:
         failed: dict[str, Exception] = {}
         for name in list(self._imported) if changed else ():
             module = sys.modules.get(name)
-            if module is None or not (name in changed or _imports(module, self._imported[name].path) & {*reloaded}):
+            if not isinstance(module, ModuleType):  # removed, or another object in its place
+                continue
+            if name not in changed and not _imports(module, self._imported[name].path) & {*reloaded}:
                 continue
             before, version = dict(vars(module)), _version(self._imported[name].path)
             try:

@@ -62,7 +62,10 @@ class WorkloadMagics(Magics):
     @line_magic
     @says_usage
     def hvd_seed(self, line: str) -> None:
-        """Seed torch, NumPy and Python alike on all ranks, for cells and for what is loaded from now on."""
+        """Seed torch, NumPy and Python alike on all ranks, for cells and for what is loaded from now on.
+
+        A cell that ran on some ranks only has moved their random numbers alone: this aligns them again.
+        """
         print(current().seed(parse_argstring(self.hvd_seed, line).seed))
 
     @magic_arguments()
