@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import difflib
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from torch import Tensor, nn
 
 from ..shared.errors import WorkloadError
 from ..shared.workload import Workload
+from .losses import as_loss
 
 
 def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> Workload:
     """The workload that trains exactly the named objects of ``namespace``.
 
     Args:
-        names: variable names under the keys ``model``, ``data`` and optionally ``loss`` and ``optimizer``.
+        names: variable names under the keys ``model``, ``data`` and optionally ``loss``, ``optimizer`` and
+            ``scheduler``.
         namespace: the rank's variables.
     """
     found = {role: _look_up(role, name, namespace) for role, name in names.items() if name is not None}
-    optimizer = found.get("optimizer")
+    if "scheduler" in found and "optimizer" not in found:
+        raise WorkloadError("A scheduler steers an optimizer: name that one too, optimizer=.")
     return Workload(
         name=str(names["model"]),
         model=lambda: found["model"],
         data=lambda: found["data"],
-        loss=_as_loss(found.get("loss")),
-        optimizer=None if optimizer is None else lambda params: optimizer,
+        loss=as_loss(found.get("loss")),
+        optimizer=(lambda params: found["optimizer"]) if "optimizer" in found else None,
+        scheduler=(lambda optimizer: found["scheduler"]) if "scheduler" in found else None,
     )
 
 
@@ -37,46 +38,3 @@ def _look_up(role: str, name: str, namespace: Mapping[str, Any]) -> Any:
     close = difflib.get_close_matches(name, namespace, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Define it in a %%hvd cell."
     raise WorkloadError(f"{role}={name}: there is no variable {name!r} on the ranks. {hint}")
-
-
-def _as_loss(loss: Any) -> Callable[[Any, Any], Tensor]:
-    """``loss(model, batch)`` from what people have.
-
-    A function whose first parameter is called ``model`` is used as it is. Any other callable is a criterion, called as
-    ``criterion(model(inputs), targets)``. Without one the model must return its own loss, as Hugging Face models do.
-    """
-    if loss is None:
-        return _models_own_loss
-    if not callable(loss):
-        raise WorkloadError(f"The loss must be callable; this is a {type(loss).__name__}.")
-    if not isinstance(loss, nn.Module) and _first_parameter(loss) == "model":
-        return loss  # type: ignore[no-any-return]
-
-    def criterion(model: Any, batch: Any) -> Any:
-        if not isinstance(batch, list | tuple) or len(batch) != 2:
-            raise WorkloadError(
-                "A criterion needs samples of (input, target); this dataset gives something else. "
-                "Write the loss as a function loss(model, batch) instead."
-            )
-        inputs, targets = batch
-        return loss(model(inputs), targets)
-
-    criterion.criterion = loss  # type: ignore[attr-defined]  # its own weights are trained too
-    return criterion
-
-
-def _first_parameter(function: Callable[..., Any]) -> str:
-    try:
-        return next(iter(inspect.signature(function).parameters), "")
-    except ValueError:
-        return ""
-
-
-def _models_own_loss(model: Any, batch: Any) -> Any:
-    output = model(**batch) if isinstance(batch, Mapping) else model(batch)
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None:
-        raise WorkloadError(
-            "No loss was named and the model returned none. Name one (loss=...), or give the model its labels."
-        )
-    return loss

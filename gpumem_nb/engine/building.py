@@ -9,9 +9,11 @@ from typing import TypeVar
 import horovod.torch as hvd
 
 from ..memory.device import Device
-from ..shared.errors import WorkloadError
+from ..shared.seeds import DEFAULT_SEED
 from ..shared.workload import Workload
-from .step.data import ShardedStream, as_dataset
+from .data.sameness import Look, agree, look_at
+from .data.source import source_of
+from .data.stream import Stream
 from .step.random_state import seeded
 from .step.trainer import Trainer
 from .together.agreement import any_rank
@@ -20,28 +22,33 @@ from .together.interrupts import interruptible
 Result = TypeVar("Result")
 
 
-def prepare(make: Callable[[], Workload], seed: int) -> tuple[Workload, ShardedStream] | None:
+def prepare(make: Callable[[], Workload], seed: int = DEFAULT_SEED) -> tuple[Workload, Stream] | None:
     """A workload and its data; ``None`` when some other rank could not make it, which then says why.
 
-    ``seed`` is that of all random numbers of this training; the data are made under it alike on all ranks.
+    Args:
+        make: gives the workload.
+        seed: of all random numbers of this training; the data are made under it alike on all ranks.
 
     Raises:
-        WorkloadError: this rank's data cannot be trained on. Whatever else ``make`` and the data raise comes as it is.
+        WorkloadError: this rank's data cannot be trained on, or the ranks hold different data. Whatever else ``make``
+            and the data raise comes as it is.
     """
 
-    def work() -> tuple[Workload, ShardedStream]:
+    def work() -> tuple[Workload, Stream, Look]:
         workload = make()
         with seeded(seed), interruptible():
-            data = as_dataset(workload.data())
-        stream = ShardedStream(*data, rank=hvd.rank(), size=hvd.size(), seed=seed)
-        if stream.length < stream.size:
-            raise WorkloadError(f"The dataset has {stream.length} samples, fewer than the {stream.size} ranks.")
-        return workload, stream
+            stream = source_of(workload.data()).stream(hvd.rank(), hvd.size(), seed)
+            return workload, stream, look_at(stream)
 
-    return _together("data", work)
+    prepared = _together("data", work)
+    if prepared is None:
+        return None
+    workload, stream, look = prepared
+    agree(stream, look)
+    return workload, stream
 
 
-def build(workload: Workload, stream: ShardedStream, device: Device, started_s: float) -> Trainer | None:
+def build(workload: Workload, stream: Stream, device: Device, started_s: float) -> Trainer | None:
     """A trainer that begins with the weights of rank 0; ``None`` when some other rank could not build its model.
 
     Raises:

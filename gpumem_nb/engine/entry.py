@@ -74,6 +74,7 @@ def call_function(blob: bytes) -> bytes:
         with interruptible():
             _catch_up()
         function, args = cloudpickle.loads(blob)
+        cells.one_more()
         with interruptible():
             return function(*args)
 

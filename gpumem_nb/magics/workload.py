@@ -5,6 +5,7 @@ from __future__ import annotations
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from ..completion import ROLES
 from ..session import Session, current
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
@@ -35,7 +36,7 @@ class WorkloadMagics(Magics):
         nargs="+",
         type=pair,
         metavar="role=variable",
-        help="model= and data=, optionally loss= and optimizer=; and seed=NUMBER",
+        help="model= and data=, optionally loss=, optimizer= and scheduler=; and seed=NUMBER",
     )
     @line_magic
     @says_usage
@@ -45,9 +46,9 @@ class WorkloadMagics(Magics):
         Your variables stay what they are; model and optimizer then name what is trained, unless you hold them.
         """
         roles = pairs(parse_argstring(self.hvd_attach, line))
-        if unknown := roles.keys() - {"model", "loss", "data", "optimizer", "seed"}:
+        if unknown := roles.keys() - ROLES:
             raise InvalidInput(
-                f"{min(unknown)!r} cannot be attached. Allowed: model=, data=, loss=, optimizer=, seed=."
+                f"{min(unknown)!r} cannot be attached. Allowed: {', '.join(f'{role}=' for role in ROLES)}."
             )
         if missing := {"model", "data"} - roles.keys():
             raise InvalidInput(
@@ -67,6 +68,16 @@ class WorkloadMagics(Magics):
         A cell that ran on some ranks only has moved their random numbers alone: this aligns them again.
         """
         print(current().seed(parse_argstring(self.hvd_seed, line).seed))
+
+    @magic_arguments()
+    @line_magic
+    @says_usage
+    def hvd_sync(self, line: str) -> None:
+        """Give all ranks the weights and the optimizer's state of rank 0."""
+        parse_argstring(self.hvd_sync, line)
+        session = current()
+        session.sync()
+        print("All ranks have the weights and the optimizer's state of rank 0.")
 
     @magic_arguments()
     @argument("path", help="the file to write, such as digits.state")

@@ -46,7 +46,7 @@ class Status:
             w = self.workload
             lines.append(
                 f"workload {w.name}: {w.parameters:,} parameters ({format_bytes(w.parameter_bytes)}), "
-                f"{w.dataset_len:,} samples, {w.blocks} blocks"
+                f"{'n/a' if w.dataset_len is None else f'{w.dataset_len:,}'} samples, {w.blocks} blocks"
             )
         lines.append(f"settings: {self.settings}")
         if self.workload:

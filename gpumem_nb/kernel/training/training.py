@@ -326,13 +326,14 @@ class Training:
         done = [sample for sample in samples if sample.done]
         failure = next((reply.failure for reply in replies if reply.failure), None)
         self._history.add(samples, [reply.reading for reply in replies], [reply.device_use for reply in replies])
-        leaks = self._history.leaked([leak for reply in replies for leak in reply.leaks])
+        news = self._history.noted(replies)
+        news += self._history.leaked([leak for reply in replies for leak in reply.leaks])
         with self._state.locked():
             call = self._in_flight.take()
             self._stalls.all_answered()
             self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)
             self._state.record(samples)
-            self._state.note(*leaks)
+            self._state.note(*news)
             if not failure:
                 self._state.applied = chunk.settings
             if done:
