@@ -9,10 +9,12 @@ from typing import TypeVar
 import horovod.torch as hvd
 
 from ..memory.device import Device
+from ..shared.seeds import DEFAULT_SEED
 from ..shared.workload import Workload
 from .data.sameness import Look, agree, look_at
 from .data.source import source_of
-from .data.stream import SEED, Stream
+from .data.stream import Stream
+from .step.random_state import seeded
 from .step.trainer import Trainer
 from .together.agreement import any_rank
 from .together.interrupts import interruptible
@@ -20,12 +22,12 @@ from .together.interrupts import interruptible
 Result = TypeVar("Result")
 
 
-def prepare(make: Callable[[], Workload], seed: int = SEED) -> tuple[Workload, Stream] | None:
+def prepare(make: Callable[[], Workload], seed: int = DEFAULT_SEED) -> tuple[Workload, Stream] | None:
     """A workload and its data; ``None`` when some other rank could not make it, which then says why.
 
     Args:
         make: gives the workload.
-        seed: of the order of samples, and of the random numbers that they draw.
+        seed: of all random numbers of this training; the data are made under it alike on all ranks.
 
     Raises:
         WorkloadError: this rank's data cannot be trained on, or the ranks hold different data. Whatever else ``make``
@@ -34,7 +36,7 @@ def prepare(make: Callable[[], Workload], seed: int = SEED) -> tuple[Workload, S
 
     def work() -> tuple[Workload, Stream, Look]:
         workload = make()
-        with interruptible():
+        with seeded(seed), interruptible():
             stream = source_of(workload.data()).stream(hvd.rank(), hvd.size(), seed)
             return workload, stream, look_at(stream)
 

@@ -71,7 +71,9 @@ class Lifecycle:
         """
         history = History(self.plan.size)
         try:
-            self.ranks = self.plan.start(history.started_s, self.policy.stall_limit_s, progress)
+            self.ranks = self.plan.start(
+                history.started_s, self.policy.stall_limit_s, self._origin.default_seed, progress
+            )
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
         self.history = history  # only now: a start that fails leaves what was measured before

@@ -9,6 +9,7 @@ from typing import Any
 
 from .knobs import Knob
 from .readings import METRICS
+from .seeds import DEFAULT_SEED
 from .settings import Settings
 
 
@@ -257,7 +258,8 @@ class RankConfig:
     """What a rank needs to know at start.
 
     ``memory_limit`` in bytes, ``None`` for the device's own; ``stall_limit_s`` is how long it waits for other ranks.
-    ``knobs`` are those that were registered in the notebook besides the built-in ones.
+    ``knobs`` are those that were registered in the notebook besides the built-in ones; ``seed`` is that of the random
+    numbers which cells draw.
     """
 
     device: str
@@ -266,6 +268,15 @@ class RankConfig:
     epoch_time_s: float
     stall_limit_s: float
     knobs: tuple[Knob, ...] = ()
+    seed: int = DEFAULT_SEED
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where the notebook works: its working directory, and where it looks for modules; absolute, and there."""
+
+    folder: str
+    paths: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +342,8 @@ class Apart:
 class Answer:
     """What a request gave, and whether the rank is still joined to the others (``apart`` is ``None``).
 
+    ``notes`` are sentences about the rank's surroundings, said once.
+
     ``content`` is a pickle of its own, so that the rest can be read where the content cannot: the value, or with
     ``raised`` the exception that came instead of it (a :class:`GpumemError` or :class:`Raised`). ``kind`` says in words
     what it is.
@@ -340,3 +353,4 @@ class Answer:
     kind: str
     apart: Apart | None = None
     raised: bool = False
+    notes: tuple[str, ...] = ()

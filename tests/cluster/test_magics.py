@@ -20,7 +20,8 @@ from tests import internals
 pytestmark = pytest.mark.cluster
 
 MAGICS = (
-    "start status push pull load attach set train play pause panel memory runs save resume interrupt restart stop check"
+    "start status push pull load attach seed set train play pause panel memory runs save resume interrupt restart stop "
+    "check"
 )
 
 
@@ -49,7 +50,14 @@ def test_every_magic_has_help_made_from_its_arguments(shell: InteractiveShell, n
 
 def test_any_magic_before_start_says_how_to_start(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     needing = set(MAGICS.split()) - {"start", "check"}
-    arguments = {"push": "x", "pull": "x", "load": "digits-resnet", "attach": "model=a data=b", "save": "x"}
+    arguments = {
+        "push": "x",
+        "pull": "x",
+        "load": "digits-resnet",
+        "attach": "model=a data=b",
+        "save": "x",
+        "seed": "1",
+    }
     internals.stop_running()
     for name in sorted(needing):
         with pytest.raises(UsageError, match="%hvd_start 4"):
@@ -86,6 +94,10 @@ def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: 
     assert run(shell, "%hvd_pull answer --ranks 1") == [42]
     run(shell, "%%hvd --ranks 1 --out doubled\nanswer * 2")
     assert shell.user_ns["doubled"] == [84]
+    run(shell, "%hvd_seed 7")
+    assert "Seed 7: random numbers of cells on all ranks" in capsys.readouterr().out
+    run(shell, "%hvd_load digits-resnet width=8 depth=1 resolution=8 seed=7")
+    run(shell, "%hvd_seed 0")
 
 
 def test_saving_resuming_and_restarting_by_magic(
@@ -123,6 +135,9 @@ def test_saving_resuming_and_restarting_by_magic(
         ("%hvd_train many", "invalid int value"),
         ("%hvd_train 0", "whole number of at least 1"),
         ("%hvd_train 1 2", "unrecognized arguments"),
+        ("%hvd_seed many", "whole number from 0 to 4294967295"),
+        ("%hvd_load digits-resnet seed=-1", "whole number from 0 to 4294967295"),
+        ("%hvd_attach model=a data=b seed=x", "whole number from 0 to 4294967295"),
         ("%hvd_load nothing", "There is no workload 'nothing'"),
         ("%hvd_load", "required: name"),
         ("%hvd_attach model=a", "data= is missing"),

@@ -32,6 +32,8 @@ def complete(line: str) -> list[str]:
         ("%hvd_start --mem", ["--memory-limit"]),
         ("%hvd_start --timeout ", []),
         ("%hvd_attach lo", ["loss="]),
+        ("%hvd_attach se", ["seed="]),
+        ("%hvd_load digits-resnet se", ["seed="]),
         ("%%hvd --r", ["--ranks"]),
         ("%%hvd --quiet --r", ["--ranks"]),
         ("%hvd_memory --by m", ["module"]),

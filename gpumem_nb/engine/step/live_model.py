@@ -46,7 +46,7 @@ class LiveModel:
         settings: what it is under now. In the middle of a change that failed, they say what had been applied.
     """
 
-    def __init__(self, workload: Workload, device: Device, rank: int) -> None:
+    def __init__(self, workload: Workload, device: Device) -> None:
         """Build the workload's model and optimizer.
 
         Raises:
@@ -55,7 +55,6 @@ class LiveModel:
         self.settings = Settings()
         self._workload = workload
         self._device = device
-        torch.manual_seed(0)
         with interruptible():
             self.model = checked_model(workload.model())
         self.parts = Parts(self.model, workload.loss)
@@ -63,7 +62,6 @@ class LiveModel:
             check_tensors(part)
             part.to(device.torch_device)
         self._modes = [Modes(part) for part in self.parts.named.values()]
-        torch.manual_seed(1 + rank)
         self.own_optimizer: Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         if workload.optimizer:

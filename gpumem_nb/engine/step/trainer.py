@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +22,7 @@ from ..together import nudge
 from .joining import check_alike, take_from_first
 from .live_model import LiveModel
 from .notes import notes as model_notes
+from .random_state import OwnNumbers, seeded
 from .rates import named_rate
 from .step import Outcome, Stepper
 from .voting import StepOrder
@@ -37,6 +40,7 @@ class Trainer:
         live: its model and optimizer; cells that run on the rank may look at them.
         stream: its data, at the place where the next step begins.
         steps: optimizer steps done.
+        random: the random numbers that steps draw, for dropout say.
     """
 
     def __init__(self, workload: Workload, stream: Stream, device: Device, started_s: float) -> None:
@@ -44,7 +48,7 @@ class Trainer:
 
         Args:
             workload: what to train.
-            stream: its data, sharded.
+            stream: its data, sharded; its seed is also that of the initial weights and of dropout.
             device: of this rank.
             started_s: when the session started, on the clock of ``time.time``; samples count from there.
 
@@ -53,7 +57,9 @@ class Trainer:
         """
         self.workload = workload
         self.stream = stream
-        self.live = LiveModel(workload, device, stream.rank)
+        with seeded(stream.seed):
+            self.live = LiveModel(workload, device)
+        self.random = OwnNumbers(stream.seed, stream.rank)
         self.steps = 0
         self._device = device
         self._started_s = started_s
@@ -110,6 +116,23 @@ class Trainer:
         self._settings_id = self._failed_id = self._proven_id = -1
         self._flipped = False
 
+    def reseed(self, seed: int) -> bool:
+        """Let the order of the data and training's random numbers begin at another seed, if no step was done yet."""
+        if self.steps == 0:
+            self.stream.seed, self.random = seed, OwnNumbers(seed, self.stream.rank)
+        return self.steps == 0
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, what is drawn are training's own random numbers; those of cells stay where they are."""
+        with self._device.exempt():  # for some kilobytes: the limit is met inside of steps, which can fail
+            self.random.exchange()
+        try:
+            yield
+        finally:
+            with self._device.exempt():
+                self.random.exchange()
+
     def close(self) -> None:
         """Leave the model as it was handed over: no hooks, no gradients."""
         self._stepper.close()
@@ -123,8 +146,10 @@ class Trainer:
         """
         if chunk.settings_id == self._failed_id:
             return ChunkReply(self.stream.rank, (), self._device.reading())
-        if chunk.trial:
-            return self._try_out(chunk)
+        with self.drawing():
+            return self._try_out(chunk) if chunk.trial else self._train(chunk)
+
+    def _train(self, chunk: Chunk) -> ChunkReply:
         nudge.catch_up(chunk.nudges)
         failure = self._apply(chunk) or self._look_at_weights()
         self._leaks.chunk_begins(self._device.reading().live_bytes)
@@ -165,7 +190,9 @@ class Trainer:
             WorkloadError: this rank could not finish it.
         """
         self.live.resume_modes()
-        outcome, _ = self._step(None, Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1))
+        chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1)
+        with self.drawing():
+            outcome, _ = self._step(None, chunk)
         if outcome.failure:
             raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
         record, self._stepper.record = self._stepper.record, None
