@@ -12,6 +12,9 @@ from .shared.knobs import KNOBS
 from .shared.knobs.option import Option
 from .workloads.catalog import CATALOG
 
+ROLES = ("model", "data", "loss", "optimizer", "eval_data", "metric")
+"""What ``%hvd_attach`` takes variables for."""
+
 
 class Offered:
     """The type of an argument that takes text of which some is offered; the session says whether it can be used."""
@@ -76,7 +79,7 @@ def _workloads(before: list[str], _: str) -> list[str]:
 
 
 def _roles(_: list[str], __: str) -> list[str]:
-    return ["model=", "loss=", "data=", "optimizer="]
+    return [f"{role}=" for role in ROLES]
 
 
 _PAIRS: dict[str, Callable[[list[str], str], list[str]]] = {

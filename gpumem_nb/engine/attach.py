@@ -17,17 +17,21 @@ def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> W
     """The workload that trains exactly the named objects of ``namespace``.
 
     Args:
-        names: variable names under the keys ``model``, ``data`` and optionally ``loss`` and ``optimizer``.
+        names: variable names under the keys ``model``, ``data`` and optionally ``loss``, ``optimizer``, ``eval_data``
+            and ``metric``.
         namespace: the rank's variables.
     """
     found = {role: _look_up(role, name, namespace) for role, name in names.items() if name is not None}
     optimizer = found.get("optimizer")
+    metric = None if "metric" not in found else _as_metric(found["metric"], str(names["metric"]))
     return Workload(
         name=str(names["model"]),
         model=lambda: found["model"],
         data=lambda: found["data"],
         loss=_as_loss(found.get("loss")),
         optimizer=None if optimizer is None else lambda params: optimizer,
+        eval_data=None if "eval_data" not in found else lambda: found["eval_data"],
+        metric=metric,
     )
 
 
@@ -45,21 +49,35 @@ def _as_loss(loss: Any) -> Callable[[Any, Any], Tensor]:
     A function whose first parameter is called ``model`` is used as it is. Any other callable is a criterion, called as
     ``criterion(model(inputs), targets)``. Without one the model must return its own loss, as Hugging Face models do.
     """
-    if loss is None:
-        return _models_own_loss
-    if not callable(loss):
-        raise WorkloadError(f"The loss must be callable; this is a {type(loss).__name__}.")
-    if not isinstance(loss, nn.Module) and _first_parameter(loss) == "model":
-        return loss  # type: ignore[no-any-return]
+    return _models_own_loss if loss is None else _of_batch(loss, "loss")
+
+
+def _as_metric(metric: Any, name: str) -> Callable[[Any, Any], Any]:
+    """``metric(model, batch)`` from what people have, as for losses; a number alone is called ``name``."""
+    of_batch = _of_batch(metric, "metric")
+
+    def named(model: Any, batch: Any) -> Any:
+        given = of_batch(model, batch)
+        return given if isinstance(given, Mapping) else {name: given}
+
+    return named
+
+
+def _of_batch(function: Any, what: str) -> Callable[[Any, Any], Any]:
+    if not callable(function):
+        raise WorkloadError(f"The {what} must be callable; this is a {type(function).__name__}.")
+    if not isinstance(function, nn.Module) and _first_parameter(function) == "model":
+        return function  # type: ignore[no-any-return]
 
     def criterion(model: Any, batch: Any) -> Any:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
+            needs = "A criterion" if what == "loss" else f"A {what} of outputs and targets"
             raise WorkloadError(
-                "A criterion needs samples of (input, target); this dataset gives something else. "
-                "Write the loss as a function loss(model, batch) instead."
+                f"{needs} needs samples of (input, target); this dataset gives something else. "
+                f"Write the {what} as a function {what}(model, batch) instead."
             )
         inputs, targets = batch
-        return loss(model(inputs), targets)
+        return function(model(inputs), targets)
 
     return criterion
 

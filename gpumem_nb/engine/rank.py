@@ -280,7 +280,8 @@ def _train(make: Callable[[], Workload]) -> WorkloadInfo | None:
         _trainer = None
         for name in ("model", "optimizer"):
             namespace().pop(name, None)
-    _trainer = building.build(*prepared, _device, _session_started_s)
+    workload, stream, held_out = prepared
+    _trainer = building.build(workload, stream, _device, _session_started_s, held_out)
     if _trainer is None:
         return None
     namespace().update(model=_trainer.live.model, optimizer=_trainer.live.optimizer)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..report.configurations import Effect, Tried
+from ..report.evaluation import Evaluation
 from ..report.leak_sentences import in_words
 from ..report.rescue import Rescue
 from ..shared.messages import DeviceUse, Leak, Reading, Sample
@@ -18,6 +19,7 @@ from ..shared.settings import Settings
 STEPS_KEPT = 2000
 EVENTS_KEPT = 200
 LEAKS_KEPT = 20
+EVALUATIONS_KEPT = 2000
 LATE_STEPS = 3  # configurations that steps under way may still belong to
 
 
@@ -25,7 +27,7 @@ LATE_STEPS = 3  # configurations that steps under way may still belong to
 class Event:
     """Something worth a mark on the charts.
 
-    ``kind`` is ``load``, ``flip``, ``oom``, ``error``, ``stall``, ``leak`` or ``note``.
+    ``kind`` is ``load``, ``flip``, ``oom``, ``error``, ``stall``, ``leak``, ``eval`` or ``note``.
     """
 
     time_s: float
@@ -45,6 +47,7 @@ class History:
         leaks: by its holder, what ranks found that they keep from step to step; since the workload was loaded.
         loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
         seen_before: samples that all ranks had seen when training was resumed.
+        evaluations: on the validation data, of all that was loaded so far.
         version: grows with every change.
     """
 
@@ -60,6 +63,7 @@ class History:
         self.leaks: dict[str, tuple[Leak, ...]] = {}
         self.loaded_as = 0
         self.seen_before = 0
+        self.evaluations: deque[Evaluation] = deque(maxlen=EVALUATIONS_KEPT)
         self.version = 0
         self._by_rank: list[deque[Sample]] = [deque(maxlen=STEPS_KEPT) for _ in range(size)]
         self._lock = threading.Lock()
@@ -108,6 +112,13 @@ class History:
         """A step was discarded."""
         self.mark(rescue.failure.kind, rescue.headline)
         self.rescue = rescue
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """The ranks evaluated the model."""
+        with self._lock:
+            self.evaluations.append(evaluation)
+            self.events.append(Event(self.now_s(), evaluation.step, "eval", str(evaluation)))
+            self.version += 1
 
     def leaked(self, leaks: Sequence[Leak]) -> list[str]:
         """Take in what ranks found that they keep from step to step; returns what that says of holders new here."""

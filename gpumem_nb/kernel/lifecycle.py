@@ -172,7 +172,10 @@ class Lifecycle:
             if workload := self.training.workload:
                 compatibility.check(settings, workload, self.plan.size)
 
-        self.policy.replace(**rules)  # whatever cannot be used is refused before anything is changed
+        # Whatever cannot be used is refused before anything is changed.
+        policy = self.policy.replace(**rules)
+        if "eval_every" in rules and policy.eval_every != "never" and self.training.workload:
+            compatibility.check_held_out(self.training.workload)
         check(self.training.settings.replace(**knobs))
         self.foreground.check_alive()
         if rules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from ..completion import ROLES
 from ..session import Session, current
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
@@ -35,15 +36,17 @@ class WorkloadMagics(Magics):
         nargs="+",
         type=pair,
         metavar="role=variable",
-        help="model= and data=, optionally loss= and optimizer=",
+        help="model= and data=, optionally loss=, optimizer=, eval_data= and metric=",
     )
     @line_magic
     @says_usage
     def hvd_attach(self, line: str) -> None:
         """Train objects that live on the ranks, such as: %hvd_attach model=net loss=criterion data=train_set."""
         roles = pairs(parse_argstring(self.hvd_attach, line))
-        if unknown := roles.keys() - {"model", "loss", "data", "optimizer"}:
-            raise InvalidInput(f"{min(unknown)!r} cannot be attached. Allowed: model=, data=, loss=, optimizer=.")
+        if unknown := roles.keys() - set(ROLES):
+            raise InvalidInput(
+                f"{min(unknown)!r} cannot be attached. Allowed: {', '.join(f'{role}=' for role in ROLES)}."
+            )
         if missing := {"model", "data"} - roles.keys():
             raise InvalidInput(
                 f"{max(missing)}= is missing. Write, for example: model=net loss=criterion data=train_set"

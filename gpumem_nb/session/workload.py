@@ -31,7 +31,15 @@ class HoldsWorkload:
         """
         return self._life.loading.load(name_or_workload, options)
 
-    def attach(self, model: str, data: str, loss: str | None = None, optimizer: str | None = None) -> WorkloadInfo:
+    def attach(
+        self,
+        model: str,
+        data: str,
+        loss: str | None = None,
+        optimizer: str | None = None,
+        eval_data: str | None = None,
+        metric: str | None = None,
+    ) -> WorkloadInfo:
         """Train objects that live on the ranks, named by their variables.
 
         Args:
@@ -40,12 +48,18 @@ class HoldsWorkload:
             loss: a function ``loss(model, batch)``, or a criterion called as ``criterion(model(inputs), targets)``;
                 left out when the model returns its own loss.
             optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
+            eval_data: what :meth:`evaluate` sees, each sample once: a map-style dataset, or a ``DataLoader`` whose
+                dataset (or subset) and collate function are used.
+            metric: a function ``metric(model, batch)``, or one called as ``metric(model(inputs), targets)``, that
+                returns a number or a dict of numbers for a micro-batch. They are averaged over samples, so an accuracy
+                is right, and an F1 score, which is no mean over samples, is not.
 
         Raises:
             WorkloadError: there is no such variable, or what it holds cannot be trained.
             RankError: its code failed on a rank.
         """
-        return self._life.loading.attach({"model": model, "data": data, "loss": loss, "optimizer": optimizer})
+        named = {"model": model, "data": data, "loss": loss, "optimizer": optimizer}
+        return self._life.loading.attach(named | {"eval_data": eval_data, "metric": metric})
 
     def save(self, path: str | os.PathLike[str], progress: Progress = lambda what, done: None) -> StateFile:
         """Write model, optimizer, scaler, data position, random numbers and settings to one file.

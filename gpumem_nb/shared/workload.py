@@ -24,6 +24,11 @@ class Workload:
         optimizer: ``optimizer(params)`` returns the workload's own optimizer, chosen with ``optimizer=own``.
         blocks: returns the modules that activation checkpointing wraps, in the order in which forward calls them;
             without it the repeated blocks of the model are found automatically.
+        eval_data: returns what the model is validated on, a map-style dataset or a ``DataLoader`` of one, of which the
+            dataset, its subset and the collate function are used; each sample is seen exactly once, in order.
+        metric: ``metric(model, batch)`` runs the forward pass on one collated micro-batch of ``eval_data`` and returns
+            a number, or a dict of numbers by name. They are averaged over micro-batches and ranks, weighted by samples,
+            so they must be means over samples: an accuracy is one, an F1 score or an area under a curve is not.
 
     It travels to the ranks by cloudpickle, so classes and functions defined in a notebook work.
     """
@@ -34,13 +39,16 @@ class Workload:
     loss: Callable[[Any, Any], torch.Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     blocks: Callable[[Any], list[torch.nn.Module]] | None = None
+    eval_data: Callable[[], Any] | None = None
+    metric: Callable[[Any, Any], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadInfo:
     """What was loaded: sizes that the kernel needs to check settings and to describe the workload.
 
-    ``notes`` are sentences that are said once, when it was loaded.
+    ``notes`` are sentences that are said once, when it was loaded; ``eval_len`` is ``None`` where nothing was given to
+    validate on.
     """
 
     name: str
@@ -51,3 +59,4 @@ class WorkloadInfo:
     own_optimizer: str | None = None
     own_learning_rate: float | None = None
     notes: tuple[str, ...] = ()
+    eval_len: int | None = None
