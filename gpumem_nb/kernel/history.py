@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..report.configurations import Effect, Tried
@@ -36,8 +36,24 @@ class Event:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something new in a history whose clock began at ``started_s``; both times are seconds since 1970."""
+
+    started_s: float
+    time_s: float
+    what: Event | Evaluation | Tried | Sequence[Sample]
+
+    @property
+    def weight(self) -> int:
+        """How many samples it holds, or 1."""
+        return len(self.what) if isinstance(self.what, Sequence) else 1
+
+
 class History:
     """Written by the thread that receives samples, read by panel and reports.
+
+    ``told`` hears of all samples, events, evaluations and configurations at once, under the lock: it may not wait.
 
     Attributes:
         readings: the latest of each rank's memory.
@@ -51,8 +67,9 @@ class History:
         version: grows with every change.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, told: Callable[[Entry], None] = lambda entry: None) -> None:
         self.size = size
+        self._told = told
         self.started_s = time.time()
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.tried: list[Tried] = []
@@ -73,7 +90,7 @@ class History:
         return time.time() - self.started_s
 
     def add(
-        self, samples: Iterable[Sample], readings: Sequence[Reading], device_uses: Sequence[DeviceUse | None] = ()
+        self, samples: Sequence[Sample], readings: Sequence[Reading], device_uses: Sequence[DeviceUse | None] = ()
     ) -> None:
         """Take in what the ranks sent with one chunk."""
         with self._lock:
@@ -87,6 +104,8 @@ class History:
                 tried = self.configuration(of_step[0].settings_id)
                 if tried:
                     tried.add(of_step)
+            if samples:
+                self._tell(samples)
         self.read(readings, device_uses)
 
     def read(self, readings: Sequence[Reading | None], device_uses: Sequence[DeviceUse | None] = ()) -> None:
@@ -99,7 +118,7 @@ class History:
     def mark(self, kind: str, text: str) -> None:
         """Put an event on the charts."""
         with self._lock:
-            self.events.append(Event(self.now_s(), self.steps, kind, text))
+            self._add(Event(self.now_s(), self.steps, kind, text))
             if kind in ("flip", "load"):
                 self.rescue = None
             if kind == "load":
@@ -117,7 +136,8 @@ class History:
         """The ranks evaluated the model."""
         with self._lock:
             self.evaluations.append(evaluation)
-            self.events.append(Event(self.now_s(), evaluation.step, "eval", str(evaluation)))
+            self._tell(evaluation)
+            self._add(Event(self.now_s(), evaluation.step, "eval", str(evaluation)))
             self.version += 1
 
     def leaked(self, leaks: Sequence[Leak]) -> list[str]:
@@ -140,9 +160,21 @@ class History:
         """A configuration is about to be tried."""
         with self._lock:
             self.tried.append(Tried(settings_id, workload, settings))
+            self._tell(self.tried[-1])
             for old in self.tried[-LATE_STEPS - 1 : -LATE_STEPS]:
                 old.settle()
             self.version += 1
+
+    def _add(self, event: Event) -> None:
+        self.events.append(event)
+        self._tell(event)
+
+    def _tell(self, what: Event | Evaluation | Tried | Sequence[Sample]) -> None:
+        self._told(Entry(self.started_s, time.time(), what))
+
+    def settings_now(self) -> Entry | None:
+        """The latest configuration, for somebody who is told from now on."""
+        return Entry(self.started_s, time.time(), self.tried[-1]) if self.tried else None
 
     def configuration(self, settings_id: int) -> Tried | None:
         """The configuration with this id, latest first."""
