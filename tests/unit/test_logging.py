@@ -92,10 +92,10 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard itself reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder))  # type: ignore[no-untyped-call]
-    found.Reload()  # type: ignore[no-untyped-call]
-    tags = found.Tags()["scalars"]  # type: ignore[no-untyped-call]
-    return {tag: [(one.step, one.value) for one in found.Scalars(tag)] for tag in tags}  # type: ignore[no-untyped-call]
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    tags = found.Tags()["scalars"]
+    return {tag: [(one.step, one.value) for one in found.Scalars(tag)] for tag in tags}
 
 
 def test_event_files_have_the_mean_and_each_rank(tmp_path: Path) -> None:

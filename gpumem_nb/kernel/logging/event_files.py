@@ -33,7 +33,8 @@ class EventFiles:
             raise InvalidInput(
                 "TensorBoard event files need a package that is not installed. Type: pip install tensorboard"
             ) from None
-        self._open, self._text = FileWriter, text
+        self._open: Any = FileWriter
+        self._text: Any = text
         self._events, self._summaries = event_pb2, summary_pb2
         self._folder = folder
         self._steps = 0
