@@ -18,6 +18,7 @@ from ..together.interrupts import interruptible
 from . import optimizers
 from .checkpointing import Checkpointing, find_blocks
 from .checks import checked_model
+from .parts import Parts, in_groups
 from .undo import KeptState
 
 
@@ -29,6 +30,7 @@ class LiveModel:
 
     Attributes:
         model: moved to the device and in training mode.
+        parts: the model, and what is trained besides it.
         optimizer: the one in use.
         own_optimizer: the one that the workload brought, in use or not.
         parameters: what is trained, in the optimizer's order.
@@ -48,15 +50,19 @@ class LiveModel:
         self._device = device
         torch.manual_seed(0)
         with interruptible():
-            self.model = checked_model(workload.model()).to(device.torch_device).train()
+            self.model = checked_model(workload.model())
+        self.parts = Parts(self.model, workload.loss)
+        for part in self.parts.named.values():
+            part.to(device.torch_device).train()
         torch.manual_seed(1 + rank)
-        self.own_optimizer = workload.optimizer(self.model.parameters()) if workload.optimizer else None
+        self.own_optimizer = workload.optimizer(self.parts.parameters()) if workload.optimizer else None
         if self.own_optimizer:
             own_rate = self.own_optimizer.param_groups[0]["lr"]
             self.settings = Settings(optimizer="own", learning_rate=own_rate)
-        self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.model.parameters(), self.settings)
+        self.parts.join(self.own_optimizer)
+        self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.parts.parameters(), self.settings)
         self._parked: tuple[str, KeptState] | None = None  # used last, until a step was done with another one
-        self.parameters: list[Tensor] = [param for group in self.optimizer.param_groups for param in group["params"]]
+        self.parameters: list[Tensor] = list(in_groups(self.optimizer))
         self._checkpointing: Checkpointing | None = None
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
 
@@ -154,7 +160,12 @@ class LiveModel:
         """Leave the model as it was handed over: no hooks, no gradients."""
         if self._checkpointing:
             self._checkpointing.remove()
-        self.model.zero_grad()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients, also of those that a cell has left."""
+        for param in self.parts.parameters():
+            param.grad = None
 
     def _note(self, **applied: Any) -> None:
         self.settings = self.settings.replace(**applied)

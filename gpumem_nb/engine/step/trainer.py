@@ -96,7 +96,7 @@ class Trainer:
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
         own = self.live.own_optimizer
-        params = list(self.live.model.parameters())
+        params = list(self.live.parts.parameters())
         return WorkloadInfo(
             name=self.workload.name,
             parameters=sum(param.numel() for param in params),

@@ -89,7 +89,7 @@ def _shared_part(trainer: Trainer) -> dict[str, Any]:
     own = trainer.live.own_optimizer
     current = None if trainer.live.optimizer is own else trainer.live.optimizer
     return {
-        "parameters": {name: host_copy(param) for name, param in trainer.live.model.named_parameters()},
+        "parameters": {name: host_copy(param) for name, param in trainer.live.parts.named_parameters()},
         "optimizer": _optimizer_part(current),
         "own_optimizer": _optimizer_part(own),
         "scaler": trainer.live.scaler.state_dict(),
@@ -111,7 +111,7 @@ def _optimizer_part(optimizer: Optimizer | None) -> dict[str, Any] | None:
 def _own_part(trainer: Trainer) -> dict[str, Any]:
     """What is this rank's alone."""
     return {
-        "buffers": {name: host_copy(buffer) for name, buffer in trainer.live.model.named_buffers()},
+        "buffers": {name: host_copy(buffer) for name, buffer in trainer.live.parts.named_buffers()},
         "random": storable_random(RandomState.take()),
     }
 

@@ -57,8 +57,8 @@ class Checked:
         own = payload["ranks"][hvd.rank() if hvd.rank() < self.header.ranks else 0]
         own = from_bytes(io.BytesIO(own.numpy().tobytes()))
         self._parameters, self._buffers = payload["parameters"], own["buffers"]
-        _check_same(path, "parameter", self._parameters, dict(trainer.live.model.named_parameters()))
-        _check_same(path, "buffer", self._buffers, dict(trainer.live.model.named_buffers()))
+        _check_same(path, "parameter", self._parameters, dict(trainer.live.parts.named_parameters()))
+        _check_same(path, "buffer", self._buffers, dict(trainer.live.parts.named_buffers()))
         self._random = opened_random(own["random"])
         self._optimizer = self._rebuilt(path, trainer, payload)
         self._own_optimizer_state = self._state_for(path, trainer.live.own_optimizer, payload["own_optimizer"])
@@ -69,9 +69,9 @@ class Checked:
     def apply(self, trainer: Trainer) -> None:
         """Put it in place."""
         with torch.no_grad():
-            for name, param in trainer.live.model.named_parameters():
+            for name, param in trainer.live.parts.named_parameters():
                 param.copy_(self._parameters[name])
-            for name, buffer in trainer.live.model.named_buffers():
+            for name, buffer in trainer.live.parts.named_buffers():
                 buffer.copy_(self._buffers[name])
         if trainer.live.own_optimizer and self._own_optimizer_state:
             optimizers.put_state(trainer.live.own_optimizer, *self._own_optimizer_state)
