@@ -79,7 +79,7 @@ def _of_batch(function: Any, what: str) -> Callable[[Any, Any], Any]:
         inputs, targets = batch
         return function(model(inputs), targets)
 
-    criterion.criterion = loss  # type: ignore[attr-defined]  # its own weights are trained too
+    criterion.criterion = function  # type: ignore[attr-defined]  # its own weights are trained too
     return criterion
 
 
