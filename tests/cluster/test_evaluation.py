@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
+from gpumem_nb.shared.errors import Interrupted, InvalidInput, TrainingFailed
+from tests.cluster.test_interrupts import PROMPT_S, Stop
 from tests.conftest import SMALL, weights
-from tests.timing import until
+from tests.timing import in_time, until
 
 pytestmark = pytest.mark.cluster
 
@@ -97,6 +98,17 @@ def test_a_rank_that_cannot_evaluate_is_named_and_leaves_none_waiting(own: Sessi
     assert own.history.steps == 2
     own.run("trouble = None")
     assert own.train(3).evaluations[-1].step == 4
+    assert len(weights(own)) == 1
+
+
+def test_the_stop_button_ends_an_evaluation(own: Session) -> None:
+    own.run("trouble = 'once'")
+    stop = Stop(lambda: bool(own.waiting_for))
+    with pytest.raises(Interrupted, match="are ready"):
+        own.evaluate()
+    assert in_time(stop.took_s(), PROMPT_S)
+    assert own.evaluate().samples == 1
+    assert own.train(1).steps == 1
     assert len(weights(own)) == 1
 
 

@@ -203,6 +203,30 @@ def test_peaks_of_an_evaluation_are_its_own(device: Device) -> None:
     assert after.live_peak_bytes == pytest.approx(before.live_peak_bytes, abs=64)  # the losses of more steps are kept
 
 
+class Counting(nn.CrossEntropyLoss):
+    """A criterion with a buffer and modes of its own."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.modes: list[bool] = []
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.scale *= 2
+        self.modes.append(self.training)
+        return super().forward(outputs, targets)
+
+
+def test_a_criterion_with_state_of_its_own_is_left_as_it_was_too(device: Device) -> None:
+    there = {"net": Net(), "data": samples(9), "criterion": (criterion := Counting())}
+    workload = attached({"model": "net", "data": "data", "loss": "criterion"}, there)
+    one = trainer(device, samples(9), loss=workload.loss)
+    assert evaluated(one).failure is None
+    assert (criterion.scale.item(), criterion.training, set(criterion.modes)) == (1.0, True, {False})
+
+
 class Bad(Dataset[Any]):
     def __len__(self) -> int:
         return 9

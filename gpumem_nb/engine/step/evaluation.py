@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...memory.device import Device
 from ...shared.errors import WorkloadError
@@ -27,6 +27,7 @@ from .ambient import Ambient
 from .blame import failure_of
 from .data import to_device
 from .live_model import LiveModel
+from .parts import Parts
 from .precision import autocast
 from .undo import ForwardUndo
 
@@ -79,7 +80,7 @@ class Evaluator:
         try:
             collectives.check()
             if failure is None:
-                with left_as_it_was(self._live.model), interruptible():
+                with left_as_it_was(self._live.parts), interruptible():
                     sums, samples = self._sum_up()
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self._failure(error)
@@ -134,13 +135,13 @@ class Evaluator:
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode inside; modes, buffers and random numbers afterwards as before, bit by bit.
+def left_as_it_was(parts: Parts) -> Iterator[None]:
+    """All modules in eval mode inside; modes, buffers and random numbers afterwards as before, bit by bit.
 
     Modes are set module by module and not by ``eval()``, which some models use to change their weights.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    before = ForwardUndo(model)
+    modes = [(module, module.training) for module in parts.modules()]
+    before = [ForwardUndo(part) for part in parts.named.values()]
     try:
         for module, _ in modes:
             module.training = False
@@ -148,7 +149,8 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        before.undo()
+        for of_part in before:
+            of_part.undo()
 
 
 def _number(value: Any, what: str) -> Any:

@@ -17,7 +17,7 @@ from .target import of_evaluation, of_settings, of_step
 class EventFiles:
     """Writes event files into a folder; further runs get folders beside it, ``…-2`` and so on.
 
-    One step is one event with all its numbers, which costs a tenth of an event for each.
+    One step is one event with all its numbers, which costs a tenth of what an event for each number does.
 
     Raises:
         InvalidInput: the package is missing, or the folder cannot be written.
