@@ -12,7 +12,7 @@ from .shared.knobs import KNOBS
 from .shared.knobs.option import Option
 from .workloads.catalog import CATALOG
 
-ROLES = ("model", "loss", "data", "optimizer", "scheduler", "seed")
+ROLES = ("model", "loss", "data", "optimizer", "scheduler", "eval_data", "metric", "seed")
 """What ``%hvd_attach`` takes, each with ``=`` and a variable, the seed with a number."""
 
 

@@ -322,7 +322,8 @@ def _train(make: Callable[[], Workload], seed: int, wanted: set[str]) -> Workloa
         _trainer.close()
         _trainer = None
         _names.withdraw()
-    _trainer = building.build(*prepared, _device, _session_started_s)
+    workload, stream, held_out = prepared
+    _trainer = building.build(workload, stream, _device, _session_started_s, held_out)
     if _trainer is None:
         return None
     if held := [name for name in _offer(_trainer) if name in wanted]:

@@ -36,7 +36,7 @@ class WorkloadMagics(Magics):
         nargs="+",
         type=pair,
         metavar="role=variable",
-        help="model= and data=, optionally loss=, optimizer= and scheduler=; and seed=NUMBER",
+        help="model= and data=, optionally loss=, optimizer=, scheduler=, eval_data= and metric=; and seed=NUMBER",
     )
     @line_magic
     @says_usage
@@ -46,7 +46,7 @@ class WorkloadMagics(Magics):
         Your variables stay what they are; model and optimizer then name what is trained, unless you hold them.
         """
         roles = pairs(parse_argstring(self.hvd_attach, line))
-        if unknown := roles.keys() - ROLES:
+        if unknown := roles.keys() - set(ROLES):
             raise InvalidInput(
                 f"{min(unknown)!r} cannot be attached. Allowed: {', '.join(f'{role}=' for role in ROLES)}."
             )

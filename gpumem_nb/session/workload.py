@@ -46,6 +46,8 @@ class HoldsWorkload:
         loss: str | None = None,
         optimizer: str | None = None,
         scheduler: str | None = None,
+        eval_data: str | None = None,
+        metric: str | None = None,
         *,
         seed: int | str | None = None,
     ) -> WorkloadInfo:
@@ -60,6 +62,11 @@ class HoldsWorkload:
             optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
             scheduler: one of ``torch.optim.lr_scheduler`` that was built on that optimizer. It goes on with every step
                 that was done with it; a ``learning_rate`` that is set meanwhile holds until the scheduler sets its own.
+            eval_data: what :meth:`evaluate` sees, each sample once: a map-style dataset, or a ``DataLoader`` whose
+                dataset (or subset) and collate function are used.
+            metric: a function ``metric(model, batch)``, or one called as ``metric(model(inputs), targets)``, that
+                returns a number or a dict of numbers for a micro-batch. They are averaged over samples, so an accuracy
+                is right, and an F1 score, which is no mean over samples, is not.
             seed: of the order of the data, and of the random numbers that training draws; that of :meth:`seed` by
                 default.
 
@@ -69,7 +76,7 @@ class HoldsWorkload:
             RankError: its code failed on a rank.
         """
         names = {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "scheduler": scheduler}
-        return self._life.loading.attach(names, seed)
+        return self._life.loading.attach(names | {"eval_data": eval_data, "metric": metric}, seed)
 
     def seed(self, seed: int | str) -> str:
         """Seed the random numbers of torch, NumPy and Python that cells draw, alike on all ranks, now.

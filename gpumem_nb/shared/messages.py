@@ -138,15 +138,33 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What one rank found on its share of the validation data, after ``step`` steps.
+
+    ``time_s`` and ``settings_id`` are as in :class:`Sample`. ``sums`` are those of the loss and of each number of the
+    metric, by name, each times the samples of its micro-batch; empty on a rank without samples. ``seconds`` is how long
+    it took, ``live_peak_bytes`` the highest live bytes in it.
+    """
+
+    rank: int
+    step: int
+    time_s: float
+    settings_id: int
+    samples: int
+    sums: dict[str, float]
+    seconds: float
+    live_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """Why a rank could not finish a step.
 
     ``kind`` is ``oom``, ``error``, ``interrupted``, ``stall`` (the ranks came apart) or ``diverged`` (their weights
-    differ); ``phase`` is the part of the
-    step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``, ``reduction``, ``update``); ``message``
-    is one sentence, ``traceback`` the text for those who want it. ``module`` is where in the model it was, as far as
-    that can be told; ``asked_bytes`` and ``free_bytes`` are those wanted and left when memory ran out, ``None`` if not
-    known.
+    differ); ``phase`` is the part of the step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``,
+    ``reduction``, ``update``) or ``evaluation``; ``message`` is one sentence, ``traceback`` the text for those who want
+    it. ``module`` is where in the model it was, as far as that can be told; ``asked_bytes`` and ``free_bytes`` are
+    those wanted and left when memory ran out, ``None`` if not known.
     """
 
     rank: int
@@ -222,6 +240,8 @@ class Chunk:
     ``nudges`` counts the nudges sent before it: a later one ends the chunk at the next step boundary. A ``trial`` is
     one step that is measured and then undone on all ranks. ``snapshot`` is taken before the settings are applied.
     The memory of one step in ``ledger_steps`` is recorded, and of the first two under new settings; of none with 0.
+    The model is evaluated after each step whose number ``eval_every`` divides, which ends the chunk (never with 0), and
+    with ``evaluate`` at the end in any case.
     """
 
     settings: Settings
@@ -231,6 +251,8 @@ class Chunk:
     snapshot: SnapshotOrder | None = None
     trial: bool = False
     ledger_steps: int = 0
+    eval_every: int = 0
+    evaluate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +262,7 @@ class ChunkReply:
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
     writing has ended since the last reply; ``leaks`` are those found since then. ``device_use`` is about a second old.
     ``notes`` are sentences to be said once.
+    ``evaluated`` is there when the chunk ended with an evaluation that went well on all ranks.
     """
 
     rank: int
@@ -251,6 +274,7 @@ class ChunkReply:
     leaks: tuple[Leak, ...] = ()
     device_use: DeviceUse | None = None
     notes: tuple[str, ...] = ()
+    evaluated: Evaluated | None = None
 
 
 @dataclass(frozen=True, slots=True)
