@@ -23,6 +23,7 @@ make lab     set up, then open JupyterLab on the quickstart (LAB_ARGS="--no-brow
 make demo    set up, then run the quickstart without a browser and print what it measured
 make test    set up, then run every check (needs Chromium; CHROMIUM=/path/to/chromium names one)
 make bench   set up, then print the measured ratios beside their targets
+make matrix  set up, then hold every model and habit against a plain loop (docs/compatibility.md)
 make soak    set up, then half an hour of random flips and faults on four ranks (docs/reliability.md)
 make lint    set up, then run ruff, mypy and the import rules
 make clean   remove .venv and caches from the checkout (the built Horovod stays in your cache)
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         "test": test,
         "demo": lambda: in_environment("-m", "gpumem_nb.demo"),
         "bench": lambda: in_environment("-m", "tests.bench.run"),
+        "matrix": lambda: in_environment("-m", "tests.matrix.run"),
         "soak": lambda: in_environment("-m", "tests.soak.run"),
         "lint": lambda: set_up() or lint(),
         "clean": clean,

@@ -12,7 +12,7 @@ from .shared.knobs import KNOBS
 from .shared.knobs.option import Option
 from .workloads.catalog import CATALOG
 
-ROLES = ("model", "data", "loss", "optimizer", "eval_data", "metric")
+ROLES = ("model", "data", "loss", "optimizer", "scheduler", "eval_data", "metric")
 """What ``%hvd_attach`` takes variables for."""
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,6 +209,18 @@ def after_each_step(note):
 
 ``note(trainer)`` is called after each step that is not undone.
 """
+
+
+@contextmanager
+def gradients_in_many_pieces(session: Session) -> Iterator[None]:
+    """The gradients of what is loaded inside are sent in many buckets, as those of a large model are."""
+    bucket_bytes = "__import__('gpumem_nb.engine.step.reduction', fromlist=['BUCKET_BYTES']).BUCKET_BYTES"
+    usual = session.run(bucket_bytes)[0]
+    session.run(f"{bucket_bytes} = 256")
+    try:
+        yield
+    finally:
+        session.run(f"{bucket_bytes} = {usual}")
 
 
 # Parts driven by hand -------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from ..memory.device import Device
 from ..shared.errors import WorkloadError
 from ..shared.workload import Workload
 from .data.held_out import HeldOut, as_held_out
-from .step.data import ShardedStream, as_dataset
+from .data.sameness import Look, agree, look_at
+from .data.source import source_of
+from .data.stream import SEED, Stream
 from .step.trainer import Trainer
 from .together.agreement import any_rank, same_everywhere
 from .together.interrupts import interruptible
@@ -20,34 +22,39 @@ from .together.interrupts import interruptible
 Result = TypeVar("Result")
 
 
-def prepare(make: Callable[[], Workload]) -> tuple[Workload, ShardedStream, HeldOut | None] | None:
+def prepare(make: Callable[[], Workload], seed: int = SEED) -> tuple[Workload, Stream, HeldOut | None] | None:
     """A workload, its data and its validation data; ``None`` when some other rank could not make it, and says why.
 
+    Args:
+        make: gives the workload.
+        seed: of the order of samples, and of the random numbers that they draw.
+
     Raises:
-        WorkloadError: this rank's data cannot be trained or validated on, or the ranks hold different validation data.
-            Whatever else ``make`` and the data raise comes as it is.
+        WorkloadError: this rank's data cannot be trained or validated on, or the ranks hold different data. Whatever
+            else ``make`` and the data raise comes as it is.
     """
 
-    def work() -> tuple[Workload, ShardedStream, HeldOut | None]:
+    def work() -> tuple[Workload, Stream, Look, HeldOut | None]:
         workload = make()
         with interruptible():
-            data = as_dataset(workload.data())
+            stream = source_of(workload.data()).stream(hvd.rank(), hvd.size(), seed)
             held_out = as_held_out(workload.eval_data()) if workload.eval_data else None
-        stream = ShardedStream(*data, rank=hvd.rank(), size=hvd.size())
-        if stream.length < stream.size:
-            raise WorkloadError(f"The dataset has {stream.length} samples, fewer than the {stream.size} ranks.")
-        return workload, stream, held_out
+            return workload, stream, look_at(stream), held_out
 
     prepared = _together("data", work)
-    if prepared and not same_everywhere(len(prepared[2] or ()), "validation data"):
+    if prepared is None:
+        return None
+    workload, stream, look, held_out = prepared
+    agree(stream, look)
+    if not same_everywhere(len(held_out or ()), "validation data"):
         raise WorkloadError(
             "The ranks hold validation data of different lengths. Define eval_data in the same way on all ranks."
         )
-    return prepared
+    return workload, stream, held_out
 
 
 def build(
-    workload: Workload, stream: ShardedStream, device: Device, started_s: float, held_out: HeldOut | None = None
+    workload: Workload, stream: Stream, device: Device, started_s: float, held_out: HeldOut | None = None
 ) -> Trainer | None:
     """A trainer that begins with the weights of rank 0; ``None`` when some other rank could not build its model.
 

@@ -11,6 +11,18 @@ MOST_SOURCES = 200
 """Of so many cells the lines are kept: functions of older ones show in tracebacks without them."""
 
 _titles: deque[str] = deque()
+_ran = 0
+
+
+def ran() -> int:
+    """How many pieces of somebody's code this rank has run."""
+    return _ran
+
+
+def one_more() -> None:
+    """Somebody's code is about to run, and may do anything to what is trained."""
+    global _ran
+    _ran += 1
 
 
 def execute(source: str, title: str, variables: dict[str, Any]) -> Any:
@@ -18,6 +30,7 @@ def execute(source: str, title: str, variables: dict[str, Any]) -> Any:
 
     ``title`` stands in tracebacks in place of a file name; two cells of one title show the lines of the later one.
     """
+    one_more()
     _remember(source, title)
     tree = ast.parse(source, title)
     last = tree.body[-1] if tree.body else None

@@ -66,6 +66,7 @@ def call_function(blob: bytes) -> bytes:
 
     def run() -> Any:
         function, args = cloudpickle.loads(blob)
+        cells.one_more()
         with interruptible():
             return function(*args)
 

@@ -40,6 +40,7 @@ from .attach import attached
 from .step.trainer import Trainer
 from .storing import attached_objects, capture, restore
 from .storing.snapshots import Snapshots
+from .storing.sync import sync as sync_all
 from .streams import flush_only_what_was_written
 from .together import collectives, nudge, pulse
 from .together.interrupts import take_over
@@ -146,6 +147,11 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     reply = trainer.run(chunk)
     namespace().update(optimizer=trainer.live.optimizer)  # which a flip may have changed
     return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
+
+
+def sync() -> None:
+    """Give all ranks what rank 0 holds of what is trained."""
+    sync_all(_loaded_trainer(), _device)
 
 
 def record_step() -> Timeline | None:

@@ -1,15 +1,19 @@
 """What is used of torch beyond its documentation. Only for ranks.
 
 - Storages and tensors: ``_cdata`` (where the C++ object lies: Python makes a new storage object each time one asks),
-  ``_version`` (counts changes in place).
-- Modules: ``_buffers`` (binding a buffer's name anew leaves ``buffers()`` no trace of the old one), ``_NormBase`` (what
-  batch norms have in common).
+  ``_version`` (counts changes in place), ``_unsafe_preserve_version_counter``.
+- Modules: ``_buffers`` (binding a buffer's name anew leaves ``buffers()`` no trace of the old one), ``_modules``,
+  ``_parameters`` and the dicts of hooks (read for all modules at once, in each step), ``_NormBase`` (what batch norms
+  have in common), the hooks of ``weight_norm`` and ``spectral_norm`` that make a weight anew in each call, and what
+  ``torch.compile`` leaves on a module (``_compiled_call_impl``, ``_orig_mod``, ``_torchdynamo_orig_callable``).
 - Autograd: ``_raw_saved_*`` of graph nodes (what is saved, without unpacking it, which could run the model again),
   ``torch._C._current_graph_task_id`` (whether a backward runs on this thread), the stack of saved-tensor hooks, and
   ``saved_tensors_hooks.__enter__`` (autograd asks the innermost hooks only).
 - Dispatch modes: ``TorchDispatchMode`` and the stack of them. Autocast's depth and cache.
-- Optimizers: whether hooks are registered on one, ``_step_supports_amp_scaling`` (whether a gradient scaler hands its
-  scale to a fused kernel), and the attributes in which it does so.
+- Optimizers: the dicts of step hooks, of one optimizer and of all (to hold hooks back and run them later),
+  ``_step_supports_amp_scaling`` (whether a gradient scaler hands its scale to a fused kernel), and the attributes in
+  which it does so.
+- ``torch._foreach_norm`` (the norms of many tensors in few kernels; ``nn.utils.get_total_norm`` came after torch 2.4).
 - The CUDA allocator's history (``torch.cuda.memory._record_memory_history``, ``_dump_snapshot``), which torch documents
   as it is, underscore and all.
 
@@ -18,22 +22,32 @@ What is called for each tensor or operator is a plain attribute getter, as fast 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd, _current_graph_task_id
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 CHECKED_WITH = ("2.13.0",)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+Update = tuple[tuple[Any, ...], dict[str, Any]]
+"""What an optimizer hands to its step hooks: the arguments of ``step``."""
 
 _OUTSIDE_BACKWARD = -1
 _TORCH = Path(torch.__file__).parent
@@ -49,6 +63,47 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 buffers_by_name: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """A module's own buffers, without those of its children: the dict in which it keeps them."""
+
+children_by_name: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""A module's direct children: the dict in which it keeps them."""
+
+weights_by_name: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_parameters")
+"""A module's own parameters: the dict in which it keeps them."""
+
+hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+"""The dicts in which a module keeps what is called around its forward and backward."""
+
+MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has for torch's own use."""
+
+
+def made_anew(module: nn.Module) -> set[str]:
+    """The attributes that torch's own ``weight_norm`` and ``spectral_norm`` compute before each forward."""
+    hooks = module._forward_pre_hooks.values()
+    return {hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
+
+
+def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Changes made to these tensors inside are not counted: whoever makes them takes them back."""
+    guard: AbstractContextManager[None] = _unsafe_preserve_version_counter(tuple(tensors))
+    return guard
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to this module itself, to its forward, or by ``module.compile()``."""
+    return (
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def not_compiled(function: _Function) -> _Function:
+    """The function, kept out of what ``torch.compile`` compiles."""
+    # Importing dynamo takes seconds: where nobody did, nothing is compiled.
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
@@ -117,9 +172,50 @@ def leave_autocast() -> None:
     torch.clear_autocast_cache()
 
 
+def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """The 2-norm of each tensor, none of them empty; nobody waits for the device."""
+    return torch._foreach_norm(tensors) if tensors else ()
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody registered something to be done before or after this optimizer's update."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Whether somebody registered something to be done before or after this optimizer's update, or that of any."""
+    return any((*_pre_hooks(optimizer), *_post_hooks(optimizer)))
+
+
+@contextmanager
+def step_hooks_held_back(optimizer: Optimizer, pre: bool) -> Iterator[list[Update]]:
+    """Inside, no hook runs after this optimizer's update, with ``pre`` none before it either.
+
+    The list gets what each update hands to its hooks, for :func:`run_post_hooks`.
+    """
+    updates: list[Update] = []
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    of_all = _optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks
+    optimizer._optimizer_step_post_hooks = OrderedDict({0: lambda _, *update: updates.append(update)})
+    _optimizer._global_optimizer_post_hooks = OrderedDict()
+    if pre:
+        optimizer._optimizer_step_pre_hooks = OrderedDict()
+        _optimizer._global_optimizer_pre_hooks = OrderedDict()
+    try:
+        yield updates
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = own
+        _optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks = of_all
+
+
+def run_post_hooks(optimizer: Optimizer, updates: list[Update]) -> None:
+    """Run what was held back after these updates; whatever it raises comes as it is."""
+    for args, kwargs in updates:
+        for hook in (hook for hooks in _post_hooks(optimizer) for hook in list(hooks.values())):
+            hook(optimizer, args, kwargs)
+
+
+def _pre_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
+    return _optimizer._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
+
+
+def _post_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
+    return optimizer._optimizer_step_post_hooks, _optimizer._global_optimizer_post_hooks
 
 
 def keep_scale_from(optimizer: Optimizer) -> None:

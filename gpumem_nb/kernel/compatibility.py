@@ -11,7 +11,7 @@ from ..shared.workload import WorkloadInfo
 def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
     """Refuse settings under which this workload cannot be trained on that many ranks."""
     global_batch = settings.samples_per_rank * ranks
-    if global_batch > workload.dataset_len:
+    if workload.dataset_len is not None and global_batch > workload.dataset_len:
         raise InvalidInput(
             f"A global batch of {settings.batch_size} × {settings.accumulation_steps} × {ranks} ranks = "
             f"{global_batch} samples is larger than the dataset ({workload.dataset_len}). "
@@ -41,6 +41,6 @@ def adapted(settings: Settings, workload: WorkloadInfo) -> Settings:
 
 def within_dataset(settings: Settings, workload: WorkloadInfo, ranks: int) -> Settings:
     """The same with a global batch that is not larger than the dataset."""
-    if settings.samples_per_rank * ranks <= workload.dataset_len:
+    if workload.dataset_len is None or settings.samples_per_rank * ranks <= workload.dataset_len:
         return settings
     return settings.replace(batch_size=workload.dataset_len // ranks, accumulation_steps=1)

@@ -13,7 +13,8 @@ from ..report.configurations import Effect, Tried
 from ..report.evaluation import Evaluation
 from ..report.leak_sentences import in_words
 from ..report.rescue import Rescue
-from ..shared.messages import DeviceUse, Leak, Reading, Sample
+from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
+from ..shared.ranklist import name_ranks
 from ..shared.settings import Settings
 
 STEPS_KEPT = 2000
@@ -149,6 +150,14 @@ class History:
         news = [in_words(found[name]) for name in found if name not in known]
         for sentence in news:
             self.mark("leak", sentence)
+        return news
+
+    def noted(self, replies: Sequence[ChunkReply]) -> list[str]:
+        """Take in what ranks have to say, and return it."""
+        by = {note: [r.rank for r in replies if note in r.notes] for reply in replies for note in reply.notes}
+        news = [note if len(by[note]) == len(replies) else f"{name_ranks(by[note])}: {note}" for note in by]
+        for sentence in news:
+            self.mark("note", sentence)
         return news
 
     def tried_out(self) -> None:

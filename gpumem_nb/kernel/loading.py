@@ -136,6 +136,11 @@ class Loading:
         header = self._resume_from(source)
         return StateFile("resumed", source, size, header.steps, time.perf_counter() - began)
 
+    def sync(self) -> None:
+        """Give all ranks what rank 0 holds."""
+        self._foreground.call("sync")
+        self._history.mark("note", "all ranks have the weights and the optimizer's state of rank 0")
+
     def take_last_snapshot(self) -> bool:
         """One more snapshot while the ranks live; says whether there is one of this very step."""
         with suppress(GpumemError, TimeoutError):

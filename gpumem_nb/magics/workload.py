@@ -56,6 +56,16 @@ class WorkloadMagics(Magics):
         print(_loaded(session))
 
     @magic_arguments()
+    @line_magic
+    @says_usage
+    def hvd_sync(self, line: str) -> None:
+        """Give all ranks the weights and the optimizer's state of rank 0."""
+        parse_argstring(self.hvd_sync, line)
+        session = current()
+        session.sync()
+        print("All ranks have the weights and the optimizer's state of rank 0.")
+
+    @magic_arguments()
     @argument("path", help="the file to write, such as digits.state")
     @line_magic
     @says_usage

@@ -46,6 +46,8 @@ class Rescue:
     def headline(self) -> str:
         """Who could not do what, and why."""
         failure = self.failure
+        if failure.kind == "diverged":
+            return failure.message
         if failure.phase == "settings":
             return f"These settings cannot be used: {failure.message}"
         where = "in the evaluation" if failure.phase == "evaluation" else f"in the {failure.phase} part of the step"

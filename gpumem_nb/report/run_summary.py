@@ -54,7 +54,8 @@ class Run:
             settings = self._settings[sample.settings_id]
             at_peak = sample.ledger.at_peak if sample.ledger else {}
             shares = {f"{category.replace(' ', '_')}_bytes": at_peak.get(category) for category in CATEGORIES}
-            rows.append(row | settings.as_dict() | {"event": sample.event} | shares)
+            # A step's own learning rate stands in place of the knob's: cells and schedulers set it too.
+            rows.append(row | settings.as_dict() | row | {"event": sample.event} | shares)
         return pd.DataFrame(rows)
 
     def __str__(self) -> str:

@@ -37,6 +37,7 @@ class HoldsWorkload:
         data: str,
         loss: str | None = None,
         optimizer: str | None = None,
+        scheduler: str | None = None,
         eval_data: str | None = None,
         metric: str | None = None,
     ) -> WorkloadInfo:
@@ -44,10 +45,13 @@ class HoldsWorkload:
 
         Args:
             model: a ``torch.nn.Module``. Rank 0's weights are broadcast.
-            data: a map-style dataset, or a ``DataLoader`` whose dataset and collate function are used.
+            data: a dataset, a ``DataLoader``, tensors or arrays of equal length (a tuple or a dict of them), or an
+                iterable of micro-batches. The same on all ranks: the toolkit shards it.
             loss: a function ``loss(model, batch)``, or a criterion called as ``criterion(model(inputs), targets)``;
                 left out when the model returns its own loss.
             optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
+            scheduler: one of ``torch.optim.lr_scheduler`` that was built on that optimizer. It goes on with every step
+                that was done with it; a ``learning_rate`` that is set meanwhile holds until the scheduler sets its own.
             eval_data: what :meth:`evaluate` sees, each sample once: a map-style dataset, or a ``DataLoader`` whose
                 dataset (or subset) and collate function are used.
             metric: a function ``metric(model, batch)``, or one called as ``metric(model(inputs), targets)``, that
@@ -58,8 +62,17 @@ class HoldsWorkload:
             WorkloadError: there is no such variable, or what it holds cannot be trained.
             RankError: its code failed on a rank.
         """
-        named = {"model": model, "data": data, "loss": loss, "optimizer": optimizer}
+        named = {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "scheduler": scheduler}
         return self._life.loading.attach(named | {"eval_data": eval_data, "metric": metric})
+
+    def sync(self) -> None:
+        """Give all ranks the weights and the optimizer's state of rank 0, for example after a cell changed one rank's.
+
+        Raises:
+            WorkloadError: nothing is loaded, or the ranks hold models of different shapes.
+        """
+        self._life.foreground.check_loaded()
+        self._life.loading.sync()
 
     def save(self, path: str | os.PathLike[str], progress: Progress = lambda what, done: None) -> StateFile:
         """Write model, optimizer, scaler, data position, random numbers and settings to one file.

@@ -110,7 +110,8 @@ class Sample:
     ``time_s`` counts from the session's start, ``step_s`` is the step's duration, bytes are as in :class:`Reading`
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
     first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
-    ``ledger`` is there for the steps whose memory was recorded.
+    ``ledger`` is there for the steps whose memory was recorded. ``learning_rate`` is that of the optimizer's first
+    group, whoever set it.
     """
 
     rank: int
@@ -127,6 +128,7 @@ class Sample:
     settings_id: int
     event: str = ""
     ledger: Ledger | None = None
+    learning_rate: float | None = None
 
     @property
     def done(self) -> bool:
@@ -157,11 +159,11 @@ class Evaluated:
 class Failure:
     """Why a rank could not finish a step.
 
-    ``kind`` is ``oom``, ``error``, ``interrupted`` or ``stall`` (the ranks came apart); ``phase`` is the part of the
-    step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``, ``reduction``, ``update``) or
-    ``evaluation``; ``message`` is one sentence, ``traceback`` the text for those who want it. ``module`` is where in
-    the model it was, as far as that can be told; ``asked_bytes`` and ``free_bytes`` are those wanted and left when
-    memory ran out, ``None`` if not known.
+    ``kind`` is ``oom``, ``error``, ``interrupted``, ``stall`` (the ranks came apart) or ``diverged`` (their weights
+    differ); ``phase`` is the part of the step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``,
+    ``reduction``, ``update``) or ``evaluation``; ``message`` is one sentence, ``traceback`` the text for those who
+    want it. ``module`` is where in the model it was, as far as that can be told; ``asked_bytes`` and ``free_bytes`` are
+    those wanted and left when memory ran out, ``None`` if not known.
     """
 
     rank: int
@@ -259,6 +261,7 @@ class ChunkReply:
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
     writing has ended since the last reply; ``leaks`` are those found since then. ``device_use`` is about a second old.
     ``evaluated`` is there when the chunk ended with an evaluation that went well on all ranks.
+    ``notes`` are sentences to be said once.
     """
 
     rank: int
@@ -269,6 +272,7 @@ class ChunkReply:
     stored: Stored | None = None
     leaks: tuple[Leak, ...] = ()
     device_use: DeviceUse | None = None
+    notes: tuple[str, ...] = ()
     evaluated: Evaluated | None = None
 
 

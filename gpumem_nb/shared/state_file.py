@@ -55,9 +55,11 @@ class Header:
         settings: the knobs by name.
         steps, position: optimizer steps done, and places of the data stream consumed by all ranks together.
         ranks: how many there were.
-        dataset_len: number of samples.
+        dataset_len: number of samples in an epoch; ``None`` where it is not known.
         version: of the toolkit that wrote it.
         created: seconds since the epoch.
+        passes, pass_began: of data that can only be iterated, the passes that were over, and the position at which the
+            one under way began.
     """
 
     workload: str
@@ -66,9 +68,11 @@ class Header:
     steps: int
     position: int
     ranks: int
-    dataset_len: int
+    dataset_len: int | None
     version: str
     created: float = field(default_factory=time.time)
+    passes: int = 0
+    pass_began: int = 0
 
 
 class _Hashed(io.RawIOBase):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.data import Dataset
 
 
 @dataclass(frozen=True)
@@ -18,12 +17,15 @@ class Workload:
     Attributes:
         name: what people call it.
         model: returns the model, on the CPU, not wrapped for data parallelism. Rank 0's weights are broadcast.
-        data: returns a map-style dataset (``__len__`` and ``__getitem__``); the trainer shards and shuffles it.
+        data: returns a map-style dataset, a ``DataLoader``, tensors or arrays of equal length (a tuple or a dict of
+            them), or an iterable of micro-batches; the trainer shards it over the ranks.
         loss: ``loss(model, batch)`` runs the forward pass on one collated micro-batch and returns a scalar tensor,
             averaged over the samples of the micro-batch.
         optimizer: ``optimizer(params)`` returns the workload's own optimizer, chosen with ``optimizer=own``.
         blocks: returns the modules that activation checkpointing wraps, in the order in which forward calls them;
             without it the repeated blocks of the model are found automatically.
+        scheduler: ``scheduler(optimizer)`` returns the learning-rate scheduler of the workload's own optimizer (one of
+            ``torch.optim.lr_scheduler``), which goes on with every step that was done with that.
         eval_data: returns what the model is validated on, a map-style dataset or a ``DataLoader`` of one, of which the
             dataset, its subset and the collate function are used; each sample is seen exactly once, in order.
         metric: ``metric(model, batch)`` runs the forward pass on one collated micro-batch of ``eval_data`` and returns
@@ -35,28 +37,48 @@ class Workload:
 
     name: str
     model: Callable[[], torch.nn.Module]
-    data: Callable[[], Dataset[Any]]
+    data: Callable[[], Any]
     loss: Callable[[Any, Any], torch.Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     blocks: Callable[[Any], list[torch.nn.Module]] | None = None
+    scheduler: Callable[[Any], torch.optim.lr_scheduler.LRScheduler] | None = None
     eval_data: Callable[[], Any] | None = None
     metric: Callable[[Any, Any], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DataInfo:
+    """How the data was handed over.
+
+    ``batch_size``, ``num_workers``, ``pin_memory`` and ``prefetch_factor`` are those of a ``DataLoader`` (``None``: it
+    does not say), and become the first values of the knobs. ``batched``: the data brings micro-batches of its own, of
+    ``batch_size`` samples. ``iterable``: it can be iterated only. ``pinnable``: the device gains from pinned memory.
+    """
+
+    batch_size: int | None = None
+    num_workers: int | None = None
+    pin_memory: bool | None = None
+    prefetch_factor: int | None = None
+    batched: bool = False
+    iterable: bool = False
+    pinnable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadInfo:
     """What was loaded: sizes that the kernel needs to check settings and to describe the workload.
 
-    ``notes`` are sentences that are said once, when it was loaded; ``eval_len`` is ``None`` where nothing was given to
-    validate on.
+    ``dataset_len`` is the number of samples in an epoch; ``None`` when it is not known. ``notes`` are sentences that
+    are said once, when it was loaded; ``eval_len`` is ``None`` where nothing was given to validate on.
     """
 
     name: str
     parameters: int
     parameter_bytes: int
-    dataset_len: int
+    dataset_len: int | None
     blocks: int
     own_optimizer: str | None = None
     own_learning_rate: float | None = None
     notes: tuple[str, ...] = ()
+    data: DataInfo = DataInfo()
     eval_len: int | None = None

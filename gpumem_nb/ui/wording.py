@@ -97,7 +97,7 @@ def _epochs(session: Steered) -> str:
         return ""
     tried = [entry for entry in history.tried if entry.settings_id >= history.loaded_as]
     seen = history.seen_before + sum(entry.steps * entry.settings.samples_per_rank for entry in tried) * session.size
-    return f", {seen / workload.dataset_len:.1f} epochs"
+    return f", {seen / workload.dataset_len:.1f} epochs" if workload.dataset_len else ", epochs n/a"
 
 
 def _tiles(*numbers: tuple[str, str]) -> str:
@@ -156,15 +156,17 @@ def rescue(rescue: Rescue | None) -> str:
     if rescue is None:
         return ""
     failure = rescue.failure
-    what = "ran out of memory" if failure.kind == "oom" else "failed"
-    facts = [("part of the step", failure.phase), ("module", failure.module)]
+    what = {"oom": f"rank {failure.rank} ran out of memory", "diverged": "the ranks' weights differ"}.get(
+        failure.kind, f"rank {failure.rank} failed"
+    )
+    facts = [] if failure.kind == "diverged" else [("part of the step", failure.phase), ("module", failure.module)]
     if failure.kind == "oom":
         facts += [("asked for", format_bytes(failure.asked_bytes)), ("free", format_bytes(failure.free_bytes))]
     shown = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span> " for name, value in facts if value)
     message = "" if failure.kind == "oom" else f"<p>{escape(failure.message)}</p>"
     did = f"<p>The step was discarded on all ranks; {escape(rescue.did)}.</p>" if rescue.did else ""
     advice = f"<p>{escape(rescue.advice)}</p>" if rescue.advice else ""
-    return f"<div><h4>Step {rescue.step}: rank {failure.rank} {what}</h4>{shown}{message}{did}{advice}</div>"
+    return f"<div><h4>Step {rescue.step}: {what}</h4>{shown}{message}{did}{advice}</div>"
 
 
 def leak(found: Sequence[Leak]) -> str:

@@ -33,6 +33,7 @@ def test_every_sample_once_an_epoch_while_batches_change(two_ranks: Session) -> 
     session = two_ranks
     session.run(COUNTING)
     session.attach(model="line", data="numbers", loss="squared")
+    session.run("del seen[:]")  # what attaching looked at
     consumed = 0
     for batch_size, accumulation_steps, steps in ((4, 1, 5), (3, 2, 4), (10, 1, 3), (5, 3, 2)):
         session.set(batch_size=batch_size, accumulation_steps=accumulation_steps)
@@ -68,6 +69,7 @@ def sometimes(model, batch):
 """
     )
     session.attach(model="line", data="numbers", loss="sometimes")
+    session.run("del seen[:]")
     session.set(batch_size=4, accumulation_steps=1)
     session.train(2)
     before = session.run("list(seen)")

@@ -333,7 +333,7 @@ def test_batches_of_varying_length_are_no_leak(two_ranks: Session) -> None:
 def collate(samples):
     length = 1 + int(abs(samples[0][0].sum()) * 1000) % 40
     return [torch.stack([sample[0] for sample in samples]).repeat(length, 1)]
-rows = torch.utils.data.DataLoader(rows, collate_fn=collate)
+rows = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate)
 class Latest:
     def loss(self, model, batch):
         self.latest = model(batch[0])

@@ -90,7 +90,7 @@ def grid() -> Iterator[dict[str, Any]]:
     default = Settings()
     yield {}
     for name, knob in KNOBS.items():
-        for value in knob.choices:
+        for value in knob.choices if knob.moves else ():
             if value not in (getattr(default, name), "own"):
                 yield {name: value}
     yield {"batch_size": 2 * default.batch_size}

@@ -20,7 +20,7 @@ def complete(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("%hvd_set pre", ["precision="]),
+        ("%hvd_set prec", ["precision="]),
         ("%hvd_set precision=", ["fp32", "fp16", "bf16"]),
         ("%hvd_set precision=b", ["bf16"]),
         ("%hvd_set batch_size=4 clip_norm=n", ["none"]),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpumem_nb.memory import cuda
+from gpumem_nb.memory import cuda, device
 from gpumem_nb.memory.device import open_device
 from gpumem_nb.shared import gpus
 from gpumem_nb.shared.errors import InvalidInput, SetupError
@@ -57,6 +57,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
+    monkeypatch.setattr(device, "_opened", None)  # and back: other tests have devices of their own
     for name, stand_in in {
         "is_available": lambda: True,
         "device_count": lambda: 2,

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpumem_nb.engine.step.data import ShardedStream, as_dataset, to_device
+from gpumem_nb.engine.data.device import to_device
+from gpumem_nb.engine.data.source import as_dataset
+from gpumem_nb.engine.data.stream import ShardedStream
 
 
 def streams(length: int, size: int) -> list[ShardedStream]:

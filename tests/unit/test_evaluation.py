@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import horovod.torch as hvd
@@ -18,7 +19,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from gpumem_nb.engine.attach import attached
 from gpumem_nb.engine.data.held_out import as_held_out
-from gpumem_nb.engine.step.data import ShardedStream, as_dataset
+from gpumem_nb.engine.data.source import source_of
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import Device, opened
 from gpumem_nb.report.evaluation import Evaluation
@@ -53,6 +53,15 @@ def device() -> Device:
     return opened()
 
 
+MODES = SimpleQueue[bool]()
+"""Whether modules were in training mode when they were called; a list would be put back with all else."""
+
+
+def modes() -> set[bool]:
+    """Those since the last time."""
+    return {MODES.get() for _ in range(MODES.qsize())}
+
+
 class Net(nn.Module):
     """Has whatever evaluation could leave changed: dropout, statistics, a counter, a frozen part in eval mode."""
 
@@ -65,11 +74,10 @@ class Net(nn.Module):
         self.drop = nn.Dropout(0.5)
         self.out = nn.Linear(6, 3)
         self.register_buffer("calls", torch.zeros(()))
-        self.modes: list[bool] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        self.modes.append(self.training)
+        MODES.put(self.training)
         noise = 0.0 * torch.rand(1) * random.random() * float(np.random.rand())
         result: Tensor = self.out(self.drop(self.norm(self.frozen(x))))
         return result + noise.to(result.dtype)
@@ -98,7 +106,7 @@ def trainer(
     loss: Callable[..., Any] = loss,
 ) -> Trainer:
     workload = Workload("w", Net, lambda: samples(64), loss, metric=metric)
-    stream = ShardedStream(*as_dataset(samples(64)), rank=rank, size=size)
+    stream = source_of(samples(64)).stream(rank, size)
     return Trainer(workload, stream, device, time.time(), None if held_out is None else as_held_out(held_out))
 
 
@@ -139,7 +147,7 @@ def test_everything_is_as_it_was_before(device: Device) -> None:
     one.run(Chunk(Settings(batch_size=4), 1, 2))
     model: Any = one.live.model
     model.frozen.eval()
-    model.modes.clear()
+    modes()
     weights, *others = state(one)
     assert evaluated(one).failure is None
     weights_after, *others_after = state(one)
@@ -147,7 +155,7 @@ def test_everything_is_as_it_was_before(device: Device) -> None:
     assert torch.equal(others[1], others_after[1])
     assert others[0] == others_after[0]
     assert others[2:] == others_after[2:]
-    assert set(model.modes) == {False}
+    assert modes() == {False}
     assert all(param.grad is None for param in model.parameters())
 
 
@@ -211,11 +219,10 @@ class Counting(nn.CrossEntropyLoss):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(()))
-        self.modes: list[bool] = []
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.scale *= 2
-        self.modes.append(self.training)
+        MODES.put(self.training)
         return super().forward(outputs, targets)
 
 
@@ -223,8 +230,9 @@ def test_a_criterion_with_state_of_its_own_is_left_as_it_was_too(device: Device)
     there = {"net": Net(), "data": samples(9), "criterion": (criterion := Counting())}
     workload = attached({"model": "net", "data": "data", "loss": "criterion"}, there)
     one = trainer(device, samples(9), loss=workload.loss)
+    modes()
     assert evaluated(one).failure is None
-    assert (criterion.scale.item(), criterion.training, set(criterion.modes)) == (1.0, True, {False})
+    assert (criterion.scale.item(), criterion.training, modes()) == (1.0, True, {False})
 
 
 class Bad(Dataset[Any]):
@@ -321,6 +329,7 @@ def test_a_loader_brings_its_dataset_its_subset_and_how_it_collates() -> None:
 
     for loader in (DataLoader(data, 3), DataLoader(data, 3, shuffle=True, drop_last=True)):
         assert as_held_out(loader).dataset is data
+    assert len(as_held_out((torch.ones(5, 2), torch.ones(5)))) == 5
     assert as_held_out(DataLoader(data, 2, collate_fn=collate)).collate is collate
     part = as_held_out(DataLoader(data, 2, sampler=SubsetRandomSampler([5, 1, 3]))).dataset
     assert isinstance(part, Subset)
@@ -330,14 +339,16 @@ def test_a_loader_brings_its_dataset_its_subset_and_how_it_collates() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (DataLoader(samples(7), 2, sampler=WeightedRandomSampler([1.0] * 7, 7)), "WeightedRandomSampler"),
-        (DataLoader(samples(7), 2, sampler=RandomSampler(samples(7), num_samples=3)), "RandomSampler"),
-        (DataLoader(samples(7), batch_size=None), "in a way of its own"),
-        (DataLoader(samples(7), batch_sampler=[[1, 2], [3]]), "in a way of its own"),
-        (Endless(), "cannot be shared out"),
-        (DataLoader(Endless(), 2), "cannot be shared out"),
-        (5, "cannot be shared out"),
-        ([], "is empty"),
+        (
+            DataLoader(samples(7), 2, sampler=WeightedRandomSampler([1.0] * 7, 9)),
+            "WeightedRandomSampler.*more than once",
+        ),
+        (DataLoader(samples(7), batch_size=None), "eval_data: .* brings micro-batches of its own"),
+        (DataLoader(samples(7), batch_sampler=[[1, 2], [3]]), r"eval_data: .*batch sampler \(list\)"),
+        (Endless(), "eval_data: .* can only be iterated"),
+        (DataLoader(Endless(), 2), "eval_data: .* can only be iterated"),
+        (5, "eval_data: .* has neither"),
+        ([], "eval_data: .* is empty"),
     ],
 )
 def test_what_cannot_be_seen_exactly_once_is_refused(data: Any, message: str) -> None:

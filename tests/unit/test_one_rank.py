@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from gpumem_nb.engine import building
+from gpumem_nb.engine.data.source import as_dataset
+from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.step import reduction
-from gpumem_nb.engine.step.data import ShardedStream, as_dataset
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.together.interrupts import held_back, take_over
 from gpumem_nb.memory.device import Device, opened
@@ -40,10 +41,14 @@ class Unspeakable(Exception):
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only rank there is."""
     monkeypatch.setattr(hvd, "is_initialized", lambda: True)
+    monkeypatch.setattr(hvd, "rank", lambda: 0)
+    monkeypatch.setattr(hvd, "size", lambda: 1)
+    monkeypatch.setattr(hvd, "broadcast_object", lambda value, **_: value)
     monkeypatch.setattr(hvd, "allreduce", lambda tensor, **_: tensor)
     monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: tensor)
     monkeypatch.setattr(hvd, "broadcast_parameters", lambda state, root_rank: None)
     monkeypatch.setattr(hvd, "grouped_allreduce_async_", lambda tensors, **_: 1)
+    monkeypatch.setattr(hvd, "allreduce_async_", lambda tensor, **_: 1)
     monkeypatch.setattr(hvd, "synchronize", lambda handle: None)
 
 

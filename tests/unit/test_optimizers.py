@@ -98,10 +98,3 @@ def test_an_undone_update_leaves_nothing_of_the_scaler() -> None:
     own.grad_scale, own.found_inf = None, torch.zeros(())  # type: ignore[attr-defined]
     undo.undo()
     assert not {"grad_scale", "found_inf"} & vars(own).keys()
-
-
-def test_the_learning_rate_keeps_the_proportions_of_groups() -> None:
-    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-    own = torch.optim.SGD([{"params": a.parameters(), "lr": 0.1}, {"params": b.parameters(), "lr": 0.01}])
-    optimizers.set_learning_rate(own, 0.5)
-    assert [group["lr"] for group in own.param_groups] == pytest.approx([0.5, 0.05])

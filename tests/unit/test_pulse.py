@@ -27,7 +27,7 @@ class Others:
     def left(self, since_s: float) -> Waiting | None:
         return None
 
-    def free(self) -> None:
+    def free(self, waited: Waiting) -> None:
         self.freed += 1
 
 

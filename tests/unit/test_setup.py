@@ -112,7 +112,7 @@ def test_any_other_pip_error_is_passed_on_with_the_log() -> None:
 
 
 def test_unknown_target_names_the_known_ones(checkout: Path) -> None:
-    assert "setup, lab, test, demo, bench, soak, lint, clean" in one_sentence(run(checkout, "tset"))
+    assert "setup, lab, test, demo, bench, matrix, soak, lint, clean" in one_sentence(run(checkout, "tset"))
 
 
 def test_help_names_every_target_and_variable(checkout: Path) -> None:

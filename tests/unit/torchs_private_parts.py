@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gpumem_nb.internals import torch_internals
 from tests.unit.private_parts import checks, must
@@ -41,7 +42,7 @@ def buffers() -> None:
 
 
 @checks("torch", "torch.nn.modules.batchnorm._NormBase")
-def norms() -> None:
+def batch_norms() -> None:
     kinds = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.InstanceNorm1d(2)]
     must(torch_internals.batch_norms(nn.Sequential(nn.Linear(2, 2), *kinds)) == kinds, "other modules are meant")
 
@@ -150,11 +151,54 @@ def autocast() -> None:
 
 @checks("torch", "hooks of an optimizer")
 def step_hooks() -> None:
-    for register in ("register_step_pre_hook", "register_step_post_hook"):
+    globally = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    for register, of_all in zip(("register_step_pre_hook", "register_step_post_hook"), globally, strict=True):
         optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
         must(not torch_internals.has_step_hooks(optimizer), "hooks are seen where none are")
         getattr(optimizer, register)(lambda *_: None)
         must(torch_internals.has_step_hooks(optimizer), f"what {register} registers is not seen")
+        handle = of_all(lambda *_: None)
+        try:
+            must(torch_internals.has_step_hooks(torch.optim.SGD([torch.ones(1)])), f"{register} for all is not seen")
+        finally:
+            handle.remove()
+
+
+@checks("torch", "step hooks that are held back")
+def held_back_hooks() -> None:
+    ran: list[str] = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: ran.append("before")),
+        optimizer.register_step_post_hook(lambda *_: ran.append("after")),
+        register_optimizer_step_pre_hook(lambda *_: ran.append("before all")),
+        register_optimizer_step_post_hook(lambda *_: ran.append("after all")),
+    ]
+    try:
+        optimizer.step()
+        inside, ran[:] = list(ran), []
+        with torch_internals.step_hooks_held_back(optimizer, pre=False) as updates:
+            optimizer.step()
+        must(ran == ["before all", "before"], f"held back, these ran: {ran}")
+        torch_internals.run_post_hooks(optimizer, updates)
+        must(ran == inside == ["before all", "before", "after", "after all"], f"in other order: {ran}, {inside}")
+        ran.clear()
+        with torch_internals.step_hooks_held_back(optimizer, pre=True):
+            optimizer.step()
+        must(not ran, f"all held back, these ran: {ran}")
+        optimizer.step()
+        must(ran == inside, "hooks did not come back")
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@checks("torch", "torch._foreach_norm")
+def norms() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([float("nan")]), torch.tensor([[3.0, 4.0]]).bfloat16()]
+    values = [norm.item() for norm in torch_internals.norms_of(tensors)]
+    must(values[::2] == [5.0, 5.0] and values[1] != values[1], f"the norms are {values}")
+    must(torch_internals.norms_of([]) == (), "nothing has norms")
 
 
 @checks("torch", "_step_supports_amp_scaling, grad_scale and found_inf of optimizers")

@@ -18,7 +18,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...internals.torch_internals import is_compiled, not_compiled
 from ...shared.errors import WorkloadError
+from .block_state import BlockState
+from .draws import Draws
 from .segment import Segment
 
 SEGMENT_BLOCKS: dict[str, Callable[[int], int]] = {
@@ -58,29 +61,54 @@ class Checkpointing:
                 f"checkpointing={mode} needs a model with sub-modules to wrap; this one has none. "
                 "Use checkpointing=none or name them in Workload(blocks=...)."
             )
+        _refuse_what_is_compiled_around(model, blocks)
         self._length = SEGMENT_BLOCKS[mode](len(blocks))
+        self._mode = mode
+        self._blocks = blocks
+        self._entered = False
+        self._draws = Draws()
         self._last_index = -1
         self._last: weakref.ref[Segment] | None = None  # weak: only the graph keeps a segment's inputs alive
+        self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
         self._open: tuple[Segment, saved_tensors_hooks] | None = None
         self._hooks = []
         for index, block in enumerate(blocks):
-            self._hooks.append(
-                block.register_forward_pre_hook(
-                    lambda block, args, kwargs, index=index: self._enter(index, block, args, kwargs), with_kwargs=True
-                )
-            )
-            self._hooks.append(
-                block.register_forward_hook(
-                    lambda block, args, kwargs, output: self._leave(block, output), with_kwargs=True, always_call=True
-                )
-            )
+            state = BlockState(block)
+
+            def enter(_: Any, args: Any, kwargs: Any, index: int = index, state: BlockState = state) -> None:
+                self._enter(index, state, args, kwargs)
+
+            def leave(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                self._leave(block, output)
+
+            # First and last of all hooks, so that a replay runs the others on the same inputs.
+            self._hooks += [
+                block.register_forward_pre_hook(not_compiled(enter), with_kwargs=True, prepend=True),
+                block.register_forward_hook(not_compiled(leave), with_kwargs=True, always_call=True),
+            ]
         self._restore_cache = _switch_off_generation_cache(model)
+
+    def finished(self) -> None:
+        """A forward and backward of the model is over.
+
+        Raises:
+            WorkloadError: it called none of the blocks, so nothing was checkpointed.
+        """
+        if not self._entered:
+            raise WorkloadError(
+                f"checkpointing={self._mode} has no effect: forward calls none of the {len(self._blocks)} blocks; the "
+                f"first is a {type(self._blocks[0]).__name__}. Use checkpointing=none, or name modules that forward "
+                "calls in Workload(blocks=...)."
+            )
 
     def abandon(self) -> None:
         """Forget a pass that was left half way: torch calls no hooks after a ``KeyboardInterrupt``."""
-        Segment.replaying = False
+        Segment.replaying = None
         if self._open:
             self._open[1].__exit__()
+        for segment in list(self._segments):
+            segment.forget()
+        self._draws.forget()
         self._open = self._last = None
 
     def remove(self) -> None:
@@ -90,29 +118,63 @@ class Checkpointing:
             hook.remove()
         self._restore_cache()
 
-    def _enter(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or Segment.replaying or self._open is not None:
+    @property
+    def _running(self) -> Segment | None:
+        return Segment.replaying or (self._open[0] if self._open else None)
+
+    def _enter(self, index: int, state: BlockState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if running := self._running:
+            running.depth += running.block is state.block
+        if running or not torch.is_grad_enabled():
             return
         follows = index == self._last_index + 1 and index % self._length != 0
         segment = (self._last() if follows and self._last else None) or Segment()
-        segment.record(block, args, kwargs)
+        segment.record(state, self._draws, args, kwargs)
         hooks = saved_tensors_hooks(segment.pack, segment.unpack)
         hooks.__enter__()
+        self._segments.add(segment)
         self._last_index, self._last, self._open = index, weakref.ref(segment), (segment, hooks)
+        self._entered = True
 
     def _leave(self, block: nn.Module, output: Any) -> None:
-        if self._open is None or Segment.replaying or self._open[0].block is not block:
+        running = self._running
+        if not running or running.block is not block:
             return
-        segment, hooks = self._open
-        self._open = None
-        hooks.__exit__()
-        segment.returned(output)
+        running.depth -= 1
+        if running.depth:
+            return
+        if Segment.replaying:
+            Segment.replaying.returned_again(output)
+        elif self._open:
+            segment, hooks = self._open
+            self._open = None
+            hooks.__exit__()
+            segment.returned(output)
+
+
+def _refuse_what_is_compiled_around(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """A replay runs a block outside of what ``torch.compile`` made of its surroundings, and saves other tensors."""
+    for module in filter(is_compiled, model.modules()):
+        inside = {id(part) for part in module.modules() if part is not module}
+        if any(id(block) in inside for block in blocks):
+            name = type(getattr(module, "_orig_mod", module)).__name__
+            raise WorkloadError(
+                f"checkpointing cannot recompute blocks of the {name} that torch.compile compiled as a whole. Compile "
+                "its blocks instead, each by block.compile(), or use checkpointing=none."
+            )
 
 
 def _switch_off_generation_cache(model: nn.Module) -> Callable[[], None]:
-    """Hugging Face models keep keys and values for generation even in training; a replay would append to them."""
-    config: Any = getattr(model, "config", None)
-    if not getattr(config, "use_cache", False):
-        return lambda: None
-    config.use_cache = False
-    return lambda: setattr(config, "use_cache", True)
+    """Hugging Face models keep keys and values for generation even in training; a replay would append to them.
+
+    The decoder of an encoder-decoder has a configuration of its own.
+    """
+    found = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+    configs: list[Any] = [config for config in found.values() if getattr(config, "use_cache", False)]
+
+    def switch(use_cache: bool) -> None:
+        for config in configs:
+            config.use_cache = use_cache
+
+    switch(False)
+    return lambda: switch(True)

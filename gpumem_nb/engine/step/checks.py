@@ -2,24 +2,138 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...shared.errors import WorkloadError
+from ...shared.settings import Settings
+from .parts import Parts, in_groups
+from .precision import DTYPES
+
+_LOOP = "run steps of your own in a %%hvd cell, with hvd.DistributedOptimizer"
 
 
 def checked_model(model: Any) -> nn.Module:
     """The model, if it is one and has anything to train; else raises ``WorkloadError``."""
     if not isinstance(model, nn.Module):
-        raise WorkloadError(f"The model must be a torch.nn.Module; this is a {type(model).__name__}.")
+        several = isinstance(model, list | tuple | Mapping)
+        hint = " Put its members into one nn.ModuleDict, and write the loss as loss(model, batch)." if several else ""
+        raise WorkloadError(f"The model must be a torch.nn.Module; this is a {type(model).__name__}.{hint}")
+    check_tensors(model)
     if not any(param.requires_grad for param in model.parameters()):
         raise WorkloadError("The model has no trainable parameters: every requires_grad is False.")
     return model
 
 
+def check_tensors(module: nn.Module) -> None:
+    """Refuse a module that ranks cannot hold alike.
+
+    Raises:
+        WorkloadError: it has lazy layers, weights without data or in a sparse form, or a ``SyncBatchNorm``.
+    """
+    for name, one in module.named_modules():
+        if isinstance(one, nn.SyncBatchNorm):
+            raise WorkloadError(
+                f"SyncBatchNorm ({name or 'the model itself'}) averages over torch.distributed, which joins no ranks "
+                "here, so each rank would normalise by itself. Use nn.BatchNorm, whose statistics are each rank's own, "
+                "or nn.GroupNorm, which keeps none."
+            )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise WorkloadError(
+                f"{name} belongs to a lazy layer and has no shape yet. Run one batch through the model first, in a "
+                "%%hvd cell: net(inputs)."
+            )
+        if tensor.is_meta:
+            raise WorkloadError(f"{name} is on the meta device and holds no values. Load the model's weights first.")
+        if tensor.layout != strided or tensor.is_quantized:
+            what = "quantized" if tensor.is_quantized else "sparse"
+            raise WorkloadError(f"{name} is a {what} tensor, which ranks cannot hold alike. Keep it dense.")
+
+
+def checked_optimizer(optimizer: Any, parts: Parts) -> Optimizer:
+    """The optimizer, if it can train the model; else raises ``WorkloadError``."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, list | tuple | Mapping):
+        raise WorkloadError(
+            f"One optimizer trains here; this is a {kind} of {len(optimizer)}. Put all weights into one optimizer, in "
+            f"groups with options of their own; for a step with several updates, as a GAN's, {_LOOP}."
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise WorkloadError(f"The optimizer must be a torch.optim.Optimizer; this is a {kind}.")
+    if hasattr(optimizer, "skip_synchronize"):
+        raise WorkloadError(
+            "hvd.DistributedOptimizer averages the gradients over the ranks, and so does every step here. Build model "
+            f"and optimizer anew and attach the plain {kind}."
+        )
+    if isinstance(optimizer, LBFGS) or _needs_closure(optimizer):
+        raise WorkloadError(
+            f"{kind} computes the loss several times in one update, and here an update has one loss. Use another "
+            "optimizer, such as AdamW."
+        )
+    if isinstance(optimizer, SparseAdam):
+        raise WorkloadError(
+            "SparseAdam takes sparse gradients, and the average over all ranks is dense. Use Adam, or SGD."
+        )
+    trainable = {id(param) for param in parts.named[""].parameters() if param.requires_grad}
+    if trainable.isdisjoint(map(id, in_groups(optimizer))):
+        raise WorkloadError(
+            f"The optimizer {kind} holds none of this model's weights: it was built on another instance of the model. "
+            f"Build it anew on this one: {kind}(net.parameters(), ...)."
+        )
+    if optimizer.param_groups[0].get("lr") is None:
+        raise WorkloadError(f"The optimizer {kind} has no learning rate of its own. Build it with one: lr=1e-3.")
+    return optimizer
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    # On the class: a scheduler replaces the step of the object.
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def checked_scheduler(scheduler: Any, optimizer: Optimizer | None) -> LRScheduler:
+    """The scheduler, if it can advance with every step of this optimizer; else raises ``WorkloadError``."""
+    kind = type(scheduler).__name__
+    if not isinstance(scheduler, LRScheduler):
+        raise WorkloadError(f"The scheduler must be one of torch.optim.lr_scheduler; this is a {kind}.")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise WorkloadError(
+            "ReduceLROnPlateau waits for a metric, which a step does not have. Leave it out here, and call "
+            "scheduler.step(metric) in a %%hvd cell: the rate that it sets stays."
+        )
+    if optimizer is None or scheduler.optimizer is not optimizer:
+        raise WorkloadError(
+            f"The scheduler {kind} steers an optimizer that is not trained with. Name the one that it was built on: "
+            "optimizer=."
+        )
+    return scheduler
+
+
+def check_precision(settings: Settings, parts: Parts) -> None:
+    """Refuse loss scaling for gradients that are in fp16 themselves; torch's scaler cannot unscale those.
+
+    Raises:
+        WorkloadError: such a weight is trained, and the settings ask for ``precision=fp16``.
+    """
+    if settings.precision != "fp16":
+        return
+    for name, param in parts.named_parameters():
+        if param.requires_grad and param.dtype == DTYPES["fp16"]:
+            raise WorkloadError(
+                f"precision=fp16 scales the loss for weights in fp32, and {name} is in fp16 itself. Use "
+                "precision=fp32, which trains the weights as they are."
+            )
+
+
 def checked_loss(loss: Any) -> Tensor:
-    """The loss, if it is one number that depends on the weights; else raises ``WorkloadError``."""
+    """The loss as a scalar, if it is one real number that depends on the weights; else raises ``WorkloadError``."""
     if not isinstance(loss, Tensor):
         raise WorkloadError(f"The loss must return one number as a tensor; it returned a {type(loss).__name__}.")
     if loss.numel() != 1:
@@ -27,9 +141,11 @@ def checked_loss(loss: Any) -> Tensor:
             f"The loss must return one number (a scalar tensor); it returned shape {tuple(loss.shape)}. "
             "Take its mean, for example: loss.mean()."
         )
-    if loss.grad_fn is None:
+    if not loss.requires_grad:
         raise WorkloadError(
             "The loss does not depend on the model's weights, so there is nothing to train. "
             "Remove detach(), item() or no_grad() between model and loss."
         )
-    return loss
+    if loss.is_complex():
+        raise WorkloadError("The loss must be a real number; it is complex. Take its absolute value: loss.abs().")
+    return loss.reshape(())

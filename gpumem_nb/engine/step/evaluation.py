@@ -18,6 +18,7 @@ from ...memory.device import Device
 from ...shared.errors import WorkloadError
 from ...shared.messages import Failure
 from ...shared.workload import Workload
+from ..data.device import to_device
 from ..data.held_out import HeldOut
 from ..data.once import batches_once
 from ..together import collectives
@@ -25,11 +26,10 @@ from ..together.agreement import any_rank
 from ..together.interrupts import interruptible
 from .ambient import Ambient
 from .blame import failure_of
-from .data import to_device
 from .live_model import LiveModel
 from .parts import Parts
 from .precision import autocast
-from .undo import ForwardUndo
+from .undo import ForwardState, ForwardUndo
 
 PHASE = "evaluation"
 
@@ -64,6 +64,7 @@ class Evaluator:
         self._workload = workload
         self._held_out = held_out
         self.length = len(held_out)
+        self._forward = ForwardState(live.parts.named.values(), workload.loss)
         self._device = device
         self._rank, self._size = rank, size
 
@@ -80,7 +81,7 @@ class Evaluator:
         try:
             collectives.check()
             if failure is None:
-                with left_as_it_was(self._live.parts), interruptible():
+                with left_as_it_was(self._live.parts, self._forward), interruptible():
                     sums, samples = self._sum_up()
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self._failure(error)
@@ -135,13 +136,13 @@ class Evaluator:
 
 
 @contextmanager
-def left_as_it_was(parts: Parts) -> Iterator[None]:
-    """All modules in eval mode inside; modes, buffers and random numbers afterwards as before, bit by bit.
+def left_as_it_was(parts: Parts, forward: ForwardState) -> Iterator[None]:
+    """All modules in eval mode inside; modes, buffers, what a forward pass keeps and random numbers as before.
 
     Modes are set module by module and not by ``eval()``, which some models use to change their weights.
     """
     modes = [(module, module.training) for module in parts.modules()]
-    before = [ForwardUndo(part) for part in parts.named.values()]
+    before = ForwardUndo(forward)
     try:
         for module, _ in modes:
             module.training = False
@@ -149,8 +150,7 @@ def left_as_it_was(parts: Parts) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        for of_part in before:
-            of_part.undo()
+        before.undo()
 
 
 def _number(value: Any, what: str) -> Any:

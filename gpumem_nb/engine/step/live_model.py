@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+import zlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...memory.device import Device
 from ...shared.errors import WorkloadError
@@ -14,11 +17,14 @@ from ...shared.knobs import KNOBS
 from ...shared.knobs.optimizer import brings_none
 from ...shared.settings import Settings
 from ...shared.workload import Workload
+from ..together.agreement import same_everywhere
 from ..together.interrupts import interruptible
 from . import optimizers
 from .checkpointing import Checkpointing, find_blocks
-from .checks import checked_model
+from .checks import check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler
+from .modes import Modes
 from .parts import Parts, in_groups
+from .rates import Rates, named_rate
 from .undo import KeptState
 
 
@@ -29,10 +35,11 @@ class LiveModel:
     when the knob has the value already.
 
     Attributes:
-        model: moved to the device and in training mode.
+        model: moved to the device and in training mode, but for what was in evaluation mode in one that was training.
         parts: the model, and what is trained besides it.
         optimizer: the one in use.
         own_optimizer: the one that the workload brought, in use or not.
+        scheduler: what sets the own optimizer's learning rates, if the workload brought one.
         parameters: what is trained, in the optimizer's order.
         scaler: fp16's loss scaling. One for the whole life of the workload: leaving fp16 and coming back keeps its
             scale.
@@ -43,7 +50,7 @@ class LiveModel:
         """Build the workload's model and optimizer.
 
         Raises:
-            WorkloadError: the workload brings no model that can be trained.
+            WorkloadError: the workload brings no model, optimizer or scheduler that can be trained with.
         """
         self.settings = Settings()
         self._workload = workload
@@ -53,16 +60,24 @@ class LiveModel:
             self.model = checked_model(workload.model())
         self.parts = Parts(self.model, workload.loss)
         for part in self.parts.named.values():
-            part.to(device.torch_device).train()
+            check_tensors(part)
+            part.to(device.torch_device)
+        self._modes = [Modes(part) for part in self.parts.named.values()]
         torch.manual_seed(1 + rank)
-        self.own_optimizer = workload.optimizer(self.parts.parameters()) if workload.optimizer else None
+        self.own_optimizer: Optimizer | None = None
+        self.scheduler: LRScheduler | None = None
+        if workload.optimizer:
+            self.own_optimizer = checked_optimizer(workload.optimizer(self.parts.parameters()), self.parts)
+        if workload.scheduler:
+            self.scheduler = checked_scheduler(workload.scheduler(self.own_optimizer), self.own_optimizer)
         if self.own_optimizer:
-            own_rate = self.own_optimizer.param_groups[0]["lr"]
-            self.settings = Settings(optimizer="own", learning_rate=own_rate)
+            self.settings = Settings(optimizer="own", learning_rate=named_rate(self.own_optimizer))
         self.parts.join(self.own_optimizer)
         self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.parts.parameters(), self.settings)
-        self._parked: tuple[str, KeptState] | None = None  # used last, until a step was done with another one
+        self._rates = self._own_rates = Rates(self.optimizer, self.settings.learning_rate)
+        self._parked: tuple[str, KeptState, Rates] | None = None  # used last, until a step was done with another one
         self.parameters: list[Tensor] = list(in_groups(self.optimizer))
+        self._known = {id(param): weakref.ref(param) for param in self.parts.parameters()}
         self._checkpointing: Checkpointing | None = None
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
 
@@ -79,6 +94,7 @@ class LiveModel:
                 applied, and is noted, so that going back starts from what is true.
         """
         settings.check_known()
+        check_precision(settings, self.parts)
         for name, knob in KNOBS.items():
             if knob.apply:
                 knob.apply(self, settings)
@@ -110,16 +126,20 @@ class LiveModel:
             return
         if settings.optimizer == "own" and self.own_optimizer is None:
             raise WorkloadError(brings_none(self._workload.name))
+        named = settings.learning_rate != self.settings.learning_rate
+        rate = settings.learning_rate if named else self._rates.first or settings.learning_rate
         if self._parked is None and self.optimizer is not self.own_optimizer:
-            self._parked = (self.settings.optimizer, KeptState(self.optimizer, release=True))
+            kept = KeptState(self.optimizer, release=True)
+            self._parked = (self.settings.optimizer, kept, self._rates)
         if settings.optimizer == "own" and self.own_optimizer:
-            self.optimizer = self.own_optimizer
+            self.optimizer, self._rates = self.own_optimizer, self._own_rates
         elif self._parked and self._parked[0] == settings.optimizer:
             with self._device.exempt():
                 self._parked[1].restore()
-            self.optimizer, self._parked = self._parked[1].optimizer, None
+            self.optimizer, self._rates, self._parked = self._parked[1].optimizer, self._parked[2], None
         else:
-            self.optimizer = optimizers.build(self.parameters, settings)
+            self.optimizer = optimizers.build(self.parameters, settings.replace(learning_rate=rate))
+            self._rates = Rates(self.optimizer, settings.learning_rate)
         self._note(optimizer=settings.optimizer)
 
     def set_optimizer_impl(self, name: str) -> None:
@@ -132,14 +152,87 @@ class LiveModel:
         self._note(optimizer_impl=name)
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set the rate of the optimizer's first group, and scale those of the others by the same factor."""
-        if rate != self.optimizer.param_groups[0]["lr"]:
-            optimizers.set_learning_rate(self.optimizer, rate)
+        """Bring the optimizer's first group to this rate, and scale those of the others by the same factor.
+
+        Only if the knob has changed: what a cell or a scheduler has set stays until then.
+        """
+        self._rates.follow(rate)
         self._note(learning_rate=rate)
 
-    def forget_parked_optimizer(self) -> None:
-        """A step was done with the optimizer in use: the one before it does not come back."""
+    def relisted(self) -> bool:
+        """Whether the optimizer trains other weights than :attr:`parameters`: somebody added or removed some."""
+        return list(map(id, self._trained())) != list(map(id, self.parameters))
+
+    def relist(self) -> None:
+        """Train from now on what the optimizer has. A collective.
+
+        Raises:
+            WorkloadError: it is not the same on all ranks.
+        """
+        trained = self._trained()
+        shapes = [(tuple(param.shape), str(param.dtype), param.requires_grad) for param in trained]
+        if not same_everywhere(zlib.crc32(repr(shapes).encode()), "weights"):
+            raise WorkloadError(
+                "the optimizer trains other weights on one rank than on another. Run the cell that changed it on all "
+                "ranks, or attach the model again."
+            )
+        self.parameters, self._parked = trained, None
+        known = set(map(id, in_groups(self.optimizer)))
+        if missing := [param for param in trained if id(param) not in known]:
+            self.optimizer.add_param_group({"params": missing})
+
+    def refuse_strangers(self) -> None:
+        """Weights that came into the model meanwhile must be trained, or frozen: nobody would notice otherwise.
+
+        Raises:
+            WorkloadError: naming the first that no optimizer has.
+        """
+        trained = set(map(id, self._trained()))
+        for name, param in self.parts.named_parameters():
+            known = self._known.get(id(param), lambda: None)() is param
+            if param.requires_grad and not known and id(param) not in trained:
+                raise WorkloadError(
+                    f"{name} came into the model after it was attached, and no optimizer trains it. Add it with "
+                    "optimizer.add_param_group({'params': [...]}) on all ranks, or attach the model again."
+                )
+
+    def sparse_places(self) -> list[int]:
+        """The places in :attr:`parameters` of tables whose gradients are sparse."""
+        tables = {id(module.weight) for module in self.parts.modules() if getattr(module, "sparse", False) is True}
+        return [place for place, param in enumerate(self.parameters) if id(param) in tables]
+
+    def _trained(self) -> list[Tensor]:
+        trained = list(in_groups(self.optimizer))
+        if self.own_optimizer is None or self.optimizer is self.own_optimizer:
+            return trained
+        known = set(map(id, trained))
+        return trained + [param for param in in_groups(self.own_optimizer) if id(param) not in known]
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the first group as it is now, whoever set it."""
+        return self._rates.first
+
+    def resume_modes(self) -> None:
+        """Training goes on after cells may have run: an ``eval()`` of theirs is taken back."""
+        for modes in self._modes:
+            modes.restore()
+
+    def step_counted(self) -> None:
+        """A step was done with the optimizer in use: nothing from before it comes back, and its scheduler goes on."""
         self._parked = None
+        self._rates.settle()
+        if self.scheduler and self.optimizer is self.own_optimizer:
+            self.scheduler.step()
+
+    def finished_backward(self) -> None:
+        """Forward and backward of a step are over.
+
+        Raises:
+            WorkloadError: checkpointing is on and had no effect.
+        """
+        if self._checkpointing:
+            self._checkpointing.finished()
 
     def abandon_forward(self) -> None:
         """A forward or backward was left half way."""
@@ -154,6 +247,9 @@ class LiveModel:
     def go_on_with(self, optimizer: Optimizer, settings: Settings) -> None:
         """Weights were put back to an earlier moment: ``optimizer`` is the one of that moment, under ``settings``."""
         self.optimizer, self._parked = optimizer, None
+        self._rates = Rates(optimizer, settings.learning_rate)
+        if optimizer is self.own_optimizer:
+            self._own_rates = self._rates
         self._note(**{name: getattr(settings, name) for name in ("optimizer", "optimizer_impl", "learning_rate")})
 
     def close(self) -> None:

@@ -71,14 +71,6 @@ def put_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]], groups:
         group.update({name: value for name, value in saved.items() if name != "params"})
 
 
-def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
-    """Set the rate of the first group and scale those of the others by the same factor."""
-    factor = learning_rate / optimizer.param_groups[0]["lr"]
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * factor
-    optimizer.param_groups[0]["lr"] = learning_rate
-
-
 def clip_gradients(optimizer: Optimizer, max_norm: float) -> None:
     """Scale all gradients down together when their 2-norm exceeds ``max_norm``."""
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import horovod.torch as hvd
 import torch
@@ -11,10 +12,26 @@ from torch import Tensor
 from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
 from ..together.interrupts import postponed
+from .wire import arrived, carried_dtype, outgoing
 
 # A bucket is one Horovod group: negotiated once instead of once a tensor. Large enough to keep the number of
 # negotiations small, small enough that the first ones travel while backward still runs.
 BUCKET_BYTES = 4 * 2**20
+FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What all ranks learned from one reduction, the same on each.
+
+    ``sums`` are those of the ballot's numbers. ``missed``: a weight outside of the buckets has a gradient, so the step
+    must be taken again after :meth:`GradientReduction.regroup`. ``partial`` are the weights for which only some ranks
+    had a gradient.
+    """
+
+    sums: list[int]
+    missed: bool
+    partial: tuple[Tensor, ...]
 
 
 class _Bucket:
@@ -24,116 +41,163 @@ class _Bucket:
         self.name = f"gpumem_nb.bucket.{index}"
         self.params: list[Tensor] = []
         self.bytes = 0
-        self.missing = 0
+        self.ready: set[int] = set()
         self.handle: int | None = None
-        self.wire: list[Tensor] = []
+        self.wires: list[list[Tensor]] = []
 
 
 class GradientReduction:
-    """Averages the gradients of a model over all ranks, and tells every rank what any rank voted for.
+    """Averages the gradients of weights over all ranks, and adds up what they vote.
 
-    The votes travel in the last bucket, so agreement costs no round trip of its own. A rank that failed sends zeros for
-    the gradients it lacks: nobody waits, and everybody learns that the step must be discarded.
+    The ballot travels in the last bucket, so agreement costs no round trip of its own. It also says which weights have
+    a gradient: one that has none on any rank is left alone, as torch leaves it; one that only some ranks have is
+    averaged with zeros. A rank that failed sends zeros for what it lacks, so nobody waits.
 
     Attributes:
-        latest: the parameter whose gradient was computed last, which tells how far backward got.
+        latest: the weight whose gradient was computed last, which tells how far backward got.
+        torn: a gradient changed after it had left, as reentrant checkpoints can do: the step must be taken again,
+            on all ranks after :meth:`wait_for_backward`.
     """
 
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        self._buckets = _into_buckets([param for param in params if param.requires_grad])
+    def __init__(self, params: Sequence[Tensor], sparse: Collection[int], ranks: int) -> None:
+        """Reduce these weights.
+
+        Args:
+            params: in the same order on all ranks, frozen ones included.
+            sparse: places of those that embeddings give sparse gradients.
+            ranks: how many there are.
+        """
+        self._params = [param for param in params if param.numel()]
+        self._sparse = {id(params[place]) for place in sparse}
+        self._ranks = ranks
+        self._frozen = [not param.requires_grad for param in self._params]  # on all ranks
+        self._early = True
         self._armed = False
+        self._usual: tuple[list[float], tuple[Tensor, ...]] = ([], ())
+        self._codes: tuple[tuple[int, ...], Tensor] | None = None
+        self._buckets: list[_Bucket] = []
+        self._grouped: list[bool] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.latest: Tensor | None = None
+        self.torn = False
+        self.regroup()
+
+    def regroup(self) -> None:
+        """Send from now on what is not frozen on all ranks."""
+        if self._grouped == self._frozen:
+            return
+        self.remove()
+        self._grouped = self._frozen
+        frozen = zip(self._params, self._frozen, strict=True)
+        self._buckets = _into_buckets([param for param, is_frozen in frozen if not is_frozen])
         self._hooks = [
             param.register_post_accumulate_grad_hook(lambda param, bucket=bucket: self._gradient_ready(param, bucket))
             for bucket in self._buckets
             for param in bucket.params
+            if param.requires_grad
         ]
+
+    def wait_for_backward(self) -> None:
+        """Send nothing before backward has ended, from now on."""
+        self._early, self.torn = False, False
 
     def arm(self) -> None:
         """From now on gradients are final: send each bucket as soon as it is full."""
         for bucket in self._buckets:
-            bucket.missing = len(bucket.params)
+            bucket.ready.clear()
         self._armed = True
 
-    def finish(self, votes: Sequence[bool | Tensor]) -> list[bool]:
-        """Send what was not sent, wait for all of it, and return for each vote whether any rank gave it.
+    def finish(self, ballot: Tensor) -> Reduced:
+        """Send what was not sent, wait for all of it, and add up the ballot.
 
-        A vote may be a tensor on the device, which nobody waits for before the reduction is done.
+        Afterwards every ``grad`` is the average over all ranks, the same bits on each; unless some were ``missed``.
 
-        Afterwards every ``grad`` is the average over all ranks, the same bits on each.
+        Args:
+            ballot: whole numbers in float32, whose sums over all ranks stay below 2**24.
         """
         self._armed = False
-        last = self._buckets[-1]
-        dtype, device = _wire_dtype(last.params[0]), last.params[0].device
-        # torch.as_tensor would copy a bool from the host, and wait for the device.
-        ballot = torch.stack(
-            [
-                vote.to(device, dtype) if isinstance(vote, Tensor) else torch.full((), vote, dtype=dtype, device=device)
-                for vote in votes
-            ]
-        )
+        ballot = torch.cat([ballot, self._presence(ballot.device)])
+        last = self._buckets[-1] if self._buckets else None
+        carrier = last if last and carried_dtype(last.params[0].dtype) == ballot.dtype else None
         for bucket in self._buckets:
             if bucket.handle is None:
-                self._send(bucket, ballot if bucket is last else None)
+                self._send(bucket, ballot if bucket is carrier else None)
+        if carrier is None:
+            hvd.synchronize(hvd.allreduce_async_(ballot, name="gpumem_nb.ballot", op=hvd.Average))
         for bucket in self._buckets:
-            self._receive(bucket)
-        return [share > 0 for share in ballot.tolist()]
+            assert bucket.handle is not None
+            handle, bucket.handle = bucket.handle, None
+            hvd.synchronize(handle)
+        numbers: list[float] = ballot.tolist()
+        count = len(numbers) - len(self._params)
+        missed, partial, absent = self._learn(numbers[count:])
+        for bucket in self._buckets:
+            for param, wires in zip(bucket.params, bucket.wires, strict=True):
+                if not missed and id(param) not in absent:
+                    arrived(param, wires)
+            bucket.wires = []
+        if not missed:
+            self.regroup()
+        return Reduced([round(number * self._ranks) for number in numbers[:count]], missed, partial)
 
     def forget(self) -> None:
         """Let go of what was sent: Horovod was shut down, and nothing will come back."""
         self._armed = False
         for bucket in self._buckets:
             bucket.handle = None
-            bucket.wire = []
+            bucket.wires = []
 
     def remove(self) -> None:
-        """Take the hooks off the parameters again."""
+        """Take the hooks off the weights again."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     def _gradient_ready(self, param: Tensor, bucket: _Bucket) -> None:
         self.latest = param
         if not self._armed:
             return
-        bucket.missing -= 1
-        if bucket.missing == 0 and bucket is not self._buckets[-1]:
+        if id(param) in bucket.ready:  # it comes in several pieces, and nobody knows how many
+            self._early = False
+            self.torn = self.torn or bucket.handle is not None
+            return
+        bucket.ready.add(id(param))
+        if self._early and len(bucket.ready) == len(bucket.params) and bucket is not self._buckets[-1]:
             with postponed():  # what Horovod has begun must be known: it would be sent a second time
                 self._send(bucket, None)
 
     def _send(self, bucket: _Bucket, ballot: Tensor | None) -> None:
-        for param in bucket.params:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-        bucket.wire = [_to_wire(param.grad) for param in bucket.params if param.grad is not None]
+        bucket.wires = [outgoing(param, id(param) in self._sparse) for param in bucket.params]
+        wires = [wire for wires in bucket.wires for wire in wires]
         if ballot is not None:
-            bucket.wire.append(ballot)
+            wires.append(ballot)
         if Recorder.current:
             gradients = {id(param.grad) for param in bucket.params}
-            Recorder.current.claim(COMMUNICATION, (wire for wire in bucket.wire if id(wire) not in gradients))
-        bucket.handle = hvd.grouped_allreduce_async_(bucket.wire, name=bucket.name, op=hvd.Average)
+            Recorder.current.claim(COMMUNICATION, (wire for wire in wires if id(wire) not in gradients))
+        bucket.handle = hvd.grouped_allreduce_async_(wires, name=bucket.name, op=hvd.Average)
 
-    def _receive(self, bucket: _Bucket) -> None:
-        assert bucket.handle is not None
-        handle, bucket.handle = bucket.handle, None
-        hvd.synchronize(handle)
-        for param, wire in zip(bucket.params, bucket.wire, strict=False):
-            if wire is param.grad:
-                continue
-            if param.grad is None or param.grad.is_sparse:
-                param.grad = wire
-            else:
-                param.grad.copy_(wire)  # in place: nothing may be allocated, and so fail, on one rank alone
-        bucket.wire = []
+    def _presence(self, device: torch.device) -> Tensor:
+        """For each weight whether there is a gradient, or whether it is frozen, here."""
+        codes = tuple(FROZEN * (not param.requires_grad) + (param.grad is not None) for param in self._params)
+        if device.type == "cpu":
+            return torch.tensor(codes, dtype=torch.float32)
+        if self._codes is None or self._codes[0] != codes:  # fetching it from the host would wait for the device
+            self._codes = codes, torch.tensor(codes, dtype=torch.float32, device=device)
+        return self._codes[1]
 
-
-def _wire_dtype(tensor: Tensor) -> torch.dtype:
-    # Horovod 0.28 has no all-reduce for bfloat16 (horovod#4047).
-    return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-
-
-def _to_wire(gradient: Tensor) -> Tensor:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense.to(_wire_dtype(dense)).contiguous()
+    def _learn(self, presence: list[float]) -> tuple[bool, tuple[Tensor, ...], set[int]]:
+        """What the ranks' gradients have in common: were any missed, which are partial, and which are absent."""
+        if presence == self._usual[0]:
+            return False, self._usual[1], set()
+        sums = [round(number * self._ranks) for number in presence]
+        there = [total % FROZEN for total in sums]
+        self._frozen = [total // FROZEN == self._ranks for total in sums]
+        missed = any(count and grouped for count, grouped in zip(there, self._grouped, strict=True))
+        partial = tuple(param for param, count in zip(self._params, there, strict=True) if 0 < count < self._ranks)
+        absent = {id(param) for param, count in zip(self._params, there, strict=True) if not count}
+        if not missed and not absent:
+            self._usual = presence, partial
+        return missed, partial, absent
 
 
 def _into_buckets(params: list[Tensor]) -> list[_Bucket]:

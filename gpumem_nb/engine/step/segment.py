@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,36 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...internals.torch_internals import batch_norms, buffers_by_name, version
+from ...internals.torch_internals import version
 from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
-from ...shared.errors import WorkloadError
+from .block_state import BlockState, Seen, undone_afterwards
+from .cannot import OTHER_BLOCKS, SOMETHING_ELSE, cannot
+from .draws import Draws
+from .held import Held
+from .sameness import Fingerprint
 
 
 class _Slot:
     """Stands in the graph for one dropped tensor. While it lives, the tensor may still be asked for."""
 
-    __slots__ = ("__weakref__", "index")
+    __slots__ = ("__weakref__", "dtype", "index", "shape")
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A tensor that came into the segment from outside, and the version it had."""
-
-    tensor: Tensor
-    version: int
-    requires_grad: bool
-
-    def get(self) -> Tensor:
-        if version(self.tensor) != self.version:
-            raise WorkloadError(
-                "checkpointing cannot recompute a block: its input was changed in place after the block used it. "
-                "Use checkpointing=none or replace the in-place operation in the model."
-            )
-        return self.tensor.detach().requires_grad_(self.requires_grad)
+    def __init__(self, index: int, tensor: Tensor) -> None:
+        self.index, self.shape, self.dtype = index, tensor.shape, tensor.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +45,8 @@ class _Call:
     args: Any
     kwargs: Any
     context: Callable[[], ExitStack]
+    seen: Seen
+    fingerprint: Fingerprint | None = None
 
 
 class _Replayed(Exception):
@@ -65,88 +54,129 @@ class _Replayed(Exception):
 
 
 class Segment:
-    """The recorded calls of consecutive blocks, and the tensors that they saved."""
+    """The recorded calls of consecutive blocks, and the tensors that they saved.
 
-    replaying = False
+    Attributes:
+        replaying: the one that is recomputed just now.
+        depth: how often the block that runs was entered, and not left: it may call itself.
+    """
+
+    replaying: Segment | None = None
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._slots: list[weakref.ref[_Slot]] = []
         self._recomputed: dict[int, Tensor] = {}
         self._outputs: list[tuple[weakref.ref[Tensor], int, _Link]] = []
+        self.depth = 0
+        self._running = False  # the block called last
+        self._count = 0  # tensors saved in a replay
+        self._results: list[list[Tensor]] = []  # of calls in a replay
 
     @property
     def block(self) -> nn.Module:
-        """The block called last."""
-        return self._calls[-1].block
+        """The block that runs, or did last."""
+        calls = self._calls[: len(self._results) + 1] if Segment.replaying is self else self._calls
+        return calls[-1].block
 
-    def record(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(self, state: BlockState, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note how a block is about to be called."""
+        self._running, self.depth = True, 1
+        seen = Seen(state, draws, (args, kwargs))
         held_args, held_kwargs = _map_tensors(self._hold, (args, kwargs))
-        self._calls.append(_Call(block, held_args, held_kwargs, _ambient_context()))
+        self._calls.append(_Call(state.block, held_args, held_kwargs, _ambient_context(), seen))
 
     def returned(self, output: Any) -> None:
-        """Note what the block called last gave: a later block that gets the same tensor need not hold it."""
-        call = len(self._calls) - 1
-        for index, tensor in enumerate(tensors_in(output)):
-            self._outputs.append((weakref.ref(tensor), version(tensor), _Link(call, index)))
+        """Note what the block called last gave: a later block that gets the same tensor need not hold it.
 
-    def _hold(self, tensor: Tensor) -> _Held | _Link:
+        Raises:
+            WorkloadError: the block changed something by which it cannot be run a second time.
+        """
+        self._running = False
+        if output is None:  # what torch tells of a block that raised
+            return
+        number, call = len(self._calls) - 1, self._calls[-1]
+        for index, tensor in enumerate(tensors_in(output)):
+            self._outputs.append((weakref.ref(tensor), version(tensor), _Link(number, index)))
+        call.seen.returned()
+        if call.seen.compared:
+            call.fingerprint = Fingerprint(output, len(self._slots))
+
+    def returned_again(self, output: Any) -> None:
+        """Note what a block gave that is run once more.
+
+        Raises:
+            WorkloadError: it did something else than the first time.
+        """
+        if output is None:
+            return
+        call = self._calls[len(self._results)]
+        self._results.append(list(tensors_in(output)))
+        if call.fingerprint and not call.fingerprint.is_of(output, self._count):
+            raise cannot(SOMETHING_ELSE)
+
+    def forget(self) -> None:
+        """Let go of everything: the graph that would ask for it was given up."""
+        self._calls, self._outputs, self._recomputed = [], [], {}
+
+    def _hold(self, tensor: Tensor) -> Held | _Link:
         for reference, seen, link in self._outputs:
             if reference() is tensor and version(tensor) == seen:
                 return link
-        if Recorder.current:
-            Recorder.current.saved(tensor)
-        return _Held(tensor.detach(), version(tensor), tensor.requires_grad)
+        return Held.of(tensor)
 
     def pack(self, tensor: Tensor) -> _Slot:
         """Drop a tensor that autograd wants to save."""
-        slot = _Slot(len(self._slots))
+        slot = _Slot(len(self._slots), tensor)
         self._slots.append(weakref.ref(slot))
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
-        """The dropped tensor, recomputed."""
+        """The dropped tensor, recomputed.
+
+        Raises:
+            WorkloadError: it cannot be recomputed.
+        """
+        if self._running:
+            raise cannot("it computes gradients in its own forward", OTHER_BLOCKS)
         if slot.index not in self._recomputed:
             self.replay()
-        try:
-            return self._recomputed.pop(slot.index)
-        except KeyError:
-            raise WorkloadError(
-                "checkpointing cannot recompute a block: run a second time it did something else than the first time. "
-                "Use checkpointing=none, or make the block depend on nothing but its inputs."
-            ) from None
+        tensor = self._recomputed.pop(slot.index, None)
+        if tensor is None or (tensor.shape, tensor.dtype) != (slot.shape, slot.dtype):
+            raise cannot(SOMETHING_ELSE)
+        return tensor
 
     def replay(self) -> None:
         """Run the segment once more and keep what backward still needs."""
-        count = 0
+        self._count, self._results, self.depth = 0, [], 0
+        # What follows the last tensor that is needed is of use for comparing only.
+        last = None if self._calls[-1].fingerprint else len(self._slots)
 
         def keep(tensor: Tensor) -> None:
-            nonlocal count
-            if count < len(self._slots) and self._slots[count]() is not None:
-                self._recomputed[count] = tensor.detach()
+            index = self._count
+            if index < len(self._slots) and self._slots[index]() is not None:
+                self._recomputed[index] = tensor.detach()
                 if Recorder.current:
                     Recorder.current.saved(tensor)
-            count += 1
-            if count == len(self._slots):
+            self._count += 1
+            if self._count == last:
                 raise _Replayed
 
-        outputs: list[list[Tensor]] = []
+        def resolve(value: Held | _Link) -> Tensor:
+            return value.get() if isinstance(value, Held) else self._results[value.call][value.output]
 
-        def resolve(value: _Held | _Link) -> Tensor:
-            return value.get() if isinstance(value, _Held) else outputs[value.call][value.output]
-
-        Segment.replaying = True
+        Segment.replaying = self
         try:
-            with saved_tensors_hooks(keep, _never), torch.random.fork_rng(devices=_cuda_devices()):
+            with undone_afterwards([call.seen for call in self._calls]), saved_tensors_hooks(keep, _never):
                 for call in self._calls:
-                    with call.context(), _copied_statistics(call.block):
+                    with call.context():
+                        call.seen.enter()
                         args, kwargs = _map_held(resolve, (call.args, call.kwargs))
-                        outputs.append(list(tensors_in(call.block(*args, **kwargs))))
+                        call.block(*args, **kwargs)
         except _Replayed:
             pass
         finally:
-            Segment.replaying = False
+            Segment.replaying, self._results = None, []
 
 
 def _never(_: Any) -> Tensor:
@@ -154,45 +184,21 @@ def _never(_: Any) -> Tensor:
 
 
 def _ambient_context() -> Callable[[], ExitStack]:
-    """Everything around a call that its result depends on: gradients on, autocast, random numbers, batch statistics."""
-    cuda_devices = _cuda_devices()
-    device_type = "cuda" if cuda_devices else "cpu"
+    """What torch keeps around a call that its result depends on: gradients on, and autocast."""
+    device_type = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
     autocast: dict[str, Any] = {
         "dtype": torch.get_autocast_dtype(device_type),
         "enabled": torch.is_autocast_enabled(device_type),
         "cache_enabled": torch.is_autocast_cache_enabled(),
     }
-    cpu_state = torch.get_rng_state()
-    cuda_states = [torch.cuda.get_rng_state(device) for device in cuda_devices]
 
     def enter() -> ExitStack:
         stack = ExitStack()
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device_type, **autocast))
-        torch.set_rng_state(cpu_state)
-        for device, state in zip(cuda_devices, cuda_states, strict=True):
-            torch.cuda.set_rng_state(state, device)
         return stack
 
     return enter
-
-
-def _cuda_devices() -> list[int]:
-    return [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-
-
-@contextmanager
-def _copied_statistics(module: nn.Module) -> Iterator[None]:
-    """Batch norm below ``module`` counts into copies of its running statistics: a replay must not count twice."""
-    statistics = [buffers_by_name(norm) for norm in batch_norms(module)]
-    originals = [dict(named) for named in statistics]
-    for named in statistics:
-        named.update({name: None if buffer is None else buffer.clone() for name, buffer in named.items()})
-    try:
-        yield
-    finally:
-        for named, original in zip(statistics, originals, strict=True):
-            named.update(original)
 
 
 def _map(kind: Any, function: Callable[[Any], Any], value: Any) -> Any:
@@ -202,6 +208,8 @@ def _map(kind: Any, function: Callable[[Any], Any], value: Any) -> Any:
         return {key: _map(kind, function, item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_map(kind, function, item) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
+        return type(value)(*(_map(kind, function, item) for item in value))
     return value
 
 
@@ -210,4 +218,4 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _map_held(function: Callable[[Any], Tensor], value: Any) -> Any:
-    return _map((_Held, _Link), function, value)
+    return _map((Held, _Link), function, value)

@@ -6,49 +6,45 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
+from ...internals.torch_internals import Update, run_post_hooks, step_hooks_held_back
 from ...memory.device import Device
 from ...memory.leaks.detector import LeakDetector
 from ...memory.ledger.account import Account
 from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
+from ...shared.errors import WorkloadError
 from ...shared.messages import Failure, Ledger, Reading
-from ..together import collectives, nudge
+from ..data.device import to_device
+from ..data.stream import Stream
+from ..together import collectives
 from ..together.agreement import any_rank
 from ..together.interrupts import interruptible
 from . import optimizers
 from .ambient import Ambient
-from .blame import failure_of, nonfinite_loss
+from .blame import failure_of
 from .checks import checked_loss
-from .data import ShardedStream, to_device
+from .guard import check_no_backward, updates_refused
 from .live_model import LiveModel
+from .own_loss import micro_batches
 from .precision import autocast
-from .reduction import GradientReduction
-from .undo import ForwardUndo, UpdateUndo
+from .undo import ForwardState, ForwardUndo, UpdateUndo
+from .voting import StepOrder, Voting
 
+MOST_ATTEMPTS = 4  # at one step, before somebody's code is taken to change what it trains each time
 # Of the parameters: more than any of torch's optimizers allocates in an update, once it has its state.
 UPDATE_COPIES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class StepOrder:
-    """How a step is to be taken.
-
-    ``trial``: measure it and undo it. ``nudges``: those sent before; a newer one makes this step the chunk's last.
-    ``proven``: a step was finished under these settings before. ``recorded``: listen to every allocation.
-    """
-
-    trial: bool
-    nudges: int
-    proven: bool
-    recorded: bool
+_RESTLESS = (
+    "which weights are trained changes every time the step is tried. Let the model, the loss and their hooks leave "
+    "requires_grad and the optimizer's groups as they are during a step."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ class Outcome:
 
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
-    there for recorded steps that were finished.
+    there for recorded steps that were finished. ``notes`` are sentences to be said once.
     """
 
     loss: Tensor | None
@@ -67,22 +63,14 @@ class Outcome:
     reading: Reading
     ledger: Ledger | None
     step_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Votes:
-    """What any rank voted for: it failed; it was nudged; its update may fail; its loss is not a finite number."""
-
-    failed: bool
-    leave: bool
-    careful: bool
-    nonfinite: bool
+    notes: tuple[str, ...]
 
 
 class Stepper:
     """Takes the steps of one rank. Whatever goes wrong on any rank, all of them end each step in the same way.
 
     Attributes:
+        voting: how the ranks come to the same end.
         began_s: when the latest step began, on the clock of ``time.monotonic``.
         record: the allocations of the latest step, if it was recorded.
     """
@@ -91,7 +79,7 @@ class Stepper:
         self,
         live: LiveModel,
         loss: Callable[[Any, Any], Tensor],
-        stream: ShardedStream,
+        stream: Stream,
         device: Device,
         leaks: LeakDetector,
     ) -> None:
@@ -100,11 +88,12 @@ class Stepper:
         self._stream = stream
         self._device = device
         self._leaks = leaks
-        self._reduction = GradientReduction(live.parameters)
-        self._param_bytes = sum(param.nbytes for param in live.parameters)
+        self.voting = Voting(live, stream.rank, stream.size, device, self.failure)
+        self._forward_state = ForwardState(live.parts.named.values(), loss)
         self._phase = "settings"
         self.began_s = time.monotonic()
         self.record: Account | None = None
+        self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
     @property
     def phase(self) -> str:
@@ -123,50 +112,82 @@ class Stepper:
         start_s = time.perf_counter()
         self.began_s = time.monotonic()
         self.record = None
-        with Recorder(self._device, self._live.model).watching() if order.recorded else nullcontext():
-            try:
-                return self._take(order, failure, start_s)
-            except BaseException:  # which should not come: the next step must not find what is left of this one
-                self._reduction.forget()
-                self._live.model.zero_grad()
-                raise
+        failure = failure or self._data_ready()
+        for _ in range(MOST_ATTEMPTS):
+            with (
+                Recorder(self._device, *self._live.parts.named.values()).watching() if order.recorded else nullcontext()
+            ):
+                try:
+                    outcome, failure = self._attempt(order, failure, start_s)
+                except BaseException:  # which should not come: the next step must not find what is left of this one
+                    self.voting.forget()
+                    self._live.zero_grad()
+                    raise
+            if outcome:
+                return outcome
+        return self.take(order, self.failure(WorkloadError(_RESTLESS)))
 
-    def _take(self, order: StepOrder, failure: Failure | None, start_s: float) -> Outcome:
-        """Forward, vote, update or undo."""
+    def _data_ready(self) -> Failure | None:
+        """Let workers begin outside of what is recorded: they must not inherit the recorder."""
+        self.phase = "data"
+        try:
+            with interruptible():
+                self._stream.make_ready(self._live.settings.batch_size, self._live.settings.accumulation_steps)
+        except BaseException as error:
+            return self.failure(error)
+        return None
+
+    def _attempt(
+        self, order: StepOrder, failure: Failure | None, start_s: float
+    ) -> tuple[Outcome | None, Failure | None]:
+        """Forward, vote, update or undo. No outcome: all ranks take the step again, with this failure if there is one.
+
+        Every attempt starts from no gradients, whatever a cell has left.
+        """
         before, loss = None, None
+        self._live.zero_grad()
+        if not order.trial:
+            failure, self._after_update = failure or self._after_update, None
         if failure is None:
-            before, loss, failure = self._forward()
-        votes, failure = self._vote(order, loss, failure)
+            before, loss, failure = self._forward(order)
+        self.phase = "reduction"
+        votes, failure = self.voting.vote(order, loss, failure, lambda: self._update_may_fail(order))
+        if votes.unsure and not votes.failed:
+            if before:
+                before.undo()
+            return None, self.voting.agree_anew(votes)
         discarded = votes.failed or votes.nonfinite
         if not discarded and votes.careful:
             failure, discarded = self._update_or_undo(order.trial)
         elif not discarded:
             self._update()
-        self._live.model.zero_grad()
+        self._live.zero_grad()
         if discarded:
             if before:
                 before.undo()
             gc.collect()  # what was under way may hang together in circles, with activations among them
         else:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
-            self._live.forget_parked_optimizer()
-        return self._measured(start_s, loss, failure, discarded, last=discarded or votes.leave)
+            self._told_later(self._live.step_counted)
+        notes = () if discarded else self.voting.newly_partial()
+        return self._measured(start_s, loss, failure, discarded, discarded or votes.leave, notes), failure
 
     def failure(self, error: BaseException) -> Failure:
         """What went wrong in the part of the step under way."""
-        return failure_of(error, self._stream.rank, self.phase, self._live.model, self._reduction.latest, self._device)
+        return failure_of(error, self._stream.rank, self.phase, self._live.model, self.voting.latest, self._device)
 
     def close(self) -> None:
         """Take the hooks off the parameters again."""
-        self._reduction.remove()
+        self.voting.close()
 
-    def _forward(self) -> tuple[ForwardUndo | None, Tensor | None, Failure | None]:
+    def _forward(self, order: StepOrder) -> tuple[ForwardUndo | None, Tensor | None, Failure | None]:
         """Forward and backward: what undoes them, the loss, or what went wrong."""
         before, ambient = None, Ambient()
         self.phase = "forward"
         try:
             collectives.check()
-            before = ForwardUndo(self._live.model)
+            before = ForwardUndo(self._forward_state)
+            self.voting.begin(order)
             with self._leaks.step():
                 return before, self._forward_backward(), None
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
@@ -182,69 +203,44 @@ class Stepper:
         device = self._device.torch_device
         total = torch.zeros((), device=device)
         self.phase = "data"
-        with interruptible():
-            batches = self._stream.micro_batches(settings.batch_size, settings.accumulation_steps)
-            for index, batch in enumerate(batches):
-                batch = to_device(batch, device)
+        with updates_refused(), interruptible():
+            count = settings.accumulation_steps
+            batches = self._stream.micro_batches(settings.batch_size, count)
+            for index, batch in enumerate(micro_batches(self._loss, self._live.model, batches, count)):
+                batch = to_device(batch, device, copy=self._stream.foreign)
                 if Recorder.current:
                     Recorder.current.claim(INPUTS, tensors_in(batch))
-                self.phase = "forward"
+                self.phase, self.voting.latest = "forward", None
                 with autocast(settings.precision, device.type):
-                    loss = checked_loss(self._loss(self._live.model, batch)) / settings.accumulation_steps
+                    loss = self._loss(self._live.model, batch)
+                    check_no_backward(self.voting.latest)
+                    loss = checked_loss(loss) / settings.accumulation_steps
                 del batch
-                self.phase, self._reduction.latest = "backward", None
+                self.phase = "backward"
                 if index == settings.accumulation_steps - 1:
-                    self._reduction.arm()
+                    self.voting.arm()
                 (scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
                 total += loss.detach().float()
                 self.phase = "data"
+            self._live.finished_backward()
         return total
 
-    def _vote(self, order: StepOrder, loss: Tensor | None, failure: Failure | None) -> tuple[_Votes, Failure | None]:
-        """Average the gradients over all ranks, and learn what any of them votes for; this rank may fail in it."""
-        self.phase = "reduction"
-        try:
-            # A failed rank has room for the zeros it sends: whatever its step held is gone by now.
-            with self._device.exempt():
-                ballot, failure = self._ballot(order, loss, failure)
-                votes = _Votes(*self._reduction.finish(ballot))
-        except HorovodInternalError as error:  # on every rank, because Horovod was shut down
-            self._reduction.forget()
-            return _Votes(failed=True, leave=True, careful=False, nonfinite=False), self.failure(error)
-        if votes.nonfinite and failure is None and loss is not None and not loss.isfinite():
-            failure = nonfinite_loss(self._stream.rank, loss)
-        return votes, failure
-
-    def _ballot(
-        self, order: StepOrder, loss: Tensor | None, failure: Failure | None
-    ) -> tuple[tuple[bool | Tensor, ...], Failure | None]:
-        """What this rank votes for, in the order of :class:`_Votes`; what goes wrong in asking fails the step."""
-        nonfinite: bool | Tensor = False
-        careful = True
-        try:
-            if loss is not None:
-                # fp16's scale is not in it: only scaled gradients may overflow, and the scaler skips those by itself.
-                nonfinite = ~torch.isfinite(loss)
-            careful = order.trial or not order.proven or self._update_may_fail()
-        except BaseException as error:
-            failure = failure or self.failure(error)
-        return (failure is not None, nudge.newer_than(order.nudges), careful, nonfinite), failure
-
-    def _update_may_fail(self) -> bool:
-        """Whether an update that went well before could end half way: short of memory, or in somebody's own code."""
-        if not optimizers.from_torch(self._live.optimizer):
+    def _update_may_fail(self, order: StepOrder) -> bool:
+        """Whether this update could end half way, or shall be undone: short of memory, or in somebody's own code."""
+        if order.trial or not order.proven or not optimizers.from_torch(self._live.optimizer):
             return True
         room = self._device.room()
-        return room is None or room < UPDATE_COPIES * self._param_bytes
+        return room is None or room < UPDATE_COPIES * sum(param.nbytes for param in self._live.parameters)
 
     def _update_or_undo(self, trial: bool) -> tuple[Failure | None, bool]:
         """Update, and undo it on all ranks if one cannot, or for a trial; returns this rank's failure and if undone."""
         self.phase = "update"
         undo, scaler_state = None, self._live.scaler.state_dict()
-        failure = None
+        failure, updates = None, list[Update]()
         try:
             undo = UpdateUndo(self._live.parameters, self._live.optimizer)
-            self._update()
+            with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
+                self._update()
             if trial and Recorder.current:
                 self.record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:
@@ -257,7 +253,19 @@ class Stepper:
             if undo:
                 undo.undo()
             self._live.replace_scaler(scaler_state)
+        else:
+            self._told_later(lambda: run_post_hooks(self._live.optimizer, updates))
         return failure, undone
+
+    def _told_later(self, work: Callable[[], None]) -> None:
+        """Do what belongs to an update that counts already on all ranks: what it raises fails the step after it."""
+        self.phase = "update"
+        try:
+            work()
+        except BaseException as error:
+            failure = self.failure(error)
+            told = "after the update of the step before, which counts, a step hook or the scheduler failed"
+            self._after_update = self._after_update or replace(failure, message=f"{told}: {failure.message}")
 
     def _update(self) -> None:
         """Unscale, clip, update: in this order, because clipping is about true gradients."""
@@ -277,11 +285,17 @@ class Stepper:
             Recorder.current.claim_model(self._live.parameters, optimizer.state)
 
     def _measured(
-        self, start_s: float, loss: Tensor | None, failure: Failure | None, discarded: bool, last: bool
+        self,
+        start_s: float,
+        loss: Tensor | None,
+        failure: Failure | None,
+        discarded: bool,
+        last: bool,
+        notes: tuple[str, ...],
     ) -> Outcome:
         reading = self._device.reading()
         if Recorder.current and not discarded:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
         step_s = time.perf_counter() - start_s
-        return Outcome(loss, failure, discarded, last, reading, ledger, step_s)
+        return Outcome(loss, failure, discarded, last, reading, ledger, step_s, notes)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import zlib
 
-import horovod.torch as hvd
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,14 +14,19 @@ from ...shared.errors import WorkloadError
 from ...shared.messages import Chunk, ChunkReply, Evaluated, Failure, Sample, Timeline
 from ...shared.settings import Settings
 from ...shared.workload import Workload, WorkloadInfo
+from .. import cells
 from ..data.held_out import HeldOut
+from ..data.stream import Stream
 from ..together import nudge
-from ..together.agreement import same_everywhere
-from .data import ShardedStream
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
+from .joining import check_alike, take_from_first
 from .live_model import LiveModel
-from .step import Outcome, StepOrder, Stepper
+from .notes import notes as model_notes
+from .rates import named_rate
+from .step import Outcome, Stepper
+from .voting import StepOrder
+from .weight_watch import WeightWatch
 
 _HALF_APPLIED = -2  # in place of a chunk's settings_id: going back must apply everything, and nothing of it is proven
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
@@ -42,7 +45,7 @@ class Trainer:
     def __init__(
         self,
         workload: Workload,
-        stream: ShardedStream,
+        stream: Stream,
         device: Device,
         started_s: float,
         held_out: HeldOut | None = None,
@@ -71,6 +74,7 @@ class Trainer:
         self._evaluator: Evaluator | None = None
         if held_out is not None:
             self._evaluator = Evaluator(self.live, workload, held_out, device, stream.rank, stream.size)
+        self._cells = cells.ran()
         self._settings_id = -1
         self._failed_id = -1  # under which a step was discarded
         self._proven_id = -1  # under which a step was finished
@@ -79,32 +83,34 @@ class Trainer:
         self._recorded_steps = 0  # under these settings
 
     def join(self) -> None:
-        """Begin with the weights of rank 0; all ranks call it together.
+        """Begin with the values of rank 0; all ranks call it together.
 
         Raises:
-            WorkloadError: the ranks hold different models; raised on all of them.
+            WorkloadError: the ranks hold different models or optimizers; raised on all of them.
         """
-        state = self.live.model.state_dict()
-        shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()]
-        if not same_everywhere(zlib.crc32(repr(shapes).encode()), "model"):
-            raise WorkloadError(
-                "The ranks hold different models: names, shapes or types of their weights differ. Define the model in "
-                "the same way on all ranks."
-            )
-        hvd.broadcast_parameters(state, root_rank=0)
+        check_alike(self.live)
+        take_from_first(self.live)
+
+    @property
+    def watch(self) -> WeightWatch:
+        """Compares the ranks' weights."""
+        return self._stepper.voting.watch
 
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
         own = self.live.own_optimizer
         params = list(self.live.parts.parameters())
+        data, notes = self.stream.described(self._device.kind == "cuda")
         return WorkloadInfo(
             name=self.workload.name,
             parameters=sum(param.numel() for param in params),
             parameter_bytes=sum(param.nbytes for param in params),
-            dataset_len=self.stream.length,
+            dataset_len=None if self.stream.info.batched else self.stream.length,
             blocks=len(self.live.blocks),
             own_optimizer=type(own).__name__ if own else None,
-            own_learning_rate=own.param_groups[0]["lr"] if own else None,
+            own_learning_rate=named_rate(own) if own else None,
+            notes=(*notes, *model_notes(self.live, self.stream.size)),
+            data=data,
             eval_len=self._evaluator.length if self._evaluator else None,
         )
 
@@ -124,6 +130,7 @@ class Trainer:
     def close(self) -> None:
         """Leave the model as it was handed over: no hooks, no gradients."""
         self._stepper.close()
+        self.stream.close()
         self.live.close()
 
     def run(self, chunk: Chunk) -> ChunkReply:
@@ -137,14 +144,16 @@ class Trainer:
         if chunk.trial:
             return self._try_out(chunk)
         nudge.catch_up(chunk.nudges)
-        failure = self._apply(chunk)
+        failure = self._apply(chunk) or self._look_at_weights()
         self._leaks.chunk_begins(self._device.reading().live_bytes)
         samples: list[Sample] = []
+        notes: list[str] = []
         losses: list[Tensor | None] = []
         for _ in range(chunk.steps if chunk.nudges > self._left_after else 0):
             outcome, sample = self._step(failure, chunk)
             samples.append(sample)
             losses.append(outcome.loss)
+            notes += outcome.notes
             self._leaks.step_ended(sample, losses=len(losses))
             failure = outcome.failure
             if outcome.discarded:
@@ -163,8 +172,15 @@ class Trainer:
             dataclasses.replace(sample, loss=None if loss is None else loss.item())
             for sample, loss in zip(samples, losses, strict=True)
         )
-        leaks, reading = self._leaks.take(), self._device.reading()
-        return ChunkReply(self.stream.rank, complete, reading, failure, leaks=leaks, evaluated=evaluated)
+        return ChunkReply(
+            self.stream.rank,
+            complete,
+            self._device.reading(),
+            failure,
+            leaks=self._leaks.take(),
+            evaluated=evaluated,
+            notes=(*self.stream.take_skipped(), *notes),
+        )
 
     def record(self) -> Timeline | None:
         """One step, recorded allocation by allocation and undone on all ranks; ``None`` when another rank failed.
@@ -172,6 +188,7 @@ class Trainer:
         Raises:
             WorkloadError: this rank could not finish it.
         """
+        self.live.resume_modes()
         outcome, _ = self._step(None, Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1))
         if outcome.failure:
             raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
@@ -208,6 +225,8 @@ class Trainer:
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done."""
         self._stepper.phase = "settings"
+        self.live.resume_modes()
+        self.stream.load_with(chunk.settings)
         if chunk.settings_id == self._settings_id:
             return None
         changed = chunk.settings != self.live.settings
@@ -220,10 +239,24 @@ class Trainer:
         self._flipped, self._recorded_steps = self._flipped or changed, 0
         return None
 
+    def _look_at_weights(self) -> Failure | None:
+        """Cells may have put other weights into the model."""
+        if cells.ran() == self._cells:
+            return None
+        self._cells = cells.ran()
+        self._stepper.phase = "forward"
+        try:
+            self.live.refuse_strangers()
+        except WorkloadError as error:
+            self._cells = -1  # to be looked at again
+            return self._stepper.failure(error)
+        return None
+
     def _step(self, failure: Failure | None, chunk: Chunk) -> tuple[Outcome, Sample]:
         """One step of the chunk. A failure to apply the settings fails it from the start, on all ranks."""
         recorded = failure is None and self._is_recorded(chunk)
-        order = StepOrder(chunk.trial, chunk.nudges, self._settings_id == self._proven_id, recorded)
+        order = StepOrder(self.steps, chunk.trial, chunk.nudges, self._settings_id == self._proven_id, recorded)
+        learning_rate = self.live.learning_rate  # a scheduler may set the next one when the step is done
         outcome = self._stepper.take(order, failure)
         if outcome.discarded:
             event = outcome.failure.kind if outcome.failure else "trial" if chunk.trial else "discarded"
@@ -232,14 +265,14 @@ class Trainer:
             self.steps += 1
             self._proven_id, self._flipped = self._settings_id, False
             self._recorded_steps += recorded
-        return outcome, self._sample(outcome, event, chunk.settings_id)
+        return outcome, self._sample(outcome, event, chunk.settings_id, learning_rate)
 
     def _is_recorded(self, chunk: Chunk) -> bool:
         """Whether this step gets a ledger: some regularly, and the first ones under new settings."""
         first = self._recorded_steps < FIRST_LEDGERS
         return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)
 
-    def _sample(self, outcome: Outcome, event: str, settings_id: int) -> Sample:
+    def _sample(self, outcome: Outcome, event: str, settings_id: int, learning_rate: float) -> Sample:
         """What is shown of a step, without its loss."""
         reading = outcome.reading
         return Sample(
@@ -257,4 +290,5 @@ class Trainer:
             settings_id=settings_id,
             event=event,
             ledger=outcome.ledger,
+            learning_rate=learning_rate,
         )

@@ -4,38 +4,78 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...internals.torch_internals import buffers_by_name, forget_scaler
+from ...internals.torch_internals import forget_scaler
 from . import optimizers
-from .copies import host_copy
+from .changing import Before, Changing, Key, can_be_filled
+from .copies import host_copy, overwrite
+from .python_state import PythonState, Taken
 from .random_state import RandomState
+from .reachable import Reachable
+
+_LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor trained, to be copied before it was seen to change
 
 
 class ForwardUndo:
-    """What a forward pass changes: buffers, such as batch norm's statistics, and the state of random numbers."""
+    """What a forward pass changes: buffers, such as batch norm's statistics, what Python keeps, and random numbers."""
 
-    def __init__(self, model: nn.Module) -> None:
-        # Code such as `self.mean = 0.9 * self.mean + x` binds the name anew, so names are kept beside contents.
-        self._names = [(named, dict(named)) for named in map(buffers_by_name, model.modules())]
+    def __init__(self, state: ForwardState) -> None:
+        self._python = state.python.take()
         # On a GPU the copy stays there: fetching it would wait for the device at every step.
-        self._buffers = [(b, b.detach().clone() if b.is_cuda else host_copy(b)) for b in model.buffers()]
+        self._buffers = [(b, _copy(b)) for _, b in state.python.buffers() if can_be_filled(b)]
+        self._others = state.others_before(self._python)
         self._random = RandomState.take()
 
     def undo(self) -> None:
-        """Put everything back, bit by bit; buffers that were not there before are dropped."""
-        for buffers, before in self._names:
-            buffers.clear()
-            buffers.update(before)
-        with torch.no_grad():
-            for buffer, content in self._buffers:
-                buffer.copy_(content)
+        """Put everything back, bit by bit; what was not there before is dropped."""
+        self._python.put_back()
+        for before in self._others:
+            if before.was_changed:
+                before.put_back()
+        for buffer, content in self._buffers:
+            overwrite(buffer.data, content)
         self._random.put_back()
+
+
+class ForwardState:
+    """Where a forward pass can change something: in modules, their hooks, the loss, and what these reach.
+
+    Args:
+        parts: the modules whose weights are trained.
+        loss: what calls them.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module], loss: Callable[..., Any]) -> None:
+        self._parts = tuple(parts)
+        self.python = PythonState(lambda: (*self._parts, loss))
+        self._changing = Changing(_copy, _LARGEST_BYTES)
+        self._fresh: list[Before] = []
+        self._looked_into: Reachable | None = None
+        self._trained: set[int] = set()
+        self._other_weights: list[tuple[Key, Tensor]] = []  # of an average of the model that a hook keeps, for example
+
+    def others_before(self, taken: Taken) -> list[Before]:
+        """What is in tensors that are neither buffers nor trained, as far as it may have to be put back."""
+        self._changing.after(self._fresh)
+        if self._looked_into is not self.python.found:
+            self._looked_into = self.python.found
+            self._trained = {id(weight) for part in self._parts for weight in part.parameters()}
+            self._other_weights = self.python.weights()
+        named = chain(taken.tensors, self._other_weights)
+        befores = self._changing.before((key, tensor) for key, tensor in named if id(tensor) not in self._trained)
+        self._fresh = [before for before in befores if before.fresh]
+        return befores
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone() if tensor.is_cuda else host_copy(tensor)
 
 
 class UpdateUndo:

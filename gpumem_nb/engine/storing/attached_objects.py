@@ -9,7 +9,9 @@ from typing import Any
 
 import cloudpickle
 from torch import nn
+from torch.optim import Optimizer
 
+from ...internals.torch_internals import has_step_hooks
 from ...shared import snapshot_folder
 from ...shared.errors import StateFileError
 from ...shared.units import format_bytes
@@ -25,6 +27,9 @@ def save(objects: dict[str, Any], path: Path, space: int) -> str:
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
+        if any(isinstance(value, Optimizer) and has_step_hooks(value) for value in objects.values()):
+            path.unlink(missing_ok=True)
+            return "an optimizer loses its step hooks when it is pickled"
         pickled = cloudpickle.dumps(objects)
         path.unlink(missing_ok=True)  # what was attached before
         if not snapshot_folder.make_room(path.parent, len(pickled), space):

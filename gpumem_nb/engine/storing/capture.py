@@ -10,6 +10,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...memory.device import Device
 from ...memory.tensors import tensors_in
@@ -17,6 +18,7 @@ from ...shared import state_file
 from ...shared.errors import StateFileError
 from ...shared.version import __version__
 from ..step.copies import host_copy
+from ..step.joining import extra_states
 from ..step.random_state import RandomState
 from ..step.trainer import Trainer
 from .storable import plain, storable_random, to_bytes
@@ -77,6 +79,8 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
         settings=trainer.live.settings.saved(),
         steps=trainer.steps,
         position=trainer.stream.position,
+        passes=trainer.stream.passes,
+        pass_began=trainer.stream.pass_began,
         ranks=hvd.size(),
         dataset_len=trainer.stream.length,
         version=__version__,
@@ -93,6 +97,7 @@ def _shared_part(trainer: Trainer) -> dict[str, Any]:
         "optimizer": _optimizer_part(current),
         "own_optimizer": _optimizer_part(own),
         "scaler": trainer.live.scaler.state_dict(),
+        "scheduler": _scheduler_part(trainer.live.scheduler),
     }
 
 
@@ -108,9 +113,20 @@ def _optimizer_part(optimizer: Optimizer | None) -> dict[str, Any] | None:
     }
 
 
+def _scheduler_part(scheduler: LRScheduler | None) -> dict[str, Any] | None:
+    if scheduler is None:
+        return None
+    name = type(scheduler).__name__
+    return {"class": name, "state": plain(scheduler.state_dict(), f"The scheduler {name}")}
+
+
 def _own_part(trainer: Trainer) -> dict[str, Any]:
     """What is this rank's alone."""
     return {
+        "extra": {
+            name: plain(module.get_extra_state(), f"The module {name or type(module).__name__}")
+            for name, module in extra_states(trainer.live.parts).items()
+        },
         "buffers": {name: host_copy(buffer) for name, buffer in trainer.live.parts.named_buffers()},
         "random": storable_random(RandomState.take()),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -12,14 +13,17 @@ from typing import IO, Any
 import horovod.torch as hvd
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...memory.device import Device
 from ...shared import state_file
 from ...shared.errors import StateFileError
 from ...shared.settings import Settings
 from ..step import optimizers
+from ..step.copies import overwrite
+from ..step.joining import extra_states
 from ..step.trainer import Trainer
 from .storable import from_bytes, opened_random
 
@@ -49,9 +53,13 @@ class Checked:
         """Read everything that :meth:`apply` will ask for."""
         self.settings = Settings.from_saved(self.header.settings, path)
         if self.header.dataset_len != trainer.stream.length:
+            there, here = (
+                "an unknown number of samples" if length is None else f"{length} samples"
+                for length in (self.header.dataset_len, trainer.stream.length)
+            )
             raise StateFileError(
-                f"{path} was saved with a dataset of {self.header.dataset_len} samples; this one has "
-                f"{trainer.stream.length}. Load the workload with the same data."
+                f"{path} was saved with a dataset of {there}; this one has {here}. Load the workload "
+                "with the same data."
             )
         payload = from_bytes(stream)
         own = payload["ranks"][hvd.rank() if hvd.rank() < self.header.ranks else 0]
@@ -62,21 +70,26 @@ class Checked:
         self._random = opened_random(own["random"])
         self._optimizer = self._rebuilt(path, trainer, payload)
         self._own_optimizer_state = self._state_for(path, trainer.live.own_optimizer, payload["own_optimizer"])
+        self._extra = _extra_of(path, trainer, own.get("extra", {}))
+        self._scheduler_state = _scheduler_state(path, trainer.live.scheduler, payload.get("scheduler"))
         self._scaler = payload["scaler"]
         if missing := trainer.live.scaler.state_dict().keys() - self._scaler.keys():
             raise KeyError(min(missing))
 
     def apply(self, trainer: Trainer) -> None:
         """Put it in place."""
-        with torch.no_grad():
-            for name, param in trainer.live.parts.named_parameters():
-                param.copy_(self._parameters[name])
-            for name, buffer in trainer.live.parts.named_buffers():
-                buffer.copy_(self._buffers[name])
+        for module, state in self._extra:  # first, because that runs somebody's own code
+            module.set_extra_state(state)
+        for name, param in trainer.live.parts.named_parameters():
+            overwrite(param, self._parameters[name])
+        for name, buffer in trainer.live.parts.named_buffers():
+            overwrite(buffer, self._buffers[name])
         if trainer.live.own_optimizer and self._own_optimizer_state:
             optimizers.put_state(trainer.live.own_optimizer, *self._own_optimizer_state)
+        if trainer.live.scheduler and self._scheduler_state:
+            trainer.live.scheduler.load_state_dict(self._scheduler_state)
         trainer.live.scaler.load_state_dict(self._scaler)
-        trainer.stream.position = self.header.position
+        trainer.stream.go_to(self.header.position, self.header.passes, self.header.pass_began)
         trainer.go_on_from(self.header.steps, self.settings, self._optimizer)
         if hvd.rank() < self.header.ranks:
             self._random.put_back()
@@ -114,11 +127,37 @@ class Checked:
                 f"{type(optimizer).__name__} over {sizes}. Load or attach the workload with the same optimizer."
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        state = {params[index]: _placed(values, params[index]) for index, values in saved["state"].items()}
+        state = {params[index]: placed(values, params[index]) for index, values in saved["state"].items()}
         return state, saved["groups"]
 
 
-def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def _scheduler_state(path: Path, scheduler: LRScheduler | None, saved: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What this scheduler takes back; ``None`` without one."""
+    there, here = saved and saved["class"], scheduler and type(scheduler).__name__
+    if there != here:
+        raise StateFileError(
+            f"{path} was saved with {there or 'no scheduler'}, and this is trained with {here or 'none'}. Load or "
+            "attach the workload with the same scheduler."
+        )
+    if scheduler is None or saved is None:
+        return None
+    # A file holds plain dicts, and some schedulers count in a Counter.
+    counters = {name for name, value in vars(scheduler).items() if isinstance(value, Counter)}
+    return {name: Counter(value) if name in counters else value for name, value in saved["state"].items()}
+
+
+def _extra_of(path: Path, trainer: Trainer, saved: dict[str, Any]) -> list[tuple[nn.Module, Any]]:
+    """Modules with an extra state of their own, and what they take back."""
+    here = extra_states(trainer.live.parts)
+    if missing := saved.keys() ^ here.keys():
+        raise StateFileError(
+            f"{path} is of another model: the extra state of {min(missing)!r} is only in one of them. Load the "
+            "workload that it was saved from."
+        )
+    return [(here[name], state) for name, state in saved.items()]
+
+
+def placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
     """One parameter's state; made anew, because a virtual GPU does not count tensors that come from a file."""
 
     def place(name: str, value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import horovod.torch as hvd
 import torch
 
@@ -14,5 +16,12 @@ def any_rank(vote: bool, about: str) -> bool:
 
 def same_everywhere(number: int, about: str) -> bool:
     """Whether all ranks have the same number, which must fit in 62 bits."""
-    numbers = hvd.allgather(torch.tensor([number], dtype=torch.int64), name=f"gpumem_nb.{about}")
-    return bool((numbers == number).all())
+    return alike([number], about)[0]
+
+
+def alike(numbers: Sequence[int], about: str) -> list[bool]:
+    """For each of these numbers whether all ranks have the same; each must fit in 62 bits."""
+    own = torch.tensor([numbers], dtype=torch.int64)
+    gathered = hvd.allgather(own, name=f"gpumem_nb.{about}").reshape(-1, len(numbers))
+    same: list[bool] = (gathered == own).all(dim=0).tolist()
+    return same

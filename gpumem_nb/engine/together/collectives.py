@@ -29,6 +29,7 @@ _waiting: tuple[str, float] | None = None
 _left: Waiting | None = None
 _left_s = 0.0
 _freeing: threading.Thread | None = None
+_freed_from: Waiting | None = None
 _shutting_down = threading.Lock()
 
 
@@ -46,7 +47,7 @@ def join(on_cpu: bool) -> set[int]:
 
 def join_again() -> set[int]:
     """Join the other ranks again after Horovod was shut down, whoever did it. All ranks must come here."""
-    global _freeing, _left
+    global _freeing, _freed_from, _left
     if _freeing is not None:
         _freeing.join(_FREEING_PATIENCE_S)
         if _freeing.is_alive():
@@ -55,7 +56,7 @@ def join_again() -> set[int]:
     hvd.shutdown()
     threads = _init()
     _names.clear()
-    _left = None
+    _left = _freed_from = None
     return threads
 
 
@@ -81,10 +82,14 @@ def check() -> None:
         raise Separated("Horovod was shut down.")
 
 
-def free() -> None:
-    """End the waiting of all ranks by shutting Horovod down, in the background: the others must take part in that."""
-    global _freeing
+def free(waited: Waiting) -> None:
+    """End the waiting of all ranks by shutting Horovod down, in the background: the others must take part in that.
+
+    ``waited`` is why, even if that collective ends at the last moment and the rank comes apart in the next one.
+    """
+    global _freeing, _freed_from
     if _freeing is None:
+        _freed_from = waited
         _freeing = threading.Thread(target=horovod_internals.end_threads, daemon=True)
         _freeing.start()
 
@@ -161,6 +166,6 @@ def _noticing(what: str) -> Iterator[None]:
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         if _left is None and (interrupted or horovod_internals.says_shut_down(error)):
-            waited = None if interrupted else waiting()  # whoever was interrupted has not waited in vain
+            waited = None if interrupted else _freed_from or waiting()  # who was interrupted has not waited in vain
             _left, _left_s = waited or Waiting(what, 0.0), time.monotonic()
         raise

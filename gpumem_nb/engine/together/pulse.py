@@ -31,8 +31,8 @@ class Collectives(Protocol):
     def left(self, since_s: float) -> Waiting | None:
         """The collective in which this rank came apart from the others."""
 
-    def free(self) -> None:
-        """End the waiting of all ranks."""
+    def free(self, waited: Waiting) -> None:
+        """End the waiting of all ranks, because this one has waited too long."""
 
 
 class PulseThread(threading.Thread):
@@ -83,7 +83,7 @@ class PulseThread(threading.Thread):
             return
         waiting = self._collectives.waiting()
         if waiting and waiting.seconds >= self.limit_s:
-            self._collectives.free()  # before anything else, which might fail or hang
+            self._collectives.free(waiting)  # before anything else, which might fail or hang
         use = _unless_it_fails(self._use)
         doing, began_s = (request.what, request.began_s) if request.what else self._step()
         seconds = time.monotonic() - max(began_s, request.began_s)

@@ -59,6 +59,12 @@ class Failures:
                 self._state.adopt(self._state.settings)
             return
         rescue = self._rescue(failure, chunk)
+        if failure.kind == "diverged":
+            self._state.stop(rescue)
+            rescue.did = "training paused"
+            if not newer:
+                self._state.adopt(self._state.settings)
+            return
         other = None if newer else self._way_out(failure, chunk.settings)
         shrinks = other is not None and self._policy().on_oom == "shrink" and other == shrunk(chunk.settings)
         if failure.kind == "oom" and not shrinks:

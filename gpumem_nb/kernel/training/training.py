@@ -346,13 +346,14 @@ class Training:
         evaluation = Evaluation.of_ranks(replies)
         if evaluation:
             self._history.evaluated(evaluation)
-        leaks = self._history.leaked([leak for reply in replies for leak in reply.leaks])
+        news = self._history.noted(replies)
+        news += self._history.leaked([leak for reply in replies for leak in reply.leaks])
         with self._state.locked():
             call = self._in_flight.take()
             self._stalls.all_answered()
             self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)
             self._state.record(samples)
-            self._state.note(*leaks, *([evaluation] if evaluation else []))
+            self._state.note(*news, *([evaluation] if evaluation else []))
             if not failure or failure.phase == "evaluation":
                 self._state.applied = chunk.settings
             if done:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..categories import ACTIVATIONS, GRADIENTS, INPUTS, INSIDE_OPERATORS, TEMPORARIES
-from .knob import HALF, SOME, Changes, Knob, Need
+from ..workload import DataInfo, WorkloadInfo
+from .knob import HALF, SOME, Changes, Knob, Need, Settings
 from .option import whole
 from .values import Kind, Values
 
@@ -22,6 +23,23 @@ def shrunk(settings: Kind) -> Kind | None:
 def _other_samples(before: Values, after: Values) -> bool:
     """Samples of one step split into other micro-batches are the same samples."""
     return bool(before.samples_per_rank != after.samples_per_rank)
+
+
+def why_fixed(value: int, data: DataInfo) -> str:
+    """Why micro-batches that the data brings cannot be of another size."""
+    return (
+        f"batch_size={value} cannot be used: the data comes in micro-batches of its own, of {data.batch_size} samples. "
+        "Change accumulation_steps, or let the data give single samples."
+    )
+
+
+def _refuses(value: int, workload: WorkloadInfo | None) -> str:
+    fixed = workload and workload.data.batched and workload.data.batch_size not in (None, value)
+    return why_fixed(value, workload.data) if workload and fixed else ""
+
+
+def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:
+    return {} if workload.data.batch_size is None else {"batch_size": workload.data.batch_size}
 
 
 def _fewer_at_once(need: Need) -> Iterator[Changes]:
@@ -46,6 +64,8 @@ BATCH_SIZE = Knob(
     moves={ACTIVATIONS: HALF, INPUTS: HALF, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
     changes_mathematics=_other_samples,
     lighter=_fewer_at_once,
+    refuses=_refuses,
+    adapts=_adapts,
 )
 
 ACCUMULATION_STEPS = Knob(

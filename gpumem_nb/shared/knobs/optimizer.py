@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..categories import INSIDE_OPERATORS, OPTIMIZER_STATE, TEMPORARIES
 from ..workload import WorkloadInfo
 from .knob import HALF, MOST, Changes, Knob, LiveModel, Need, Settings
-from .option import positive
+from .option import not_negative
 
 _OWN = "own"
 _OURS = ("sgd", "momentum", "adam", "adamw")
@@ -88,9 +88,9 @@ OPTIMIZER_IMPL = Knob(
 LEARNING_RATE = Knob(
     "learning_rate",
     1e-3,
-    "step size of the update",
-    parse=positive,
-    allowed="a number above 0, such as 1e-3",
+    "step size of the update; what a cell or scheduler sets holds until this changes",
+    parse=not_negative,
+    allowed="a number of at least 0, such as 1e-3",
     short="lr ",
     apply=_set_learning_rate,
 )

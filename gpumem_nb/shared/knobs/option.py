@@ -58,6 +58,11 @@ def whole(value: Any) -> int:
     return number
 
 
+def not_negative(value: Any) -> float:
+    """A finite number of at least 0."""
+    return 0.0 if not isinstance(value, bool) and float(value) == 0 else positive(value)
+
+
 def positive(value: Any) -> float:
     """A finite number above 0."""
     number = float(value)

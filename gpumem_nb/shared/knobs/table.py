@@ -9,6 +9,7 @@ from .batch import ACCUMULATION_STEPS, BATCH_SIZE
 from .checkpointing import CHECKPOINTING
 from .clip_norm import CLIP_NORM
 from .knob import Knob
+from .loading import NUM_WORKERS, ON_BAD_SAMPLE, PIN_MEMORY, PREFETCH_FACTOR
 from .optimizer import LEARNING_RATE, OPTIMIZER, OPTIMIZER_IMPL
 from .precision import PRECISION
 from .values import TAKEN
@@ -59,6 +60,10 @@ for _knob in (
     OPTIMIZER_IMPL,
     LEARNING_RATE,
     CLIP_NORM,
+    NUM_WORKERS,
+    PREFETCH_FACTOR,
+    PIN_MEMORY,
+    ON_BAD_SAMPLE,
 ):
     register(_knob)
 _BUILT_IN = frozenset(KNOBS)

@@ -1,0 +1,131 @@
+"""Samples of a dataset, made a batch; in the rank or in a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from torch.utils.data import default_collate
+
+from ...shared.errors import WorkloadError, text_of
+from ..together.collectives import Separated
+from . import randomness
+from .once import samples_at
+
+Collate = Callable[[list[Any]], Any]
+NO_FAULT_OF_A_SAMPLE = (torch.OutOfMemoryError, MemoryError, HorovodInternalError, Separated)
+"""Lack of memory, or of other ranks."""
+
+
+class FromWorker(Exception):
+    """What was raised in a worker, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What to fetch: the samples with ``indices``, for the places of the stream from ``place`` on."""
+
+    place: int
+    indices: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetcher:
+    """Fetches and collates.
+
+    Attributes:
+        dataset: map-style.
+        collate: makes a batch of a list of samples.
+        seed: if samples or batches draw random numbers, those of each begin from this seed and its place, so that they
+            depend neither on who fetches it nor on what was fetched before; ``None`` where nothing is drawn.
+        skip: go on without samples that cannot be fetched.
+    """
+
+    dataset: Any
+    collate: Collate
+    seed: int | None = None
+    skip: bool = False
+
+    def batch(self, task: Task) -> tuple[Any, tuple[str, ...]]:
+        """The batch, and a sentence for each sample that is missing in it.
+
+        Raises:
+            WorkloadError: a sample cannot be fetched, or samples do not go together. What a ``collate_fn`` raises comes
+                as it is, and so does what is raised for lack of memory.
+        """
+        if self.seed is None:
+            return self._batch(task)
+        with randomness.set_aside():
+            return self._batch(task)
+
+    def _batch(self, task: Task) -> tuple[Any, tuple[str, ...]]:
+        samples, bad = self._samples(task)
+        if self.seed is not None:
+            randomness.begin(self.seed, task.place, "batch")
+        return collated(self.collate, samples), tuple(bad)
+
+    def _samples(self, task: Task) -> tuple[list[Any], list[str]]:
+        together = self.seed is None and hasattr(self.dataset, "__getitems__")
+        if not together:
+            return self._one_by_one(task)
+        try:
+            return samples_at(self.dataset, list(task.indices)), []
+        except NO_FAULT_OF_A_SAMPLE:
+            raise
+        except Exception:
+            samples, bad = self._one_by_one(task)  # which of them was it?
+            if not bad:
+                raise
+            return samples, bad
+
+    def _one_by_one(self, task: Task) -> tuple[list[Any], list[str]]:
+        samples: list[Any] = []
+        bad: list[str] = []
+        in_tables = hasattr(self.dataset, "__getitems__")
+        for offset, index in enumerate(task.indices):
+            if self.seed is not None:
+                randomness.begin(self.seed, task.place + offset)
+            try:
+                samples += samples_at(self.dataset, [index]) if in_tables else (self.dataset[index],)
+            except NO_FAULT_OF_A_SAMPLE:
+                raise
+            except Exception as error:
+                bad.append(f"sample {index!r} of the data failed: {type(error).__name__}: {text_of(error)}")
+                if not self.skip:
+                    raise WorkloadError(f"{bad[0]}. Mend it, or go on without it: on_bad_sample=skip.") from error
+        if not samples:
+            raise WorkloadError(f"No sample of a micro-batch could be fetched{'; '.join(['', *bad[:1]])}.")
+        return samples, bad
+
+
+def collated(collate: Collate, samples: list[Any]) -> Any:
+    """A batch of samples. What a ``collate_fn`` of somebody's own raises comes as it is.
+
+    Raises:
+        WorkloadError: torch's own cannot make a batch of them.
+    """
+    if collate is not default_collate:
+        return collate(samples)
+    try:
+        return default_collate(samples)
+    except NO_FAULT_OF_A_SAMPLE:
+        raise
+    except Exception as error:
+        raise WorkloadError(_do_not_go_together(error)) from error
+
+
+def _do_not_go_together(error: Exception) -> str:
+    """Why samples cannot be made a batch, and what to do."""
+    said = text_of(error)
+    if "equal size" in said:
+        return (
+            f"The samples of a micro-batch differ in shape ({said}). Pad them in a collate_fn: "
+            "data=DataLoader(dataset, batch_size=32, collate_fn=...)."
+        )
+    return (
+        f"Samples cannot be made a batch ({said.splitlines()[0]}). Let the dataset give tensors or numbers, or "
+        "give a collate_fn: data=DataLoader(dataset, batch_size=32, collate_fn=...)."
+    )

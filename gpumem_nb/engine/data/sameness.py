@@ -1,0 +1,166 @@
+"""Whether all ranks hold the same data, by its length, its order, and a few of its samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...shared.errors import WorkloadError, text_of
+from . import orders, randomness
+from .fetching import Collate
+from .iterables import IterableStream
+from .once import samples_at
+from .stream import ShardedStream, Stream
+
+_LOOKED_AT = 5  # samples, spread over the dataset
+_DEFINE_ALIKE = "Define the data in the same way on all ranks; what is random in it needs a seed."
+_UNSTEADY = (
+    "the data gives other samples each time it is asked, with equal random numbers too, so it cannot be checked that "
+    "all ranks hold the same, and a step that was undone does not find its samples again"
+)
+
+
+class Look(NamedTuple):
+    """What was seen of one rank's data, in numbers that can be compared."""
+
+    length: int
+    order: int
+    digest: int
+    steady: bool
+    draws: bool
+
+
+def look_at(stream: Stream) -> Look:
+    """Look at a rank's data. A few samples of a dataset are fetched twice; an iterable is begun once.
+
+    Raises:
+        WorkloadError: it is empty, smaller than the number of ranks, none of its samples can be fetched, or its order
+            cannot be shared out. What an iterable raises comes as it is.
+    """
+    if isinstance(stream, IterableStream):
+        return _look_at_items(stream)
+    assert isinstance(stream, ShardedStream)
+    length, order = orders.check(stream.order, stream.seed)
+    if length < stream.size:
+        raise WorkloadError(f"The dataset has {length} samples, fewer than the {stream.size} ranks.")
+    first = stream.order(stream.seed, 0)
+    places = sorted({place * (length - 1) // (_LOOKED_AT - 1) for place in range(_LOOKED_AT)})
+    indices = [int(first[place]) if isinstance(first, np.ndarray) else first[place] for place in places]
+    with randomness.set_aside():
+        samples, digest, draws = _fetched(stream.dataset, indices)
+        _, again, _ = _fetched(stream.dataset, indices)
+        draws = draws or _collating_draws(stream.collate, samples)
+    _take_batch_size(stream, samples)
+    return Look(length, order, digest, digest == again, draws)
+
+
+def agree(stream: Stream, look: Look) -> None:
+    """Compare what the ranks have seen; all of them call it together.
+
+    Raises:
+        WorkloadError: they hold different data; raised on all of them.
+    """
+    looks = hvd.allgather(torch.tensor([look], dtype=torch.int64), name="gpumem_nb.looks").tolist()
+    first = Look(*looks[0])
+    for rank, numbers in enumerate(looks):
+        other = Look(*numbers)
+        if other.length != first.length:
+            counts = f"rank 0 has {first.length} samples, rank {rank} has {other.length}"
+            raise WorkloadError(f"The ranks hold different data: {counts}. {_DEFINE_ALIKE}")
+        if other.order != first.order:
+            raise WorkloadError(
+                f"The ranks hold different data: the order of samples on rank {rank} is not that on rank 0. Give each "
+                "rank a sampler over the whole dataset, with the same seed: the toolkit shares it out."
+            )
+    seen = [Look(*numbers) for numbers in looks]
+    steady = all(other.steady for other in seen)
+    if steady and (different := next((rank for rank, other in enumerate(seen) if other.digest != first.digest), 0)):
+        what = f"samples on rank {different} are not those on rank 0"
+        raise WorkloadError(f"The ranks hold different data: {what}. {_DEFINE_ALIKE}")
+    if not steady:
+        stream.notes = (*stream.notes, _UNSTEADY)
+    stream.draws = any(other.draws for other in seen)
+
+
+def _look_at_items(stream: IterableStream) -> Look:
+    with randomness.set_aside():
+        items = stream.first_items(_LOOKED_AT)
+        if not items:
+            raise WorkloadError("The data gave nothing when it was iterated over. Give it at least one sample.")
+        draws = _collating_draws(stream.collate, items[:1] if stream.info.batched else items)
+    _take_batch_size(stream, items)
+    return Look(0, 0, _digest(items), steady=True, draws=draws)
+
+
+def _fetched(dataset: Any, indices: list[Any]) -> tuple[list[Any], int, bool]:
+    """The samples that can be fetched, a digest, and whether fetching them draws random numbers."""
+    samples: list[Any] = []
+    errors: list[Exception] = []
+    digest, draws = 0, False
+    for index in indices:
+        randomness.begin("look", index)
+        before = randomness.HostRandom.take()
+        try:
+            found = samples_at(dataset, [index])
+        except Exception as error:  # one bad sample is named when its step comes
+            errors.append(error)
+            found = [f"{type(error).__name__}"]
+        else:
+            samples += found
+        draws = draws or before.moved()
+        digest = _digest(found, digest)
+    if not samples:
+        why = f"sample {indices[0]!r} failed: {type(errors[0]).__name__}: {text_of(errors[0])}"
+        raise WorkloadError(f"None of {len(indices)} samples of the data could be fetched; {why}.") from errors[0]
+    return samples, digest, draws
+
+
+def _collating_draws(collate: Collate, samples: list[Any]) -> bool:
+    before = randomness.HostRandom.take()
+    try:
+        collate(samples)
+    except Exception:  # a step will say it
+        return False
+    return before.moved()
+
+
+def _take_batch_size(stream: Stream, items: list[Any]) -> None:
+    """How many samples are in a micro-batch that came ready-made."""
+    if stream.info.batched and (size := _rows(items[0])):
+        stream.info = dataclasses.replace(stream.info, batch_size=size)
+
+
+def _rows(batch: Any) -> int | None:
+    if isinstance(batch, Tensor | np.ndarray):
+        return len(batch) if batch.ndim else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((rows for part in parts if (rows := _rows(part))), None)
+
+
+def _digest(value: Any, begun: int = 0) -> int:
+    """A checksum of what a sample holds; things of unknown kinds count by their class."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and value.device.type == "cpu":
+            value = value.detach().reshape(-1).view(torch.uint8).numpy() if value.numel() else np.empty(0)
+        else:
+            return zlib.crc32(f"{value.shape}".encode(), begun)
+    if isinstance(value, np.ndarray):
+        head = zlib.crc32(f"{value.dtype}{value.shape}".encode(), begun)
+        return head if value.dtype.hasobject else zlib.crc32(np.ascontiguousarray(value).tobytes(), head)
+    if isinstance(value, Mapping):
+        value = [part for item in value.items() for part in item]
+    if isinstance(value, list | tuple):
+        for part in value:
+            begun = _digest(part, begun)
+        return zlib.crc32(str(len(value)).encode(), begun)
+    if value is None or isinstance(value, str | bytes | int | float | complex | np.generic):
+        return zlib.crc32(repr(value).encode(), begun)
+    content = value.tobytes() if callable(getattr(value, "tobytes", None)) else b""  # such as an image of Pillow's
+    return zlib.crc32(content, zlib.crc32(type(value).__name__.encode(), begun))

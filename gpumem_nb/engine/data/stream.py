@@ -1,0 +1,239 @@
+"""The samples of one rank, step by step: what every stream does, and the one over a dataset that can be indexed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...shared.errors import WorkloadError
+from ...shared.knobs.batch import why_fixed
+from ...shared.settings import Settings
+from ...shared.workload import DataInfo
+from .fetching import Collate, Fetcher, Task
+from .orders import Order, shuffled
+from .workers import Workers
+
+SEED = 0
+
+
+class Loading(NamedTuple):
+    """How samples are fetched: the knobs of ``shared/knobs/loading.py``."""
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    prefetch_factor: int = 2
+    skip: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings) -> Loading:
+        """Under these settings."""
+        skip = settings.on_bad_sample == "skip"
+        return cls(settings.num_workers, settings.pin_memory, settings.prefetch_factor, skip)
+
+
+class Stream:
+    """An endless stream of samples, cut into steps, of which each rank gets its share.
+
+    A place holds one sample (or one micro-batch, where the data brings micro-batches of its own). One step takes
+    ``size × per_rank`` consecutive places.
+
+    Attributes:
+        dataset: what the samples come from.
+        rank, size: of this rank, and of all.
+        seed: of the order of samples, and of the random numbers that they draw.
+        position: places consumed so far by all ranks together.
+        passes, pass_began: of data that is iterated, the passes that were over and where the one under way began, as
+            of the last place consumed.
+        length: places of an epoch; ``None`` when that is not known.
+        info: how the data was handed over.
+        notes: what is to be said of it once.
+        draws: whether samples or their collation draw random numbers. Those of each sample begin from seed and place
+            then, so that they depend neither on who fetches it nor on what was fetched before.
+        foreign: whether its batches lie in memory that the virtual GPU does not count.
+    """
+
+    length: int | None
+    collate: Collate
+
+    def __init__(self, dataset: Any, rank: int, size: int, seed: int) -> None:
+        self.dataset = dataset
+        self.rank = rank
+        self.size = size
+        self.seed = seed
+        self.position = self.passes = self.pass_began = 0
+        self.draws = self.foreign = False
+        self.info = DataInfo()
+        self.notes: tuple[str, ...] = ()
+        self._loading = Loading()
+        self._skipped: dict[str, None] = {}
+
+    def load_with(self, settings: Settings) -> None:
+        """Fetch as these settings say, from the next step on."""
+        self._loading = Loading.of(settings)
+
+    @property
+    def epoch(self) -> float | None:
+        """Epochs seen so far; ``None`` where their length is not known."""
+        return self.position / self.length if self.length else None
+
+    def make_ready(self, batch_size: int, count: int) -> None:
+        """What the next step needs and must not begin within it, such as new processes."""
+
+    def micro_batches(self, batch_size: int, count: int) -> Iterator[Any]:
+        """The ``count`` collated micro-batches of this rank's next step. The position stays until :meth:`advance`."""
+        raise NotImplementedError
+
+    def advance(self, batch_size: int, count: int) -> None:
+        """The step was done: go on behind it."""
+        raise NotImplementedError
+
+    def go_to(self, position: int, passes: int, pass_began: int) -> None:
+        """Go on at another position, as a training state has it."""
+        self.position, self.passes, self.pass_began = position, passes, pass_began
+
+    def close(self) -> None:
+        """End what was started."""
+
+    def described(self, pinnable: bool) -> tuple[DataInfo, tuple[str, ...]]:
+        """How the data was handed over, and what is to be said of it once; ``pinnable``: the device is a GPU."""
+        idle = ("pin_memory=True of the DataLoader has no effect on virtual GPUs, which lie in the host's memory",)
+        notes = self.notes + idle * bool(self.info.pin_memory and not pinnable)
+        return dataclasses.replace(self.info, pinnable=pinnable), notes
+
+    def take_skipped(self) -> tuple[str, ...]:
+        """A sentence for each sample that steps went on without, since this was last asked."""
+        taken, self._skipped = tuple(self._skipped), {}
+        return taken
+
+    def _places(self, batch_size: int) -> int:
+        """How many places make one micro-batch."""
+        if not self.info.batched:
+            return batch_size
+        if self.info.batch_size not in (None, batch_size):
+            raise WorkloadError(why_fixed(batch_size, self.info))
+        return 1
+
+
+class ShardedStream(Stream):
+    """A map-style dataset.
+
+    Every epoch holds the samples that its order names, and one epoch follows another without a gap: a step that
+    reaches the end of an epoch goes on in the next. So each epoch holds each sample exactly once, whatever the batch
+    size and however often it changes, and all steps have the same size. Rank r takes the r-th run of ``per_rank``
+    places of a step, so splitting a step into other micro-batches moves no sample.
+    """
+
+    length: int
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Collate,
+        rank: int,
+        size: int,
+        seed: int = SEED,
+        order: Order | None = None,
+        handed_on: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A stream at its beginning.
+
+        Args:
+            dataset, collate, rank, size, seed: see the attributes.
+            order: of the samples; by default each epoch is a fresh permutation of the dataset.
+            handed_on: what torch's loader is given besides (``worker_init_fn`` and the like).
+        """
+        super().__init__(dataset, rank, size, seed)
+        self.collate = collate
+        self.order = order or shuffled(len(dataset))
+        self.length = len(self.order(seed, 0))
+        self._handed_on = handed_on or {}
+        self._epochs: dict[tuple[int, int], Sequence[Any]] = {}
+        self._workers: Workers | None = None
+        self._begun_with: tuple[Any, ...] = ()
+        self._done: tuple[int, int] | None = None
+
+    def make_ready(self, batch_size: int, count: int) -> None:
+        """Let the workers that the settings ask for fetch the next step, and those after it.
+
+        The first step of another size is fetched by the rank itself, because it may be a trial.
+        """
+        loading = self._loading
+        wanted = (loading, self.seed, self.draws)
+        if self._workers and (self._workers.closed or self._begun_with != wanted):
+            self.close()
+        if not (loading.num_workers or loading.pin_memory) or self._done != (batch_size, count):
+            return
+        if self._workers is None:
+            self._workers, self._begun_with = Workers(self._fetcher(), loading, self._handed_on), wanted
+        at = (self.position, batch_size, count)
+        if self._workers.at != at:
+            self._workers.go_to(at, self._coming(*at))
+
+    def micro_batches(self, batch_size: int, count: int) -> Iterator[Any]:
+        """The ``count`` collated micro-batches of this rank's next step. The position stays until :meth:`advance`."""
+        at = (self.position, batch_size, count)
+        by_workers = self._workers if self._workers and self._workers.at == at else None
+        self.foreign = by_workers is not None and self._loading.num_workers > 0
+        fetcher = self._fetcher()
+        for index in range(count):
+            if by_workers:
+                last = index == count - 1
+                batch, bad = by_workers.next((self._behind(*at), batch_size, count) if last else None)
+            else:
+                batch, bad = fetcher.batch(self._task(*at, index))
+            self._skipped.update(dict.fromkeys(bad))
+            yield batch
+
+    def advance(self, batch_size: int, count: int) -> None:
+        """The step was done: go on behind it."""
+        self.position = self._behind(self.position, batch_size, count)
+        self._done = (batch_size, count)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._workers:
+            self._workers.close()
+            self._workers = None
+
+    def _fetcher(self) -> Fetcher:
+        return Fetcher(self.dataset, self.collate, self.seed if self.draws else None, self._loading.skip)
+
+    def _behind(self, position: int, batch_size: int, count: int) -> int:
+        return position + self.size * self._places(batch_size) * count
+
+    def _coming(self, position: int, batch_size: int, count: int) -> Iterator[Task]:
+        """What this rank fetches from ``position`` on, without end."""
+        while True:
+            for index in range(count):
+                yield self._task(position, batch_size, count, index)
+            position = self._behind(position, batch_size, count)
+
+    def _task(self, position: int, batch_size: int, count: int, index: int) -> Task:
+        places = self._places(batch_size)
+        first = position + (self.rank * count + index) * places
+        return Task(first, self._indices(first, places))
+
+    def _indices(self, first: int, count: int) -> list[Any]:
+        """What lies at ``count`` places, which may reach into further epochs."""
+        indices: list[Any] = []
+        while len(indices) < count:
+            epoch, offset = divmod(first + len(indices), self.length)
+            part = self._order(epoch)[offset : offset + count - len(indices)]
+            indices += part.tolist() if isinstance(part, np.ndarray) else part
+        return indices
+
+    def _order(self, epoch: int) -> Sequence[Any]:
+        key = (self.seed, epoch)
+        if key not in self._epochs:
+            self._epochs = {known: order for known, order in self._epochs.items() if known == (self.seed, epoch - 1)}
+            order = self.order(self.seed, epoch)
+            if len(order) != self.length:
+                raise WorkloadError(
+                    f"Epoch {epoch + 1} of the data has {len(order)} samples, the first one had {self.length}. Let the "
+                    "sampler give as many in each."
+                )
+            self._epochs[key] = order
+        return self._epochs[key]

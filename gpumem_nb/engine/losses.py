@@ -1,0 +1,149 @@
+"""``loss(model, batch)`` from what people have: such a function, a criterion, or a model that returns its own loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ..shared.errors import WorkloadError
+from .step.own_loss import OwnLoss
+
+
+def as_metric(metric: Any, name: str) -> Callable[[Any, Any], Any]:
+    """``metric(model, batch)`` from a function of those or of outputs and targets, as for losses.
+
+    A number that it gives alone is called ``name``.
+
+    Raises:
+        WorkloadError: not callable.
+    """
+    of_batch = _of_batch(metric, "metric")
+
+    def named(model: Any, batch: Any) -> Any:
+        given = of_batch(model, batch)
+        return given if isinstance(given, Mapping) else {name: given}
+
+    return named
+
+
+def as_loss(loss: Any) -> Callable[[Any, Any], Any]:
+    """``loss(model, batch)`` from a function, a criterion or nothing.
+
+    A function whose first parameter is called ``model`` is used as it is, and what comes with torch is a criterion,
+    called as ``criterion(model(inputs), targets)``. What any other callable is shows when it is called first. Without
+    one the model must return its own loss, as Hugging Face models do.
+
+    Raises:
+        WorkloadError: not callable.
+    """
+    if loss is None:
+        return OwnLoss()
+    return _of_batch(loss, "loss")
+
+
+def _of_batch(function: Any, what: str) -> Callable[[Any, Any], Any]:
+    if not callable(function):
+        raise WorkloadError(f"The {what} must be callable; this is a {type(function).__name__}.")
+    if not isinstance(function, nn.Module) and _first_parameter(function) == "model":
+        return function  # type: ignore[no-any-return]
+    return Criterion(function, what) if _module_of(function).startswith("torch.") else Either(function, what)
+
+
+class Criterion:
+    """A criterion of outputs and targets, as ``loss(model, batch)``.
+
+    Attributes:
+        criterion: what was given; the weights of a module are trained too.
+    """
+
+    def __init__(self, criterion: Callable[..., Any], what: str = "loss") -> None:
+        self.criterion = criterion
+        self._what = what
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """The loss of one micro-batch of inputs and targets."""
+        if not _is_pair(batch):
+            needs = "A criterion" if self._what == "loss" else f"A {self._what} of outputs and targets"
+            raise WorkloadError(
+                f"{needs} needs samples of (input, target); this dataset gives something else. "
+                f"Write the {self._what} as a function {self._what}(model, batch) instead."
+            )
+        inputs, targets = batch
+        return self.criterion(model(inputs), targets)
+
+
+class Either:
+    """A callable that takes ``(model, batch)`` or ``(outputs, targets)``, whatever it calls them.
+
+    The first call shows which: given the model and the batch, what computes a loss of those uses the model, while a
+    criterion, which wants tensors, fails or returns none before it does.
+
+    Attributes:
+        criterion: what was given; the weights of a module are trained too.
+    """
+
+    def __init__(self, loss: Callable[..., Any], what: str = "loss") -> None:
+        self.criterion = loss
+        self._what = what
+        self._chosen: Callable[[Any, Any], Any] | None = None
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """The loss of one micro-batch."""
+        if self._chosen is None and not _is_pair(batch):
+            self._chosen = self.criterion
+        if self._chosen:
+            return self._chosen(model, batch)
+        failure = None
+        with _calls_into(model) as called:
+            try:
+                result = self.criterion(model, batch)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if called:
+                    raise
+                failure = error
+        if failure is None and (called or isinstance(result, Tensor)):
+            self._chosen = self.criterion
+            return result
+        as_criterion = Criterion(self.criterion, self._what)
+        result = as_criterion(model, batch)
+        self._chosen = as_criterion
+        return result
+
+
+@contextmanager
+def _calls_into(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """The modules of the model that are called inside."""
+    parts, called = set(model.modules()), list[nn.Module]()
+
+    def note(module: nn.Module, args: Any) -> None:
+        if module in parts:
+            called.append(module)
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield called
+    finally:
+        hook.remove()
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, list | tuple) and len(batch) == 2
+
+
+def _module_of(loss: Any) -> str:
+    return str(getattr(loss, "__module__", None) or type(loss).__module__) + "."
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except ValueError:
+        return ""

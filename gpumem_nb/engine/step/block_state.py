@@ -1,0 +1,135 @@
+"""What a block of a model saw when it was called, so that it can run once more from there and leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...internals.torch_internals import batch_norms, buffers_by_name, unversioned, version
+from ...memory.ledger.recorder import Recorder
+from .cannot import cannot
+from .changing import Changing, Key, can_be_filled
+from .draws import Draws, Standing
+from .python_state import PythonState, Taken
+from .reachable import CONTAINERS, PLAIN
+from .sameness import is_compared
+
+
+class BlockState:
+    """What one block may read and change beside its inputs; kept for as long as it is checkpointed."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.calls = 0
+        self.python = PythonState(lambda: [block])
+        self.changing = Changing(_saved_clone)
+        # Batch norm reads its statistics in evaluation only and writes them in training only, unseen by autograd.
+        norms = [buffers_by_name(norm) for norm in batch_norms(block)]
+        self.statistics = [buffer for named in norms for buffer in named.values() if buffer is not None]
+
+    def tensors(self, taken: Taken) -> list[tuple[Key, Tensor]]:
+        """Those that the block may change in place, by their places."""
+        counted = {id(buffer) for buffer in self.statistics}
+        weights = {id(weight) for _, weight in self.python.weights()}
+        named = [*self.python.buffers(), *taken.tensors]
+        return [(key, tensor) for key, tensor in named if id(tensor) not in counted and id(tensor) not in weights]
+
+
+class Seen:
+    """What a block saw at one call.
+
+    Attributes:
+        draws: knows whether random numbers have to be looked after.
+        compared: whether its replay is to be compared with it.
+    """
+
+    def __init__(self, state: BlockState, draws: Draws, inputs: Any) -> None:
+        draws.block_begins()
+        self._state = state
+        self.compared = is_compared(state.calls)
+        state.calls += 1
+        self._python = [state.python, *_objects_among(inputs)]
+        self._taken = [python.take(detached=True) for python in self._python]
+        self.draws = draws
+        self._standing = Standing.now(draws.recorded)
+        self._weights = [weight for _, weight in state.python.weights()]
+        self._versions = [version(weight) for weight in self._weights]
+        self._tensors = state.changing.before(state.tensors(self._taken[0]))
+
+    def returned(self) -> None:
+        """The block has run.
+
+        Raises:
+            WorkloadError: it changed its weights.
+        """
+        self._state.changing.after(self._tensors)
+        self._check_weights("it changes its own weights in forward")
+
+    def enter(self) -> None:
+        """Let everything be as the block saw it.
+
+        Raises:
+            WorkloadError: something that it saw was changed in place since, and not kept.
+        """
+        self._check_weights("its weights were changed between forward and backward")
+        for taken in self._taken:
+            taken.put_back()
+        for before in self._tensors:
+            if before.was_changed and before.content is None:
+                raise cannot("a tensor that it keeps under a new name in each call is changed in place")
+            if before.was_changed:
+                before.put_back()
+        self._standing.put_back()
+
+    def changed(self) -> Iterable[Tensor]:
+        """Tensors that a replay changes in place, to let them be as the block saw them, or when it runs."""
+        put_back = (before.tensor for before in self._tensors if before.was_changed)
+        return (*put_back, *filter(can_be_filled, self._state.statistics))
+
+    def now(self) -> list[Taken]:
+        """The same places as they are now."""
+        return [python.take() for python in self._python]
+
+    def _check_weights(self, why: str) -> None:
+        if [version(weight) for weight in self._weights] != self._versions:
+            raise cannot(why)
+
+
+@contextmanager
+def undone_afterwards(calls: list[Seen]) -> Iterator[None]:
+    """Whatever these calls change inside is put back, bit by bit, and autograd learns nothing of it."""
+    calls[0].draws.replay_begins()
+    standing = Standing.now(calls[0].draws.recorded)
+    taken = [one for seen in calls for one in seen.now()]
+    tensors = list({id(tensor): tensor for seen in calls for tensor in seen.changed()}.values())
+    with unversioned(tensors):
+        contents = [tensor.detach().clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            for tensor, content in zip(tensors, contents, strict=True):
+                tensor.data.copy_(content)
+            for one in taken:
+                one.put_back()
+            standing.put_back()
+
+
+def _saved_clone(tensor: Tensor) -> Tensor:
+    clone = tensor.detach().clone()
+    if Recorder.current:
+        Recorder.current.saved(clone)
+    return clone
+
+
+def _objects_among(inputs: Any) -> list[PythonState]:
+    """The state of arguments that are neither tensors nor plain values, such as a cache of keys and values."""
+    if type(inputs) in PLAIN and not isinstance(inputs, tuple):
+        return []
+    if isinstance(inputs, dict):
+        return [found for value in inputs.values() for found in _objects_among(value)]
+    if isinstance(inputs, (tuple, *CONTAINERS)):
+        return [found for value in inputs for found in _objects_among(value)]
+    return [PythonState(lambda: [inputs])]

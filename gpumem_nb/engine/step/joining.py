@@ -1,0 +1,207 @@
+"""The ranks begin alike: the same model and optimizer by description, and rank 0's values in them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...shared.errors import WorkloadError, text_of
+from ..together.agreement import alike, any_rank
+from . import optimizers
+from .copies import overwrite
+from .live_model import LiveModel
+from .parts import Parts, in_groups
+
+
+def check_alike(live: LiveModel) -> None:
+    """Ask whether all ranks hold the same; all of them call it together.
+
+    Raises:
+        WorkloadError: models, optimizers or schedulers differ; raised on all ranks.
+    """
+    described = {
+        "models: names, shapes or types of their weights and buffers differ. Define the model": _tensors(live.parts),
+        "models: requires_grad of their weights differs. Freeze them": _trained(live.parts),
+        "models: layers are in training mode on some and in evaluation mode on others. Call train() and eval()": [
+            module.training for module in live.parts.modules()
+        ],
+        "optimizers: class, groups or options differ. Build the optimizer": _optimizer(live),
+        "schedulers: class or position differ. Build the scheduler": _scheduler(live),
+    }
+    same = alike([zlib.crc32(repr(what).encode()) for what in described.values()], "model")
+    for what, agreed in zip(described, same, strict=True):
+        if not agreed:
+            raise WorkloadError(f"The ranks hold different {what} in the same way on all ranks.")
+
+
+def take_from_first(live: LiveModel) -> None:
+    """Give every rank the weights, buffers, extra state and optimizer state of rank 0; all call it together.
+
+    Raises:
+        WorkloadError: what a module or the optimizer keeps besides tensors cannot be sent; raised on all ranks.
+    """
+    broadcast((*live.parts.named_parameters(), *live.parts.named_buffers()))
+    _send_extra_states(live.parts)
+    if live.own_optimizer and any_rank(bool(live.own_optimizer.state), "optimizer state"):
+        send_optimizer_state(live.own_optimizer)
+
+
+def broadcast(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Overwrite these tensors with rank 0's, bit by bit, in any type; all ranks call it with the same names."""
+    wires, copies = {}, []
+    for name, tensor in named:
+        if not tensor.numel():
+            continue  # Horovod waits for ever for a tensor without bytes
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        # As bytes: Horovod carries neither bool nor uint16, bfloat16 or complex numbers.
+        wires[name] = flat.reshape(-1).view(torch.uint8)
+        if flat.data_ptr() != tensor.data_ptr():
+            copies.append((tensor, flat))
+    hvd.broadcast_parameters(wires, root_rank=0)
+    for tensor, flat in copies:
+        overwrite(tensor, flat)
+
+
+def send_optimizer_state(optimizer: Optimizer) -> None:
+    """Give every rank rank 0's state of this optimizer; all call it together, on optimizers that are built alike.
+
+    Raises:
+        WorkloadError: the state holds something that cannot be sent; raised on all ranks.
+    """
+    params = list(in_groups(optimizer))
+    first = hvd.rank() == 0
+    skeleton = {
+        index: {name: _Placeholder.of(value) for name, value in optimizer.state[param].items()}
+        for index, param in enumerate(params)
+        if first and param in optimizer.state
+    }
+    skeleton = _from_first(skeleton, f"The state of the optimizer {type(optimizer).__name__}")
+    if not first:
+        state = {
+            params[index]: {
+                name: value.made(params[index].device) if isinstance(value, _Placeholder) else value
+                for name, value in values.items()
+            }
+            for index, values in skeleton.items()
+        }
+        optimizers.put_state(optimizer, state, optimizer.param_groups)
+    broadcast(
+        (f"state.{index}.{name}", optimizer.state[params[index]][name])
+        for index, values in skeleton.items()
+        for name, value in values.items()
+        if isinstance(value, _Placeholder)
+    )
+
+
+@dataclass(frozen=True)
+class _Placeholder:
+    """A tensor of rank 0, to be made on the others and then filled."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        return cls(tuple(value.shape), value.dtype, value.device.type == "cpu") if isinstance(value, Tensor) else value
+
+    def made(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="cpu" if self.on_host else device)
+
+
+def _send_extra_states(parts: Parts) -> None:
+    keepers = list(extra_states(parts).values())
+    if not keepers:
+        return
+    failure: BaseException | None = None
+    states = _from_first(lambda: [module.get_extra_state() for module in keepers], "What get_extra_state() gives")
+    try:
+        for module, state in zip(keepers, states, strict=True):
+            if hvd.rank() != 0:
+                module.set_extra_state(state)
+    except Exception as error:  # somebody's own code
+        failure = error
+    if any_rank(failure is not None, "extra state"):
+        why = f" {type(failure).__name__}: {text_of(failure)}." if failure else ""
+        raise WorkloadError(f"set_extra_state() failed with what rank 0 keeps.{why} Make it take what the other gives.")
+
+
+def extra_states(parts: Parts) -> dict[str, nn.Module]:
+    """The modules that have something in their state dict besides tensors, by name."""
+    return {
+        before + name: module
+        for before, part in parts.named.items()
+        for name, module in part.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _from_first(value: Any, what: str) -> Any:
+    """Rank 0's value on all ranks; what keeps it from being sent is raised on all of them."""
+    sent, problem = b"", ""
+    if hvd.rank() == 0:
+        try:
+            sent = cloudpickle.dumps(value() if callable(value) else value)
+        except Exception as error:  # pickling runs the objects' own code
+            problem = f"{type(error).__name__}: {text_of(error)}"
+    sent, problem = hvd.broadcast_object((sent, problem), root_rank=0, name="gpumem_nb.object")
+    if problem:
+        raise WorkloadError(
+            f"{what} cannot be sent to the other ranks ({problem}). Keep plain values and tensors in it."
+        )
+    return cloudpickle.loads(sent)
+
+
+def _tensors(parts: Parts) -> list[Any]:
+    named = (*parts.named_parameters(), *parts.named_buffers())
+    return [*((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named), *extra_states(parts)]
+
+
+def _trained(parts: Parts) -> list[bool]:
+    return [param.requires_grad for param in parts.parameters()]
+
+
+def _optimizer(live: LiveModel) -> Any:
+    optimizer = live.own_optimizer
+    if optimizer is None:
+        return None
+    names = {id(param): name for name, param in live.parts.named_parameters()}
+    groups = [
+        [
+            [names[id(param)] for param in group["params"]],
+            sorted((name, _plain(value)) for name, value in group.items() if name != "params"),
+        ]
+        for group in optimizer.param_groups
+    ]
+    return type(optimizer).__qualname__, groups
+
+
+def _scheduler(live: LiveModel) -> Any:
+    if live.scheduler is None:
+        return None
+    return type(live.scheduler).__qualname__, sorted(_flat(live.scheduler.state_dict(), ""))
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}")
+    else:
+        yield name, _plain(value)
+
+
+def _plain(value: Any) -> str:
+    """A value as text that is the same on all ranks when the value is: nothing with an address in it."""
+    if isinstance(value, Tensor):
+        return str(value.tolist())
+    if isinstance(value, list | tuple):
+        return str([_plain(item) for item in value])
+    return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__qualname__

@@ -1,0 +1,32 @@
+"""Training and evaluation mode of every module, as training finds them and as it goes on with them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class Modes:
+    """The modes in which one module and those in it are trained.
+
+    A model that comes in evaluation mode is put into training mode as a whole; in one that is in training mode, parts
+    in evaluation mode (a frozen batch norm) stay as they are.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        if not root.training:
+            root.train()
+        self._modes = self._taken()
+
+    def restore(self) -> None:
+        """Before training goes on: an ``eval()`` of the whole in a cell is taken back; any other mode set there holds.
+
+        One pass over the modules.
+        """
+        if not self._root.training:
+            for module in self._root.modules():
+                module.training = self._modes.get(module, True)  # True for one that is new
+        self._modes = self._taken()
+
+    def _taken(self) -> dict[nn.Module, bool]:
+        return {module: module.training for module in self._root.modules()}

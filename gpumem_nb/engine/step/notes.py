@@ -1,0 +1,35 @@
+"""What is said once about a model when it was loaded: what works here, but perhaps not as one thinks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ...internals.torch_internals import has_step_hooks
+from .live_model import LiveModel
+from .parts import in_groups
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def notes(live: LiveModel, ranks: int) -> tuple[str, ...]:
+    """Sentences about this model on that many ranks."""
+    said = []
+    if ranks > 1 and any(isinstance(module, _BATCH_NORMS) for module in live.parts.modules()):
+        said.append(
+            "Batch norm takes its statistics from each rank's own micro-batches, so running means and variances differ "
+            "from rank to rank; weights do not."
+        )
+    if live.own_optimizer:
+        held = set(map(id, in_groups(live.own_optimizer)))
+        left_out = [
+            name for name, param in live.parts.named_parameters() if param.requires_grad and id(param) not in held
+        ]
+        if left_out:
+            others = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            said.append(f"The optimizer does not hold {left_out[0]}{others}: what it does not hold is not trained.")
+        if has_step_hooks(live.own_optimizer):
+            said.append(
+                "The optimizer has step hooks: they run for updates that count, and what they keep is in no saved "
+                "state. A scheduler is saved when it is named: scheduler=."
+            )
+    return tuple(said)

@@ -1,0 +1,81 @@
+"""The loss that a model returns by itself, as Hugging Face models do, averaged over the tokens of a whole step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...shared.errors import WorkloadError
+
+_IGNORED = -100  # labels of this value count for nothing
+
+# transformers' names of losses that divide by num_items_in_batch: whether a token is the label of the one before it.
+_SHIFTED = {
+    "ForCausalLM": True,
+    "ForConditionalGeneration": True,
+    "ForMaskedLM": False,
+    "ForTokenClassification": False,
+}
+
+
+class OwnLoss:
+    """``loss(model, batch)`` of a model that is given its labels.
+
+    Such losses are means over tokens, and micro-batches hold different numbers of them. A model that takes
+    ``num_items_in_batch`` divides by that instead: so the mean of a rank's step is the same however it is split.
+    """
+
+    def __init__(self) -> None:
+        self._items: Any = None
+        self._divides_by_items: bool | None = None  # known once a step has several micro-batches
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """The loss of one micro-batch."""
+        items = {} if self._items is None else {"num_items_in_batch": self._items}
+        output = model(**batch, **items) if isinstance(batch, Mapping) else model(batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise WorkloadError(
+                "No loss was named and the model returned none. Name one (loss=...), or give the model its labels."
+            )
+        return loss
+
+    def begin(self, model: Any, batches: Iterable[Any], count: int) -> Iterable[Any]:
+        """A step of so many micro-batches begins; if their tokens have to be counted they are all fetched now."""
+        self._items = None
+        if count == 1:
+            return batches
+        if self._divides_by_items is None:
+            self._divides_by_items = _takes_items(model)
+        if not self._divides_by_items:
+            return batches
+        fetched = list(batches)
+        if all(isinstance(batch, Mapping) and "labels" in batch for batch in fetched):
+            # The step divides by the number of micro-batches.
+            self._items = sum(_labels_that_count(batch, model) for batch in fetched) / count
+        return fetched
+
+
+def micro_batches(loss: Any, model: Any, batches: Iterable[Any], count: int) -> Iterable[Any]:
+    """The micro-batches of one step, which a loss that averages over the whole step looks at first."""
+    return loss.begin(model, batches, count) if isinstance(loss, OwnLoss) else batches
+
+
+def _takes_items(model: Any) -> bool:
+    if _kind(model) not in _SHIFTED or getattr(model, "accepts_loss_kwargs", True) is False:
+        return False
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(one.name == "num_items_in_batch" or one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+def _kind(model: Any) -> str:
+    """What transformers calls the model's loss; where it has no name, that is a causal language model's."""
+    return (model.loss_type or "ForCausalLM") if hasattr(model, "loss_type") else ""
+
+
+def _labels_that_count(batch: Mapping[str, Any], model: Any) -> Any:
+    # A decoder that is fed by an encoder gets its inputs shifted, not its labels.
+    shifted = _SHIFTED[_kind(model)] and not getattr(model.config, "is_encoder_decoder", False)
+    labels = batch["labels"][..., 1:] if shifted else batch["labels"]
+    return batch.get("shift_labels", labels).ne(_IGNORED).sum()

@@ -1,0 +1,160 @@
+"""How the ranks come to the same end of a step: gradients averaged, votes counted, weights compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from horovod.common.exceptions import HorovodInternalError
+from torch import Tensor
+
+from ...memory.device import Device
+from ...shared.errors import WorkloadError
+from ...shared.messages import Failure
+from ..together import collectives, nudge
+from .ballot import Ballot, Votes
+from .blame import nonfinite_loss
+from .finite import GradientNorms
+from .live_model import LiveModel
+from .reduction import GradientReduction
+from .weight_watch import WeightWatch
+
+_PARTIAL_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """How a step is to be taken.
+
+    ``step``: how many were done before. ``trial``: measure it and undo it. ``nudges``: those sent before; a newer one
+    makes this step the chunk's last. ``proven``: a step was finished under these settings before. ``recorded``: listen
+    to every allocation.
+    """
+
+    step: int
+    trial: bool
+    nudges: int
+    proven: bool
+    recorded: bool
+
+
+class Voting:
+    """One rank's part in the votes, which travel with its gradients.
+
+    Attributes:
+        watch: compares the ranks' weights.
+    """
+
+    def __init__(
+        self, live: LiveModel, rank: int, ranks: int, device: Device, failure: Callable[[BaseException], Failure]
+    ) -> None:
+        """Begin to average the gradients of what is trained; ``failure`` says what an exception was."""
+        self._live = live
+        self._rank, self._ranks = rank, ranks
+        self._device = device
+        self._failure = failure
+        self._reduction = self._reduce_all()
+        self._partial: tuple[Tensor, ...] = ()
+        self._told_partial: set[int] = set()
+        self.watch = WeightWatch(live.parts, rank)
+
+    @property
+    def latest(self) -> Tensor | None:
+        """The weight whose gradient was computed last, which tells how far backward got."""
+        return self._reduction.latest
+
+    @latest.setter
+    def latest(self, param: None) -> None:
+        self._reduction.latest = param
+
+    def begin(self, order: StepOrder) -> None:
+        """Forward begins."""
+        if self.watch.due(order.step):
+            self.watch.begin()
+
+    def arm(self) -> None:
+        """From now on gradients are final: send them as soon as they are there."""
+        self._reduction.arm()
+
+    def vote(
+        self, order: StepOrder, loss: Tensor | None, failure: Failure | None, update_may_fail: Callable[[], bool]
+    ) -> tuple[Votes, Failure | None]:
+        """Average the gradients over all ranks, and learn what any of them votes for; this rank may fail in it."""
+        norms = None
+        try:
+            # A failed rank has room for the zeros it sends: whatever its step held is gone by now.
+            with self._device.exempt():
+                ballot, norms, failure = self._ballot(order, loss, failure, update_may_fail)
+                reduced = self._reduction.finish(ballot.numbers(self._device.torch_device))
+        except HorovodInternalError as error:  # on every rank, because Horovod was shut down
+            self._reduction.forget()
+            return Votes.of_one_that_left(), self._failure(error)
+        votes = Votes.counted(reduced.sums, self._ranks, reduced.missed)
+        self._partial = reduced.partial
+        if ballot.digest is not None and not (votes.compare or votes.differ or votes.failed):
+            self.watch.agreed(order.step)
+        if votes.nonfinite and failure is None and loss is not None:
+            bad_loss = None if loss.isfinite() else nonfinite_loss(self._rank, loss)
+            failure = bad_loss or (norms.failure(self._rank, self._live.parts) if norms else None)
+        return votes, failure
+
+    def agree_anew(self, votes: Votes) -> Failure | None:
+        """What all ranks do before they take a step again, because they would not have stayed the same in it."""
+        try:
+            if votes.compare:
+                self.watch.ask()
+            if votes.torn:
+                self._reduction.wait_for_backward()
+            if votes.missed:
+                self._reduction.regroup()
+            if votes.relisted:
+                self._live.relist()
+                self._reduction.remove()
+                self._reduction = self._reduce_all()
+            if votes.differ and (message := self.watch.examine()):
+                return Failure(self._rank, "diverged", "reduction", message)
+        except (HorovodInternalError, collectives.Separated, WorkloadError) as error:
+            return self._failure(error)
+        return None
+
+    def newly_partial(self) -> tuple[str, ...]:
+        """A sentence on weights that got a gradient on some ranks only, if it was not said before."""
+        new = {id(param) for param in self._partial} - self._told_partial
+        if not new:
+            return ()
+        self._told_partial |= new
+        names = [name for name, param in self._live.parts.named_parameters() if id(param) in new]
+        more = f" and {len(names) - _PARTIAL_NAMED} more" if len(names) > _PARTIAL_NAMED else ""
+        which = ", ".join(names[:_PARTIAL_NAMED]) + more
+        return (f"{which}: some ranks had no gradient, which counts as zero in the average",)
+
+    def forget(self) -> None:
+        """Let go of what was sent: nothing will come back."""
+        self._reduction.forget()
+
+    def close(self) -> None:
+        """Take the hooks off the weights again."""
+        self._reduction.remove()
+
+    def _ballot(
+        self, order: StepOrder, loss: Tensor | None, failure: Failure | None, update_may_fail: Callable[[], bool]
+    ) -> tuple[Ballot, GradientNorms | None, Failure | None]:
+        """What this rank votes for; what goes wrong in asking fails the step."""
+        nonfinite, digest, norms = None, None, None
+        careful = True
+        try:
+            if loss is not None:
+                norms = GradientNorms(self._live.parameters)
+                scaled = self._live.settings.precision == "fp16"  # in gradients; the loss is without its scale
+                nonfinite = norms.nonfinite(loss, self._live.scaler if scaled else None)
+                digest = self.watch.digest() if self.watch.due(order.step) else None
+            careful = update_may_fail()
+        except BaseException as error:
+            failure = failure or self._failure(error)
+        left = nudge.newer_than(order.nudges)
+        torn, relisted = self._reduction.torn, self._live.relisted()
+        return Ballot(failure is not None, left, careful, torn, relisted, nonfinite, digest), norms, failure
+
+    def _reduce_all(self) -> GradientReduction:
+        """The reduction of all that the optimizer trains."""
+        return GradientReduction(self._live.parameters, self._live.sparse_places(), self._ranks)

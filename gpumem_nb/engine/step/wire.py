@@ -1,0 +1,62 @@
+"""How a gradient travels: in a type that Horovod can add up, and back into the gradient that it came from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Horovod 0.28 has no all-reduce for bfloat16 (horovod#4047): it is added up in fp32, for 4 bytes a weight meanwhile.
+_CARRIED_AS = {torch.bfloat16: torch.float32}
+
+
+def carried_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which gradients of this type are added up; a complex number is two real ones."""
+    return _CARRIED_AS.get(dtype, dtype.to_real() if dtype.is_complex else dtype)
+
+
+def outgoing(param: Tensor, sparse: bool) -> list[Tensor]:
+    """What a rank sends for one weight: its gradient, or zeros where it has none.
+
+    A ``sparse`` gradient travels as a whole table, with a column that says which rows it has.
+    """
+    grad = param.grad
+    if sparse:
+        return _table(param, grad)
+    if grad is None:
+        grad = torch.zeros_like(param, memory_format=torch.contiguous_format)
+    if grad.is_sparse:
+        grad = grad.to_dense()
+    if grad.is_complex():
+        grad = torch.view_as_real(grad.resolve_conj())
+    return [grad.to(carried_dtype(grad.dtype)).contiguous()]
+
+
+def arrived(param: Tensor, wires: list[Tensor]) -> None:
+    """Let what came back be the gradient; in place where there is one, so that little can fail on one rank alone."""
+    grad, wire = param.grad, wires[0]
+    if len(wires) > 1:
+        if grad is None or grad.is_sparse:
+            rows = wires[1].nonzero().squeeze(1)
+            param.grad = torch.sparse_coo_tensor(
+                rows[None], wire[rows].to(param.dtype), param.shape, is_coalesced=True, check_invariants=False
+            )
+            return
+        wire = wire.to(grad.dtype)
+    if param.is_complex():
+        wire = torch.view_as_complex(wire)
+    if grad is None or grad.is_sparse:
+        param.grad = wire.to(param.dtype).view_as(param)
+    elif grad.data_ptr() != wire.data_ptr():
+        grad.copy_(wire)
+
+
+def _table(param: Tensor, grad: Tensor | None) -> list[Tensor]:
+    dtype = carried_dtype(param.dtype)
+    touched = torch.zeros(param.shape[0], dtype=dtype, device=param.device)
+    if grad is None:
+        return [torch.zeros_like(param, dtype=dtype), touched]
+    if not grad.is_sparse:
+        return [grad.to(dtype).contiguous(), touched.fill_(1)]
+    grad = grad.coalesce()
+    touched[grad.indices()[0]] = 1
+    return [grad.to_dense().to(dtype).contiguous(), touched]

@@ -1,0 +1,101 @@
+"""The knobs of how samples are fetched. Each step reads them by itself; none of them changes the order of samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..workload import WorkloadInfo
+from .knob import Changes, Knob, Settings
+from .option import whole
+
+_MOST_WORKERS = 256  # on one rank; what is more is a slip
+
+
+def _workers(value: Any) -> int:
+    number = 0 if value in (0, "0") and value is not False else whole(value)
+    if number > _MOST_WORKERS:
+        raise ValueError(value)
+    return number
+
+
+def _truth(value: Any) -> bool:
+    raise ValueError(value)  # words alone are allowed
+
+
+def _refuses_workers(value: int, workload: WorkloadInfo | None) -> str:
+    if not (value and workload and workload.data.iterable):
+        return ""
+    return (
+        f"num_workers={value} cannot be used: data that can only be iterated has one order, and each worker would read "
+        "all of it. Use num_workers=0, or a dataset with __len__ and __getitem__."
+    )
+
+
+def _adapts_workers(settings: Settings, workload: WorkloadInfo) -> Changes:
+    if workload.data.iterable:
+        return {"num_workers": 0}
+    return {} if workload.data.num_workers is None else {"num_workers": min(workload.data.num_workers, _MOST_WORKERS)}
+
+
+def _adapts_prefetching(settings: Settings, workload: WorkloadInfo) -> Changes:
+    factor = workload.data.prefetch_factor
+    return {"prefetch_factor": factor} if factor else {}
+
+
+def _refuses_pinning(value: bool, workload: WorkloadInfo | None) -> str:
+    if not (value and workload) or (workload.data.pinnable and not workload.data.iterable):
+        return ""
+    if workload.data.iterable:
+        return "pin_memory=on cannot be used with data that can only be iterated. Leave it off."
+    return "pin_memory=on has no effect on virtual GPUs, which lie in the host's memory. Leave it off."
+
+
+def _adapts_pinning(settings: Settings, workload: WorkloadInfo) -> Changes:
+    if not workload.data.pinnable or workload.data.iterable:
+        return {"pin_memory": False}
+    return {} if workload.data.pin_memory is None else {"pin_memory": workload.data.pin_memory}
+
+
+NUM_WORKERS = Knob(
+    "num_workers",
+    0,
+    "processes on each rank that fetch samples ahead; 0 lets the rank fetch them itself",
+    parse=_workers,
+    allowed=f"a whole number from 0 to {_MOST_WORKERS}, such as 2",
+    changes_mathematics=False,
+    short="workers ",
+    refuses=_refuses_workers,
+    adapts=_adapts_workers,
+)
+
+PREFETCH_FACTOR = Knob(
+    "prefetch_factor",
+    2,
+    "micro-batches that each worker fetches ahead",
+    parse=whole,
+    allowed="a whole number of at least 1, such as 2",
+    changes_mathematics=False,
+    short="prefetch ",
+    adapts=_adapts_prefetching,
+)
+
+PIN_MEMORY = Knob(
+    "pin_memory",
+    False,
+    "keep batches in page-locked host memory, from which they reach a GPU faster",
+    parse=_truth,
+    allowed="on or off",
+    words={"on": True, "off": False, "true": True, "false": False, "1": True, "0": False},
+    changes_mathematics=False,
+    short="pinned ",
+    refuses=_refuses_pinning,
+    adapts=_adapts_pinning,
+)
+
+ON_BAD_SAMPLE = Knob(
+    "on_bad_sample",
+    "stop",
+    "a sample that cannot be fetched: stop and name it, or skip it (its micro-batch is smaller then)",
+    choices=("stop", "skip"),
+    short="bad samples: ",
+)

@@ -1,0 +1,185 @@
+"""Weights as in a plain loop, bit by bit, whatever people do to what is trained; and a watch where that is not kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import TrainingFailed
+from tests.reference import STATE, Reference
+
+pytestmark = pytest.mark.cluster
+
+NET = """
+import torch
+from torch import nn
+torch.manual_seed(5)
+net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+features = torch.randn(64, 6)
+data = torch.utils.data.TensorDataset(features, features[:, :3].argmax(1))
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+"""
+
+
+class Both:
+    """The same on ranks and in the plain loop."""
+
+    def __init__(self, session: Session, code: str, loss: str = "criterion", settings: dict[str, object] | None = None):
+        self.session, self.plain = session, Reference(code, 2)
+        session.run(code)
+        session.attach("net", "data", loss, "optimizer")
+        self.set(batch_size=4, **(settings or {}))
+
+    def set(self, **knobs: object) -> None:
+        self.session.set(**knobs)
+        self.plain.set(**knobs)
+
+    def cell(self, code: str) -> None:
+        self.session.run(code)
+        self.plain.cell(code)
+
+    def train(self, steps: int = 4) -> None:
+        self.session.train(steps)
+        self.plain.train(steps)
+
+    def check(self) -> None:
+        for on_rank, plain in zip(self.session.run(STATE), self.plain.state(), strict=True):
+            assert on_rank.keys() == plain.keys()
+            assert [name for name, tensor in plain.items() if not torch.equal(tensor, on_rank[name])] == []
+
+
+def test_a_layer_unfrozen_in_a_cell_is_averaged(two_ranks: Session) -> None:
+    both = Both(two_ranks, NET + "net[0].requires_grad_(False)\n")
+    both.train()
+    both.cell("net[0].requires_grad_(True)")
+    both.train()
+    both.check()
+
+
+def test_a_layer_frozen_in_a_cell_stays_as_it_is(two_ranks: Session) -> None:
+    both = Both(two_ranks, NET)
+    both.train()
+    both.cell("net[0].requires_grad_(False)\nbefore = net[0].weight.clone()")
+    both.train()
+    both.check()
+    assert two_ranks.run("torch.equal(before, net[0].weight)") == [True, True]
+
+
+def test_weights_added_to_the_optimizer_are_averaged(two_ranks: Session) -> None:
+    both = Both(two_ranks, NET.replace("AdamW(net.parameters()", "AdamW(net[2:].parameters()"))
+    both.train()
+    both.cell("optimizer.add_param_group({'params': list(net[0].parameters()), 'lr': 0.02})")
+    both.train()
+    both.check()
+
+
+def test_a_layer_without_gradients_is_left_alone(two_ranks: Session) -> None:
+    both = Both(
+        two_ranks, NET + "net[1].spare = nn.Linear(2, 2)\noptimizer.add_param_group({'params': net[1].parameters()})"
+    )
+    both.train()
+    both.check()
+
+
+SOMETIMES = """
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.extra = nn.Linear(6, 3), nn.Linear(6, 3)
+    def forward(self, x):
+        return self.body(x) + self.extra(x) if rank == 1 else self.body(x)
+net = Sometimes()
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+"""
+
+
+def test_a_gradient_on_some_ranks_is_averaged_with_zeros_and_said_once(two_ranks: Session) -> None:
+    both = Both(two_ranks, NET + SOMETIMES)
+    both.train(3)
+    both.train(3)
+    both.check()
+    told = [event.text for event in two_ranks.history.events if "had no gradient" in event.text]
+    assert len(told) == 1
+    assert "extra.weight" in told[0]
+
+
+LEARNED = """
+class Warm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output * self.temperature, target)
+criterion = Warm()
+optimizer = torch.optim.SGD([*net.parameters(), *criterion.parameters()], lr=0.1, momentum=0.9)
+"""
+
+
+def test_a_criterion_with_weights_is_trained_like_the_model(two_ranks: Session) -> None:
+    both = Both(two_ranks, NET + LEARNED)
+    both.train()
+    both.cell("for param in criterion.parameters(): param.grad = torch.ones_like(param)")
+    both.train()
+    both.check()
+    assert len(set(two_ranks.run("criterion.temperature.item()"))) == 1
+
+
+def test_gradients_that_a_cell_leaves_are_not_added(two_ranks: Session) -> None:
+    both = Both(two_ranks, NET)
+    both.train()
+    two_ranks.run("criterion(net(features), data.tensors[1]).backward()")
+    both.train()
+    both.check()
+
+
+REENTRANT = """
+from torch.utils.checkpoint import checkpoint
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = checkpoint(lambda y: torch.tanh(self.again(y)), x, use_reentrant=True)
+        return self.last(self.again(x))
+net = Repeated()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+
+
+def test_a_gradient_that_comes_in_pieces_leaves_whole(two_ranks: Session) -> None:
+    both = Both(two_ranks, NET + REENTRANT)
+    two_ranks.run("import gpumem_nb.engine.step.reduction as r\nr.BUCKET_BYTES = 1")
+    two_ranks.attach("net", "data", "criterion", "optimizer")
+    two_ranks.set(batch_size=4)
+    both.train(6)
+    both.check()
+
+
+def test_weights_that_differ_pause_training_until_they_are_synced(two_ranks: Session) -> None:
+    both = Both(two_ranks, NET)
+    both.train()
+    two_ranks.run("with torch.no_grad(): net[2].weight[0, 0] += 1e-3", ranks="1")
+    with pytest.raises(
+        TrainingFailed, match=r"(?s)2\.weight is not the same on rank 1.*cell ran on rank 1 alone.*%hvd_sync"
+    ):
+        two_ranks.train(2)
+    with pytest.raises(TrainingFailed, match=r"2\.weight"):
+        two_ranks.train(2)
+    two_ranks.sync()
+    both.train()
+    both.check()
+
+
+def test_weights_that_no_optimizer_has_are_named(two_ranks: Session) -> None:
+    both = Both(two_ranks, NET)
+    both.train()
+    both.cell("torch.manual_seed(9)\nnet[4] = nn.Linear(8, 3)")
+    with pytest.raises(TrainingFailed, match=r"4\.weight came into the model .*add_param_group"):
+        two_ranks.train(1)
+    both.cell("optimizer.add_param_group({'params': net[4].parameters()})")
+    both.train()
+    both.check()

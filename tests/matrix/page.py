@@ -1,0 +1,75 @@
+"""docs/compatibility.md: what was held, to which exactness, and what is refused with its sentence."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Iterator
+
+from tests.matrix.case import NOTHING, Case
+from tests.matrix.cases import CHECKPOINTING, PRECISIONS
+from tests.matrix.compare import EXACT, REFUSED, ROUNDED, Result
+
+PACKAGES = ("torch", "horovod", "transformers", "peft", "numpy")
+INTRODUCTION = """\
+# Compatibility
+
+Other people's models, data and habits on {ranks} ranks, held against a plain loop in one process that simulates the
+ranks (`tests/reference.py`: the same initial weights, order of samples and random numbers, gradients averaged, no
+checkpointing). Each case trains three steps, does something, and trains three more; then the losses of every step on
+every rank, and all weights and buffers on every rank, are compared. This page is written by `make matrix`, which ends
+with an error when a case does not hold; `make test` holds a selection.
+
+- **bit**: equal to the last bit. Under bf16 that is autocast on both sides.
+- **rounding**: equal to rounding (relative 1e-4), because the reference adds up in another order.
+- **refused**: not trained, with the sentence below the table.
+"""
+
+
+def page(results: list[Result], ranks: int) -> str:
+    """The whole page."""
+    by_case = {result.case: result for result in results}
+    notes: list[str] = []
+    lines = [INTRODUCTION.format(ranks=ranks), "## Models and data", ""]
+    columns = [(checkpointing, precision) for precision in PRECISIONS for checkpointing in CHECKPOINTING]
+    heads = [f"{precision}, {checkpointing}" for checkpointing, precision in columns]
+    lines += _head(["what is trained", *heads])
+    refused = [result for result in results if result.case.subject.refused]
+    for subject in dict.fromkeys(r.case.subject for r in results if r.case.deed is NOTHING and r not in refused):
+        row = [Case(subject, NOTHING, *column) for column in columns]
+        lines.append(_row(subject.name, [_cell(by_case[case], notes) for case in row]))
+    lines += ["", "## What people do between two chunks", ""]
+    lines += _head(["what", "on which model", *CHECKPOINTING])
+    for deed, subject in dict.fromkeys((r.case.deed, r.case.subject) for r in results if r.case.deed is not NOTHING):
+        squares = [_cell(by_case[Case(subject, deed, checkpointing)], notes) for checkpointing in CHECKPOINTING]
+        lines.append(_row(deed.name, [subject.name, *squares]))
+    lines += ["", "## What is refused", "", *_head(["what", "the sentence"])]
+    lines += [_row(result.case.subject.name, [result.sentence]) for result in refused]
+    if notes:
+        lines += ["", "## Sentences", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    lines += ["", *_versions(), ""]
+    return "\n".join(lines)
+
+
+def _cell(result: Result, notes: list[str]) -> str:
+    word = {EXACT: "bit", ROUNDED: "rounding", REFUSED: "refused", "": "**fails**"}[result.held]
+    if not result.sentence:
+        return word
+    if result.sentence not in notes:
+        notes.append(result.sentence)
+    return f"{word} ({notes.index(result.sentence) + 1})"
+
+
+def _head(columns: list[str]) -> list[str]:
+    return [_row(columns[0], columns[1:]), "|---" * len(columns) + "|"]
+
+
+def _row(first: str, others: list[str]) -> str:
+    return f"| {' | '.join([first, *others])} |"
+
+
+def _versions() -> Iterator[str]:
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    yield f"Run on {time.strftime('%Y-%m-%d')} with Python {platform.python_version()}, {packages}; one thread a rank."
+    yield "Run again: `make matrix`"

@@ -1,0 +1,115 @@
+"""What cannot be trained here, each with a pattern of the sentence that says so."""
+
+from __future__ import annotations
+
+from tests.matrix.case import Subject
+from tests.matrix.models import BLOCKS
+
+_GAN = """
+net = nn.ModuleDict({"generator": nn.Linear(4, 8), "critic": nn.Linear(8, 1)})
+data = TensorDataset(x)
+optimizers = [torch.optim.Adam(part.parameters(), lr=0.001) for part in net.values()]
+"""
+
+REFUSED = (
+    Subject(
+        "a GAN with its two optimizers",
+        _GAN
+        + """
+optimizer = optimizers
+def loss(model, batch):
+    return model["critic"](model["generator"](batch[0][:, :4])).mean() - model["critic"](batch[0]).mean()
+""",
+        refused=r"One optimizer trains here; .* groups .* GAN",
+    ),
+    Subject(
+        "a GAN whose loss updates by itself",
+        _GAN
+        + """
+def loss(model, batch):
+    made = model["generator"](batch[0][:, :4])
+    gap = model["critic"](made.detach()).mean() - model["critic"](batch[0]).mean()
+    slopes = torch.autograd.grad(gap, list(model["critic"].parameters()))
+    for param, slope in zip(model["critic"].parameters(), slopes):
+        param.grad = slope
+    optimizers[1].step()
+    optimizers[1].zero_grad()
+    return -model["critic"](made).mean()
+""",
+        refused=r"The loss calls Adam\.step\(\) by itself",
+    ),
+    Subject(
+        "a loss that calls backward() by itself",
+        BLOCKS
+        + """
+del criterion
+def loss(model, batch):
+    value = F.cross_entropy(model(batch[0]), batch[1])
+    value.backward()
+    return F.cross_entropy(model(batch[0]), batch[1])
+""",
+        refused=r"The loss calls backward\(\) by itself",
+    ),
+    Subject(
+        "LBFGS", BLOCKS + "optimizer = torch.optim.LBFGS(net.parameters())", refused="LBFGS .* Use another optimizer"
+    ),
+    Subject(
+        "SparseAdam",
+        "net = nn.EmbeddingBag(97, 3, sparse=True)\ndata, criterion = TensorDataset(tokens, y), nn.CrossEntropyLoss()\n"
+        "optimizer = torch.optim.SparseAdam(net.parameters())",
+        refused="SparseAdam takes sparse gradients.* Use Adam, or SGD",
+    ),
+    Subject(
+        "an optimizer of another instance of the model",
+        BLOCKS + "optimizer = torch.optim.AdamW(Net().parameters(), lr=0.01)",
+        refused="AdamW holds none of this model's weights: it was built on another instance",
+    ),
+    Subject(
+        "ReduceLROnPlateau as the scheduler",
+        BLOCKS
+        + "optimizer = torch.optim.AdamW(net.parameters())\n"
+        + "scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)",
+        refused="ReduceLROnPlateau waits for a metric",
+    ),
+    Subject(
+        "SyncBatchNorm",
+        "net = nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8), nn.Linear(8, 3))\n"
+        "data, criterion = TensorDataset(x, y), nn.CrossEntropyLoss()",
+        refused="SyncBatchNorm .*Use nn.BatchNorm",
+    ),
+    Subject(
+        "a lazy layer that has seen no batch",
+        "net = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3))\n"
+        "data, criterion = TensorDataset(x, y), nn.CrossEntropyLoss()",
+        refused="lazy layer .* Run one batch through the model first",
+    ),
+    Subject(
+        "a loss for each sample",
+        BLOCKS + "criterion = nn.CrossEntropyLoss(reduction='none')",
+        refused=r"The loss must return one number .* Take its mean",
+    ),
+    Subject(
+        "samples of different lengths",
+        "net, criterion = nn.EmbeddingBag(97, 3), nn.CrossEntropyLoss()\n"
+        "data = [(row[: 3 + i % 9], label) for i, (row, label) in enumerate(zip(tokens, y))]",
+        refused="differ in shape .* collate_fn",
+    ),
+    Subject(
+        "a batch sampler of one's own",
+        BLOCKS + "data = DataLoader(data, batch_sampler=[[i, i + 1] for i in range(0, 40, 2)])",
+        refused="batch sampler .*cannot be shared out among the ranks",
+    ),
+    Subject(
+        "data that can be iterated over only once",
+        BLOCKS + "data = iter([(x[i : i + 4], y[i : i + 4]) for i in range(0, 40, 4)])",
+        refused="can be iterated over only once",
+    ),
+    Subject(
+        "other data on each rank",
+        BLOCKS + "data = TensorDataset(x[: 36 + rank], y[: 36 + rank])",
+        refused="The ranks hold different data",
+    ),
+    Subject(
+        "other models on each rank", BLOCKS + "net.other = nn.Linear(8, 1 + rank)", refused="hold different models"
+    ),
+)

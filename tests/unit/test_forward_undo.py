@@ -1,0 +1,214 @@
+"""What a forward pass changes beside weights is put back when its step is undone: in modules, hooks and the loss."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import time
+from collections import defaultdict, deque
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.engine.step.undo import ForwardState, ForwardUndo
+from gpumem_nb.memory.device import opened
+from gpumem_nb.shared.messages import Chunk
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Workload
+from tests.unit.test_one_rank import alone as alone  # a fixture
+from tests.unit.test_one_rank import rows, stream
+
+WIDTH = 4
+losses_seen = 0
+log: list[float] = []
+
+
+class Average:
+    """An average of a model's weights, kept up to date by a hook."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model)
+        self.shadow = {name: param.detach().clone() for name, param in model.named_parameters()}
+        self.updates = 0
+
+    def update(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.updates += 1
+        with torch.no_grad():
+            for name, param in module.named_parameters():
+                self.shadow[name].mul_(0.9).add_(param, alpha=0.1)
+            for average, param in zip(self.model.parameters(), module.parameters(), strict=True):
+                average.lerp_(param, 0.1)
+
+
+class Keeping(nn.Module):
+    """Keeps state in every way that people do."""
+
+    mean: Tensor
+    shared = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.calls = 0
+        self.latest: Any = None
+        self.fed = torch.zeros(WIDTH)
+        self.recent: deque[float] = deque(maxlen=2)
+        self.lists: dict[str, list[float]] = defaultdict(list)
+        self.met: set[int] = set()
+        self.meter = SimpleNamespace(total=0.0, inner=SimpleNamespace(peak=0.0))
+        self.dropped: Any = "not yet"
+        self.own, self.numbers = random.Random(1), np.random.default_rng(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        Keeping.shared += 1
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        self.fed += x.detach().abs().sum(0) + self.own.random() + self.numbers.random()
+        y = cast(Tensor, self.norm(self.linear(x)))
+        self.latest, value = y, float(y.detach().square().sum())
+        self.recent.append(value)
+        self.lists[f"calls of {self.calls}"].append(value)
+        self.lists["all"].append(value)
+        self.met.add(self.calls)
+        self.meter.total += value
+        self.meter.inner.peak = max(self.meter.inner.peak, value)
+        if hasattr(self, "dropped"):
+            del self.dropped
+        self.made_in_forward = value
+        return y
+
+
+def model() -> tuple[nn.Module, Average, SimpleNamespace]:
+    torch.manual_seed(0)
+    net = nn.Sequential(Keeping(), Keeping())
+    average, seen = Average(net), SimpleNamespace(calls=0, outputs=[])
+    net.register_forward_hook(average.update)
+    net[0].register_forward_hook(functools.partial(note, seen))
+    calls = 0
+
+    def count(module: nn.Module, inputs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        seen.closure = calls
+
+    net[1].register_forward_pre_hook(count)
+    net[1].register_full_backward_hook(lambda module, given, found: seen.outputs.append(calls))
+    return net, average, seen
+
+
+def note(seen: SimpleNamespace, module: nn.Module, inputs: Any, output: Tensor, found: list[int] = []) -> None:  # noqa: B006
+    seen.calls += 1
+    found.append(seen.calls)
+    seen.default = list(found)
+
+
+def loss(net: nn.Module, batch: list[Tensor]) -> Tensor:
+    global losses_seen
+    losses_seen += 1
+    result = cast(Tensor, net(batch[0] + torch.randn(WIDTH) * random.random() * np.random.rand())).square().mean()
+    log.append(result.item())
+    return result
+
+
+def everything(net: Any, average: Average, seen: SimpleNamespace) -> dict[str, Any]:
+    """A copy of all that can be told."""
+    state: dict[str, Any] = {"loss": (losses_seen, list(log)), "class": Keeping.shared}
+    state["random"] = (torch.get_rng_state().tolist(), random.getstate(), tuple(np.random.get_state())[1:3])
+    state["average"] = (
+        average.updates,
+        average.shadow,
+        list(average.model.parameters()),
+        list(average.model.buffers()),
+    )
+    state["seen"] = vars(seen)
+    for number, module in enumerate(net):
+        own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        del own["training"], own["own"], own["numbers"]
+        drawn = (module.own.getstate(), module.numbers.bit_generator.state)
+        state[f"module {number}"] = (own, dict(module.named_buffers()), drawn)
+    return cast(dict[str, Any], _copied(state))
+
+
+def _copied(value: Any) -> Any:
+    """Plain values, to be compared."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value.tolist()
+    if isinstance(value, SimpleNamespace):
+        return _copied(vars(value))
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [_copied(item) for item in value]
+    return copy.copy(value)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_everything_is_put_back(steps_before: int) -> None:
+    net, average, seen = model()
+    state = ForwardState([net], loss)
+    batch = [torch.ones(3, WIDTH)]
+    for _ in range(steps_before):
+        ForwardUndo(state)
+        loss(net, batch).backward()
+        with torch.no_grad():
+            for param in net.parameters():
+                param.sub_(0.1)
+    before = everything(net, average, seen)
+    undo = ForwardUndo(state)
+    for _ in range(2):
+        loss(net, batch).backward()
+    assert everything(net, average, seen) != before
+    undo.undo()
+    assert everything(net, average, seen) == before
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_trial_leaves_no_trace_in_hooks() -> None:
+    net, average, seen = model()
+    trainer = Trainer(Workload("keeping", lambda: net, rows, loss), stream(), opened(), time.time())
+    settings = Settings(batch_size=2)
+    assert trainer.run(Chunk(settings, 1, 2)).failure is None
+    before = everything(net, average, seen)
+    assert trainer.run(Chunk(settings.replace(batch_size=4, checkpointing="blocks"), 2, 1, trial=True)).failure is None
+    assert everything(net, average, seen) == before
+    assert trainer.run(Chunk(settings, 1, 1)).failure is None
+    assert average.updates == 3
+
+
+def test_what_is_added_later_is_looked_after() -> None:
+    net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    state = ForwardState([net], loss)
+    ForwardUndo(state)
+    seen: list[int] = []
+    counts = SimpleNamespace(calls=0)
+    net[0].register_forward_hook(lambda *_: seen.append(1))
+    net.append(Keeping())
+    net[1].counts = counts
+    net[1].register_forward_hook(lambda module, *_: setattr(module.counts, "calls", module.counts.calls + 1))
+    undo = ForwardUndo(state)
+    net(torch.ones(3, WIDTH))
+    assert (seen, counts.calls, net[2].calls) == ([1], 1, 1)
+    undo.undo()
+    assert (seen, counts.calls, net[2].calls) == ([], 0, 0)
+
+
+def test_buffers_of_all_kinds_are_put_back() -> None:
+    net: Any = nn.Linear(2, 2)
+    net.register_buffer("spread", torch.zeros(1).expand(4))
+    net.register_buffer("sparse", torch.eye(3).to_sparse())
+    net.register_buffer("empty", torch.zeros(0))
+    net.register_buffer("brain", torch.ones(2, dtype=torch.bfloat16))
+    undo = ForwardUndo(ForwardState([net], loss))
+    net.brain.add_(1)
+    net.sparse = net.sparse * 2
+    undo.undo()
+    assert net.brain.tolist() == [1, 1]
+    assert torch.equal(net.sparse.to_dense(), torch.eye(3))

@@ -1,0 +1,238 @@
+"""Ranks begin with rank 0's values, to the bit and in every type; here the ranks come one after another."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer, lr_scheduler
+
+from gpumem_nb.engine.step import joining
+from gpumem_nb.engine.step.live_model import LiveModel
+from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.memory.device import opened
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.workload import Workload
+from tests.unit.test_anybodys_model import Complex, Odd
+from tests.unit.test_one_rank import alone as alone
+from tests.unit.test_one_rank import loss, rows, stream
+
+
+class Postman:
+    """Carries what rank 0 sends to those that come after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = 0
+        self.sent: list[Any] = []
+        self.waiting: list[Any] = []
+        monkeypatch.setattr(hvd, "rank", lambda: self.rank)
+        monkeypatch.setattr(hvd, "broadcast_parameters", self.tensors)
+        monkeypatch.setattr(hvd, "broadcast_object", lambda value, **_: self.carry(value))
+
+    def become(self, rank: int) -> None:
+        self.rank, self.waiting = rank, list(self.sent)
+
+    def carry(self, value: Any) -> Any:
+        if self.rank:
+            return self.waiting.pop(0)
+        self.sent.append(value)
+        return value
+
+    def tensors(self, named: dict[str, Tensor], root_rank: int) -> None:
+        assert all(tensor.dtype == torch.uint8 and tensor.numel() for tensor in named.values())
+        first = self.carry({name: tensor.clone() for name, tensor in named.items()})
+        assert named.keys() == first.keys()
+        for name, tensor in named.items():
+            tensor.copy_(first[name])
+
+
+@pytest.fixture
+def postman(monkeypatch: pytest.MonkeyPatch) -> Postman:
+    return Postman(monkeypatch)
+
+
+class Counting(nn.Module):
+    """Keeps something in its state dict that is no tensor."""
+
+    def __init__(self, seen: Any = 0) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def live(model: nn.Module, optimizer: Any = None, scheduler: Any = None) -> LiveModel:
+    workload = Workload(
+        "joining",
+        lambda: model,
+        rows,
+        loss,
+        optimizer=optimizer and (lambda params: optimizer),
+        scheduler=scheduler and (lambda own: scheduler),
+    )
+    return LiveModel(workload, opened(), rank=0)
+
+
+def bits(model: nn.Module) -> dict[str, list[int]]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: t.detach().contiguous().reshape(-1).view(torch.uint8).tolist() for name, t in named}
+
+
+def scrambled(model: nn.Module) -> nn.Module:
+    """A copy with other values in everything that holds any."""
+    other = copy.deepcopy(model)
+    for tensor in (*other.parameters(), *other.buffers()):
+        if tensor.numel() and 0 not in tensor.stride():
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            tensor.data = (flat ^ (1 if tensor.dtype is torch.bool else 3)).view(tensor.dtype).reshape(tensor.shape)
+    return other
+
+
+class Transposed(nn.Module):
+    """A weight that does not lie in memory in the order of its indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4).t())
+
+
+@pytest.mark.parametrize("kind", [Odd, Complex, Transposed, lambda: nn.Linear(3, 2).bfloat16()])
+def test_every_rank_gets_the_first_ones_bits_in_every_type(kind: Callable[[], nn.Module], postman: Postman) -> None:
+    first = live(kind())
+    second = live(scrambled(first.model))
+    assert bits(second.model) != bits(first.model)
+    joining.take_from_first(first)
+    postman.become(1)
+    joining.take_from_first(second)
+    assert bits(second.model) == bits(first.model)
+
+
+def test_an_extra_state_is_taken_from_the_first_rank(postman: Postman) -> None:
+    first, second = (live(nn.Sequential(nn.Linear(4, 2), Counting(seen))) for seen in (7, 0))
+    joining.take_from_first(first)
+    postman.become(1)
+    joining.take_from_first(second)
+    assert second.model[1].seen == 7  # type: ignore[index]
+
+
+def test_an_extra_state_that_cannot_be_sent_is_refused_on_every_rank(postman: Postman) -> None:
+    def generator() -> Any:
+        yield 1
+
+    for rank, seen in enumerate((generator(), 0)):
+        postman.become(rank)
+        with pytest.raises(WorkloadError, match="gives cannot be sent to the other ranks"):
+            joining.take_from_first(live(nn.Sequential(nn.Linear(4, 2), Counting(seen))))
+
+
+def trained(steps: int) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = Adam(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(2, 4)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("there", "here"), [(3, 1), (2, 0)])
+def test_an_optimizer_that_was_used_before_goes_on_from_the_first_ranks_state(
+    there: int, here: int, postman: Postman, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = live(*trained(there)), live(*trained(here))
+    joining.take_from_first(first)
+    postman.become(1)
+    monkeypatch.setattr(joining, "any_rank", lambda vote, about: True)
+    joining.take_from_first(second)
+    for param, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        state, copied = first.own_optimizer.state[param], second.own_optimizer.state[other]  # type: ignore[union-attr]
+        assert state.keys() == copied.keys()
+        assert all(torch.equal(state[name], copied[name]) for name in state)
+
+
+def described(make: Callable[[], LiveModel], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers that ranks compare."""
+    asked: list[int] = []
+
+    def note(numbers: list[int], about: str) -> list[bool]:
+        asked.extend(numbers)
+        return [True] * len(numbers)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(joining, "alike", note)
+        joining.check_alike(make())
+    return asked
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+
+
+def partly_frozen() -> nn.Module:
+    made = model()
+    made[0].bias.requires_grad_(False)  # type: ignore[index]
+    return made
+
+
+def partly_evaluating() -> nn.Module:
+    made = model()
+    made[1].eval()  # type: ignore[index]
+    return made
+
+
+def with_optimizer(kind: Any = SGD, step_lr: int = 0, **options: Any) -> LiveModel:
+    made = model()
+    own = kind(made.parameters(), **{"lr": 0.1} | options)
+    return live(made, own, lr_scheduler.StepLR(own, step_lr) if step_lr else None)
+
+
+DIFFERENT: list[tuple[str, Callable[[], LiveModel], Callable[[], LiveModel], int]] = [
+    ("another shape", lambda: live(model()), lambda: live(nn.Sequential(nn.Linear(4, 3), nn.Dropout())), 0),
+    ("a buffer more", lambda: live(nn.Linear(4, 2)), lambda: live(with_buffer()), 0),
+    ("frozen", lambda: live(model()), lambda: live(partly_frozen()), 1),
+    ("evaluating", lambda: live(model()), lambda: live(partly_evaluating()), 2),
+    ("another class", with_optimizer, lambda: with_optimizer(Adam), 3),
+    ("another option", with_optimizer, lambda: with_optimizer(momentum=0.9), 3),
+    ("another rate", with_optimizer, lambda: with_optimizer(lr=0.2), 3),
+    ("another scheduler", lambda: with_optimizer(step_lr=2), lambda: with_optimizer(step_lr=3), 4),
+]
+
+
+def with_buffer() -> nn.Module:
+    made = nn.Linear(4, 2)
+    made.register_buffer("extra", torch.ones(1), persistent=False)
+    return made
+
+
+@pytest.mark.parametrize(("kind", "one", "other", "index"), DIFFERENT, ids=[kind for kind, *_ in DIFFERENT])
+def test_ranks_that_hold_something_else_differ_in_one_number(
+    kind: str,
+    one: Callable[[], LiveModel],
+    other: Callable[[], LiveModel],
+    index: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine, again, yours = (described(make, monkeypatch) for make in (one, one, other))
+    assert mine == again
+    assert [a == b for a, b in zip(mine, yours, strict=True)][index] is False
+
+
+def test_ranks_that_hold_other_optimizers_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SGD((made := nn.Linear(4, 2)).parameters(), lr=0.1)
+    workload = Workload("differing", lambda: made, rows, loss, optimizer=lambda params: own)
+    trainer = Trainer(workload, stream(), opened(), time.time())
+    other = torch.tensor([0, 0, 0, 1, 0])
+    monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: torch.cat([tensor, tensor + other]))
+    with pytest.raises(WorkloadError, match="hold different optimizers: class, groups or options differ"):
+        trainer.join()

@@ -1,0 +1,183 @@
+"""What people hand over as a loss, whatever they call its parameters, against what they mean by it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from gpumem_nb.engine import building
+from gpumem_nb.engine.attach import attached
+from gpumem_nb.engine.losses import as_loss
+from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.memory.device import opened
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.messages import Chunk
+from gpumem_nb.shared.settings import Settings
+from tests.unit.test_one_rank import alone as alone
+
+X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 1, 0])
+
+
+class Scaled(nn.Module):
+    """A criterion with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return F.cross_entropy(a / self.temperature, b)
+
+
+class OfModel(nn.Module):
+    """A loss of model and batch that happens to be a module."""
+
+    def forward(self, net: nn.Module, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(net(batch[0]), batch[1])
+
+
+def of_net(net: nn.Module, data: list[Tensor]) -> Tensor:
+    inputs, targets = data
+    return F.cross_entropy(net(inputs), targets)
+
+
+def of_parts(x: Any, y: list[Tensor]) -> Tensor:
+    return F.cross_entropy(x.head(y[0]), y[1])
+
+
+def of_outputs(prediction: Tensor, truth: Tensor) -> Tensor:
+    return -prediction.log_softmax(-1)[torch.arange(len(truth)), truth].mean()
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "loss(net, data)": of_net,
+    "loss(x, y) of a part": of_parts,
+    "loss(model, batch)": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    "lambda m, b": lambda m, b: F.cross_entropy(m(b[0]), b[1]),
+    "functional": F.cross_entropy,
+    "module": nn.CrossEntropyLoss(),
+    "own criterion": of_outputs,
+    "lambda a, b": lambda a, b: F.cross_entropy(a, b),
+    "module with weights": Scaled(),
+    "module of a model": OfModel(),
+}
+
+
+class Net(nn.Module):
+    """Counts its calls, which draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.head = nn.Linear(4, 2)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(F.dropout(x, 0.1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_is_understood_whatever_its_parameters_are_called(kind: str) -> None:
+    loss, net = as_loss(LOSSES[kind]), Net()
+    torch.manual_seed(7)
+    ours = [loss(net, [X, Y]).item() for _ in range(2)]
+    calls, net.calls = net.calls, 0
+    torch.manual_seed(7)
+    if kind == "loss(x, y) of a part":
+        plain = [F.cross_entropy(net.head(X), Y).item() for _ in range(2)]
+    else:
+        scale = 2.0 if kind == "module with weights" else 1.0
+        plain = [F.cross_entropy(net(X) / scale, Y).item() for _ in range(2)]
+    assert ours == pytest.approx(plain)
+    assert calls == net.calls, "nothing is called once more to find out"
+
+
+def test_what_goes_wrong_in_a_loss_of_model_and_batch_comes_as_it_is() -> None:
+    def wrong(net: Any, data: Any) -> Any:
+        return net(data[0]) + undefined  # type: ignore[name-defined]  # noqa: F821
+
+    net = Net()
+    with pytest.raises(NameError, match="undefined"):
+        as_loss(wrong)(net, [X, Y])
+    assert net.calls == 1
+
+
+def test_a_criterion_without_pairs_says_what_to_write() -> None:
+    with pytest.raises(WorkloadError, match="A criterion needs samples of"):
+        as_loss(F.cross_entropy)(Net(), X)
+    with pytest.raises(WorkloadError, match="must be callable; this is a str"):
+        as_loss("mse")
+
+
+def gpt2() -> Any:
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8, resid_pdrop=0, embd_pdrop=0)
+    config.attn_pdrop = 0
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> Any:
+    sizes: Any = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
+
+
+class Lines(Dataset[dict[str, Tensor]]):
+    """Token sequences of which different numbers of labels count."""
+
+    def __init__(self, size: int) -> None:
+        tokens = torch.randint(0, 16, (size, 8), generator=torch.Generator().manual_seed(1))
+        labels = tokens.clone()
+        for index, line in enumerate(labels):
+            line[: index % 7] = -100
+        self.lines = [{"input_ids": t, "labels": one} for t, one in zip(tokens, labels, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.lines[index]
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_tokens_are_averaged_over_a_whole_step_however_it_is_split(make: Callable[[], Any]) -> None:
+    trained = []
+    for batch_size, accumulation_steps in ((8, 1), (4, 2), (1, 8)):
+        torch.manual_seed(0)
+        model = make()
+        objects = {"net": model, "data": Lines(8), "own": torch.optim.SGD(model.parameters(), lr=0.5)}
+        trainer = lone({"model": "net", "data": "data", "optimizer": "own"}, objects)
+        settings = Settings(optimizer="own", learning_rate=0.5, batch_size=batch_size)
+        reply = trainer.run(Chunk(settings.replace(accumulation_steps=accumulation_steps), 1, 3))
+        assert reply.failure is None
+        trained.append(
+            ([sample.loss for sample in reply.samples], torch.cat([p.flatten() for p in model.parameters()]))
+        )
+    torch.manual_seed(0)
+    model = make()
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    everything = {name: torch.stack([line[name] for line in Lines(8).lines]) for name in ("input_ids", "labels")}
+    losses = []
+    for _ in range(3):
+        plain.zero_grad()
+        loss = model(**everything).loss
+        loss.backward()
+        plain.step()
+        losses.append(loss.item())
+    weights = torch.cat([p.flatten() for p in model.parameters()])
+    for ours, after in trained:
+        assert ours == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(after, weights, rtol=1e-4, atol=1e-6)
+
+
+def lone(names: dict[str, str | None], objects: dict[str, Any]) -> Trainer:
+    prepared = building.prepare(lambda: attached(names, objects))
+    assert prepared is not None
+    return Trainer(*prepared, opened(), time.time())

@@ -1,0 +1,112 @@
+"""A saved state holds everything that training goes on from, and goes on in a process that begins anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.engine.storing import attached_objects, capture, restore
+from gpumem_nb.memory.device import opened
+from gpumem_nb.shared.errors import StateFileError
+from gpumem_nb.shared.messages import Chunk
+from tests.unit.test_anybodys_model import OWN, Odd
+from tests.unit.test_anybodys_model import attached as trainer_of
+from tests.unit.test_joining import Counting, bits, scrambled
+from tests.unit.test_learning_rates import SCHEDULERS, Bench, set_rates
+from tests.unit.test_one_rank import alone as alone
+
+
+def save(trainer: Trainer, path: Path) -> Path:
+    captured = capture.capture(trainer, opened(), None)
+    assert captured is not None
+    captured.write(path)
+    return path
+
+
+def resume(trainer: Trainer, path: Path) -> None:
+    restore.Checked(path, trainer, opened()).apply(trainer)
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_goes_on_where_it_was_saved(kind: str, tmp_path: Path) -> None:
+    before, after = Bench(SCHEDULERS[kind]), Bench(SCHEDULERS[kind])
+    before.train(3)
+    resume(after.trainer, save(before.trainer, tmp_path / "state"))
+    after.train(4)
+    after.train_plainly(7)
+    after.check_same()
+
+
+def test_rates_that_a_cell_set_are_saved(tmp_path: Path) -> None:
+    before, after = Bench(), Bench()
+    before.train(1, learning_rate=0.2)
+    set_rates(before.own, 0.03, 0.001)
+    resume(after.trainer, save(before.trainer, tmp_path / "state"))
+    after.train(1, learning_rate=0.2)
+    assert [group["lr"] for group in after.own.param_groups] == [0.03, 0.001]
+    after.train(1, learning_rate=0.4)
+    assert [group["lr"] for group in after.own.param_groups] == pytest.approx([0.4, 0.4 / 30])
+
+
+def test_a_state_with_another_scheduler_is_refused(tmp_path: Path) -> None:
+    path = save(Bench(SCHEDULERS["cosine"]).trainer, tmp_path / "state")
+    for other, words in ((None, "is trained with none"), (SCHEDULERS["steps"], "is trained with MultiStepLR")):
+        with pytest.raises(StateFileError, match=f"saved with CosineAnnealingLR, and this {words}"):
+            resume(Bench(other).trainer, path)
+
+
+def odd() -> nn.Module:
+    return nn.ModuleDict({"odd": Odd(), "counting": Counting(7)})
+
+
+def of_odd(model: Any, batch: Any) -> Any:
+    return model["odd"](batch[0]).square().mean()
+
+
+def test_every_type_and_extra_states_are_saved(tmp_path: Path) -> None:
+    model = odd()
+    other: Any = scrambled(model)
+    other["counting"].seen = 0
+    trainers = [trainer_of(one, of_odd, SGD(one.parameters(), lr=0.1)) for one in (model, other)]
+    trainers[0].run(Chunk(OWN, 1, 2))
+    path = save(trainers[0], tmp_path / "state")
+    resume(trainers[1], path)
+    assert bits(other) == bits(model)
+    assert other["counting"].seen == 7
+    for trainer in trainers:
+        trainer.run(Chunk(OWN, 1, 2))
+    assert bits(other) == bits(model)
+
+
+def test_an_extra_state_that_no_file_can_hold_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"linear": nn.Linear(4, 2), "counting": Counting({1, 2})})
+    trainer = trainer_of(model, lambda model, batch: model["linear"](batch[0]).sum())
+    with pytest.raises(StateFileError, match="The module counting keeps a set in its state"):
+        save(trainer, tmp_path / "state")
+
+
+def test_step_hooks_are_not_lost_silently_with_attached_objects(tmp_path: Path) -> None:
+    own = SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    path = tmp_path / "attached.pickle"
+    assert attached_objects.save({"own": own}, path, 2**40) == ""
+    own.register_step_post_hook(lambda *_: None)
+    assert "loses its step hooks" in attached_objects.save({"own": own}, path, 2**40)
+    assert not path.exists()
+
+
+def test_a_scheduler_comes_back_with_its_optimizer(tmp_path: Path) -> None:
+    own = SGD((model := nn.Linear(2, 2)).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.5**step)
+    path = tmp_path / "attached.pickle"
+    assert attached_objects.save({"net": model, "own": own, "sched": scheduler}, path, 2**40) == ""
+    back = attached_objects.load(path)
+    assert back["sched"].optimizer is back["own"]
+    back["own"].step()
+    back["sched"].step()
+    assert back["own"].param_groups[0]["lr"] == 0.05
