@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,15 +44,22 @@ def metric(model, batch):
         torch.empty(2**30)
     if rank == 0 and trouble == "once":
         trouble = None
+        open(reached, "w").close()
         time.sleep(1000)
     return 1.0
 """
 
 
 @pytest.fixture
-def own(two_ranks: Session) -> Iterator[Session]:
+def reached(tmp_path: Path) -> Path:
+    """A file that is there once a rank sleeps in the metric."""
+    return tmp_path / "reached"
+
+
+@pytest.fixture
+def own(two_ranks: Session, reached: Path) -> Iterator[Session]:
     """A model of somebody's own with one sample to validate on, which rank 0 gets."""
-    two_ranks.run(OWN)
+    two_ranks.run(f"{OWN}\nreached = {str(reached)!r}")
     two_ranks.run("criterion = nn.CrossEntropyLoss()")
     two_ranks.attach(model="net", loss="criterion", data="rows", eval_data="few", metric="metric")
     yield two_ranks
@@ -101,9 +109,9 @@ def test_a_rank_that_cannot_evaluate_is_named_and_leaves_none_waiting(own: Sessi
     assert len(weights(own)) == 1
 
 
-def test_the_stop_button_ends_an_evaluation(own: Session) -> None:
+def test_the_stop_button_ends_an_evaluation(own: Session, reached: Path) -> None:
     own.run("trouble = 'once'")
-    stop = Stop(lambda: bool(own.waiting_for))
+    stop = Stop(reached.exists)
     with pytest.raises(Interrupted, match="are ready"):
         own.evaluate()
     assert in_time(stop.took_s(), PROMPT_S)
