@@ -227,9 +227,7 @@ def _map(kind: Any, function: Callable[[Any], Any], value: Any) -> Any:
         return {key: _map(kind, function, item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_map(kind, function, item) for item in value)
-    if isinstance(value, tuple) and hasattr(
-        value, "_make"
-    ):  # a named tuple, whose own checks may refuse these
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple, whose own checks may refuse these
         return value._make(_map(kind, function, item) for item in value)
     return value
 
