@@ -115,6 +115,40 @@ def test_gradients_of_gradients_are_those_of_plain_torch(kind: Callable[[], nn.M
         assert same(steps(lambda: Net(kind), loss, mode), expected)
 
 
+class Packed(nn.Module):
+    """An LSTM of packed sequences: a named tuple that looks at what it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.LSTM(WIDTH, WIDTH, batch_first=True, num_layers=2, dropout=0.2) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.arange(1, len(x) + 1)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x[:, None].repeat(1, len(x), 1), lengths, batch_first=True, enforce_sorted=False
+        )
+        for layer in self.layers:
+            packed, _ = layer(packed)
+        return packed.data
+
+
+@pytest.mark.parametrize("mode", ["blocks", "sqrt"])
+def test_packed_sequences_are_held(mode: str) -> None:
+    def loss_of(mode: str | None) -> list[Any]:
+        torch.manual_seed(0)
+        net = Packed()
+        checkpointing = Checkpointing(net, list(net.layers), mode) if mode else None
+        value = mean_square(net, torch.randn(4, WIDTH))
+        value.backward()
+        if checkpointing:
+            checkpointing.finished()
+        return [value.detach(), *(param.grad for param in net.parameters())]
+
+    assert same(loss_of(mode), loss_of(None))
+
+
 class Descending(Block):
     def forward(self, x: Tensor) -> Tensor:
         energy = super().forward(x).square().sum()

@@ -37,7 +37,9 @@ def t5() -> Any:
 
 
 def bart() -> Any:
-    sizes = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes: dict[str, Any] = {
+        f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")
+    }
     sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
     return BartForConditionalGeneration(
         BartConfig(vocab_size=WORDS, d_model=WIDTH, max_position_embeddings=32, decoder_layerdrop=0.3, **sizes)
@@ -54,7 +56,7 @@ def llama() -> Any:
 
 
 def albert() -> Any:
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
     return AlbertForMaskedLM(
         AlbertConfig(vocab_size=WORDS, embedding_size=8, hidden_size=WIDTH, hidden_dropout_prob=0.1, **sizes)
     )

@@ -55,7 +55,7 @@ def module_dicts() -> None:
     must(set(torch_internals.weights_by_name(net[0])) == {"weight", "bias"}, "weights lie elsewhere")
     forward = net.register_forward_pre_hook, net.register_forward_hook
     backward = net.register_full_backward_pre_hook, net.register_full_backward_hook
-    found = [register(lambda *_: None).id for register in (*forward, *backward)]  # type: ignore[operator]
+    found = [register(lambda *_: None).id for register in (*forward, *backward)]
     must(
         sorted(key for hooks in torch_internals.hooks_of(net) for key in hooks) == sorted(found), "hooks lie elsewhere"
     )

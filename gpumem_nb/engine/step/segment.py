@@ -227,8 +227,8 @@ def _map(kind: Any, function: Callable[[Any], Any], value: Any) -> Any:
         return {key: _map(kind, function, item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_map(kind, function, item) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
-        return value._make(_map(kind, function, item) for item in value)  # as it is: a PackedSequence checks its parts
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple, whose own checks may refuse these
+        return value._make(_map(kind, function, item) for item in value)
     return value
 
 
