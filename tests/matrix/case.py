@@ -39,11 +39,13 @@ class Subject:
     Attributes:
         refused: a pattern of the sentence with which it is refused, whatever is done.
         refused_checkpointed: the same, under checkpointing alone.
+        seed: given to the session before; what cells draw follows from it.
         batch_size: on each rank; ``None`` for that of its ``DataLoader``.
     """
 
     name: str
     code: str
+    seed: int | None = None
     batch_size: int | None = 4
     refused: str = ""
     refused_checkpointed: str = ""
@@ -51,7 +53,7 @@ class Subject:
     @property
     def cell(self) -> str:
         """All that is run to define it."""
-        return f"{PREAMBLE}{APART}{self.code}\nNone"
+        return f"{PREAMBLE}{APART if self.seed is None else ''}{self.code}\nNone"
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Comparison:
             Differs: in which number, at which step.
             GpumemError: what should work was refused.
         """
-        with gradients_in_many_pieces(self._session):
+        with gradients_in_many_pieces(self._session), self._seeded(case.subject.seed):
             return Result(case, REFUSED, self._refusal(case)) if case.refused else self._held(case)
 
     def _held(self, case: Case) -> Result:
@@ -107,6 +107,14 @@ class Comparison:
         own = {} if "optimizer" in names else {"optimizer": "adamw", "optimizer_impl": "default", "learning_rate": 1e-3}
         session.set(checkpointing=case.checkpointing, precision=case.precision, **_FIRST, **_batch(case), **own)
 
+    @contextmanager
+    def _seeded(self, seed: int | None) -> Iterator[None]:
+        if seed is not None:
+            self._session.seed(seed)
+        yield
+        if seed is not None:
+            self._session.seed(0)
+
     def _train(self) -> list[list[float]]:
         frame = self._session.train(STEPS).frame()
         done = frame[frame.event.isin(["", "flip"])].sort_values(["step", "rank"])
@@ -126,7 +134,7 @@ def _batch(case: Case) -> dict[str, Any]:
 
 
 def _referred(case: Case, size: int) -> _Expected:
-    reference = Reference(case.subject.cell, size)
+    reference = Reference(case.subject.cell, size, case.subject.seed or 0)
     reference.set(precision=case.precision, **_batch(case))
     begin = reference.state()
     losses = reference.train(STEPS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.matrix.case import Subject
-from tests.matrix.models import BLOCKS
+from tests.matrix.models import BLOCKS, DROPOUT
 
 _STREAM = """
 class Stream(torch.utils.data.IterableDataset):
@@ -58,6 +58,17 @@ class Batches:
         return ((x[i : i + 4], y[i : i + 4]) for i in range(0, 40, 4))
 data = Batches()
 """,
+    ),
+    Subject(
+        "weights and a random split from the session's seed",
+        DROPOUT.code
+        + """
+import random
+chosen = random.sample(range(40), 32)
+part, _ = torch.utils.data.random_split(TensorDataset(x[chosen], y[chosen]), [20, 12])
+data = [(inputs + 0.1 * float(np.random.rand()), label) for inputs, label in part]
+""",
+        seed=7,
     ),
     Subject(
         "noise in the samples",

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import TrainingFailed
 from tests.matrix.case import Deed, Subject
-from tests.matrix.models import BATCH_NORM, DROPOUT, FROZEN, HEAD_LATER, MOMENTUM, OWN, SCHEDULED
+from tests.matrix.models import BATCH_NORM, DROPOUT, EVALUATED, FROZEN, HEAD_LATER, MOMENTUM, OWN, SCHEDULED
 from tests.matrix.transformers_models import BERT, GPT2
 
 _HUNGRY = """
@@ -32,6 +32,10 @@ def _run_out_of_memory(session: Session) -> None:
 
 def _record_a_step(session: Session) -> None:
     session.timeline()
+
+
+def _evaluate(session: Session) -> None:
+    session.evaluate()
 
 
 def _sync(session: Session) -> None:
@@ -109,6 +113,7 @@ DEEDS: tuple[tuple[Deed, tuple[Subject, ...]], ...] = (
     (Deed("flips checkpointing there and back", detour=_flip_there_and_back), (OWN, DROPOUT, GPT2)),
     (Deed("records a step", detour=_record_a_step), (DROPOUT, BATCH_NORM, GPT2, SCHEDULED)),
     (Deed("runs out of memory on one rank", detour=_run_out_of_memory), (DROPOUT, BATCH_NORM, GPT2, SCHEDULED)),
+    (Deed("evaluates", detour=_evaluate), (EVALUATED,)),
     (Deed("gives rank 0's weights to all", detour=_sync), (OWN, GPT2)),
     (Deed("saves, trains on and resumes", detour=_save_and_resume), (DROPOUT, BATCH_NORM, GPT2, SCHEDULED)),
 )

@@ -53,6 +53,7 @@ data, criterion = TensorDataset(x, y), nn.CrossEntropyLoss()
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 """,
 )
+EVALUATED = Subject("dropout, with data for evaluation", DROPOUT.code + "eval_data = TensorDataset(x[:11], y[:11])")
 BATCH_NORM = Subject(
     "batch norm",
     """
