@@ -10,7 +10,7 @@ import pytest
 
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import Interrupted, InvalidInput, TrainingFailed
-from tests.cluster.test_interrupts import PROMPT_S, Stop
+from tests.cluster.stop_button import PROMPT_S, Stop
 from tests.conftest import SMALL, weights
 from tests.timing import in_time, until
 
