@@ -72,7 +72,8 @@ class LiveModel:
             self.settings = Settings(optimizer="own", learning_rate=named_rate(self.own_optimizer))
         self.parts.join(self.own_optimizer)
         self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.parts.parameters(), self.settings)
-        self._rates = self._own_rates = Rates(self.optimizer, self.settings.learning_rate)
+        self._rates = Rates(self.optimizer, self.settings.learning_rate)
+        self._own_rates = self._rates if self.own_optimizer else None  # another optimizer would live on in it
         self._parked: tuple[str, KeptState, Rates] | None = None  # used last, until a step was done with another one
         self.parameters: list[Tensor] = list(in_groups(self.optimizer))
         self._known = {id(param): weakref.ref(param) for param in self.parts.parameters()}
@@ -129,7 +130,7 @@ class LiveModel:
         if self._parked is None and self.optimizer is not self.own_optimizer:
             kept = KeptState(self.optimizer, release=True)
             self._parked = (self.settings.optimizer, kept, self._rates)
-        if settings.optimizer == "own" and self.own_optimizer:
+        if settings.optimizer == "own" and self.own_optimizer and self._own_rates:
             self.optimizer, self._rates = self.own_optimizer, self._own_rates
         elif self._parked and self._parked[0] == settings.optimizer:
             with self._device.exempt():
