@@ -71,9 +71,8 @@ def make_alike(live: LiveModel) -> None:
     for optimizer in used:
         if optimizer is not live.own_optimizer:
             send_optimizer_state(optimizer)
-        options = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
+        groups = optimizer.param_groups
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         for group, first in zip(groups, _from_first(options, "The optimizer's options"), strict=True):
             group.update(first)
     frozen = _from_first(_trained(live.parts), "What is frozen")
