@@ -51,11 +51,19 @@ class PythonState:
         """All parameters, each once, with the place of one of its names."""
         return _each_once(self.found.weights)
 
+    def let_go(self) -> None:
+        """Hold nothing until the state is taken again, for which it is looked for anew."""
+        self._found(Reachable(()))
+        self._lengths = [-1]  # which nothing fits
+
     def _values(self) -> list[Any]:
         return [mapping[name] for mapping, name in self.found.places]
 
     def _look(self) -> None:
-        self.found = found = Reachable(self._roots())
+        self._found(Reachable(self._roots()))
+
+    def _found(self, found: Reachable) -> None:
+        self.found = found
         self._children = list(chain.from_iterable(map(dict.values, found.children)))
         self._hooks = list(chain.from_iterable(found.hooks))
         self._lengths = [len(names) for names, _ in found.wholes]

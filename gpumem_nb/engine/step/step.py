@@ -90,6 +90,7 @@ class Stepper:
         self._leaks = leaks
         self.voting = Voting(live, stream.rank, stream.size, device)
         self._forward_state = ForwardState(live.parts.named.values(), loss)
+        leaks.let_go = self._forward_state.let_go
         self._phase = "settings"
         self.began_s = time.monotonic()
         self.record: Account | None = None

@@ -61,6 +61,12 @@ class ForwardState:
         self._trained: set[int] = set()
         self._other_weights: list[tuple[Key, Tensor]] = []  # of an average of the model that a hook keeps, for example
 
+    def let_go(self) -> None:
+        """Hold nothing until the next step."""
+        self.python.let_go()
+        self._fresh, self._other_weights, self._looked_into = [], [], None
+        self._changing = Changing(_copy, _LARGEST_BYTES)
+
     def others_before(self, taken: Taken) -> list[Before]:
         """What is in tensors that are neither buffers nor trained, as far as it may have to be put back."""
         self._changing.after(self._fresh)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -63,10 +63,14 @@ class LeakDetector:
         rank: this one.
         device: of the tensors.
         known: ``model``, ``dataset`` and whatever else has a name that people know.
+
+    Attributes:
+        let_go: called before a search, which would find what training itself keeps of the model between steps.
     """
 
     def __init__(self, rank: int, device: torch.device, known: Mapping[str, object]) -> None:
         self._rank, self._device, self._known = rank, device, known
+        self.let_go: Callable[[], None] = lambda: None
         self._growth = Growth()
         self._settings_id = -1
         self._steps = self._step = 0  # seen here, and the last one's number
@@ -127,6 +131,7 @@ class LeakDetector:
             _log.exception("A leak could not be named.")
 
     def _name(self, births: Births) -> None:
+        self.let_go()
         gc.collect()  # circles of garbage are no leak
         births.prune()
         kept = _held(births.births, Holders(self._known))
