@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from gpumem_nb.session import Session
-from tests.internals import INSIDE
+from tests.internals import COLLECT, INSIDE
 from tests.timing import HANG_S
 
 # All that training changes, in one fingerprint. Each step done leaves its own in a file that outlives the process:
@@ -21,6 +21,7 @@ LOOK = (
 import gc, hashlib, mmap, random, struct
 
 if not gc.get_freeze_count():
+    gc.collect()
     gc.freeze()  # garbage is collected with each step that is discarded: not through all that was ever imported
 
 def fingerprint(trainer):
@@ -161,6 +162,7 @@ def prepared(session: Session, **knobs: object) -> Session:
     wanted: dict[str, object] = {"optimizer": "adamw", "optimizer_impl": "default", "learning_rate": 0.01}
     wanted |= {"batch_size": 4, "accumulation_steps": 1, "checkpointing": "none", "precision": "fp32"}
     session.set(**({"clip_norm": None} | wanted | knobs))
+    session.run(COLLECT)
     return session
 
 
