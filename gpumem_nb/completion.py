@@ -12,6 +12,9 @@ from .shared.knobs import KNOBS
 from .shared.knobs.option import Option
 from .workloads.catalog import CATALOG
 
+ROLES = ("model", "loss", "data", "optimizer", "scheduler", "eval_data", "metric", "seed")
+"""What ``%hvd_attach`` takes, each with ``=`` and a variable, the seed with a number."""
+
 
 class Offered:
     """The type of an argument that takes text of which some is offered; the session says whether it can be used."""
@@ -72,11 +75,11 @@ def _knobs(_: list[str], word: str) -> list[str]:
 
 def _workloads(before: list[str], _: str) -> list[str]:
     loaded = next((entry for entry in before if entry in CATALOG), None)
-    return [f"{option}=" for option in CATALOG[loaded].options] if loaded else list(CATALOG)
+    return [f"{option}=" for option in (*CATALOG[loaded].options, "seed")] if loaded else list(CATALOG)
 
 
 def _roles(_: list[str], __: str) -> list[str]:
-    return ["model=", "loss=", "data=", "optimizer=", "scheduler="]
+    return [f"{role}=" for role in ROLES]
 
 
 _PAIRS: dict[str, Callable[[list[str], str], list[str]]] = {

@@ -169,6 +169,7 @@ _RANK = "__import__('gpumem_nb.engine.rank', fromlist=['_trainer'])"
 TRAINER = f"{_RANK}._trainer"
 DEVICE = f"{_RANK}._device"
 LIVE = f"{_RANK}.reading().live_bytes"
+RANDOM = f"{TRAINER}.random.state.torch.numpy().tobytes()"
 POSITION = f"{TRAINER}.stream.position"
 STEPS = f"{TRAINER}.steps"
 
@@ -194,6 +195,11 @@ from gpumem_nb.engine.step.trainer import Trainer
 def the_trainer():
     return of_ranks._trainer
 
+def random_bytes():
+    state = the_trainer().random.state
+    _, keys, *rest = state.numpy
+    return state.torch.numpy().tobytes() + keys.tobytes() + repr((state.python, rest)).encode()
+
 def live_bytes():
     return of_ranks.reading().live_bytes
 
@@ -209,7 +215,9 @@ def after_each_step(note):
 
     Trainer._step = step
 """
-"""Code that defines ``the_trainer()``, ``live_bytes()`` and ``after_each_step(note)``.
+"""Code that defines ``the_trainer()``, ``random_bytes()``, ``live_bytes()`` and ``after_each_step(note)``.
+
+``random_bytes()`` is the state of the random numbers that training draws.
 
 ``note(trainer)`` is called after each step that is not undone.
 """

@@ -45,8 +45,8 @@ _OPTIMIZERS: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
 
 
 def training_numbers(seed: int, rank: int) -> RandomNumbers:
-    """Those that a rank's training draws (dropout, a sample's noise): the documented seed of each rank."""
-    return RandomNumbers(1 + rank)
+    """Those that a rank's training draws (dropout, say): they begin at the documented seed of each rank."""
+    return RandomNumbers(int(np.random.SeedSequence([seed, rank]).generate_state(1)[0]))
 
 
 def numbers_from(*numbers: int) -> RandomNumbers:

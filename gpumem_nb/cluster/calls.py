@@ -32,6 +32,7 @@ class Call:
     def __init__(self, ranks: Sequence[int], results: Sequence[AsyncResult], pulse: str) -> None:
         self.ranks = tuple(ranks)
         self._apart: dict[int, Apart | None] = {}
+        self._notes: dict[int, tuple[str, ...]] = {}
         self._results = list(results)
         self._pulse = pulse
         self._outcomes: dict[int, _Outcome] = {}
@@ -116,6 +117,15 @@ class Call:
         for result in self._results:
             result.add_done_callback(lambda _: callback())
 
+    def notes(self) -> list[str]:
+        """What the ranks that have answered say of their surroundings, each sentence once."""
+        said: dict[str, list[int]] = {}
+        for rank, notes in sorted(self._notes.items()):
+            for note in notes:
+                said.setdefault(note, []).append(rank)
+        everywhere = len(self.ranks)
+        return [note if len(of) == everywhere else f"{name_ranks(of)}: {note}" for note, of in said.items()]
+
     def outputs(self) -> list[str]:
         """What each rank has printed so far, standard output and error together, in rank order."""
         return [result.stdout + result.stderr for result in self._results]
@@ -141,7 +151,7 @@ class Call:
         error = result.exception(0)
         if error is None:
             answer: Answer = cloudpickle.loads(result.result())  # get() may not be ready yet, a moment after done()
-            self._apart[rank] = answer.apart
+            self._apart[rank], self._notes[rank] = answer.apart, answer.notes
             return answer
         self._apart[rank] = None
         if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":

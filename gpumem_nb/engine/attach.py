@@ -8,20 +8,21 @@ from typing import Any
 
 from ..shared.errors import WorkloadError
 from ..shared.workload import Workload
-from .losses import as_loss
+from .losses import as_loss, as_metric
 
 
 def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> Workload:
     """The workload that trains exactly the named objects of ``namespace``.
 
     Args:
-        names: variable names under the keys ``model``, ``data`` and optionally ``loss``, ``optimizer`` and
-            ``scheduler``.
+        names: variable names under the keys ``model``, ``data`` and optionally ``loss``, ``optimizer``,
+            ``scheduler``, ``eval_data`` and ``metric``.
         namespace: the rank's variables.
     """
     found = {role: _look_up(role, name, namespace) for role, name in names.items() if name is not None}
     if "scheduler" in found and "optimizer" not in found:
         raise WorkloadError("A scheduler steers an optimizer: name that one too, optimizer=.")
+    metric = None if "metric" not in found else as_metric(found["metric"], str(names["metric"]))
     return Workload(
         name=str(names["model"]),
         model=lambda: found["model"],
@@ -29,6 +30,8 @@ def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> W
         loss=as_loss(found.get("loss")),
         optimizer=(lambda params: found["optimizer"]) if "optimizer" in found else None,
         scheduler=(lambda optimizer: found["scheduler"]) if "scheduler" in found else None,
+        eval_data=None if "eval_data" not in found else lambda: found["eval_data"],
+        metric=metric,
     )
 
 

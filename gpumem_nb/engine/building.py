@@ -9,44 +9,55 @@ from typing import TypeVar
 import horovod.torch as hvd
 
 from ..memory.device import Device
+from ..shared.errors import WorkloadError
+from ..shared.seeds import DEFAULT_SEED
 from ..shared.workload import Workload
+from .data.held_out import HeldOut, as_held_out
 from .data.sameness import Look, agree, look_at
 from .data.source import source_of
-from .data.stream import SEED, Stream
+from .data.stream import Stream
+from .step.random_state import seeded
 from .step.trainer import Trainer
-from .together.agreement import any_rank
+from .together.agreement import any_rank, same_everywhere
 from .together.interrupts import interruptible
 
 Result = TypeVar("Result")
 
 
-def prepare(make: Callable[[], Workload], seed: int = SEED) -> tuple[Workload, Stream] | None:
-    """A workload and its data; ``None`` when some other rank could not make it, which then says why.
+def prepare(make: Callable[[], Workload], seed: int = DEFAULT_SEED) -> tuple[Workload, Stream, HeldOut | None] | None:
+    """A workload, its data and its validation data; ``None`` when some other rank could not make it, and says why.
 
     Args:
         make: gives the workload.
-        seed: of the order of samples, and of the random numbers that they draw.
+        seed: of all random numbers of this training; the data are made under it alike on all ranks.
 
     Raises:
-        WorkloadError: this rank's data cannot be trained on, or the ranks hold different data. Whatever else ``make``
-            and the data raise comes as it is.
+        WorkloadError: this rank's data cannot be trained or validated on, or the ranks hold different data. Whatever
+            else ``make`` and the data raise comes as it is.
     """
 
-    def work() -> tuple[Workload, Stream, Look]:
+    def work() -> tuple[Workload, Stream, Look, HeldOut | None]:
         workload = make()
-        with interruptible():
+        with seeded(seed), interruptible():
             stream = source_of(workload.data()).stream(hvd.rank(), hvd.size(), seed)
-            return workload, stream, look_at(stream)
+            held_out = as_held_out(workload.eval_data()) if workload.eval_data else None
+            return workload, stream, look_at(stream), held_out
 
     prepared = _together("data", work)
     if prepared is None:
         return None
-    workload, stream, look = prepared
+    workload, stream, look, held_out = prepared
     agree(stream, look)
-    return workload, stream
+    if not same_everywhere(len(held_out or ()), "validation data"):
+        raise WorkloadError(
+            "The ranks hold validation data of different lengths. Define eval_data in the same way on all ranks."
+        )
+    return workload, stream, held_out
 
 
-def build(workload: Workload, stream: Stream, device: Device, started_s: float) -> Trainer | None:
+def build(
+    workload: Workload, stream: Stream, device: Device, started_s: float, held_out: HeldOut | None = None
+) -> Trainer | None:
     """A trainer that begins with the weights of rank 0; ``None`` when some other rank could not build its model.
 
     Raises:
@@ -56,7 +67,7 @@ def build(workload: Workload, stream: Stream, device: Device, started_s: float) 
     with ExitStack() as dropped:
 
         def work() -> Trainer:
-            trainer = Trainer(workload, stream, device, started_s)
+            trainer = Trainer(workload, stream, device, started_s, held_out)
             dropped.callback(trainer.close)  # an attached model lives on
             return trainer
 

@@ -6,12 +6,13 @@ in an answer too: those that the toolkit raises on purpose as what they are, all
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +24,7 @@ from ..internals.ipykernel_internals import request_under_way
 from ..shared.cluster_records import fault_file
 from ..shared.errors import GpumemError, text_of
 from ..shared.messages import Answer, Apart, Raised
-from . import cells
+from . import cells, surroundings
 from .together import nudge, owner, pulse
 from .together.interrupts import held_back, interruptible
 
@@ -36,6 +37,8 @@ PULSE = pulse.KEY
 """Names the pulse among the data that travel beside an answer."""
 CELL = "a cell"
 _WORDS = {"run_chunk": "", "load": "loading a workload", "attach": "attaching a model"}
+_BRING_CODE = {"load", "attach", "push"}
+_OF_SOMEBODYS_CODE = {CELL, *(_WORDS.get(function, function) for function in _BRING_CODE)}
 
 
 START_UP = "from gpumem_nb.engine.entry import start_up; start_up()"
@@ -48,6 +51,7 @@ def start_up() -> None:
     profile = Path(os.environ["IPP_PROFILE_DIR"])
     _fault = fault_file(profile, os.getpid()).open("w")
     faulthandler.enable(_fault, all_threads=False)
+    surroundings.here.modules.watch()
     threading.Thread(target=owner.watch, args=(profile,), daemon=True).start()
     threading.Thread(target=import_module, args=("gpumem_nb.engine.rank",), daemon=True).start()
 
@@ -56,6 +60,8 @@ def call(function: str, arguments: bytes) -> bytes:
     """Call a function of :mod:`gpumem_nb.engine.rank` by name."""
 
     def run() -> Any:
+        if function in _BRING_CODE:
+            _catch_up()
         return getattr(import_module("gpumem_nb.engine.rank"), function)(*cloudpickle.loads(arguments))
 
     return _answer(run, _WORDS.get(function, function.replace("_", " ")))
@@ -65,6 +71,8 @@ def call_function(blob: bytes) -> bytes:
     """Call a function that was sent along with its arguments."""
 
     def run() -> Any:
+        with interruptible():
+            _catch_up()
         function, args = cloudpickle.loads(blob)
         cells.one_more()
         with interruptible():
@@ -84,11 +92,25 @@ def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
     """
 
     def run() -> Any:
+        with interruptible():
+            for note in _catch_up():
+                print(note)
         with interruptible(), _memory_printed() if memory else nullcontext():
             value = cells.execute(source, title, vars(sys.modules["__main__"]))
         return value if result == "value" or value is None else repr(value)
 
     return _answer(run, CELL)
+
+
+def _catch_up() -> Sequence[str]:
+    """Before somebody's code: its modules as they are on disk, and the names under which it finds what is trained.
+
+    Not to be interrupted where other ranks count on this one. Returns what there is to say.
+    """
+    rank = sys.modules.get("gpumem_nb.engine.rank")
+    trained = rank.offer_trained() if rank else ()
+    surroundings.here.catch_up(vars(sys.modules["__main__"]), trained)
+    return surroundings.here.notes
 
 
 @contextmanager
@@ -110,6 +132,8 @@ def _answer(work: Callable[[], Any], what: str) -> bytes:
         except BaseException as error:  # ipyparallel would keep one that gets past here, and its frames' tensors
             answer = failed(error, _readable(error), _apart(what))
             traceback.clear_frames(error.__traceback__)
+        if what in _OF_SOMEBODYS_CODE:
+            answer = dataclasses.replace(answer, notes=surroundings.here.said())
         return cloudpickle.dumps(answer)  # type: ignore[no-any-return]
 
 

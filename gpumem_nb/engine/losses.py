@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..shared.errors import WorkloadError
 from .step.own_loss import OwnLoss
+
+_NAMED = {"loss": "A criterion", "metric": "A metric of outputs and targets"}
 
 
 def as_loss(loss: Any) -> Callable[[Any, Any], Any]:
@@ -25,13 +27,30 @@ def as_loss(loss: Any) -> Callable[[Any, Any], Any]:
     Raises:
         WorkloadError: not callable.
     """
-    if loss is None:
-        return OwnLoss()
-    if not callable(loss):
-        raise WorkloadError(f"The loss must be callable; this is a {type(loss).__name__}.")
-    if not isinstance(loss, nn.Module) and _first_parameter(loss) == "model":
-        return loss  # type: ignore[no-any-return]
-    return Criterion(loss) if _module_of(loss).startswith("torch.") else Either(loss)
+    return OwnLoss() if loss is None else _of_batch(loss, "loss")
+
+
+def as_metric(metric: Any, name: str) -> Callable[[Any, Any], Any]:
+    """``metric(model, batch)`` from what people have, as for losses; a number alone is called ``name``.
+
+    Raises:
+        WorkloadError: not callable.
+    """
+    of_batch = _of_batch(metric, "metric")
+
+    def named(model: Any, batch: Any) -> Any:
+        given = of_batch(model, batch)
+        return given if isinstance(given, Mapping) else {name: given}
+
+    return named
+
+
+def _of_batch(function: Any, what: str) -> Callable[[Any, Any], Any]:
+    if not callable(function):
+        raise WorkloadError(f"The {what} must be callable; this is a {type(function).__name__}.")
+    if not isinstance(function, nn.Module) and _first_parameter(function) == "model":
+        return function  # type: ignore[no-any-return]
+    return Criterion(function, what) if _module_of(function).startswith("torch.") else Either(function, what)
 
 
 class Criterion:
@@ -41,15 +60,16 @@ class Criterion:
         criterion: what was given; the weights of a module are trained too.
     """
 
-    def __init__(self, criterion: Callable[..., Any]) -> None:
+    def __init__(self, criterion: Callable[..., Any], what: str = "loss") -> None:
         self.criterion = criterion
+        self._what = what
 
     def __call__(self, model: Any, batch: Any) -> Any:
         """The loss of one micro-batch of inputs and targets."""
         if not _is_pair(batch):
             raise WorkloadError(
-                "A criterion needs samples of (input, target); this dataset gives something else. "
-                "Write the loss as a function loss(model, batch) instead."
+                f"{_NAMED[self._what]} needs samples of (input, target); this dataset gives something else. "
+                f"Write the {self._what} as a function {self._what}(model, batch) instead."
             )
         inputs, targets = batch
         return self.criterion(model(inputs), targets)
@@ -65,8 +85,9 @@ class Either:
         criterion: what was given; the weights of a module are trained too.
     """
 
-    def __init__(self, loss: Callable[..., Any]) -> None:
+    def __init__(self, loss: Callable[..., Any], what: str = "loss") -> None:
         self.criterion = loss
+        self._what = what
         self._chosen: Callable[[Any, Any], Any] | None = None
 
     def __call__(self, model: Any, batch: Any) -> Any:
@@ -88,7 +109,7 @@ class Either:
         if failure is None and (called or isinstance(result, Tensor)):
             self._chosen = self.criterion
             return result
-        as_criterion = Criterion(self.criterion)
+        as_criterion = Criterion(self.criterion, self._what)
         result = as_criterion(model, batch)
         self._chosen = as_criterion
         return result

@@ -6,8 +6,9 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,15 @@ from ..shared.messages import (
     Reading,
     SnapshotOrder,
     Stored,
+    Surroundings,
     Timeline,
 )
 from ..shared.state_file import Header
 from ..shared.workload import Workload, WorkloadInfo
-from . import building
+from . import building, surroundings
 from .attach import attached
+from .names import OfferedNames, taken
+from .step.random_state import seed_all
 from .step.trainer import Trainer
 from .storing import attached_objects, capture, restore
 from .storing.snapshots import Snapshots
@@ -51,13 +55,14 @@ _device: Device
 _device_use: DeviceUse | None = None  # as NVML had it when it was last asked
 _pulse: PulseThread | None = None
 _trainer: Trainer | None = None
+_names: OfferedNames
 _snapshots = Snapshots()
 _checked: restore.Checked | None = None  # between the two phases of resuming
 
 
 def set_up(config: RankConfig) -> RankInfo:
     """Join the other ranks, take hold of the device, and prove the connection with a real all-reduce."""
-    global _session_started_s, _device, _pulse
+    global _session_started_s, _device, _pulse, _names
     for knob in config.knobs:
         if knob.name not in KNOBS:  # a module that both import may have registered it
             register(knob)
@@ -78,6 +83,8 @@ def set_up(config: RankConfig) -> RankInfo:
     _pulse = PulseThread(partial(_publish, kernel), collectives, step, reading, device_use, config.stall_limit_s)
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
+    _names = OfferedNames(namespace())
+    seed_all(config.seed)
     return RankInfo(
         rank=hvd.rank(),
         local_rank=hvd.local_rank(),
@@ -125,14 +132,36 @@ def check_sharing(ranks: int, gpus: int, nccl: bool) -> None:
         )
 
 
-def load(workload: Workload) -> WorkloadInfo | None:
+def load(workload: Workload, seed: int) -> WorkloadInfo | None:
     """Build the workload here and train it from now on."""
-    return _train(lambda: workload)
+    return _train(lambda: workload, seed, {"model", "optimizer"})
 
 
-def attach(names: dict[str, str | None]) -> WorkloadInfo | None:
+def attach(names: dict[str, str | None], seed: int) -> WorkloadInfo | None:
     """Train objects that already live here, by variable name."""
-    return _train(lambda: attached(names, namespace()))
+    return _train(lambda: attached(names, namespace()), seed, set() if names["optimizer"] else {"optimizer"})
+
+
+def seed(number: int) -> int | None:
+    """Seed the random numbers of cells, and training's as long as it has done no step; says how many it has."""
+    seed_all(number)
+    if _trainer is None:
+        return None
+    _trainer.reseed(number)
+    return _trainer.steps
+
+
+def follow(notebook: Surroundings) -> None:
+    """Work where the notebook works, and import from where it does."""
+    surroundings.here.follow(notebook)
+
+
+def offer_trained() -> Iterator[object]:
+    """Let cells find what is trained under names that are free; gives the objects whose code training runs."""
+    if _trainer is None:
+        return iter(())
+    _offer(_trainer)
+    return chain(_trainer.live.parts.modules(), (_trainer.workload.loss, _trainer.stream.dataset))
 
 
 def loaded() -> bool:
@@ -145,7 +174,7 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     trainer = _loaded_trainer()
     held_up_s = _snapshots.take(trainer, _device, chunk.snapshot) if chunk.snapshot else 0.0
     reply = trainer.run(chunk)
-    namespace().update(optimizer=trainer.live.optimizer)  # which a flip may have changed
+    _offer(trainer)  # its optimizer, which a flip may have changed
     return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
 
 
@@ -187,7 +216,7 @@ def resume_apply() -> WorkloadInfo:
     assert _checked is not None
     _checked.apply(trainer)
     resume_drop()
-    namespace().update(optimizer=trainer.live.optimizer)
+    _offer(trainer)
     return trainer.info()
 
 
@@ -274,20 +303,29 @@ def _greet() -> None:
         raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")
 
 
-def _train(make: Callable[[], Workload]) -> WorkloadInfo | None:
-    """Train another workload; ``None`` when some other rank could not load it, which then says why."""
+def _offer(trainer: Trainer) -> list[str]:
+    """Let cells find what is trained; returns the names that people hold themselves."""
+    return _names.offer({"model": trainer.live.model, "optimizer": trainer.live.optimizer})
+
+
+def _train(make: Callable[[], Workload], seed: int, wanted: set[str]) -> WorkloadInfo | None:
+    """Train another workload; ``None`` when some other rank could not load it, which then says why.
+
+    ``wanted`` are the names without which cells could not find what is trained.
+    """
     global _trainer
     # Whatever is wrong with the data is found before the old workload is let go.
-    prepared = building.prepare(make)
+    prepared = building.prepare(make, seed)
     if prepared is None:
         return None
     if _trainer is not None:
         _trainer.close()
         _trainer = None
-        for name in ("model", "optimizer"):
-            namespace().pop(name, None)
-    _trainer = building.build(*prepared, _device, _session_started_s)
+        _names.withdraw()
+    workload, stream, held_out = prepared
+    _trainer = building.build(workload, stream, _device, _session_started_s, held_out)
     if _trainer is None:
         return None
-    namespace().update(model=_trainer.live.model, optimizer=_trainer.live.optimizer)
+    if held := [name for name in _offer(_trainer) if name in wanted]:
+        surroundings.here.notes.append(taken(held))
     return _trainer.info()

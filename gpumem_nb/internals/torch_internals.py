@@ -7,8 +7,9 @@
   have in common), the hooks of ``weight_norm`` and ``spectral_norm`` that make a weight anew in each call, and what
   ``torch.compile`` leaves on a module (``_compiled_call_impl``, ``_orig_mod``, ``_torchdynamo_orig_callable``).
 - Autograd: ``_raw_saved_*`` of graph nodes (what is saved, without unpacking it, which could run the model again),
-  ``torch._C._current_graph_task_id`` (whether a backward runs on this thread), the stack of saved-tensor hooks, and
-  ``saved_tensors_hooks.__enter__`` (autograd asks the innermost hooks only).
+  ``torch._C._current_graph_task_id`` (whether a backward runs on this thread), the stack of saved-tensor hooks,
+  ``saved_tensors_hooks.__enter__`` (autograd asks the innermost hooks only), and that ``torch.func`` looks up
+  ``disable_saved_tensors_hooks`` when it needs it.
 - Dispatch modes: ``TorchDispatchMode`` and the stack of them. Autocast's depth and cache.
 - Optimizers: the dicts of step hooks, of one optimizer and of all (to hold hooks back and run them later),
   ``_step_supports_amp_scaling`` (whether a gradient scaler hands its scale to a fused kernel), and the attributes in
@@ -100,10 +101,14 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
+def dynamo_is_there() -> bool:
+    """Whether anything may be compiled. Importing dynamo takes seconds: where nobody did, nothing is."""
+    return "torch._dynamo" in sys.modules
+
+
 def not_compiled(function: _Function) -> _Function:
     """The function, kept out of what ``torch.compile`` compiles."""
-    # Importing dynamo takes seconds: where nobody did, nothing is compiled.
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+    return torch.compiler.disable(function) if dynamo_is_there() else function
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
@@ -143,6 +148,36 @@ def hooks_entered_by(
         yield
     finally:
         saved_tensors_hooks.__enter__ = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def func_transforms_allowed() -> Iterator[None]:
+    """Inside, ``torch.func.grad`` and its like suspend saved-tensor hooks, instead of refusing to run under them."""
+    own = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def suspend(error_message: str) -> Iterator[None]:
+        entered = []
+        while (top := innermost_hooks()) is not None:
+            entered.append(top)
+            leave_hooks()
+        try:
+            with own(error_message):
+                yield
+        finally:
+            for pack, unpack in reversed(entered):
+                _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    torch.autograd.graph.disable_saved_tensors_hooks = suspend
+    try:
+        yield
+    finally:
+        torch.autograd.graph.disable_saved_tensors_hooks = own
+
+
+def hooks_are_allowed() -> bool:
+    """Whether saved-tensor hooks may be entered on this thread: inside ``torch.func.grad`` they may not."""
+    return bool(_autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def innermost_hooks() -> Any:

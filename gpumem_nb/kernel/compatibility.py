@@ -22,6 +22,15 @@ def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
             raise InvalidInput(why_not)
 
 
+def check_held_out(workload: WorkloadInfo) -> None:
+    """Refuse to evaluate where there is nothing to evaluate on."""
+    if workload.eval_len is None:
+        raise InvalidInput(
+            f"{workload.name} has no validation data. Name some: %hvd_attach model=… data=… eval_data=val_set, or "
+            "Workload(..., eval_data=...)."
+        )
+
+
 def adapted(settings: Settings, workload: WorkloadInfo) -> Settings:
     """The same without what this workload does not have, and with the optimizer that it brings."""
     for knob in KNOBS.values():

@@ -18,6 +18,7 @@ from ..shared.ranklist import RankChoice, choose_ranks, name_ranks
 from .history import History
 from .policy import Policy
 from .stop_button import InterruptTracker
+from .surroundings import Followed
 from .training import Training
 
 RESUMING = "gpumem_nb resuming"
@@ -51,6 +52,7 @@ class Foreground:
         self._interrupts = InterruptTracker()
         self._numbers = itertools.count(1)
         self._waiting = 0  # calls that somebody waits for
+        self._surroundings = Followed()
 
     @property
     def busy(self) -> bool:
@@ -97,7 +99,7 @@ class Foreground:
 
     def ask(self, function: str, *arguments: Any, ranks: RankChoice = None) -> Call:
         """Begin what :meth:`call` waits for."""
-        self.check_alive()
+        self._tell_surroundings()
         return self._ranks.call(function, *arguments, ranks=choose_ranks(ranks, self._ranks.size))
 
     def run(
@@ -112,9 +114,9 @@ class Foreground:
             return self.run_cell(code_or_function, "<code>", "value", False, ranks, timeout).get()
         if not callable(code_or_function):
             raise InvalidInput(f"A {type(code_or_function).__name__} cannot be run: give code as text, or a function.")
-        self.check_alive()
+        self._tell_surroundings()
         blob = pickled((code_or_function, args), "The function")
-        return self.finish(self._ranks.call_function(blob, choose_ranks(ranks, self._ranks.size)), timeout).get()
+        return self._finished(self._ranks.call_function(blob, choose_ranks(ranks, self._ranks.size)), timeout).get()
 
     def push(self, variables: Mapping[str, Any], ranks: RankChoice) -> None:
         """Define variables on ranks."""
@@ -122,7 +124,7 @@ class Foreground:
             if not isinstance(name, str) or not name.isidentifier():
                 raise InvalidInput(f"{name!r} is not a variable name.")
         pickled(variables, "The value")
-        self.call("push", dict(variables), ranks=ranks)
+        self._finished(self.ask("push", dict(variables), ranks=ranks)).get()
 
     def run_cell(
         self,
@@ -138,14 +140,14 @@ class Foreground:
 
         ``title`` gets a number of its own, so that a traceback shows this code's lines and no other's.
         """
-        self.check_alive()
+        self._tell_surroundings()
         title = f"{title.removesuffix('>')} {next(self._numbers)}>"
         try:
             compile(source, title, "exec")
         except SyntaxError as error:
             raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
         chosen = choose_ranks(ranks, self._ranks.size)
-        return self.finish(self._ranks.run_cell(source, title, result, memory, chosen), timeout, show)
+        return self._finished(self._ranks.run_cell(source, title, result, memory, chosen), timeout, show)
 
     def finish(
         self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None
@@ -168,6 +170,24 @@ class Foreground:
                     raise Stalled(error, what) from None
                 raise
         return call
+
+    def mark_notes(self, call: Call) -> None:
+        """Keep what ranks said of their surroundings, for the panel."""
+        for note in call.notes():
+            self._history.mark("note", note)
+
+    def _finished(
+        self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None
+    ) -> Call:
+        try:
+            return self.finish(call, timeout, show)
+        finally:
+            self.mark_notes(call)
+
+    def _tell_surroundings(self) -> None:
+        """Let the ranks work and import where the notebook does, if that has changed since they were told."""
+        self.check_alive()
+        self._surroundings.tell(lambda surroundings: self._ranks.call("follow", surroundings))
 
     def pause(self) -> None:
         """Stop training after the steps under way, and wait for them."""

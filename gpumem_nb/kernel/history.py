@@ -6,10 +6,11 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..report.configurations import Effect, Tried
+from ..report.evaluation import Evaluation
 from ..report.leak_sentences import in_words
 from ..report.rescue import Rescue
 from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
@@ -19,6 +20,7 @@ from ..shared.settings import Settings
 STEPS_KEPT = 2000
 EVENTS_KEPT = 200
 LEAKS_KEPT = 20
+EVALUATIONS_KEPT = 2000
 LATE_STEPS = 3  # configurations that steps under way may still belong to
 
 
@@ -26,7 +28,7 @@ LATE_STEPS = 3  # configurations that steps under way may still belong to
 class Event:
     """Something worth a mark on the charts.
 
-    ``kind`` is ``load``, ``flip``, ``oom``, ``error``, ``stall``, ``leak`` or ``note``.
+    ``kind`` is ``load``, ``flip``, ``oom``, ``error``, ``stall``, ``leak``, ``eval`` or ``note``.
     """
 
     time_s: float
@@ -35,8 +37,24 @@ class Event:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something new in a history whose clock began at ``started_s``; both times are seconds since 1970."""
+
+    started_s: float
+    time_s: float
+    what: Event | Evaluation | Tried | Sequence[Sample]
+
+    @property
+    def weight(self) -> int:
+        """How many samples it holds, or 1."""
+        return len(self.what) if isinstance(self.what, Sequence) else 1
+
+
 class History:
     """Written by the thread that receives samples, read by panel and reports.
+
+    ``told`` hears of all samples, events, evaluations and configurations at once, under the lock: it may not wait.
 
     Attributes:
         readings: the latest of each rank's memory.
@@ -46,11 +64,13 @@ class History:
         leaks: by its holder, what ranks found that they keep from step to step; since the workload was loaded.
         loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
         seen_before: samples that all ranks had seen when training was resumed.
+        evaluations: on the validation data, of all that was loaded so far.
         version: grows with every change.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, told: Callable[[Entry], None] = lambda entry: None) -> None:
         self.size = size
+        self._told = told
         self.started_s = time.time()
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.tried: list[Tried] = []
@@ -61,6 +81,7 @@ class History:
         self.leaks: dict[str, tuple[Leak, ...]] = {}
         self.loaded_as = 0
         self.seen_before = 0
+        self.evaluations: deque[Evaluation] = deque(maxlen=EVALUATIONS_KEPT)
         self.version = 0
         self._by_rank: list[deque[Sample]] = [deque(maxlen=STEPS_KEPT) for _ in range(size)]
         self._lock = threading.Lock()
@@ -70,7 +91,7 @@ class History:
         return time.time() - self.started_s
 
     def add(
-        self, samples: Iterable[Sample], readings: Sequence[Reading], device_uses: Sequence[DeviceUse | None] = ()
+        self, samples: Sequence[Sample], readings: Sequence[Reading], device_uses: Sequence[DeviceUse | None] = ()
     ) -> None:
         """Take in what the ranks sent with one chunk."""
         with self._lock:
@@ -84,6 +105,8 @@ class History:
                 tried = self.configuration(of_step[0].settings_id)
                 if tried:
                     tried.add(of_step)
+            if samples:
+                self._tell(samples)
         self.read(readings, device_uses)
 
     def read(self, readings: Sequence[Reading | None], device_uses: Sequence[DeviceUse | None] = ()) -> None:
@@ -96,7 +119,7 @@ class History:
     def mark(self, kind: str, text: str) -> None:
         """Put an event on the charts."""
         with self._lock:
-            self.events.append(Event(self.now_s(), self.steps, kind, text))
+            self._add(Event(self.now_s(), self.steps, kind, text))
             if kind in ("flip", "load"):
                 self.rescue = None
             if kind == "load":
@@ -109,6 +132,14 @@ class History:
         """A step was discarded."""
         self.mark(rescue.failure.kind, rescue.headline)
         self.rescue = rescue
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """The ranks evaluated the model."""
+        with self._lock:
+            self.evaluations.append(evaluation)
+            self._tell(evaluation)
+            self._add(Event(self.now_s(), evaluation.step, "eval", str(evaluation)))
+            self.version += 1
 
     def leaked(self, leaks: Sequence[Leak]) -> list[str]:
         """Take in what ranks found that they keep from step to step; returns what that says of holders new here."""
@@ -138,9 +169,21 @@ class History:
         """A configuration is about to be tried."""
         with self._lock:
             self.tried.append(Tried(settings_id, workload, settings))
+            self._tell(self.tried[-1])
             for old in self.tried[-LATE_STEPS - 1 : -LATE_STEPS]:
                 old.settle()
             self.version += 1
+
+    def _add(self, event: Event) -> None:
+        self.events.append(event)
+        self._tell(event)
+
+    def _tell(self, what: Event | Evaluation | Tried | Sequence[Sample]) -> None:
+        self._told(Entry(self.started_s, time.time(), what))
+
+    def settings_now(self) -> Entry | None:
+        """The latest configuration, for somebody who is told from now on."""
+        return Entry(self.started_s, time.time(), self.tried[-1]) if self.tried else None
 
     def configuration(self, settings_id: int) -> Tried | None:
         """The configuration with this id, latest first."""

@@ -21,6 +21,7 @@ from .history import History
 from .idle import IdleWatch
 from .inspection import Inspection
 from .loading import Loading, Origin
+from .logging import Logs
 from .policy import RULES, Policy
 from .snapshot_plan import SnapshotPlan
 from .training import Training
@@ -36,6 +37,7 @@ class Lifecycle:
         plan: which ranks to start.
         policy: what the session does by itself.
         snapshots: when automatic snapshots are taken.
+        logs: where everything that is measured is written besides.
         ended: why there are no ranks any more, in words; empty while there are.
         restored: what the last restart brought back, in words.
         history, ranks, training, foreground, inspection, loading, idle: of the ranks that run, or ran last.
@@ -56,6 +58,7 @@ class Lifecycle:
         self.restored = ""
         self._changing_policy = threading.Lock()
         self._origin = Origin()
+        self.logs = Logs(lambda text: self.history.mark("note", text))
         self.snapshots = SnapshotPlan(
             snapshot_folder.for_session(next(_numbers)),
             lambda: self.policy,
@@ -69,9 +72,11 @@ class Lifecycle:
             StartError, SetupError: the start failed; nothing is left running.
             Interrupted: stop was pressed; nothing is left running.
         """
-        history = History(self.plan.size)
+        history = History(self.plan.size, self.logs.take_in)
         try:
-            self.ranks = self.plan.start(history.started_s, self.policy.stall_limit_s, progress)
+            self.ranks = self.plan.start(
+                history.started_s, self.policy.stall_limit_s, self._origin.default_seed, progress
+            )
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
         self.history = history  # only now: a start that fails leaves what was measured before
@@ -124,7 +129,8 @@ class Lifecycle:
         finish_anyway(self._shut_down, "gpumem_nb ending")
 
     def tidy_up(self) -> None:
-        """After the end: keep the newest automatic snapshot alone, for a later session."""
+        """After the end: close all logs, and keep the newest automatic snapshot alone, for a later session."""
+        self.logs.stop()
         with suppress(OSError):
             snapshot_folder.tidy(self.snapshots.folder)
         self._origin.not_kept = "the session was stopped"
@@ -153,7 +159,7 @@ class Lifecycle:
             for rank, command in self.ranks.stopped().items()
         ]
         now = str(self.foreground.wait_report or self.training.describe())
-        return "; ".join([*stopped, now, *filter(None, [self.idle.notice()])])
+        return "; ".join([*stopped, now, *filter(None, [self.idle.notice()]), *self.logs.problems])
 
     def set(self, changes: dict[str, Any]) -> None:
         """Change knobs and rules of the policy, by name.
@@ -172,7 +178,10 @@ class Lifecycle:
             if workload := self.training.workload:
                 compatibility.check(settings, workload, self.plan.size)
 
-        self.policy.replace(**rules)  # whatever cannot be used is refused before anything is changed
+        # Whatever cannot be used is refused before anything is changed.
+        policy = self.policy.replace(**rules)
+        if "eval_every" in rules and policy.eval_every != "never" and self.training.workload:
+            compatibility.check_held_out(self.training.workload)
         check(self.training.settings.replace(**knobs))
         self.foreground.check_alive()
         if rules:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..shared import snapshot_folder, state_file
 from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError
 from ..shared.messages import SnapshotOrder
 from ..shared.progress import Progress
+from ..shared.seeds import DEFAULT_SEED, checked_seed
 from ..shared.settings import Settings
 from ..shared.state_file import as_path
 from ..shared.workload import Workload, WorkloadInfo
@@ -59,6 +60,8 @@ class Origin:
         not_kept: why the attached objects cannot be brought back.
         resumed_from: the file that training went on from.
         unrestored: what a restart has yet to bring back.
+        seed: of the initial weights, the order of the data and dropout.
+        default_seed: of cells' random numbers, and of what is loaded next.
     """
 
     workload: Workload | None = None
@@ -67,6 +70,8 @@ class Origin:
     not_kept: str = ""
     resumed_from: Path | None = None
     unrestored: Unrestored | None = None
+    seed: int = DEFAULT_SEED
+    default_seed: int = DEFAULT_SEED
 
     @property
     def loaded(self) -> bool:
@@ -86,9 +91,11 @@ class Loading:
         self._snapshots = snapshots
         self._origin = origin
 
-    def load(self, name_or_workload: str | Workload, options: dict[str, Any]) -> WorkloadInfo:
+    def load(
+        self, name_or_workload: str | Workload, options: dict[str, Any], seed: int | str | None = None
+    ) -> WorkloadInfo:
         """Load a workload; training starts afresh."""
-        chosen = None
+        chosen, number = None, self._seed(seed)
         if isinstance(name_or_workload, str):
             workload = catalog.make(name_or_workload, **options)
             chosen = catalog.find(name_or_workload).values(options)
@@ -102,17 +109,34 @@ class Loading:
                 f"{', '.join(catalog.CATALOG)}."
             )
         pickled(workload, "The workload")
-        info = self._begin("load", workload, chosen)
+        info = self._begin("load", workload, number, chosen)
         self._origin.workload, self._origin.attached, self._origin.unrestored = workload, None, None
         return info
 
-    def attach(self, names: dict[str, str | None]) -> WorkloadInfo:
+    def attach(self, names: dict[str, str | None], seed: int | str | None = None) -> WorkloadInfo:
         """Train objects that live on the ranks."""
-        info = self._begin("attach", names)
+        info = self._begin("attach", names, self._seed(seed))
         self._origin.workload, self._origin.attached, self._origin.unrestored = None, names, None
         self._origin.not_kept = "the ranks ended before they were written"
         self._origin.not_kept = self._keep_attached(names)
         return info
+
+    def seed(self, seed: int | str) -> str:
+        """Seed cells and what is loaded from now on, and what is loaded if no step was done; says so in a sentence."""
+        origin, number = self._origin, checked_seed(seed)
+        steps = self._foreground.call("seed", number)[0]
+        origin.default_seed = number
+        what = f"Seed {number}: random numbers of cells on all ranks, and whatever is loaded or attached from now on."
+        workload = self._training.workload
+        if workload is None or steps is None:
+            return what
+        if steps:
+            return f"{what} {workload.name} goes on from step {steps} with its own: load it with seed={number} instead."
+        origin.seed = number
+        return f"{what} So are the data order and dropout of {workload.name}; its weights stay as they are."
+
+    def _seed(self, given: int | str | None) -> int:
+        return self._origin.default_seed if given is None else checked_seed(given)
 
     def save(self, path: str | os.PathLike[str], progress: Progress) -> StateFile:
         """Write the training state between two chunks to a file."""
@@ -176,7 +200,7 @@ class Loading:
         """Load what was trained again and go on from the first of its snapshots that can be used, in words."""
         origin, steps = self._origin, lost.steps
         if origin.workload is not None:
-            self._begin("load", origin.workload, origin.options)
+            self._begin("load", origin.workload, origin.seed, origin.options)
         elif origin.attached is not None:
             if origin.not_kept:
                 return (
@@ -184,7 +208,7 @@ class Loading:
                     "again, attach them, and type %hvd_resume."
                 )
             self._foreground.call("load_attached", origin.attached, str(self._snapshots.folder / ATTACHED))
-            self._begin("attach", origin.attached)
+            self._begin("attach", origin.attached, origin.seed)
         why = "there was no snapshot yet"
         for snapshot in lost.snapshots:
             try:
@@ -208,12 +232,13 @@ class Loading:
         why_not: str = self._foreground.call("save_attached", names, str(folder / ATTACHED), space, ranks=[0])[0]
         return why_not
 
-    def _begin(self, function: str, argument: Any, options: dict[str, float] | None = None) -> WorkloadInfo:
+    def _begin(self, function: str, argument: Any, seed: int, options: dict[str, float] | None = None) -> WorkloadInfo:
         self._foreground.pause()
-        call = self._foreground.ask(function, argument)
+        call = self._foreground.ask(function, argument, seed)
         try:
             self._foreground.finish(call)
         except (GpumemError, Interrupted) as error:
+            self._foreground.mark_notes(call)
             refused = not call.pending() and call.first_error() is not None
             if not (refused and all(self._foreground.call("loaded"))):  # not what was loaded before
                 self._training.unload()
@@ -221,7 +246,8 @@ class Loading:
                     self._origin.workload = self._origin.attached = None
             raise
         info: WorkloadInfo = call.get()[0]
-        self._origin.options, self._origin.resumed_from = options, None
+        info = replace(info, notes=(*info.notes, *call.notes()))
+        self._origin.options, self._origin.seed, self._origin.resumed_from = options, seed, None
         self._history.seen_before = 0
         settings = compatibility.adapted(self._training.settings, info)
         self._train_from(0, info, settings, f"loaded {info.name}")
@@ -246,7 +272,7 @@ class Loading:
     def _put_in_place(self, source: Path, header: state_file.Header, settings: Settings) -> None:
         """What must not stop half way, because kernel and ranks would be apart."""
         info: WorkloadInfo = self._foreground.call("resume_apply")[0]
-        self._origin.resumed_from, self._origin.unrestored = source, None
+        self._origin.resumed_from, self._origin.unrestored, self._origin.seed = source, None, header.seed
         self._history.seen_before = header.position
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
         self._training.apply()
@@ -275,4 +301,4 @@ class Loading:
                 f"{source} is of {header.workload}, which is not a ready-made workload. Load or attach it first, then "
                 f"resume: %hvd_resume {source}"
             )
-        self.load(header.workload, header.options)
+        self.load(header.workload, header.options, header.seed)

@@ -62,6 +62,14 @@ _OPTIONS = (
         allowed="a whole number of at least 1, such as 20, or never",
         words={"never": "never"},
     ),
+    Option(
+        "eval_every",
+        "never",
+        "how often the model is evaluated on the validation data: after each step that this number divides, or never",
+        parse=whole,
+        allowed="a whole number of at least 1, such as 100, or never",
+        words={"never": "never"},
+    ),
 )
 RULES = {option.name: option for option in _OPTIONS}
 
@@ -70,7 +78,7 @@ class Policy(Values):
     """What the session does by itself.
 
     ``stall_limit_s`` in seconds, ``idle_minutes`` in minutes (``None``: never), ``snapshot_steps`` a number, ``auto``
-    or ``never``, ``snapshot_space`` in bytes, ``ledger_steps`` a number or ``never``.
+    or ``never``, ``snapshot_space`` in bytes, ``ledger_steps`` and ``eval_every`` a number or ``never``.
     """
 
     __slots__ = ()

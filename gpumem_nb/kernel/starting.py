@@ -34,14 +34,16 @@ class Plan:
     hosts: tuple[Host, ...]
     launcher: type[Launcher]
 
-    def start(self, started_s: float, stall_limit_s: float, progress: Progress) -> Ranks:
+    def start(self, started_s: float, stall_limit_s: float, seed: int, progress: Progress) -> Ranks:
         """Start them and wait until they have joined each other; samples count their time from ``started_s``.
+
+        ``seed`` is that of the random numbers which cells draw.
 
         Raises:
             StartError, SetupError: the start failed; nothing is left running.
             WorkloadError: a knob was registered that cannot be sent to the ranks; nothing was started.
         """
-        config = RankConfig(self.device, self.memory_limit, self.threads, started_s, stall_limit_s, additional())
+        config = RankConfig(self.device, self.memory_limit, self.threads, started_s, stall_limit_s, additional(), seed)
         pickled(config, "A registered knob")
         job = Job(self.size, self.threads, self.device, self.memory_limit, self.hosts, entry.START_UP)
         return Ranks(self.launcher(job), entry, config, self.timeout_s, progress)

@@ -9,6 +9,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from ..completion import Offered
+from ..kernel.logging.logs import TARGETS
 from ..report.memory import VIEWS
 from ..session import current
 from .parsing import says_usage, unquoted
@@ -30,6 +31,26 @@ class LookingMagics(Magics):
             panel.dock()
         else:
             display(panel)
+
+    @magic_arguments()
+    @argument("target", nargs="?", help="such as runs/a, log.jsonl or project/run; without one, show what is logged")
+    @argument(
+        "--to",
+        type=Offered(TARGETS),
+        help=f"{', '.join(TARGETS)}; by default jsonl for a name that ends so, else tensorboard",
+    )
+    @argument("--stop", action="store_true", help="end this log, or all of them")
+    @line_magic
+    @says_usage
+    def hvd_log(self, line: str) -> None:
+        """Write steps, settings, evaluations and events to TensorBoard event files, JSON lines or trackio."""
+        args = parse_argstring(self.hvd_log, line)
+        session, target = current(), args.target and unquoted(args.target)
+        if args.stop:
+            session.stop_logging(target)
+        elif target:
+            session.log_to(target, args.to)
+        print("\n".join(map(repr, session.logs)) or "Nothing is logged.")
 
     @magic_arguments()
     @argument(

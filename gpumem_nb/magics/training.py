@@ -55,6 +55,14 @@ class TrainingMagics(Magics):
     @magic_arguments()
     @line_magic
     @says_usage
+    def hvd_eval(self, line: str) -> Any:
+        """Show loss and metrics on the validation data; %%hvd_set eval_every=100 does it every 100 steps."""
+        parse_argstring(self.hvd_eval, line)
+        return current().evaluate()
+
+    @magic_arguments()
+    @line_magic
+    @says_usage
     def hvd_runs(self, line: str) -> Any:
         """Show every configuration tried, side by side."""
         parse_argstring(self.hvd_runs, line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from ..completion import ROLES
 from ..session import Session, current
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
@@ -18,11 +19,11 @@ class WorkloadMagics(Magics):
 
     @magic_arguments()
     @argument("name", help="digits-resnet, digits-separable, text-gpt, or a variable that holds a Workload")
-    @argument("pairs", nargs="*", type=pair, metavar="key=value", help="options of a ready-made workload")
+    @argument("pairs", nargs="*", type=pair, metavar="key=value", help="seed=, and options of a ready-made workload")
     @line_magic
     @says_usage
     def hvd_load(self, line: str) -> None:
-        """Load a workload on all ranks."""
+        """Load a workload on all ranks, where model and optimizer then name what is trained, unless you hold them."""
         args = parse_argstring(self.hvd_load, line)
         own = shell_of(self).user_ns.get(args.name)
         session = current()
@@ -35,16 +36,19 @@ class WorkloadMagics(Magics):
         nargs="+",
         type=pair,
         metavar="role=variable",
-        help="model= and data=, optionally loss= and optimizer=",
+        help="model= and data=, optionally loss=, optimizer=, scheduler=, eval_data= and metric=; and seed=NUMBER",
     )
     @line_magic
     @says_usage
     def hvd_attach(self, line: str) -> None:
-        """Train objects that live on the ranks, such as: %hvd_attach model=net loss=criterion data=train_set."""
+        """Train objects that live on the ranks, such as: %hvd_attach model=net loss=criterion data=train_set.
+
+        Your variables stay what they are; model and optimizer then name what is trained, unless you hold them.
+        """
         roles = pairs(parse_argstring(self.hvd_attach, line))
-        if unknown := roles.keys() - {"model", "loss", "data", "optimizer", "scheduler"}:
+        if unknown := roles.keys() - set(ROLES):
             raise InvalidInput(
-                f"{min(unknown)!r} cannot be attached. Allowed: model=, data=, loss=, optimizer=, scheduler=."
+                f"{min(unknown)!r} cannot be attached. Allowed: {', '.join(f'{role}=' for role in ROLES)}."
             )
         if missing := {"model", "data"} - roles.keys():
             raise InvalidInput(
@@ -53,6 +57,17 @@ class WorkloadMagics(Magics):
         session = current()
         session.attach(**roles)
         print(_loaded(session))
+
+    @magic_arguments()
+    @argument("seed", help="a whole number from 0 to 4294967295")
+    @line_magic
+    @says_usage
+    def hvd_seed(self, line: str) -> None:
+        """Seed torch, NumPy and Python alike on all ranks, for cells and for what is loaded from now on.
+
+        A cell that ran on some ranks only has moved their random numbers alone: this aligns them again.
+        """
+        print(current().seed(parse_argstring(self.hvd_seed, line).seed))
 
     @magic_arguments()
     @line_magic

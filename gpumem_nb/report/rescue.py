@@ -50,7 +50,7 @@ class Rescue:
             return failure.message
         if failure.phase == "settings":
             return f"These settings cannot be used: {failure.message}"
-        where = f"in the {failure.phase} part of the step"
+        where = "in the evaluation" if failure.phase == "evaluation" else f"in the {failure.phase} part of the step"
         if failure.module:
             where += f", in {failure.module}"
         if failure.kind != "oom":

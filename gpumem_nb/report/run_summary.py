@@ -11,6 +11,7 @@ from ..shared.categories import CATEGORIES
 from ..shared.messages import Sample
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
+from .evaluation import Evaluation
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,12 +23,20 @@ class Run:
     Attributes:
         steps: optimizer steps done in it.
         notes: what happened on the way (an out-of-memory error that was survived, for example).
+        evaluations: those on the validation data.
     """
 
-    def __init__(self, samples: Sequence[Sample], settings: Mapping[int, Settings], notes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        settings: Mapping[int, Settings],
+        notes: Sequence[str],
+        evaluations: Sequence[Evaluation] = (),
+    ) -> None:
         self._samples = list(samples)
         self._settings = settings
         self.notes = list(notes)
+        self.evaluations = list(evaluations)
         self.steps = len({sample.step for sample in self._samples if sample.done})
 
     def frame(self) -> pd.DataFrame:
@@ -61,8 +70,7 @@ class Run:
         if losses:
             text += f": loss {statistics.fmean(losses):.4g}"
         peak = max(sample.live_peak_bytes for sample in good)
-        return "\n".join(
-            [f"{text}, {format_rate(sum(per_rank))} samples/s, live peak {format_bytes(peak)}.", *self.notes]
-        )
+        measured = f"{text}, {format_rate(sum(per_rank))} samples/s, live peak {format_bytes(peak)}."
+        return "\n".join([measured, *map(str, self.evaluations[-1:]), *self.notes])
 
     __repr__ = __str__

@@ -44,9 +44,10 @@ class Status:
             )
         if self.workload:
             w = self.workload
+            held_out = "" if w.eval_len is None else f" and {w.eval_len:,} to validate on"
             lines.append(
                 f"workload {w.name}: {w.parameters:,} parameters ({format_bytes(w.parameter_bytes)}), "
-                f"{'n/a' if w.dataset_len is None else f'{w.dataset_len:,}'} samples, {w.blocks} blocks"
+                f"{'n/a' if w.dataset_len is None else f'{w.dataset_len:,}'} samples{held_out}, {w.blocks} blocks"
             )
         lines.append(f"settings: {self.settings}")
         if self.workload:

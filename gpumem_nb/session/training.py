@@ -7,6 +7,7 @@ from typing import Any
 from ..kernel.lifecycle import Lifecycle
 from ..kernel.policy import Policy
 from ..report.configurations import Runs
+from ..report.evaluation import Evaluation
 from ..report.run_summary import Run
 from ..shared.settings import Settings
 
@@ -48,6 +49,22 @@ class Trains:
         # What training could not interrupt by itself will not be by a second try.
         with self._life.foreground.interruptible(lambda: not self.waiting_for):
             return self._life.training.train(steps)
+
+    def evaluate(self) -> Evaluation:
+        """Loss and metrics on the validation data, between two steps; training goes on afterwards, as without it.
+
+        Each sample is seen once, on one of the ranks, in micro-batches of ``batch_size``, in eval mode and without
+        gradients, under the precision of the moment. Weights, buffers, modes and random numbers stay as they are.
+        ``eval_every`` of :attr:`policy` does the same by itself; all evaluations are in ``history.evaluations``.
+
+        Raises:
+            WorkloadError: nothing is loaded.
+            InvalidInput: what is loaded has no validation data.
+            TrainingFailed: a rank could not evaluate; nothing was changed.
+        """
+        self._life.foreground.check_loaded()
+        with self._life.foreground.interruptible():
+            return self._life.training.evaluate()
 
     def play(self) -> None:
         """Train in the background until :meth:`pause`.

@@ -21,20 +21,37 @@ class HoldsWorkload:
         """What is loaded."""
         return self._life.training.workload
 
-    def load(self, name_or_workload: str | Workload, **options: Any) -> WorkloadInfo:
+    def load(self, name_or_workload: str | Workload, *, seed: int | str | None = None, **options: Any) -> WorkloadInfo:
         """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh.
+
+        On the ranks ``model`` and ``optimizer`` are what is trained, where these names are free.
+
+        Args:
+            name_or_workload: what to train.
+            seed: of the initial weights, the order of the data, and whatever its code draws from the random numbers of
+                torch, NumPy and Python; that of :meth:`seed` by default.
+            **options: those of a ready-made workload.
 
         Raises:
             InvalidInput: an unknown name, option or value.
             WorkloadError: it cannot be sent to the ranks, or not be trained there.
             RankError: its code failed on a rank.
         """
-        return self._life.loading.load(name_or_workload, options)
+        return self._life.loading.load(name_or_workload, options, seed)
 
     def attach(
-        self, model: str, data: str, loss: str | None = None, optimizer: str | None = None, scheduler: str | None = None
+        self,
+        model: str,
+        data: str,
+        loss: str | None = None,
+        optimizer: str | None = None,
+        scheduler: str | None = None,
+        eval_data: str | None = None,
+        metric: str | None = None,
+        *,
+        seed: int | str | None = None,
     ) -> WorkloadInfo:
-        """Train objects that live on the ranks, named by their variables.
+        """Train objects that live on the ranks, named by their variables, which stay what they are.
 
         Args:
             model: a ``torch.nn.Module``. Rank 0's weights are broadcast.
@@ -45,14 +62,35 @@ class HoldsWorkload:
             optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
             scheduler: one of ``torch.optim.lr_scheduler`` that was built on that optimizer. It goes on with every step
                 that was done with it; a ``learning_rate`` that is set meanwhile holds until the scheduler sets its own.
+            eval_data: what :meth:`evaluate` sees, each sample once: a map-style dataset, or a ``DataLoader`` whose
+                dataset (or subset) and collate function are used.
+            metric: a function ``metric(model, batch)``, or one called as ``metric(model(inputs), targets)``, that
+                returns a number or a dict of numbers for a micro-batch. They are averaged over samples, so an accuracy
+                is right, and an F1 score, which is no mean over samples, is not.
+            seed: of the order of the data, and of the random numbers that training draws; that of :meth:`seed` by
+                default.
 
         Raises:
+            InvalidInput: a seed that cannot be used.
             WorkloadError: there is no such variable, or what it holds cannot be trained.
             RankError: its code failed on a rank.
         """
-        return self._life.loading.attach(
-            {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "scheduler": scheduler}
-        )
+        names = {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "scheduler": scheduler}
+        return self._life.loading.attach(names | {"eval_data": eval_data, "metric": metric}, seed)
+
+    def seed(self, seed: int | str) -> str:
+        """Seed the random numbers of torch, NumPy and Python that cells draw, alike on all ranks, now.
+
+        What is loaded or attached from now on is trained under this seed too, and what is loaded already as long as it
+        has done no step. A cell that ran on some ranks only has moved their numbers alone: this aligns them again.
+
+        Returns:
+            What follows the seed, in a sentence.
+
+        Raises:
+            InvalidInput: not a whole number from 0 to 2**32 - 1.
+        """
+        return self._life.loading.seed(seed)
 
     def sync(self) -> None:
         """Give all ranks the weights and the optimizer's state of rank 0, for example after a cell changed one rank's.

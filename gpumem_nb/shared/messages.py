@@ -9,6 +9,7 @@ from typing import Any
 
 from .knobs import Knob
 from .readings import METRICS
+from .seeds import DEFAULT_SEED
 from .settings import Settings
 
 
@@ -137,15 +138,33 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What one rank found on its share of the validation data, after ``step`` steps.
+
+    ``time_s`` and ``settings_id`` are as in :class:`Sample`. ``sums`` are those of the loss and of each number of the
+    metric, by name, each times the samples of its micro-batch; empty on a rank without samples. ``seconds`` is how long
+    it took, ``live_peak_bytes`` the highest live bytes in it.
+    """
+
+    rank: int
+    step: int
+    time_s: float
+    settings_id: int
+    samples: int
+    sums: dict[str, float]
+    seconds: float
+    live_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """Why a rank could not finish a step.
 
     ``kind`` is ``oom``, ``error``, ``interrupted``, ``stall`` (the ranks came apart) or ``diverged`` (their weights
-    differ); ``phase`` is the part of the
-    step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``, ``reduction``, ``update``); ``message``
-    is one sentence, ``traceback`` the text for those who want it. ``module`` is where in the model it was, as far as
-    that can be told; ``asked_bytes`` and ``free_bytes`` are those wanted and left when memory ran out, ``None`` if not
-    known.
+    differ); ``phase`` is the part of the step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``,
+    ``reduction``, ``update``) or ``evaluation``; ``message`` is one sentence, ``traceback`` the text for those who want
+    it. ``module`` is where in the model it was, as far as that can be told; ``asked_bytes`` and ``free_bytes`` are
+    those wanted and left when memory ran out, ``None`` if not known.
     """
 
     rank: int
@@ -221,6 +240,8 @@ class Chunk:
     ``nudges`` counts the nudges sent before it: a later one ends the chunk at the next step boundary. A ``trial`` is
     one step that is measured and then undone on all ranks. ``snapshot`` is taken before the settings are applied.
     The memory of one step in ``ledger_steps`` is recorded, and of the first two under new settings; of none with 0.
+    The model is evaluated after each step whose number ``eval_every`` divides, which ends the chunk (never with 0), and
+    with ``evaluate`` at the end in any case.
     """
 
     settings: Settings
@@ -230,6 +251,8 @@ class Chunk:
     snapshot: SnapshotOrder | None = None
     trial: bool = False
     ledger_steps: int = 0
+    eval_every: int = 0
+    evaluate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +262,7 @@ class ChunkReply:
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
     writing has ended since the last reply; ``leaks`` are those found since then. ``device_use`` is about a second old.
     ``notes`` are sentences to be said once.
+    ``evaluated`` is there when the chunk ended with an evaluation that went well on all ranks.
     """
 
     rank: int
@@ -250,6 +274,7 @@ class ChunkReply:
     leaks: tuple[Leak, ...] = ()
     device_use: DeviceUse | None = None
     notes: tuple[str, ...] = ()
+    evaluated: Evaluated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +282,8 @@ class RankConfig:
     """What a rank needs to know at start.
 
     ``memory_limit`` in bytes, ``None`` for the device's own; ``stall_limit_s`` is how long it waits for other ranks.
-    ``knobs`` are those that were registered in the notebook besides the built-in ones.
+    ``knobs`` are those that were registered in the notebook besides the built-in ones; ``seed`` is that of the random
+    numbers which cells draw.
     """
 
     device: str
@@ -266,6 +292,15 @@ class RankConfig:
     epoch_time_s: float
     stall_limit_s: float
     knobs: tuple[Knob, ...] = ()
+    seed: int = DEFAULT_SEED
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where the notebook works: its working directory, and where it looks for modules; absolute, and there."""
+
+    folder: str
+    paths: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +366,8 @@ class Apart:
 class Answer:
     """What a request gave, and whether the rank is still joined to the others (``apart`` is ``None``).
 
+    ``notes`` are sentences about the rank's surroundings, said once.
+
     ``content`` is a pickle of its own, so that the rest can be read where the content cannot: the value, or with
     ``raised`` the exception that came instead of it (a :class:`GpumemError` or :class:`Raised`). ``kind`` says in words
     what it is.
@@ -340,3 +377,4 @@ class Answer:
     kind: str
     apart: Apart | None = None
     raised: bool = False
+    notes: tuple[str, ...] = ()

@@ -60,6 +60,7 @@ class Header:
         created: seconds since the epoch.
         passes, pass_began: of data that can only be iterated, the passes that were over, and the position at which the
             one under way began.
+        seed: of the data's order; files without one were written when it was always 0.
     """
 
     workload: str
@@ -73,6 +74,7 @@ class Header:
     created: float = field(default_factory=time.time)
     passes: int = 0
     pass_began: int = 0
+    seed: int = 0
 
 
 class _Hashed(io.RawIOBase):

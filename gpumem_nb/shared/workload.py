@@ -26,6 +26,11 @@ class Workload:
             without it the repeated blocks of the model are found automatically.
         scheduler: ``scheduler(optimizer)`` returns the learning-rate scheduler of the workload's own optimizer (one of
             ``torch.optim.lr_scheduler``), which goes on with every step that was done with that.
+        eval_data: returns what the model is validated on, a map-style dataset or a ``DataLoader`` of one, of which the
+            dataset, its subset and the collate function are used; each sample is seen exactly once, in order.
+        metric: ``metric(model, batch)`` runs the forward pass on one collated micro-batch of ``eval_data`` and returns
+            a number, or a dict of numbers by name. They are averaged over micro-batches and ranks, weighted by samples,
+            so they must be means over samples: an accuracy is one, an F1 score or an area under a curve is not.
 
     It travels to the ranks by cloudpickle, so classes and functions defined in a notebook work.
     """
@@ -37,6 +42,8 @@ class Workload:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     blocks: Callable[[Any], list[torch.nn.Module]] | None = None
     scheduler: Callable[[Any], torch.optim.lr_scheduler.LRScheduler] | None = None
+    eval_data: Callable[[], Any] | None = None
+    metric: Callable[[Any, Any], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class WorkloadInfo:
     """What was loaded: sizes that the kernel needs to check settings and to describe the workload.
 
     ``dataset_len`` is the number of samples in an epoch; ``None`` when it is not known. ``notes`` are sentences that
-    are said once, when it was loaded.
+    are said once, when it was loaded; ``eval_len`` is ``None`` where nothing was given to validate on.
     """
 
     name: str
@@ -74,3 +81,4 @@ class WorkloadInfo:
     own_learning_rate: float | None = None
     notes: tuple[str, ...] = ()
     data: DataInfo = DataInfo()
+    eval_len: int | None = None

@@ -150,7 +150,8 @@ class Panel:
         self._effect.html = wording.effect(history.effect())
         self._tiles.html = wording.tiles(session, samples, history.readings)
         settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
-        view = View.of(self._ranks, history.readings, samples, settings.get)
+        evaluations = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]
+        view = View.of(self._ranks, history.readings, samples, settings.get, evaluations)
         blocks = session.workload.blocks if session.workload else 0
         words = wording.filling(view.peaks, history, blocks)
         self._filling.html = f"<p>{words}</p>{legend.key(view.worst)}{legend.strip(view.peaks)}" if words else ""

@@ -42,6 +42,7 @@ def text_gpt(name: str, options: Mapping[str, Any]) -> Workload:
         data=partial(_text_data, options["sequence_length"]),
         loss=mean_cross_entropy,
         blocks=_blocks,
+        eval_data=partial(_text_data, options["sequence_length"], train=False),
     )
 
 
@@ -64,13 +65,22 @@ def _digits(name: str, options: Mapping[str, Any], separable: bool) -> Workload:
         data=partial(_digits_data, options["resolution"]),
         loss=mean_cross_entropy,
         blocks=_blocks,
+        eval_data=partial(_digits_data, options["resolution"], train=False),
+        metric=accuracy,
     )
 
 
-def _digits_data(resolution: int) -> Digits:
+def accuracy(model: nn.Module, batch: Any) -> Tensor:
+    """The share of the inputs of an (inputs, labels) batch whose largest logit is their label, 0 to 1."""
+    inputs, labels = batch
+    right: Tensor = model(inputs).argmax(-1) == labels
+    return right.double().mean()
+
+
+def _digits_data(resolution: int, train: bool = True) -> Digits:
     from .digits import Digits
 
-    return Digits(resolution)
+    return Digits(resolution, train)
 
 
 def _resnet_model(width: int, depth: int, separable: bool) -> ResNet:
@@ -80,10 +90,10 @@ def _resnet_model(width: int, depth: int, separable: bool) -> ResNet:
     return ResNet(width, depth, CLASSES, separable)
 
 
-def _text_data(sequence_length: int) -> Text:
+def _text_data(sequence_length: int, train: bool = True) -> Text:
     from .text import Text
 
-    return Text(sequence_length)
+    return Text(sequence_length, train)
 
 
 def _gpt_model(width: int, depth: int, heads: int, sequence_length: int, dropout: float) -> GPT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ from tests import internals
 pytestmark = pytest.mark.cluster
 
 MAGICS = (
-    "start status push pull load attach set train play pause panel memory runs save resume interrupt restart stop check"
+    "start status push pull load attach seed sync set train play pause eval panel memory runs log save resume "
+    "interrupt restart stop check"
 )
 
 
@@ -49,7 +51,14 @@ def test_every_magic_has_help_made_from_its_arguments(shell: InteractiveShell, n
 
 def test_any_magic_before_start_says_how_to_start(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     needing = set(MAGICS.split()) - {"start", "check"}
-    arguments = {"push": "x", "pull": "x", "load": "digits-resnet", "attach": "model=a data=b", "save": "x"}
+    arguments = {
+        "push": "x",
+        "pull": "x",
+        "load": "digits-resnet",
+        "attach": "model=a data=b",
+        "save": "x",
+        "seed": "1",
+    }
     internals.stop_running()
     for name in sorted(needing):
         with pytest.raises(UsageError, match="%hvd_start 4"):
@@ -74,6 +83,7 @@ def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: 
     run(shell, "%hvd_pause")
     assert not current().playing
     assert run(shell, "%hvd_train 2").steps == 2
+    assert set(run(shell, "%hvd_eval").metrics) == {"accuracy"}
     assert len(run(shell, "%hvd_runs")) >= 2
     assert len(run(shell, "%hvd_memory").ranks) == 2
     assert run(shell, "%hvd_memory --by module --timeline").worst_timeline.step > 0
@@ -86,6 +96,10 @@ def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: 
     assert run(shell, "%hvd_pull answer --ranks 1") == [42]
     run(shell, "%%hvd --ranks 1 --out doubled\nanswer * 2")
     assert shell.user_ns["doubled"] == [84]
+    run(shell, "%hvd_seed 7")
+    assert "Seed 7: random numbers of cells on all ranks" in capsys.readouterr().out
+    run(shell, "%hvd_load digits-resnet width=8 depth=1 resolution=8 seed=7")
+    run(shell, "%hvd_seed 0")
 
 
 def test_saving_resuming_and_restarting_by_magic(
@@ -93,6 +107,8 @@ def test_saving_resuming_and_restarting_by_magic(
 ) -> None:
     session = two_ranks
     run(shell, "%hvd_load digits-resnet width=8 depth=1 resolution=8")
+    run(shell, f'%hvd_log "{tmp_path / "a log.jsonl"}"')
+    assert f"go to JSON lines in {tmp_path}" in capsys.readouterr().out
     run(shell, "%hvd_train 3")
     run(shell, f'%hvd_save "{tmp_path / "of digits.state"}"')
     assert re.search(r"saved .*of digits\.state: step 3, [\d.]+ KiB, [\d.]+ s\n", capsys.readouterr().out)
@@ -110,6 +126,13 @@ def test_saving_resuming_and_restarting_by_magic(
     assert current() is session
     assert session.settings.batch_size == 16
     assert session.train(2).steps == 2
+    run(shell, "%hvd_log --stop")
+    assert capsys.readouterr().out == "Nothing is logged.\n"
+    logged = [json.loads(line) for line in (tmp_path / "a log.jsonl").read_text().splitlines()]
+    of_rank = [line for line in logged if line["type"] == "step" and line["rank"] == 1]
+    assert [line["step"] for line in of_rank] == [1, 2, 3, 4, 5, 4, 5]
+    assert {line["run"] for line in logged} == {1}
+    assert {"flip", "load"} <= {line["kind"] for line in logged if line["type"] == "event"}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +146,9 @@ def test_saving_resuming_and_restarting_by_magic(
         ("%hvd_train many", "invalid int value"),
         ("%hvd_train 0", "whole number of at least 1"),
         ("%hvd_train 1 2", "unrecognized arguments"),
+        ("%hvd_seed many", "whole number from 0 to 4294967295"),
+        ("%hvd_load digits-resnet seed=-1", "whole number from 0 to 4294967295"),
+        ("%hvd_attach model=a data=b seed=x", "whole number from 0 to 4294967295"),
         ("%hvd_load nothing", "There is no workload 'nothing'"),
         ("%hvd_load", "required: name"),
         ("%hvd_attach model=a", "data= is missing"),
@@ -131,6 +157,8 @@ def test_saving_resuming_and_restarting_by_magic(
         ("%hvd_start", "running already"),
         ("%hvd_start four", "invalid int value"),
         ("%hvd_panel --float", "unrecognized arguments"),
+        ("%hvd_log a --to tensorbord", "did you mean 'tensorboard'"),
+        ("%hvd_log a --stop", "Nothing is logged to a"),
         ("%hvd_memory --snapshot step.pickle", "of real GPUs only, and these ranks have virtual ones"),
         ("%hvd_stop now", "unrecognized arguments"),
         ("%%hvd --ranks 9\n1", "there are ranks"),

@@ -14,7 +14,7 @@ from gpumem_nb.shared.errors import GpumemError, InvalidInput, StateFileError
 from gpumem_nb.ui import wording
 from tests import internals
 from tests.conftest import SMALL, about, ranks, weights
-from tests.internals import COLLECT, LIVE, POSITION, TRAINER
+from tests.internals import COLLECT, LIVE, POSITION, RANDOM, TRAINER
 
 pytestmark = pytest.mark.cluster
 
@@ -128,7 +128,7 @@ def test_one_rank_goes_on_from_two_and_two_from_one(two_ranks: Session, tmp_path
     session.resume(tmp_path / "one.state")
     assert weights(session) == fingerprint
     assert session.run(POSITION) == [position] * 2
-    assert len(set(session.run("torch.get_rng_state().sum().item()"))) == 2
+    assert len(set(session.run(RANDOM))) == 2
     assert [step for step, rank, _ in losses(session, 3) if rank == 1] == [10, 11, 12]
     assert len(weights(session)) == 1
     assert session.run(POSITION) == [position + 3 * 16 * 2] * 2

@@ -124,7 +124,6 @@ def test_a_full_disk_is_noted_and_training_goes_on(two_ranks: Session, fresh: Ca
 def test_taking_them_changes_no_loss(two_ranks: Session) -> None:
     def run(every: int | str) -> list[tuple[int, int, float]]:
         attach_own(two_ranks)
-        two_ranks.run("torch.manual_seed(rank); random.seed(rank); np.random.seed(rank)")
         two_ranks.set(snapshot_steps=every)
         return losses(two_ranks, 12)
 

@@ -158,7 +158,11 @@ for block in net.blocks:
 """,
     ),
     Subject("a model in bf16", BLOCKS + "net.to(torch.bfloat16)\ndata = TensorDataset(x.bfloat16(), y)"),
-    Subject("torch.compile'd", BLOCKS + "net = torch.compile(net, backend='aot_eager')"),
+    Subject(
+        "torch.compile'd",
+        BLOCKS + "net = torch.compile(net, backend='aot_eager')",
+        refused_checkpointed="compiled as a whole. Compile its blocks instead",
+    ),
     Subject(
         "a block that is torch.compile'd",
         BLOCKS + "net.blocks[1] = torch.compile(net.blocks[1], backend='aot_eager')",

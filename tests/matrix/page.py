@@ -45,7 +45,7 @@ def page(results: list[Result], ranks: int) -> str:
         squares = [_cell(by_case[Case(subject, deed, checkpointing)], notes) for checkpointing in CHECKPOINTING]
         lines.append(_row(deed.name, [subject.name, *squares]))
     lines += ["", "## What is refused", "", *_head(["what", "the sentence"])]
-    lines += [_row(result.case.subject.name, [result.sentence]) for result in refused]
+    lines += [_row(result.case.subject.name, [result.sentence.replace("|", "\\|")]) for result in refused]
     if notes:
         lines += ["", "## Sentences", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     lines += ["", *_versions(), ""]

@@ -95,6 +95,7 @@ class Half(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "odd types": Odd,
+    "complex": Complex,
     "bf16": lambda: Half(torch.bfloat16),
     "fp16": lambda: Half(torch.float16),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 2)),

@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -129,3 +130,10 @@ def test_errors_of_the_toolkit_travel_as_they_are(error: GpumemError) -> None:
     assert str(caught.value) == str(error)
     assert vars(caught.value) == vars(error)
     assert caught.value._render_traceback_() == error._render_traceback_()
+
+
+def test_what_ranks_say_of_their_surroundings_is_said_once_and_by_whom() -> None:
+    nothing = returned(None, apart=None)
+    call = answered(replace(nothing, notes=("both",)), replace(nothing, notes=("both", "one")))
+    assert call.get() == [None, None]
+    assert call.notes() == ["both", "rank 1: one"]

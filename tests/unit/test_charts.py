@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpumem_nb.report.evaluation import Evaluation
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui.charts import Charts, View, table
 from gpumem_nb.ui.charts.chart import Chart, Drawn, Place
@@ -93,10 +94,22 @@ def test_no_two_charts_are_at_the_same_place_and_none_is_beside_the_grid() -> No
         Place(row=2, column=2, span=2)
 
 
+def test_the_loss_on_the_validation_data_is_drawn_beside_that_of_training() -> None:
+    found = [Evaluation(step, loss, {}, 9, 0.1, MIB, 1, 0.0) for step, loss in ((2, 0.75), (4, 0.5))]
+    before = two_ranks()
+    traces, layout = drawn(dataclasses.replace(before, evaluations=found))
+    trained, validated = [trace for trace in traces if trace.name in ("loss", "validation")]
+    assert (list(validated.x), list(validated.y)) == ([2, 4], [0.75, 0.5])
+    assert (validated.xaxis, validated.yaxis) == (trained.xaxis, trained.yaxis)
+    titles = [note["text"] for note in layout["annotations"]]
+    assert "<b>Loss, mean of ranks, and validation (dots)</b>" in titles
+    assert "<b>Loss, mean of ranks</b>" in [note["text"] for note in drawn(before)[1]["annotations"]]
+
+
 def test_a_chart_that_forgets_a_trace_is_named() -> None:
     table.register(dataclasses.replace(LOSS, title=lambda view: "Half", place=Place(2, 0), draw=lambda *_: Drawn([])))
     view = two_ranks()
-    with pytest.raises(ValueError, match="'Half' has 1 traces and points for 0"):
+    with pytest.raises(ValueError, match="'Half' has 2 traces and points for 0"):
         Charts(view.ranks).update(view)
 
 

@@ -65,7 +65,8 @@ def make() -> Iterator[Any]:
     def trainer(data: Any) -> Trainer:
         prepared = building.prepare(lambda: Workload("small", dropping, lambda: data, loss))
         assert prepared is not None
-        built = building.build(*prepared, opened(), time.time())
+        workload, stream, _ = prepared
+        built = building.build(workload, stream, opened(), time.time())
         assert built is not None
         trainers.append(built)
         return built

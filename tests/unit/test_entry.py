@@ -11,7 +11,8 @@ import cloudpickle
 import pytest
 
 from gpumem_nb.cluster.calls import Call
-from gpumem_nb.engine import entry
+from gpumem_nb.engine import entry, surroundings
+from gpumem_nb.engine.surroundings import Surrounded
 from gpumem_nb.shared.errors import RankError, WorkloadError
 
 
@@ -36,6 +37,18 @@ def test_a_cell_gives_its_value_or_its_representation() -> None:
     assert read(entry.run_cell("x = 2\n[x]", "<code 1>", "value", memory=False)) == [2]
     assert read(entry.run_cell("[x]", "<code 2>", "text", memory=False)) == "[2]"
     assert read(entry.run_cell("x = 3", "<code 3>", "text", memory=False)) is None
+
+
+def test_what_changed_around_a_cell_is_printed_before_it_and_travels_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Surrounded()
+    monkeypatch.setattr(surroundings, "here", here)
+    here.notes.append("changed")
+    assert cloudpickle.loads(entry.call("follow_nothing", cloudpickle.dumps(()))).notes == ()
+    first, second = (cloudpickle.loads(entry.run_cell(f"print({x})", "<code>", "value", memory=False)) for x in (1, 2))
+    assert (first.notes, second.notes) == (("changed",), ())
+    assert capsys.readouterr().out == "changed\n1\n2\n"
 
 
 def test_a_function_gives_its_value() -> None:

@@ -80,7 +80,7 @@ def live(model: nn.Module, optimizer: Any = None, scheduler: Any = None) -> Live
         optimizer=optimizer and (lambda params: optimizer),
         scheduler=scheduler and (lambda own: scheduler),
     )
-    return LiveModel(workload, opened(), rank=0)
+    return LiveModel(workload, opened())
 
 
 def bits(model: nn.Module) -> dict[str, list[int]]:

@@ -35,7 +35,7 @@ def own(params: Iterable[Tensor]) -> Optimizer:
 
 
 def live(workload: Workload) -> LiveModel:
-    return LiveModel(workload, opened(), rank=0)
+    return LiveModel(workload, opened())
 
 
 def update(live: LiveModel) -> None:

@@ -180,4 +180,5 @@ def test_tokens_are_averaged_over_a_whole_step_however_it_is_split(make: Callabl
 def lone(names: dict[str, str | None], objects: dict[str, Any]) -> Trainer:
     prepared = building.prepare(lambda: attached(names, objects))
     assert prepared is not None
-    return Trainer(*prepared, opened(), time.time())
+    workload, stream, _ = prepared
+    return Trainer(workload, stream, opened(), time.time())

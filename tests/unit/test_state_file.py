@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import hashlib
+import json
 import os
 import resource
 import signal
@@ -38,6 +41,15 @@ def test_what_was_written_is_read(good: Path) -> None:
     header, payload = state_file.read(good)
     assert header == HEADER == state_file.verify(good)
     assert payload.read() == b"state" * 1000
+
+
+def test_a_file_from_before_seeds_is_read_as_of_seed_0(tmp_path: Path) -> None:
+    header = {name: value for name, value in dataclasses.asdict(HEADER).items() if name != "seed"}
+    content = b"gpumem_nb state 1\n" + json.dumps(header).encode() + b"\nstate"
+    path = tmp_path / "old.state"
+    path.write_bytes(content + b"\nend " + hashlib.sha256(content).hexdigest().encode() + b"\n")
+    assert state_file.verify(path) == HEADER
+    assert state_file.verify(path).seed == 0
 
 
 def cut(path: Path, left: int) -> None:

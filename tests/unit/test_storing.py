@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from gpumem_nb.engine.storing import attached_objects, capture, restore
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import StateFileError
 from gpumem_nb.shared.messages import Chunk
+from gpumem_nb.shared.settings import Settings
 from tests.unit.test_anybodys_model import OWN, Odd
 from tests.unit.test_anybodys_model import attached as trainer_of
 from tests.unit.test_joining import Counting, bits, scrambled
@@ -59,6 +62,16 @@ def test_a_state_with_another_scheduler_is_refused(tmp_path: Path) -> None:
     for other, words in ((None, "is trained with none"), (SCHEDULERS["steps"], "is trained with MultiStepLR")):
         with pytest.raises(StateFileError, match=f"saved with CosineAnnealingLR, and this {words}"):
             resume(Bench(other).trainer, path)
+
+
+def test_the_optimizer_before_does_not_live_on_after_resuming(tmp_path: Path) -> None:
+    trainer = trainer_of(nn.Linear(4, 2))
+    settings = Settings(batch_size=2)
+    trainer.run(Chunk(settings, 1, 1))
+    before = weakref.ref(trainer.live.optimizer)
+    resume(trainer, save(trainer, tmp_path / "state"))
+    gc.collect()
+    assert before() is None
 
 
 def odd() -> nn.Module:

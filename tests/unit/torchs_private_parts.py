@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -45,6 +46,58 @@ def buffers() -> None:
 def batch_norms() -> None:
     kinds = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.InstanceNorm1d(2)]
     must(torch_internals.batch_norms(nn.Sequential(nn.Linear(2, 2), *kinds)) == kinds, "other modules are meant")
+
+
+@checks("torch", "Module._modules, _parameters and the dicts of hooks")
+def module_dicts() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    must(list(torch_internals.children_by_name(net).values()) == [net[0]], "children lie elsewhere")
+    must(set(torch_internals.weights_by_name(net[0])) == {"weight", "bias"}, "weights lie elsewhere")
+    forward = net.register_forward_pre_hook, net.register_forward_hook
+    backward = net.register_full_backward_pre_hook, net.register_full_backward_hook
+    found = [register(lambda *_: None).id for register in (*forward, *backward)]
+    must(
+        sorted(key for hooks in torch_internals.hooks_of(net) for key in hooks) == sorted(found), "hooks lie elsewhere"
+    )
+    must("training" not in torch_internals.MODULES_OWN, "training is torch's own")
+    must("_modules" in torch_internals.MODULES_OWN, "torch's own attributes are not known")
+
+
+@checks("torch", "hooks of weight_norm and spectral_norm")
+def weights_made_anew() -> None:
+    with warnings.catch_warnings(action="ignore"):  # torch would rather see parametrizations
+        norms = nn.utils.weight_norm(nn.Linear(2, 2)), nn.utils.spectral_norm(nn.Linear(2, 2))
+    must([torch_internals.made_anew(norm) for norm in norms] == [{"weight"}] * 2, "the hooks do not tell their weight")
+
+
+@checks("torch", "torch.autograd.grad_mode._unsafe_preserve_version_counter")
+def changes_not_counted() -> None:
+    tensor = torch.ones(2)
+    with torch_internals.unversioned([tensor]):
+        tensor.add_(1)
+    must(torch_internals.version(tensor) == 0, "a change in place was counted")
+
+
+@checks("torch", "torch.func looks up torch.autograd.graph.disable_saved_tensors_hooks, and its hooks' stack")
+def transforms_under_hooks() -> None:
+    saved: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda _: torch.ones(2))
+    with hooks, torch_internals.func_transforms_allowed():
+        slope = torch.func.grad(lambda x: (x * x).sum() * torch_internals.hooks_are_allowed())(torch.ones(2))
+        must(not slope.any(), "saved-tensor hooks are allowed inside torch.func.grad")
+        must(torch_internals.hooks_are_allowed() and not saved, "hooks were asked, or are not allowed afterwards")
+        torch.ones(2, requires_grad=True).square()
+    must(len(saved) == 1, "hooks are not asked after torch.func.grad")
+
+
+@checks("torch", "Module._compiled_call_impl, OptimizedModule._orig_mod, _torchdynamo_orig_callable")
+def compiled_modules() -> None:
+    compiled, in_place, forward = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    must(not torch_internals.is_compiled(compiled), "every module is taken for compiled")
+    in_place.compile(backend="eager")
+    forward.forward = torch.compile(forward.forward, backend="eager")  # type: ignore[method-assign]
+    for module in (torch.compile(compiled, backend="eager"), in_place, forward):
+        must(torch_internals.is_compiled(module), "a compiled module is not known")  # type: ignore[arg-type]
 
 
 class Doubled(torch.autograd.Function):

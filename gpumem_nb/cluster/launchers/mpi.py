@@ -95,5 +95,7 @@ def environment(threads: int, device: str) -> dict[str, str]:
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_LOG_LEVEL": "error",
         "PYTHONUNBUFFERED": "1",
+        # Text hashes alike on all ranks, so that a set of it has one order: a vocabulary made in a cell, for example.
+        "PYTHONHASHSEED": "0",
     }
     return {key: os.environ.get(key, value) for key, value in wanted.items()} | {"OMP_NUM_THREADS": str(threads)}

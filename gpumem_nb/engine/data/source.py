@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from ...shared.errors import WorkloadError
+from ...shared.seeds import DEFAULT_SEED
 from ...shared.workload import DataInfo
 from . import orders
 from .fetching import Collate
 from .iterables import IterableStream
 from .orders import Order
-from .stream import SEED, ShardedStream, Stream
+from .stream import ShardedStream, Stream
 
 # Options of a DataLoader that say how its workers work.
 _HANDED_ON = ("worker_init_fn", "timeout", "multiprocessing_context")
@@ -64,7 +65,7 @@ class Source:
     handed_on: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def stream(self, rank: int, size: int, seed: int = SEED) -> Stream:
+    def stream(self, rank: int, size: int, seed: int = DEFAULT_SEED) -> Stream:
         """This rank's share of it, from its beginning on."""
         stream: Stream
         if self.order is None:

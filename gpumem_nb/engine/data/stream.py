@@ -10,13 +10,12 @@ import numpy as np
 
 from ...shared.errors import WorkloadError
 from ...shared.knobs.batch import why_fixed
+from ...shared.seeds import DEFAULT_SEED
 from ...shared.settings import Settings
 from ...shared.workload import DataInfo
 from .fetching import Collate, Fetcher, Task
 from .orders import Order, shuffled
 from .workers import Workers
-
-SEED = 0
 
 
 class Loading(NamedTuple):
@@ -134,7 +133,7 @@ class ShardedStream(Stream):
         collate: Collate,
         rank: int,
         size: int,
-        seed: int = SEED,
+        seed: int = DEFAULT_SEED,
         order: Order | None = None,
         handed_on: Mapping[str, Any] | None = None,
     ) -> None:

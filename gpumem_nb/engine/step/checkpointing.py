@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from ...internals.torch_internals import is_compiled, not_compiled
+from ...internals.torch_internals import func_transforms_allowed, hooks_are_allowed, is_compiled, not_compiled
 from ...shared.errors import WorkloadError
 from .block_state import BlockState
 from .draws import Draws
@@ -70,7 +70,7 @@ class Checkpointing:
         self._last_index = -1
         self._last: weakref.ref[Segment] | None = None  # weak: only the graph keeps a segment's inputs alive
         self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
-        self._open: tuple[Segment, saved_tensors_hooks] | None = None
+        self._open: tuple[Segment, ExitStack] | None = None
         self._hooks = []
         for index, block in enumerate(blocks):
             state = BlockState(block)
@@ -105,7 +105,7 @@ class Checkpointing:
         """Forget a pass that was left half way: torch calls no hooks after a ``KeyboardInterrupt``."""
         Segment.replaying = None
         if self._open:
-            self._open[1].__exit__()
+            self._open[1].close()
         for segment in list(self._segments):
             segment.forget()
         self._draws.forget()
@@ -125,13 +125,14 @@ class Checkpointing:
     def _enter(self, index: int, state: BlockState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if running := self._running:
             running.depth += running.block is state.block
-        if running or not torch.is_grad_enabled():
+        if running or not torch.is_grad_enabled() or not hooks_are_allowed():
             return
         follows = index == self._last_index + 1 and index % self._length != 0
         segment = (self._last() if follows and self._last else None) or Segment()
         segment.record(state, self._draws, args, kwargs)
-        hooks = saved_tensors_hooks(segment.pack, segment.unpack)
-        hooks.__enter__()
+        hooks = ExitStack()
+        hooks.enter_context(func_transforms_allowed())
+        hooks.enter_context(segment.hooks())
         self._segments.add(segment)
         self._last_index, self._last, self._open = index, weakref.ref(segment), (segment, hooks)
         self._entered = True
@@ -148,7 +149,7 @@ class Checkpointing:
         elif self._open:
             segment, hooks = self._open
             self._open = None
-            hooks.__exit__()
+            hooks.close()
             segment.returned(output)
 
 

@@ -46,7 +46,7 @@ class LiveModel:
         settings: what it is under now. In the middle of a change that failed, they say what had been applied.
     """
 
-    def __init__(self, workload: Workload, device: Device, rank: int) -> None:
+    def __init__(self, workload: Workload, device: Device) -> None:
         """Build the workload's model and optimizer.
 
         Raises:
@@ -55,7 +55,6 @@ class LiveModel:
         self.settings = Settings()
         self._workload = workload
         self._device = device
-        torch.manual_seed(0)
         with interruptible():
             self.model = checked_model(workload.model())
         self.parts = Parts(self.model, workload.loss)
@@ -63,7 +62,6 @@ class LiveModel:
             check_tensors(part)
             part.to(device.torch_device)
         self._modes = [Modes(part) for part in self.parts.named.values()]
-        torch.manual_seed(1 + rank)
         self.own_optimizer: Optimizer | None = None
         self.scheduler: LRScheduler | None = None
         if workload.optimizer:
@@ -74,7 +72,8 @@ class LiveModel:
             self.settings = Settings(optimizer="own", learning_rate=named_rate(self.own_optimizer))
         self.parts.join(self.own_optimizer)
         self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.parts.parameters(), self.settings)
-        self._rates = self._own_rates = Rates(self.optimizer, self.settings.learning_rate)
+        self._rates = Rates(self.optimizer, self.settings.learning_rate)
+        self._own_rates = self._rates if self.own_optimizer else None  # another optimizer would live on in it
         self._parked: tuple[str, KeptState, Rates] | None = None  # used last, until a step was done with another one
         self.parameters: list[Tensor] = list(in_groups(self.optimizer))
         self._known = {id(param): weakref.ref(param) for param in self.parts.parameters()}
@@ -131,7 +130,7 @@ class LiveModel:
         if self._parked is None and self.optimizer is not self.own_optimizer:
             kept = KeptState(self.optimizer, release=True)
             self._parked = (self.settings.optimizer, kept, self._rates)
-        if settings.optimizer == "own" and self.own_optimizer:
+        if settings.optimizer == "own" and self.own_optimizer and self._own_rates:
             self.optimizer, self._rates = self.own_optimizer, self._own_rates
         elif self._parked and self._parked[0] == settings.optimizer:
             with self._device.exempt():

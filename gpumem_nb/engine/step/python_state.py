@@ -36,7 +36,7 @@ class PythonState:
         """The state as it is now; with ``detached``, of tensors that belong to a graph without the graph."""
         try:
             values = self._values()
-        except (KeyError, ValueError):  # a name is gone
+        except (KeyError, ValueError, AttributeError):  # a name is gone
             values = None
         if values is None or not self._fits(values):
             self._look()

@@ -1,8 +1,10 @@
-"""Where the random numbers that training draws stand, to be put back bit by bit."""
+"""Random numbers: where they stand, put back bit by bit; and training's own, apart from those that cells draw."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,3 +44,49 @@ class RandomState:
             torch.cuda.set_rng_state(self.cuda)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
+
+
+def seed_all(seed: int) -> None:
+    """Begin the random numbers of torch (CUDA's too), NumPy and Python anew."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, random numbers begin at this seed; afterwards they go on as if nothing had been drawn."""
+    before = RandomState.take()
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+class OwnNumbers:
+    """Random numbers that one rank's training alone draws: cells neither move them nor are moved by them.
+
+    Different on every rank, because dropout must be; rank r's begin at ``SeedSequence([seed, r])``, NumPy's way to make
+    seeds that have nothing to do with one another.
+    """
+
+    def __init__(self, seed: int, rank: int) -> None:
+        with seeded(int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])):
+            self._aside = RandomState.take()
+        self._in_place = False
+
+    @property
+    def state(self) -> RandomState:
+        """Where they stand."""
+        return RandomState.take() if self._in_place else self._aside
+
+    def go_on_from(self, state: RandomState) -> None:
+        """Let them go on from there; not while they are in place."""
+        self._aside = state
+
+    def exchange(self) -> None:
+        """Put them in the place of those that are drawn now, which are kept until the next exchange."""
+        now = RandomState.take()
+        self._aside.put_back()
+        self._aside, self._in_place = now, not self._in_place

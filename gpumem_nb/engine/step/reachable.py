@@ -92,11 +92,19 @@ class Reachable:
         elif isinstance(value, functools.partial):
             self._elements([value.func, *value.args, *value.keywords.values()], depth)
         elif _is_open(type(value)):
-            self._class(type(value))
-            self._whole(vars(value), vars(value), depth)
+            self._object(value, depth)
         else:
             return False
         return True
+
+    def _object(self, thing: Any, depth: int) -> None:
+        self._class(type(thing))
+        if isinstance(names := getattr(thing, "__dict__", None), dict):
+            self._whole(names, names, depth)
+        slots = (name for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ()))
+        for name in slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
+                self._place(_Attributes(thing), name, depth)
 
     def _module(self, top: nn.Module, depth: int) -> None:
         for module in top.modules():
@@ -165,7 +173,7 @@ class Reachable:
             if isinstance(value, FunctionType):
                 self._follow(value, _DEPTH - 1)
             elif not name.startswith("__") and (type(value) in _COUNTED or isinstance(value, CONTAINERS + GENERATORS)):
-                self._place(_ClassNames(kind), name, 2)
+                self._place(_Attributes(kind), name, 2)
 
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL")
@@ -193,17 +201,17 @@ class _Cell:
         self._cell.cell_contents = value
 
 
-class _ClassNames:
-    """The attributes of a class, as a mapping."""
+class _Attributes:
+    """The attributes of a class, or those of an object that has no dict for them, as a mapping."""
 
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
 
     def __getitem__(self, name: str) -> Any:
-        return vars(self._kind)[name]
+        return getattr(self._thing, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._kind, name, value)
+        setattr(self._thing, name, value)
 
 
 def _package(thing: Any) -> str:
@@ -223,4 +231,4 @@ def _is_open(kind: type) -> bool:
     if kind is SimpleNamespace:
         return True
     # Hugging Face's configurations, known by ``model_type``: a hundred attributes that forward only reads.
-    return _package(kind) not in _CLOSED and hasattr(kind, "__dict__") and not hasattr(kind, "model_type")
+    return _package(kind) not in _CLOSED and not hasattr(kind, "model_type")

@@ -6,13 +6,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...internals.torch_internals import version
+from ...internals.torch_internals import dynamo_is_there, func_transforms_allowed, not_compiled, version
 from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from .block_state import BlockState, Seen, undone_afterwards
@@ -71,6 +72,7 @@ class Segment:
         self.depth = 0
         self._running = False  # the block called last
         self._count = 0  # tensors saved in a replay
+        self._last: int | None = None  # after so many, the replay has done its work
         self._results: list[list[Tensor]] = []  # of calls in a replay
 
     @property
@@ -125,6 +127,13 @@ class Segment:
                 return link
         return Held.of(tensor)
 
+    def hooks(self) -> saved_tensors_hooks:
+        """Inside them, a block runs whose tensors are dropped."""
+        return saved_tensors_hooks(self._uncompiled(Segment.pack), self._uncompiled(Segment.unpack))
+
+    def _uncompiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(_uncompiled(method, dynamo_is_there()), self)
+
     def pack(self, tensor: Tensor) -> _Slot:
         """Drop a tensor that autograd wants to save."""
         slot = _Slot(len(self._slots), tensor)
@@ -146,28 +155,33 @@ class Segment:
             raise cannot(SOMETHING_ELSE)
         return tensor
 
+    def keep(self, tensor: Tensor) -> None:
+        """Keep a recomputed tensor, if backward still needs it."""
+        index = self._count
+        if index < len(self._slots) and self._slots[index]() is not None:
+            self._recomputed[index] = tensor.detach()
+            if Recorder.current:
+                Recorder.current.saved(tensor)
+        self._count += 1
+        if self._count == self._last:
+            raise _Replayed
+
     def replay(self) -> None:
         """Run the segment once more and keep what backward still needs."""
         self._count, self._results, self.depth = 0, [], 0
         # What follows the last tensor that is needed is of use for comparing only.
-        last = None if self._calls[-1].fingerprint else len(self._slots)
-
-        def keep(tensor: Tensor) -> None:
-            index = self._count
-            if index < len(self._slots) and self._slots[index]() is not None:
-                self._recomputed[index] = tensor.detach()
-                if Recorder.current:
-                    Recorder.current.saved(tensor)
-            self._count += 1
-            if self._count == last:
-                raise _Replayed
+        self._last = None if self._calls[-1].fingerprint else len(self._slots)
 
         def resolve(value: Held | _Link) -> Tensor:
             return value.get() if isinstance(value, Held) else self._results[value.call][value.output]
 
         Segment.replaying = self
         try:
-            with undone_afterwards([call.seen for call in self._calls]), saved_tensors_hooks(keep, _never):
+            with (
+                undone_afterwards([call.seen for call in self._calls]),
+                func_transforms_allowed(),
+                saved_tensors_hooks(self._uncompiled(Segment.keep), _never),
+            ):
                 for call in self._calls:
                     with call.context():
                         call.seen.enter()
@@ -177,6 +191,11 @@ class Segment:
             pass
         finally:
             Segment.replaying, self._results = None, []
+
+
+@cache
+def _uncompiled(function: Callable[..., Any], dynamo: bool) -> Callable[..., Any]:
+    return not_compiled(function)
 
 
 def _never(_: Any) -> Tensor:
@@ -208,8 +227,8 @@ def _map(kind: Any, function: Callable[[Any], Any], value: Any) -> Any:
         return {key: _map(kind, function, item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_map(kind, function, item) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
-        return type(value)(*(_map(kind, function, item) for item in value))
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple, whose own checks may refuse these
+        return value._make(_map(kind, function, item) for item in value)
     return value
 
 

@@ -88,7 +88,7 @@ class Stepper:
         self._stream = stream
         self._device = device
         self._leaks = leaks
-        self.voting = Voting(live, stream.rank, stream.size, device, self.failure)
+        self.voting = Voting(live, stream.rank, stream.size, device)
         self._forward_state = ForwardState(live.parts.named.values(), loss)
         self._phase = "settings"
         self.began_s = time.monotonic()
@@ -151,11 +151,11 @@ class Stepper:
         if failure is None:
             before, loss, failure = self._forward(order)
         self.phase = "reduction"
-        votes, failure = self.voting.vote(order, loss, failure, lambda: self._update_may_fail(order))
+        votes, failure = self.voting.vote(order, loss, failure, self)
         if votes.unsure and not votes.failed:
             if before:
                 before.undo()
-            return None, self.voting.agree_anew(votes)
+            return None, self.voting.agree_anew(votes, self)
         discarded = votes.failed or votes.nonfinite
         if not discarded and votes.careful:
             failure, discarded = self._update_or_undo(order.trial)
@@ -225,7 +225,7 @@ class Stepper:
             self._live.finished_backward()
         return total
 
-    def _update_may_fail(self, order: StepOrder) -> bool:
+    def update_may_fail(self, order: StepOrder) -> bool:
         """Whether this update could end half way, or shall be undone: short of memory, or in somebody's own code."""
         if order.trial or not order.proven or not optimizers.from_torch(self._live.optimizer):
             return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,15 +13,19 @@ from torch.optim import Optimizer
 from ...memory.device import Device
 from ...memory.leaks.detector import LeakDetector
 from ...shared.errors import WorkloadError
-from ...shared.messages import Chunk, ChunkReply, Failure, Sample, Timeline
+from ...shared.messages import Chunk, ChunkReply, Evaluated, Failure, Sample, Timeline
 from ...shared.settings import Settings
 from ...shared.workload import Workload, WorkloadInfo
 from .. import cells
+from ..data.held_out import HeldOut
 from ..data.stream import Stream
 from ..together import nudge
+from .evaluation import PHASE as EVALUATION
+from .evaluation import Evaluator
 from .joining import check_alike, take_from_first
 from .live_model import LiveModel
 from .notes import notes as model_notes
+from .random_state import OwnNumbers, seeded
 from .rates import named_rate
 from .step import Outcome, Stepper
 from .voting import StepOrder
@@ -37,23 +43,34 @@ class Trainer:
         live: its model and optimizer; cells that run on the rank may look at them.
         stream: its data, at the place where the next step begins.
         steps: optimizer steps done.
+        random: the random numbers that steps draw, for dropout say.
     """
 
-    def __init__(self, workload: Workload, stream: Stream, device: Device, started_s: float) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        stream: Stream,
+        device: Device,
+        started_s: float,
+        held_out: HeldOut | None = None,
+    ) -> None:
         """Build the workload.
 
         Args:
             workload: what to train.
-            stream: its data, sharded.
+            stream: its data, sharded; its seed is also that of the initial weights and of dropout.
             device: of this rank.
             started_s: when the session started, on the clock of ``time.time``; samples count from there.
+            held_out: its validation data, if it has any.
 
         Raises:
             WorkloadError: the workload brings no model that can be trained.
         """
         self.workload = workload
         self.stream = stream
-        self.live = LiveModel(workload, device, stream.rank)
+        with seeded(stream.seed):
+            self.live = LiveModel(workload, device)
+        self.random = OwnNumbers(stream.seed, stream.rank)
         self.steps = 0
         self._device = device
         self._started_s = started_s
@@ -61,6 +78,9 @@ class Trainer:
         self._leaks = LeakDetector(stream.rank, device.torch_device, known)
         self._stepper = Stepper(self.live, workload.loss, stream, device, self._leaks)
         self._cells = cells.ran()
+        self._evaluator: Evaluator | None = None
+        if held_out is not None:
+            self._evaluator = Evaluator(self.live, workload, held_out, device, stream.rank, stream.size)
         self._settings_id = -1
         self._failed_id = -1  # under which a step was discarded
         self._proven_id = -1  # under which a step was finished
@@ -97,10 +117,13 @@ class Trainer:
             own_learning_rate=named_rate(own) if own else None,
             notes=(*notes, *model_notes(self.live, self.stream.size)),
             data=data,
+            eval_len=self._evaluator.length if self._evaluator else None,
         )
 
     def doing(self) -> tuple[str, float]:
         """The part of the step under way, in words, and when that step began (on ``time.monotonic``)."""
+        if self._stepper.phase == EVALUATION:
+            return f"the evaluation after step {self.steps}", self._stepper.began_s
         return f"the {self._stepper.phase} part of step {self.steps + 1}", self._stepper.began_s
 
     def go_on_from(self, steps: int, settings: Settings, optimizer: Optimizer) -> None:
@@ -109,6 +132,23 @@ class Trainer:
         self.live.go_on_with(optimizer, settings)
         self._settings_id = self._failed_id = self._proven_id = -1
         self._flipped = False
+
+    def reseed(self, seed: int) -> bool:
+        """Let the order of the data and training's random numbers begin at another seed, if no step was done yet."""
+        if self.steps == 0:
+            self.stream.seed, self.random = seed, OwnNumbers(seed, self.stream.rank)
+        return self.steps == 0
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, what is drawn are training's own random numbers; those of cells stay where they are."""
+        with self._device.exempt():  # for some kilobytes: the limit is met inside of steps, which can fail
+            self.random.exchange()
+        try:
+            yield
+        finally:
+            with self._device.exempt():
+                self.random.exchange()
 
     def close(self) -> None:
         """Leave the model as it was handed over: no hooks, no gradients."""
@@ -119,12 +159,15 @@ class Trainer:
     def run(self, chunk: Chunk) -> ChunkReply:
         """Train one chunk.
 
-        Ends early, on every rank at the same step, when any rank could not finish a step or was nudged.
+        Ends early, on every rank at the same step, when any rank could not finish a step or was nudged, and with an
+        evaluation.
         """
         if chunk.settings_id == self._failed_id:
             return ChunkReply(self.stream.rank, (), self._device.reading())
-        if chunk.trial:
-            return self._try_out(chunk)
+        with self.drawing():
+            return self._try_out(chunk) if chunk.trial else self._train(chunk)
+
+    def _train(self, chunk: Chunk) -> ChunkReply:
         nudge.catch_up(chunk.nudges)
         failure = self._apply(chunk) or self._look_at_weights()
         self._leaks.chunk_begins(self._device.reading().live_bytes)
@@ -142,21 +185,21 @@ class Trainer:
                 self._failed_id = chunk.settings_id
             elif outcome.last:
                 self._left_after = chunk.nudges
-            if outcome.last:
+            if outcome.last or self._evaluates_now(chunk):
                 break
+        evaluated = None
+        if chunk.evaluate or (samples and samples[-1].done and self._evaluates_now(chunk)):
+            evaluated, failure = self._evaluate(failure, chunk.settings_id)
+            if evaluated is None and chunk.steps:  # on every rank
+                self._left_after = chunk.nudges
         # Reading a loss waits for the device, so it is done once a chunk.
         complete = tuple(
             dataclasses.replace(sample, loss=None if loss is None else loss.item())
             for sample, loss in zip(samples, losses, strict=True)
         )
-        return ChunkReply(
-            self.stream.rank,
-            complete,
-            self._device.reading(),
-            failure,
-            leaks=self._leaks.take(),
-            notes=(*self.stream.take_skipped(), *notes),
-        )
+        leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
+        reading = self._device.reading()
+        return ChunkReply(self.stream.rank, complete, reading, failure, leaks=leaks, evaluated=evaluated, notes=told)
 
     def record(self) -> Timeline | None:
         """One step, recorded allocation by allocation and undone on all ranks; ``None`` when another rank failed.
@@ -165,13 +208,30 @@ class Trainer:
             WorkloadError: this rank could not finish it.
         """
         self.live.resume_modes()
-        outcome, _ = self._step(None, Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1))
+        chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1)
+        with self.drawing():
+            outcome, _ = self._step(None, chunk)
         if outcome.failure:
             raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
         record, self._stepper.record = self._stepper.record, None
         if record is None or outcome.ledger is None:
             return None
         return record.timeline(self.stream.rank, self.steps + 1, outcome.ledger)
+
+    def _evaluates_now(self, chunk: Chunk) -> bool:
+        """Whether the model is evaluated after the latest step; the same on all ranks, which are at the same step."""
+        return self._evaluator is not None and chunk.eval_every > 0 and self.steps % chunk.eval_every == 0
+
+    def _evaluate(self, failure: Failure | None, settings_id: int) -> tuple[Evaluated | None, Failure | None]:
+        """Evaluate, if there is anything to evaluate on; with a ``failure``, all ranks learn that it cannot be done."""
+        if self._evaluator is None:
+            return None, failure
+        self._stepper.phase, self._stepper.began_s = EVALUATION, time.monotonic()
+        found, failure = self._evaluator.run(failure)
+        if found is None:
+            return None, failure
+        now_s = time.time() - self._started_s
+        return Evaluated(self.stream.rank, self.steps, now_s, settings_id, **dataclasses.asdict(found)), None
 
     def _try_out(self, chunk: Chunk) -> ChunkReply:
         """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""

@@ -53,8 +53,8 @@ class ForwardState:
     """
 
     def __init__(self, parts: Iterable[nn.Module], loss: Callable[..., Any]) -> None:
-        self._parts = tuple(parts)
-        self.python = PythonState(lambda: (*self._parts, loss))
+        self._parts = roots = tuple(parts)
+        self.python = PythonState(lambda: (*roots, loss))  # not by way of self: a circle would keep the model
         self._changing = Changing(_copy, _LARGEST_BYTES)
         self._fresh: list[Before] = []
         self._looked_into: Reachable | None = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
@@ -38,6 +38,16 @@ class StepOrder:
     recorded: bool
 
 
+class Step(Protocol):
+    """What votes need to know of the step that they are about."""
+
+    def failure(self, error: BaseException) -> Failure:
+        """What an exception was."""
+
+    def update_may_fail(self, order: StepOrder) -> bool:
+        """Whether its update could end half way, or shall be undone."""
+
+
 class Voting:
     """One rank's part in the votes, which travel with its gradients.
 
@@ -45,14 +55,11 @@ class Voting:
         watch: compares the ranks' weights.
     """
 
-    def __init__(
-        self, live: LiveModel, rank: int, ranks: int, device: Device, failure: Callable[[BaseException], Failure]
-    ) -> None:
-        """Begin to average the gradients of what is trained; ``failure`` says what an exception was."""
+    def __init__(self, live: LiveModel, rank: int, ranks: int, device: Device) -> None:
+        """Begin to average the gradients of what is trained."""
         self._live = live
         self._rank, self._ranks = rank, ranks
         self._device = device
-        self._failure = failure
         self._reduction = self._reduce_all()
         self._partial: tuple[Tensor, ...] = ()
         self._told_partial: set[int] = set()
@@ -77,18 +84,18 @@ class Voting:
         self._reduction.arm()
 
     def vote(
-        self, order: StepOrder, loss: Tensor | None, failure: Failure | None, update_may_fail: Callable[[], bool]
+        self, order: StepOrder, loss: Tensor | None, failure: Failure | None, step: Step
     ) -> tuple[Votes, Failure | None]:
         """Average the gradients over all ranks, and learn what any of them votes for; this rank may fail in it."""
         norms = None
         try:
             # A failed rank has room for the zeros it sends: whatever its step held is gone by now.
             with self._device.exempt():
-                ballot, norms, failure = self._ballot(order, loss, failure, update_may_fail)
+                ballot, norms, failure = self._ballot(order, loss, failure, step)
                 reduced = self._reduction.finish(ballot.numbers(self._device.torch_device))
         except HorovodInternalError as error:  # on every rank, because Horovod was shut down
             self._reduction.forget()
-            return Votes.of_one_that_left(), self._failure(error)
+            return Votes.of_one_that_left(), step.failure(error)
         votes = Votes.counted(reduced.sums, self._ranks, reduced.missed)
         self._partial = reduced.partial
         if ballot.digest is not None and not (votes.compare or votes.differ or votes.failed):
@@ -98,7 +105,7 @@ class Voting:
             failure = bad_loss or (norms.failure(self._rank, self._live.parts) if norms else None)
         return votes, failure
 
-    def agree_anew(self, votes: Votes) -> Failure | None:
+    def agree_anew(self, votes: Votes, step: Step) -> Failure | None:
         """What all ranks do before they take a step again, because they would not have stayed the same in it."""
         try:
             if votes.compare:
@@ -114,7 +121,7 @@ class Voting:
             if votes.differ and (message := self.watch.examine()):
                 return Failure(self._rank, "diverged", "reduction", message)
         except (HorovodInternalError, collectives.Separated, WorkloadError) as error:
-            return self._failure(error)
+            return step.failure(error)
         return None
 
     def newly_partial(self) -> tuple[str, ...]:
@@ -137,7 +144,7 @@ class Voting:
         self._reduction.remove()
 
     def _ballot(
-        self, order: StepOrder, loss: Tensor | None, failure: Failure | None, update_may_fail: Callable[[], bool]
+        self, order: StepOrder, loss: Tensor | None, failure: Failure | None, step: Step
     ) -> tuple[Ballot, GradientNorms | None, Failure | None]:
         """What this rank votes for; what goes wrong in asking fails the step."""
         nonfinite, digest, norms = None, None, None
@@ -148,9 +155,9 @@ class Voting:
                 scaled = self._live.settings.precision == "fp16"  # in gradients; the loss is without its scale
                 nonfinite = norms.nonfinite(loss, self._live.scaler if scaled else None)
                 digest = self.watch.digest() if self.watch.due(order.step) else None
-            careful = update_may_fail()
+            careful = step.update_may_fail(order)
         except BaseException as error:
-            failure = failure or self._failure(error)
+            failure = failure or step.failure(error)
         left = nudge.newer_than(order.nudges)
         torn, relisted = self._reduction.torn, self._live.relisted()
         return Ballot(failure is not None, left, careful, torn, relisted, nonfinite, digest), norms, failure

@@ -59,6 +59,7 @@ class WeightWatch:
         for name in self._moved_since(sums):
             self._moving.add(name)
             sums.pop(name, None)
+        self._ids, self._before = {}, {}
         words = torch.stack(list(sums.values()))
         places = torch.arange(1, len(sums) + 1, device=words.device)
         total = (words * (places * _ODD + 1)).sum()

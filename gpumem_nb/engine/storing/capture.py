@@ -19,7 +19,6 @@ from ...shared.errors import StateFileError
 from ...shared.version import __version__
 from ..step.copies import host_copy
 from ..step.joining import extra_states
-from ..step.random_state import RandomState
 from ..step.trainer import Trainer
 from .storable import plain, storable_random, to_bytes
 
@@ -84,6 +83,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
         ranks=hvd.size(),
         dataset_len=trainer.stream.length,
         version=__version__,
+        seed=trainer.stream.seed,
     )
     return Captured(header, {**shared, "ranks": [torch.from_numpy(part) for part, _ in parts]})
 
@@ -128,7 +128,7 @@ def _own_part(trainer: Trainer) -> dict[str, Any]:
             for name, module in extra_states(trainer.live.parts).items()
         },
         "buffers": {name: host_copy(buffer) for name, buffer in trainer.live.parts.named_buffers()},
-        "random": storable_random(RandomState.take()),
+        "random": storable_random(trainer.random.state),
     }
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import random
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,6 +22,7 @@ from ...shared.settings import Settings
 from ..step import optimizers
 from ..step.copies import overwrite
 from ..step.joining import extra_states
+from ..step.random_state import OwnNumbers
 from ..step.trainer import Trainer
 from .storable import from_bytes, opened_random
 
@@ -67,7 +66,9 @@ class Checked:
         self._parameters, self._buffers = payload["parameters"], own["buffers"]
         _check_same(path, "parameter", self._parameters, dict(trainer.live.parts.named_parameters()))
         _check_same(path, "buffer", self._buffers, dict(trainer.live.parts.named_buffers()))
-        self._random = opened_random(own["random"])
+        self._random, random = OwnNumbers(self.header.seed, hvd.rank()), opened_random(own["random"])
+        if hvd.rank() < self.header.ranks:  # others were not there then
+            self._random.go_on_from(random)
         self._optimizer = self._rebuilt(path, trainer, payload)
         self._own_optimizer_state = self._state_for(path, trainer.live.own_optimizer, payload["own_optimizer"])
         self._extra = _extra_of(path, trainer, own.get("extra", {}))
@@ -90,13 +91,9 @@ class Checked:
             trainer.live.scheduler.load_state_dict(self._scheduler_state)
         trainer.live.scaler.load_state_dict(self._scaler)
         trainer.stream.go_to(self.header.position, self.header.passes, self.header.pass_began)
+        trainer.stream.seed = self.header.seed
         trainer.go_on_from(self.header.steps, self.settings, self._optimizer)
-        if hvd.rank() < self.header.ranks:
-            self._random.put_back()
-        else:  # a rank that was not there then
-            torch.manual_seed(1 + hvd.rank())
-            random.seed(1 + hvd.rank())
-            np.random.seed(1 + hvd.rank())
+        trainer.random = self._random
 
     def _rebuilt(self, path: Path, trainer: Trainer, payload: dict[str, Any]) -> Optimizer:
         """The optimizer that the file's settings name, complete with its state."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ...report.differences import typed
 from ...report.rescue import Rescue
+from ...shared.errors import TrainingFailed
 from ...shared.knobs.batch import shrunk
 from ...shared.messages import Chunk, ChunkReply, Failure, Sample
 from ...shared.settings import Settings
@@ -48,6 +49,9 @@ class Failures:
 
     def handle(self, failure: Failure, chunk: Chunk) -> None:
         """Go on with other settings, as the policy says; without any, or when they are not to blame, stop."""
+        if failure.phase == "evaluation":
+            self._not_evaluated(failure, chunk)
+            return
         newer = chunk.settings_id != self._state.settings_id  # somebody has asked for other settings meanwhile
         if failure.kind == "interrupted":
             self._state.stop()
@@ -95,6 +99,21 @@ class Failures:
         if self._tryout:
             self._tryout.rescue.looking = False
         self._tryout = None
+
+    def _not_evaluated(self, failure: Failure, chunk: Chunk) -> None:
+        """The settings are not to blame. Training pauses, unless somebody asked for just this."""
+        if failure.kind == "interrupted":
+            self._state.stop()
+            return
+        what = Rescue(failure, self._history.steps, chunk.settings).headline
+        self._history.mark(failure.kind, what)
+        if chunk.steps:
+            self._state.stop(
+                TrainingFailed(
+                    f"{what}\nThe model is as it was before the evaluation, and training paused. %hvd_set "
+                    "eval_every=never trains without it."
+                )
+            )
 
     def _rescue(self, failure: Failure, chunk: Chunk) -> Rescue:
         tried = self._history.configuration(chunk.settings_id)

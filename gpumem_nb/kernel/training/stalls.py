@@ -65,8 +65,8 @@ class Stalls:
             self.told = True
             self._state.stop(
                 TrainingFailed(
-                    f"{why}.\nThe step was discarded on all ranks, which join again by themselves, and training "
-                    "paused. Mend the cause, then go on with %hvd_play."
+                    f"{why}.\nWhat was under way was discarded on all ranks, which join again by themselves, and "
+                    "training paused. Mend the cause, then go on with %hvd_play."
                 )
             )
         self._state.bell.ring()

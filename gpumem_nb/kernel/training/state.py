@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ...cluster.shield import shielded
+from ...report.evaluation import Evaluation
 from ...report.rescue import Rescue
 from ...shared.errors import GpumemError, TrainingFailed
 from ...shared.messages import Sample
@@ -42,7 +43,7 @@ class TrainingState:
         self.wanted_steps: float = 0
         self.failure: GpumemError | Rescue | None = None
         self._recording: list[Sample] | None = None
-        self._notes: list[Rescue | str] = []
+        self._notes: list[Rescue | Evaluation | str] = []
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -88,13 +89,15 @@ class TrainingState:
         if self._recording is not None:
             self._recording.extend(samples)
 
-    def note(self, *notes: Rescue | str) -> None:
+    def note(self, *notes: Rescue | Evaluation | str) -> None:
         """Keep what happened on the way for whoever records; it is put into words at the end, when more is known."""
         if self._recording is not None:
             self._notes.extend(notes)
 
-    def end_recording(self) -> tuple[list[Sample], list[str]]:
+    def end_recording(self) -> tuple[list[Sample], list[str], list[Evaluation]]:
         """What was kept, and nothing more from now on."""
-        samples, notes = self._recording or [], [str(note) for note in self._notes]
+        samples = self._recording or []
+        evaluations = [note for note in self._notes if isinstance(note, Evaluation)]
+        notes = [str(note) for note in self._notes if not isinstance(note, Evaluation)]
         self._recording, self._notes = None, []
-        return samples, notes
+        return samples, notes, evaluations

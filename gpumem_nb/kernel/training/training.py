@@ -10,18 +10,23 @@ from typing import Any
 from ...cluster.calls import Call
 from ...cluster.ranks import IN_PASSING_S, Ranks
 from ...report.differences import arrows
+from ...report.evaluation import Evaluation
+from ...report.rescue import Rescue
 from ...report.run_summary import Run
 from ...shared.errors import ClusterDied, GpumemError, InvalidInput, TrainingFailed
-from ...shared.messages import Chunk, ChunkReply, Pulse, Sample
+from ...shared.messages import Chunk, ChunkReply, Sample
 from ...shared.ranklist import name_ranks
 from ...shared.settings import Settings
 from ...shared.workload import WorkloadInfo
+from ..compatibility import check_held_out
 from ..history import History
 from ..policy import Policy
 from ..snapshot_plan import SnapshotPlan
 from .bell import News, wait
+from .device_readings import DeviceReadings
 from .failures import Failures
 from .in_flight import InFlight, Pace
+from .orders import Orders
 from .stalls import Stalls
 from .state import TrainingState
 
@@ -50,15 +55,14 @@ class Training:
         self._ranks = ranks
         self._history = history
         self._snapshots = snapshots
-        self._policy = policy
         self._lost = lost
         self._state = TrainingState(history)
         self._in_flight = InFlight(ranks, self._state.bell.ring)
         self._pace = Pace()
         self._stalls = Stalls(ranks, history, self._state, lambda: policy().stall_limit_s)
-        self._failures = Failures(history, self._state, policy, self._send, self._send_trial)
-        self._idle_reading: Call | None = None
-        self._heard: dict[int, Pulse] = {}
+        self._orders = Orders(self._state, self._in_flight, history, snapshots, policy)
+        self._failures = Failures(history, self._state, policy, self._orders.send, self._orders.send_trial)
+        self._readings = DeviceReadings(ranks, history)
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="gpumem_nb training", daemon=True)
 
@@ -151,7 +155,7 @@ class Training:
         with self._state.locked():
             if self._state.workload is not None and not self.busy:
                 self._state.failure = None
-                applying = self._send(0)
+                applying = self._orders.send(0)
         self._state.bell.ring()
         self.make_way()
         if applying:  # only this is waited for: somebody may train meanwhile
@@ -192,6 +196,33 @@ class Training:
         with self._state.locked():
             return self._in_flight.ask_alone(function, *arguments)
 
+    def evaluate(self) -> Evaluation:
+        """Evaluate the model between two chunks, and wait for it; what trains goes on afterwards.
+
+        Raises:
+            InvalidInput: there is no validation data.
+            TrainingFailed: some rank could not, or is stuck since the last stall.
+        """
+        if self._state.workload:
+            check_held_out(self._state.workload)
+        self._ranks.rejoin(IN_PASSING_S)
+        with self._state.locked():
+            if self._stalls.stuck and self.waiting_for():
+                raise TrainingFailed(self._stalls.stuck)
+            self._stalls.told = False
+            call = self._orders.send(0, evaluate=True)
+        self._state.bell.ring()
+        self.make_way()
+        self._wait_until(lambda: not self._under_way(call) or self._stalls.told)
+        replies: list[ChunkReply] = [] if call.pending() else call.get()
+        if evaluation := Evaluation.of_ranks(replies):
+            return evaluation
+        failure = next((reply.failure for reply in replies if reply.failure), None)
+        if failure and failure.kind != "stall":
+            raise TrainingFailed(Rescue(failure, self._history.steps, self._state.settings).headline)
+        self._state.raise_failure()
+        raise TrainingFailed("The model was not evaluated, because its settings had just failed. Try again.")
+
     def train(self, steps: int) -> Run:
         """Train that many steps and wait for them. An interrupt pauses and returns what was done by then.
 
@@ -216,9 +247,9 @@ class Training:
                 self._state.note("Interrupted.")
         finally:
             with self._state.locked():
-                samples, notes = self._state.end_recording()
+                samples, notes, evaluations = self._state.end_recording()
         self._state.raise_failure()
-        return Run(samples, dict(self._state.known_settings), notes)
+        return Run(samples, dict(self._state.known_settings), notes, evaluations)
 
     def interrupt(self) -> bool:
         """Stop training and interrupt what the ranks are doing; a step under way is discarded.
@@ -274,7 +305,7 @@ class Training:
             call = self._in_flight.oldest
         if call is None or call.pending():
             wait(news, BUSY_LOOK_S if call else IDLE_READING_S)
-        self._hear()
+        self._readings.hear()
         with self._state.locked():
             answered = self._in_flight.answered()
             unanswered = self._in_flight.oldest
@@ -287,7 +318,7 @@ class Training:
         elif unanswered:
             self._stalls.look_after(unanswered)
         elif not self.busy and not self._closing:
-            self._read_devices()
+            self._readings.ask()
 
     def _send_due(self) -> None:
         """Joining the ranks again may take long, so it comes first and without the lock."""
@@ -298,27 +329,13 @@ class Training:
         with self._state.locked():
             while (steps := self._due_steps()) > 0:
                 self._stalls.told = False
-                self._send(int(min(steps, self._pace.steps(self._state.settings_id), self._steps_to_snapshot())))
+                most = min(self._pace.steps(self._state.settings_id), self._orders.steps_to_snapshot)
+                self._orders.send(int(min(steps, most)))
 
     def _due_steps(self) -> float:
         """Steps that are wanted and not under way, if a chunk may be sent now. Under the lock."""
         free = self._in_flight.free(self._pace.most_in_flight(self._state.settings_id))
         return self._state.wanted_steps - self._in_flight.steps if free and not self._failures.trying_out else 0
-
-    def _steps_to_snapshot(self) -> float:
-        return self._snapshots.steps_left(self._history.steps + self._in_flight.steps)
-
-    def _send(self, steps: int) -> Call:
-        """Send a chunk under the settings of now. Under the lock."""
-        snapshot = self._snapshots.order(self._history.steps + self._in_flight.steps)
-        every = self._policy().ledger_steps
-        state, ledger_steps = self._state, 0 if every == "never" else int(every)
-        nudges = self._in_flight.nudges
-        chunk = Chunk(state.settings, state.settings_id, steps, nudges, snapshot, ledger_steps=ledger_steps)
-        return self._in_flight.send(chunk)
-
-    def _send_trial(self, settings: Settings, trial_id: int) -> None:
-        self._in_flight.send(Chunk(settings, trial_id, 1, self._in_flight.nudges, trial=True))
 
     def _receive(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
         """Take in what the ranks did with a chunk."""
@@ -326,15 +343,16 @@ class Training:
         done = [sample for sample in samples if sample.done]
         failure = next((reply.failure for reply in replies if reply.failure), None)
         self._history.add(samples, [reply.reading for reply in replies], [reply.device_use for reply in replies])
-        news = self._history.noted(replies)
-        news += self._history.leaked([leak for reply in replies for leak in reply.leaks])
+        if evaluation := Evaluation.of_ranks(replies):
+            self._history.evaluated(evaluation)
+        news = [*self._history.noted(replies), *self._history.leaked([leak for r in replies for leak in r.leaks])]
         with self._state.locked():
             call = self._in_flight.take()
             self._stalls.all_answered()
             self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)
             self._state.record(samples)
-            self._state.note(*news)
-            if not failure:
+            self._state.note(*news, *([evaluation] if evaluation else []))
+            if not failure or failure.phase == "evaluation":
                 self._state.applied = chunk.settings
             if done:
                 self._count(chunk, done)
@@ -371,24 +389,6 @@ class Training:
                 self._stalls.tell(call)
             self._failures.learn(chunk, replies)
         self._state.bell.ring()
-
-    def _hear(self) -> None:
-        """Readings come with the pulses of ranks that are busy for long."""
-        pulses = self._ranks.pulses()
-        if pulses and pulses != self._heard:
-            self._heard = pulses
-            readings, uses = list(self._history.readings), list(self._history.device_uses)
-            for rank, pulse in pulses.items():
-                readings[rank], uses[rank] = pulse.reading, pulse.device_use
-            self._history.read(readings, uses)
-
-    def _read_devices(self) -> None:
-        """Keep readings coming while cells run and nothing trains; at most one question is under way."""
-        if self._idle_reading is None:
-            self._idle_reading = self._ranks.call("look")
-        elif not self._idle_reading.pending():
-            finished, self._idle_reading = self._idle_reading, None
-            self._history.read(*zip(*finished.get(), strict=True))
 
     def _wait_until(self, true: Callable[[], bool], timeout: float | None = None) -> bool:
         return self._state.bell.wait_until(lambda: true() or self._closing, timeout) and true()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ...internals.torch_internals import hooks_entered_by, in_backward
+from ...internals.torch_internals import func_transforms_allowed, hooks_entered_by, in_backward, not_compiled
 from ...shared.categories import ACTIVATIONS, CASTS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ..device import Device
 from ..tensors import tensors_in
@@ -80,10 +80,11 @@ class Recorder:
         with ExitStack() as stack:
             stack.callback(self._stop)
             Recorder.current = self
-            stack.callback(register_module_forward_pre_hook(self._enter).remove)
-            stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            stack.callback(register_module_forward_pre_hook(not_compiled(self._enter)).remove)
+            stack.callback(register_module_forward_hook(not_compiled(self._leave), always_call=True).remove)
             stack.enter_context(saved_tensors_hooks(*self._telling(Tensor.detach, lambda tensor: tensor)))
             stack.enter_context(self._inner_hooks_told())
+            stack.enter_context(func_transforms_allowed())
             stack.enter_context(self._log.watching())
             yield
 
@@ -147,7 +148,7 @@ class Recorder:
             self.mark("backward", module)
             return tensor
 
-        return told_pack, told_unpack
+        return not_compiled(told_pack), not_compiled(told_unpack)
 
     def _inner_hooks_told(self) -> AbstractContextManager[None]:
         """Autograd asks the innermost hooks only: those of any checkpointing or offloading inside tell as well."""

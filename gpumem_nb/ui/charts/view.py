@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...report.evaluation import Evaluation
 from ...shared.messages import RankInfo, Reading, Sample
 from ...shared.settings import Settings
 from ..bands import Bands, Peak, bands, peaks, worst_first
@@ -28,6 +29,7 @@ class View:
         bands: what the peaks of the worst rank's steps are made of.
         series: the finished steps of all ranks, thinned out.
         marks: where something happened.
+        evaluations: on the validation data, oldest first.
     """
 
     ranks: Sequence[RankInfo]
@@ -37,6 +39,7 @@ class View:
     bands: Bands
     series: Series
     marks: Sequence[Mark]
+    evaluations: Sequence[Evaluation]
 
     @classmethod
     def of(
@@ -45,12 +48,13 @@ class View:
         readings: Sequence[Reading | None],
         samples: Sequence[Sequence[Sample]],
         settings: Callable[[int], Settings | None],
+        evaluations: Sequence[Evaluation] = (),
     ) -> View:
         """The view of these ranks' readings and samples; ``settings`` are those of a settings id, where known."""
         found = peaks(samples, readings)
         worst = next(iter(worst_first(found)), None)
         of_worst = bands(samples[worst.rank] if worst else [])
-        return cls(ranks, readings, found, worst, of_worst, series(samples), marks(samples, settings))
+        return cls(ranks, readings, found, worst, of_worst, series(samples), marks(samples, settings), evaluations)
 
     @classmethod
     def before(cls, ranks: Sequence[RankInfo]) -> View:

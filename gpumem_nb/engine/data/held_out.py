@@ -1,0 +1,45 @@
+"""What somebody handed over to validate on, as a dataset of which each sample is seen once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, Subset
+
+from ...shared.errors import WorkloadError
+from .fetching import Collate
+from .source import as_dataset
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A map-style dataset and how its samples are collated."""
+
+    dataset: Any
+    collate: Collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def as_held_out(data: Any) -> HeldOut:
+    """The samples of ``data`` in its dataset's order; a ``DataLoader`` brings those that its sampler chose.
+
+    Raises:
+        WorkloadError: there is no dataset of single samples behind it, it is empty, or its sampler repeats samples.
+    """
+    try:
+        dataset, collate = as_dataset(data)
+    except WorkloadError as error:
+        raise WorkloadError(f"eval_data: {error}") from None
+    if isinstance(data, DataLoader) and dataset is not data.dataset:
+        chosen = sorted(dataset.indices)
+        if len(set(chosen)) < len(chosen):
+            raise WorkloadError(
+                f"The sampler of the validation data ({type(data.sampler).__name__}) chooses samples more than once, "
+                "and each is to be seen exactly once. Give eval_data the dataset itself, or a part of it: "
+                "torch.utils.data.Subset(dataset, indices)."
+            )
+        dataset = Subset(data.dataset, chosen)
+    return HeldOut(dataset, collate)

@@ -1,0 +1,169 @@
+"""Evaluation on the validation data: each sample once over all ranks, and everything afterwards as it was."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from torch import Tensor
+
+from ...memory.device import Device
+from ...shared.errors import WorkloadError
+from ...shared.messages import Failure
+from ...shared.workload import Workload
+from ..data.device import to_device
+from ..data.held_out import HeldOut
+from ..data.once import batches_once
+from ..together import collectives
+from ..together.agreement import any_rank
+from ..together.interrupts import interruptible
+from .ambient import Ambient
+from .blame import failure_of
+from .live_model import LiveModel
+from .parts import Parts
+from .precision import autocast
+from .undo import ForwardState, ForwardUndo
+
+PHASE = "evaluation"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What an evaluation found, in the words of :class:`~gpumem_nb.shared.messages.Evaluated`."""
+
+    samples: int
+    sums: dict[str, float]
+    seconds: float
+    live_peak_bytes: int
+
+
+class Evaluator:
+    """Evaluates a live model on one rank's share of the validation data.
+
+    Args:
+        live: evaluated as it is, under the settings of the moment.
+        workload: brings the loss and the metric.
+        held_out: the validation data, the same on all ranks.
+        rank, size: of this rank, and of all.
+
+    Attributes:
+        length: samples of the validation data.
+    """
+
+    def __init__(
+        self, live: LiveModel, workload: Workload, held_out: HeldOut, device: Device, rank: int, size: int
+    ) -> None:
+        self._live = live
+        self._workload = workload
+        self._held_out = held_out
+        self.length = len(held_out)
+        self._forward = ForwardState(live.parts.named.values(), workload.loss)
+        self._device = device
+        self._rank, self._size = rank, size
+
+    def run(self, failure: Failure | None) -> tuple[Found | None, Failure | None]:
+        """Evaluate, all ranks together: what this rank found, unless one of them failed, and why if it was this one.
+
+        No rank waits for another before its own share is done; then they vote, so nobody goes on without the others. A
+        rank that brings a ``failure`` only votes.
+        """
+        began_s = time.perf_counter()
+        sums: dict[str, float] = {}
+        samples, ambient = 0, Ambient()
+        self._device.reset_peak()
+        try:
+            collectives.check()
+            if failure is None:
+                with left_as_it_was(self._live.parts, self._forward), interruptible():
+                    sums, samples = self._sum_up()
+        except BaseException as error:  # a rank that left without a vote would keep the others waiting
+            failure = self._failure(error)
+            self._live.abandon_forward()
+            with self._device.exempt():
+                ambient.restore()
+            gc.collect()
+        try:
+            failed = any_rank(failure is not None, PHASE)
+        except HorovodInternalError as error:
+            failure, failed = failure or self._failure(error), True
+        if failed:
+            return None, failure
+        seconds, peak_bytes = time.perf_counter() - began_s, self._device.reading().live_peak_bytes
+        return Found(samples, sums, seconds, peak_bytes), None
+
+    def _sum_up(self) -> tuple[dict[str, float], int]:
+        """The sums of all numbers over this rank's samples, and how many these are."""
+        settings, device = self._live.settings, self._device.torch_device
+        sums: dict[str, Any] = {}
+        samples = 0
+        data = self._held_out
+        with torch.no_grad():
+            for batch, count in batches_once(data.dataset, data.collate, self._rank, self._size, settings.batch_size):
+                with autocast(settings.precision, device.type):
+                    found = self._numbers(to_device(batch, device))
+                if samples and found.keys() != sums.keys():
+                    raise WorkloadError(
+                        f"The metric gave {_named(found)} for one micro-batch and {_named(sums)} for another. It must "
+                        "give the same names each time."
+                    )
+                # On the device, in fp64: asking for a number would wait for it.
+                sums = {name: sums.get(name, 0.0) + number * count for name, number in found.items()}
+                samples += count
+        return {name: float(number) for name, number in sums.items()}, samples
+
+    def _numbers(self, batch: Any) -> dict[str, Any]:
+        """Loss and metric of one micro-batch by name."""
+        model, metric = self._live.model, self._workload.metric
+        loss = {"loss": _number(self._workload.loss(model, batch), "loss")}
+        if metric is None:
+            return loss
+        given = metric(model, batch)
+        if not isinstance(given, Mapping):
+            given = {getattr(metric, "__name__", "metric").replace("<lambda>", "metric"): given}
+        if "loss" in given:
+            raise WorkloadError("The metric may not call a number 'loss', which is the loss itself. Rename it.")
+        return loss | {str(name): _number(value, f"metric {name!r}") for name, value in given.items()}
+
+    def _failure(self, error: BaseException) -> Failure:
+        return failure_of(error, self._rank, PHASE, self._live.model, None, self._device)
+
+
+@contextmanager
+def left_as_it_was(parts: Parts, forward: ForwardState) -> Iterator[None]:
+    """All modules in eval mode inside; modes, buffers, what a forward pass keeps and random numbers as before.
+
+    Modes are set module by module and not by ``eval()``, which some models use to change their weights.
+    """
+    modes = [(module, module.training) for module in parts.modules()]
+    before = ForwardUndo(forward)
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        before.undo()
+
+
+def _number(value: Any, what: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().double().reshape(())
+    if isinstance(value, Real):  # NumPy's numbers too
+        return float(value)
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    raise WorkloadError(
+        f"The {what} must be one number for a micro-batch; it is a {type(value).__name__}{shape}. Take its mean, for "
+        "example: .mean()."
+    )
+
+
+def _named(numbers: Mapping[str, Any]) -> str:
+    return ", ".join(name for name in numbers if name != "loss") or "nothing"

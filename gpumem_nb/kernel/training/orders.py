@@ -1,0 +1,69 @@
+"""What the ranks are sent: chunks of steps under the settings of the moment, and trials."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...cluster.calls import Call
+from ...shared.messages import Chunk
+from ...shared.settings import Settings
+from ..history import History
+from ..policy import Policy
+from ..snapshot_plan import SnapshotPlan
+from .in_flight import InFlight
+from .state import TrainingState
+
+
+class Orders:
+    """Makes chunks and sends them. Used under the training lock.
+
+    Args:
+        policy: what the session does by itself, as it is now.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        in_flight: InFlight,
+        history: History,
+        snapshots: SnapshotPlan,
+        policy: Callable[[], Policy],
+    ) -> None:
+        self._state = state
+        self._in_flight = in_flight
+        self._history = history
+        self._snapshots = snapshots
+        self._policy = policy
+
+    def send(self, steps: int, evaluate: bool = False) -> Call:
+        """Send a chunk; one without steps applies the settings, and may evaluate."""
+        state, policy = self._state, self._policy()
+        chunk = Chunk(
+            state.settings,
+            state.settings_id,
+            steps,
+            self._in_flight.nudges,
+            snapshot=self._snapshots.order(self._steps),
+            ledger_steps=_or_never(policy.ledger_steps),
+            eval_every=_or_never(policy.eval_every),
+            evaluate=evaluate,
+        )
+        return self._in_flight.send(chunk)
+
+    def send_trial(self, settings: Settings, trial_id: int) -> None:
+        """Send one step that is undone; the number is the trial's own."""
+        self._in_flight.send(Chunk(settings, trial_id, 1, self._in_flight.nudges, trial=True))
+
+    @property
+    def steps_to_snapshot(self) -> float:
+        """The steps that the next chunk may have so as not to pass the moment for a snapshot."""
+        return self._snapshots.steps_left(self._steps)
+
+    @property
+    def _steps(self) -> int:
+        """After which the next chunk begins."""
+        return self._history.steps + self._in_flight.steps
+
+
+def _or_never(every: int | str) -> int:
+    return 0 if every == "never" else int(every)
