@@ -44,7 +44,6 @@ from .step.random_state import seed_all
 from .step.trainer import Trainer
 from .storing import attached_objects, capture, restore
 from .storing.snapshots import Snapshots
-from .storing.sync import sync as sync_all
 from .streams import flush_only_what_was_written
 from .together import collectives, nudge, pulse
 from .together.interrupts import take_over
@@ -180,7 +179,7 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
 
 def sync() -> None:
     """Give all ranks what rank 0 holds of what is trained."""
-    sync_all(_loaded_trainer(), _device)
+    _loaded_trainer().sync()
 
 
 def record_step() -> Timeline | None:

@@ -7,6 +7,7 @@ import torch
 
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import TrainingFailed
+from tests.conftest import weights
 from tests.internals import gradients_in_many_pieces
 from tests.reference import STATE, Reference
 
@@ -173,6 +174,18 @@ def test_weights_that_differ_pause_training_until_they_are_synced(two_ranks: Ses
     two_ranks.sync()
     both.train()
     both.check()
+
+
+def test_a_learning_rate_that_differs_is_noticed_and_synced(two_ranks: Session) -> None:
+    both = Both(two_ranks, NET)
+    both.train()
+    two_ranks.run("optimizer.param_groups[0]['lr'] = 0.5", ranks="1")
+    with pytest.raises(TrainingFailed, match="the ranks hold different weights"):
+        two_ranks.train(30)
+    two_ranks.sync()
+    assert two_ranks.train(3).steps == 3
+    assert len(weights(two_ranks)) == 1
+    assert two_ranks.run("optimizer.param_groups[0]['lr']") == [0.01, 0.01]
 
 
 def test_weights_that_no_optimizer_has_are_named(two_ranks: Session) -> None:

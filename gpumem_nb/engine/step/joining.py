@@ -54,6 +54,33 @@ def take_from_first(live: LiveModel) -> None:
         send_optimizer_state(live.own_optimizer)
 
 
+def make_alike(live: LiveModel) -> None:
+    """Give every rank all that rank 0 holds of what is trained, whatever cells did to it; all call it together.
+
+    Raises:
+        WorkloadError: weights of other names or shapes, or something that cannot be sent; raised on all ranks.
+    """
+    used = [one for one in dict.fromkeys((live.own_optimizer, live.optimizer)) if one]
+    held = [_tensors(live.parts), *([tuple(param.shape) for param in in_groups(one)] for one in used)]
+    if not all(alike([zlib.crc32(repr(held).encode())], "model")):
+        raise WorkloadError(
+            "The ranks hold weights of different names or shapes, so rank 0's cannot be given to the others. Run the "
+            "cell that changed the model or the optimizer on all ranks, or attach it again."
+        )
+    take_from_first(live)
+    for optimizer in used:
+        if optimizer is not live.own_optimizer:
+            send_optimizer_state(optimizer)
+        groups = optimizer.param_groups
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        for group, first in zip(groups, _from_first(options, "The optimizer's options"), strict=True):
+            group.update(first)
+    frozen = _from_first(_trained(live.parts), "What is frozen")
+    for param, trained in zip(live.parts.parameters(), frozen, strict=True):
+        param.requires_grad_(trained)
+    live.replace_scaler(_from_first(live.scaler.state_dict(), "The loss scale"))
+
+
 def broadcast(named: Iterable[tuple[str, Tensor]]) -> None:
     """Overwrite these tensors with rank 0's, bit by bit, in any type; all ranks call it with the same names."""
     wires, copies = {}, []

@@ -22,14 +22,13 @@ from ..data.stream import Stream
 from ..together import nudge
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
-from .joining import check_alike, take_from_first
+from .joining import check_alike, make_alike, take_from_first
 from .live_model import LiveModel
 from .notes import notes as model_notes
 from .random_state import OwnNumbers, seeded
 from .rates import named_rate
 from .step import Outcome, Stepper
 from .voting import StepOrder
-from .weight_watch import WeightWatch
 
 _HALF_APPLIED = -2  # in place of a chunk's settings_id: going back must apply everything, and nothing of it is proven
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
@@ -97,10 +96,15 @@ class Trainer:
         check_alike(self.live)
         take_from_first(self.live)
 
-    @property
-    def watch(self) -> WeightWatch:
-        """Compares the ranks' weights."""
-        return self._stepper.voting.watch
+    def sync(self) -> None:
+        """Go on with what rank 0 holds; all ranks call it together.
+
+        Raises:
+            WorkloadError: rank 0's does not fit on the others; raised on all of them.
+        """
+        with self._device.exempt():
+            make_alike(self.live)
+        self._stepper.voting.watch.ask()
 
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""

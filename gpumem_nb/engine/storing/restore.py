@@ -124,7 +124,7 @@ class Checked:
                 f"{type(optimizer).__name__} over {sizes}. Load or attach the workload with the same optimizer."
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        state = {params[index]: placed(values, params[index]) for index, values in saved["state"].items()}
+        state = {params[index]: _placed(values, params[index]) for index, values in saved["state"].items()}
         return state, saved["groups"]
 
 
@@ -154,7 +154,7 @@ def _extra_of(path: Path, trainer: Trainer, saved: dict[str, Any]) -> list[tuple
     return [(here[name], state) for name, state in saved.items()]
 
 
-def placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
     """One parameter's state; made anew, because a virtual GPU does not count tensors that come from a file."""
 
     def place(name: str, value: Any) -> Any:
