@@ -54,37 +54,38 @@ def note_steps(path, form, count):
 CODE = (
     f"{LOOK}\n"
     + """
-import pathlib, time
+import pathlib, time, types
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from gpumem_nb.engine.step.segment import Segment
 
-fault = kind = old = None
-wait = 0
+# In a module: a step that is undone puts back the variables of the loss's functions, and the fault would strike again.
+plan = types.ModuleType("plan")
+plan.fault = plan.kind = plan.old = None
+plan.wait = 0
 
 def plant(where, what, after=0, flip=False):
-    global fault, kind, wait, old
-    fault, kind, wait, old = where, what, after, the_trainer().live.settings if flip else None
+    old = the_trainer().live.settings if flip else None
+    plan.fault, plan.kind, plan.wait, plan.old = where, what, after, old
 
 def strike(where):
-    global fault, wait
-    if fault != where or rank != 1 or the_trainer().live.settings == old:
+    if plan.fault != where or rank != 1 or the_trainer().live.settings == plan.old:
         return False
-    wait -= 1
-    if wait >= 0:
+    plan.wait -= 1
+    if plan.wait >= 0:
         return False
-    fault = None
-    if kind == "oom":
+    plan.fault = None
+    if plan.kind == "oom":
         torch.empty(2**30, dtype=torch.uint8)
-    if kind == "hang":
+    if plan.kind == "hang":
         while True:
             pass
-    if kind == "linger":
+    if plan.kind == "linger":
         pathlib.Path(begun).touch()
         time.sleep(0.5)
-    if kind == "collective":
+    if plan.kind == "collective":
         hvd.allreduce(torch.ones(1), name="alone")
-    if kind == "error":
+    if plan.kind == "error":
         raise ValueError(f"planted in {where}")
     return True
 
