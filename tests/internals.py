@@ -174,6 +174,10 @@ POSITION = f"{TRAINER}.stream.position"
 STEPS = f"{TRAINER}.steps"
 
 
+COLLECT = "__import__('gc').collect() and None"
+"""What was loaded before hangs together in circles: until this, its bytes are live."""
+
+
 def hooks_expression(model: str) -> str:
     """How many hooks there are on the modules of the model of that name, and on its parameters."""
     on_modules = f"sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in {model}.modules())"
@@ -226,7 +230,8 @@ from gpumem_nb.engine.step.trainer import Trainer
 Trainer._step = getattr(Trainer._step, "__wrapped__", Trainer._step)
 for _name in {{*globals()}} - {set(names)!r}:
     del globals()[_name]
-__import__("gc").collect() and None
+__import__("gc").unfreeze()
+{COLLECT}
 """
 
 

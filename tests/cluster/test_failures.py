@@ -11,7 +11,7 @@ import pytest
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import TrainingFailed
 from tests.conftest import weights
-from tests.internals import LIVE, hooks_expression, wait_for_steps
+from tests.internals import COLLECT, LIVE, hooks_expression, wait_for_steps
 
 pytestmark = pytest.mark.cluster
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.cluster
 def test_out_of_memory_on_all_ranks_goes_back_and_goes_on(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     session.train(2)
+    session.run(COLLECT)
     before = session.run(LIVE)
     session.set(batch_size=256)
     run = session.train(3)

@@ -317,12 +317,12 @@ TINY = {"digits": {"width": 4, "depth": 1, "resolution": 8}, "text": {"width": 8
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_ready_made_workloads_leak_nothing_over_300_steps_of_random_flips(two_ranks: Session, name: str) -> None:
+def test_ready_made_workloads_leak_nothing_over_160_steps_of_random_flips(two_ranks: Session, name: str) -> None:
     dice = random.Random(name)
     two_ranks.load(name, **TINY[CATALOG[name].task])
-    while two_ranks.history.steps < 300:
+    while two_ranks.history.steps < 160:  # the slowest growth that is looked for shows in 128
         two_ranks.set(**random_settings(dice))
-        two_ranks.train(dice.randint(15, 45))
+        two_ranks.train(dice.randint(5, 25))
     assert not found(two_ranks)
 
 

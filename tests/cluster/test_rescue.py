@@ -141,7 +141,7 @@ class Running(nn.Module):
         return x + 0.1 * self.mean
 class Fails(nn.Module):
     def forward(self, x):
-        if fault == "forward":
+        if plan.fault == "forward":
             self.register_buffer("late", torch.ones(3))
         strike("forward")
         return x

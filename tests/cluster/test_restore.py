@@ -21,7 +21,7 @@ from gpumem_nb.shared.errors import Interrupted, RankError, StartError, StateFil
 from tests.cluster.test_save import losses
 from tests.cluster.test_snapshots import kill_a_rank, snapshots
 from tests.conftest import weights
-from tests.internals import LIVE, STEPS, snapshots_of
+from tests.internals import COLLECT, LIVE, STEPS, snapshots_of
 from tests.timing import in_time
 
 pytestmark = pytest.mark.cluster
@@ -123,6 +123,7 @@ def test_a_whole_file_of_the_wrong_content_changes_nothing(
     bad += [payload | {"ranks": [packed(own | {"random": without(own["random"], "numpy")})] * 2}]
     bad += [payload | {"ranks": [torch.zeros(9, dtype=torch.uint8)] * 2}]
     bad += [payload | {"scaler": without(payload["scaler"], "scale")}, [1, 2], {"parameters": {"x": io.StringIO}}]
+    session.run(COLLECT)
     before = weights(session), session.settings, session.run(LIVE)
     for content in bad:
         state_file.write(wrong, header, partial(torch.save, content))

@@ -14,7 +14,7 @@ from gpumem_nb.shared.errors import GpumemError, InvalidInput, StateFileError
 from gpumem_nb.ui import wording
 from tests import internals
 from tests.conftest import SMALL, about, ranks, weights
-from tests.internals import LIVE, POSITION, RANDOM, TRAINER
+from tests.internals import COLLECT, LIVE, POSITION, RANDOM, TRAINER
 
 pytestmark = pytest.mark.cluster
 
@@ -219,6 +219,7 @@ def trained(two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path) -
     session = fresh(two_ranks)
     session.train(2)
     session.save(tmp_path / "x.state")
+    session.run(COLLECT)
 
     def everything() -> tuple[object, ...]:
         return weights(session), session.settings, session.run(LIVE), session.run(MOMENTS), session.status().steps

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from gpumem_nb.session import Session
-from tests.internals import INSIDE
+from tests.internals import COLLECT, INSIDE
 from tests.timing import HANG_S
 
 # All that training changes, in one fingerprint. Each step done leaves its own in a file that outlives the process:
@@ -21,6 +21,7 @@ LOOK = (
 import gc, hashlib, mmap, random, struct
 
 if not gc.get_freeze_count():
+    gc.collect()
     gc.freeze()  # garbage is collected with each step that is discarded: not through all that was ever imported
 
 def fingerprint(trainer):
@@ -53,37 +54,38 @@ def note_steps(path, form, count):
 CODE = (
     f"{LOOK}\n"
     + """
-import pathlib, time
+import pathlib, time, types
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from gpumem_nb.engine.step.segment import Segment
 
-fault = kind = old = None
-wait = 0
+# In a module: a step that is undone puts back the variables of the loss's functions, and the fault would strike again.
+plan = types.ModuleType("plan")
+plan.fault = plan.kind = plan.old = None
+plan.wait = 0
 
 def plant(where, what, after=0, flip=False):
-    global fault, kind, wait, old
-    fault, kind, wait, old = where, what, after, the_trainer().live.settings if flip else None
+    old = the_trainer().live.settings if flip else None
+    plan.fault, plan.kind, plan.wait, plan.old = where, what, after, old
 
 def strike(where):
-    global fault, wait
-    if fault != where or rank != 1 or the_trainer().live.settings == old:
+    if plan.fault != where or rank != 1 or the_trainer().live.settings == plan.old:
         return False
-    wait -= 1
-    if wait >= 0:
+    plan.wait -= 1
+    if plan.wait >= 0:
         return False
-    fault = None
-    if kind == "oom":
+    plan.fault = None
+    if plan.kind == "oom":
         torch.empty(2**30, dtype=torch.uint8)
-    if kind == "hang":
+    if plan.kind == "hang":
         while True:
             pass
-    if kind == "linger":
+    if plan.kind == "linger":
         pathlib.Path(begun).touch()
         time.sleep(0.5)
-    if kind == "collective":
+    if plan.kind == "collective":
         hvd.allreduce(torch.ones(1), name="alone")
-    if kind == "error":
+    if plan.kind == "error":
         raise ValueError(f"planted in {where}")
     return True
 
@@ -160,6 +162,7 @@ def prepared(session: Session, **knobs: object) -> Session:
     wanted: dict[str, object] = {"optimizer": "adamw", "optimizer_impl": "default", "learning_rate": 0.01}
     wanted |= {"batch_size": 4, "accumulation_steps": 1, "checkpointing": "none", "precision": "fp32"}
     session.set(**({"clip_norm": None} | wanted | knobs))
+    session.run(COLLECT)
     return session
 
 
