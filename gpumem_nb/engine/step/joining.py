@@ -21,8 +21,10 @@ from .live_model import LiveModel
 from .parts import Parts, in_groups
 
 
-def check_alike(live: LiveModel) -> None:
+def check_alike(live: LiveModel, options: bool = True) -> None:
     """Ask whether all ranks hold the same; all of them call it together.
+
+    Without ``options`` those of optimizers and the scheduler's position may differ: whoever asks sends them next.
 
     Raises:
         WorkloadError: models, optimizers or schedulers differ; raised on all ranks.
@@ -33,8 +35,8 @@ def check_alike(live: LiveModel) -> None:
         "models: layers are in training mode on some and in evaluation mode on others. Call train() and eval()": [
             module.training for module in live.parts.modules()
         ],
-        "optimizers: class, groups or options differ. Build the optimizer": _optimizer(live),
-        "schedulers: class or position differ. Build the scheduler": _scheduler(live),
+        "optimizers: class, groups or options differ. Build the optimizer": _optimizers(live, options),
+        "schedulers: class or position differ. Build the scheduler": _scheduler(live, options),
     }
     same = alike([zlib.crc32(repr(what).encode()) for what in described.values()], "model")
     for what, agreed in zip(described, same, strict=True):
@@ -169,25 +171,28 @@ def _trained(parts: Parts) -> list[bool]:
     return [param.requires_grad for param in parts.parameters()]
 
 
-def _optimizer(live: LiveModel) -> Any:
-    optimizer = live.own_optimizer
-    if optimizer is None:
-        return None
+def _optimizers(live: LiveModel, options: bool) -> Any:
     names = {id(param): name for name, param in live.parts.named_parameters()}
-    groups = [
-        [
-            [names[id(param)] for param in group["params"]],
-            sorted((name, _plain(value)) for name, value in group.items() if name != "params"),
-        ]
-        for group in optimizer.param_groups
+    return [
+        (
+            type(optimizer).__qualname__,
+            [
+                [
+                    [names[id(param)] for param in group["params"]],
+                    sorted((name, _plain(value)) for name, value in group.items() if name != "params") * options,
+                ]
+                for group in optimizer.param_groups
+            ],
+        )
+        for optimizer in (live.own_optimizer, live.optimizer)
+        if optimizer
     ]
-    return type(optimizer).__qualname__, groups
 
 
-def _scheduler(live: LiveModel) -> Any:
+def _scheduler(live: LiveModel, position: bool) -> Any:
     if live.scheduler is None:
         return None
-    return type(live.scheduler).__qualname__, sorted(_flat(live.scheduler.state_dict(), ""))
+    return type(live.scheduler).__qualname__, sorted(_flat(live.scheduler.state_dict(), "")) * position
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
