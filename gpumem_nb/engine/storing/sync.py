@@ -37,7 +37,7 @@ def sync(trainer: Trainer, device: Device) -> None:
         live.replace_scaler(hvd.broadcast_object(live.scaler.state_dict(), root_rank=0, name="gpumem_nb.scaler"))
         if live.scheduler:
             _sync_scheduler(live.scheduler)
-    trainer.watch.ask()
+    trainer.watch.begin_anew()
 
 
 def _from_first(get: Callable[[], Any], name: str) -> Any:
