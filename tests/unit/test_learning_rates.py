@@ -30,6 +30,9 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "chained": lambda own: lr_scheduler.SequentialLR(
         own, [lr_scheduler.LinearLR(own, 0.1, total_iters=3), lr_scheduler.ExponentialLR(own, 0.9)], milestones=[3]
     ),
+    "steps after a warm-up": lambda own: lr_scheduler.SequentialLR(
+        own, [lr_scheduler.LinearLR(own, 0.1, total_iters=4), lr_scheduler.MultiStepLR(own, [1, 2])], milestones=[4]
+    ),
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -182,3 +184,19 @@ def lone(names: dict[str, str | None], objects: dict[str, Any]) -> Trainer:
     assert prepared is not None
     workload, stream, _ = prepared
     return Trainer(workload, stream, opened(), time.time())
+
+
+def test_the_first_batch_is_let_go_of_without_the_collector() -> None:
+    def criterion(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets)
+
+    batch = [torch.ones(2, 4), torch.ones(2, 2)]
+    alive = weakref.ref(batch[0])
+    loss = as_loss(criterion)
+    gc.disable()
+    try:
+        loss(nn.Linear(4, 2), batch)
+        del batch
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -27,6 +27,7 @@ from ..together.interrupts import interruptible
 from .ambient import Ambient
 from .blame import failure_of
 from .live_model import LiveModel
+from .own_loss import micro_batches
 from .parts import Parts
 from .precision import autocast
 from .undo import ForwardState, ForwardUndo
@@ -103,9 +104,11 @@ class Evaluator:
         settings, device = self._live.settings, self._device.torch_device
         sums: dict[str, Any] = {}
         samples = 0
-        data = self._held_out
+        data, workload = self._held_out, self._workload
+        share = batches_once(data.dataset, data.collate, self._rank, self._size, settings.batch_size)
         with torch.no_grad():
-            for batch, count in batches_once(data.dataset, data.collate, self._rank, self._size, settings.batch_size):
+            # Each is a step by itself: a loss that divides by the tokens of a step still has those of the last one.
+            for batch, count in micro_batches(workload.loss, self._live.model, share, 1):
                 with autocast(settings.precision, device.type):
                     found = self._numbers(to_device(batch, device))
                 if samples and found.keys() != sums.keys():

@@ -33,7 +33,7 @@ def check_alike(live: LiveModel) -> None:
         "models: layers are in training mode on some and in evaluation mode on others. Call train() and eval()": [
             module.training for module in live.parts.modules()
         ],
-        "optimizers: class, groups or options differ. Build the optimizer": _optimizer(live),
+        "optimizers: class, groups or options differ. Build the optimizer": _optimizers(live),
         "schedulers: class or position differ. Build the scheduler": _scheduler(live),
     }
     same = alike([zlib.crc32(repr(what).encode()) for what in described.values()], "model")
@@ -67,6 +67,7 @@ def make_alike(live: LiveModel) -> None:
             "The ranks hold weights of different names or shapes, so rank 0's cannot be given to the others. Run the "
             "cell that changed the model or the optimizer on all ranks, or attach it again."
         )
+    live.resume_modes()  # a cell may have called eval() on one rank alone
     take_from_first(live)
     for optimizer in used:
         if optimizer is not live.own_optimizer:
@@ -78,6 +79,8 @@ def make_alike(live: LiveModel) -> None:
     frozen = _from_first(_trained(live.parts), "What is frozen")
     for param, trained in zip(live.parts.parameters(), frozen, strict=True):
         param.requires_grad_(trained)
+    if live.scheduler:
+        live.scheduler.load_state_dict(_from_first(live.scheduler.state_dict, "The scheduler's position"))
     live.replace_scaler(_from_first(live.scaler.state_dict(), "The loss scale"))
 
 
@@ -196,19 +199,22 @@ def _trained(parts: Parts) -> list[bool]:
     return [param.requires_grad for param in parts.parameters()]
 
 
-def _optimizer(live: LiveModel) -> Any:
-    optimizer = live.own_optimizer
-    if optimizer is None:
-        return None
+def _optimizers(live: LiveModel) -> Any:
     names = {id(param): name for name, param in live.parts.named_parameters()}
-    groups = [
-        [
-            [names[id(param)] for param in group["params"]],
-            sorted((name, _plain(value)) for name, value in group.items() if name != "params"),
-        ]
-        for group in optimizer.param_groups
+    return [
+        (
+            type(optimizer).__qualname__,
+            [
+                [
+                    [names[id(param)] for param in group["params"]],
+                    sorted((name, _plain(value)) for name, value in group.items() if name != "params"),
+                ]
+                for group in optimizer.param_groups
+            ],
+        )
+        for optimizer in (live.own_optimizer, live.optimizer)
+        if optimizer
     ]
-    return type(optimizer).__qualname__, groups
 
 
 def _scheduler(live: LiveModel) -> Any:

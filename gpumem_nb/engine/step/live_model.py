@@ -72,6 +72,7 @@ class LiveModel:
             self.settings = Settings(optimizer="own", learning_rate=named_rate(self.own_optimizer))
         self.parts.join(self.own_optimizer)
         self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.parts.parameters(), self.settings)
+        self.parts.join(self.own_optimizer, self.optimizer)
         self._rates = Rates(self.optimizer, self.settings.learning_rate)
         self._own_rates = self._rates if self.own_optimizer else None  # another optimizer would live on in it
         self._parked: tuple[str, KeptState, Rates] | None = None  # used last, until a step was done with another one
@@ -137,8 +138,9 @@ class LiveModel:
                 self._parked[1].restore()
             self.optimizer, self._rates, self._parked = self._parked[1].optimizer, self._parked[2], None
         else:
-            self.optimizer = optimizers.build(self.parameters, settings.replace(learning_rate=rate))
+            self.optimizer = optimizers.build(self._trained(), settings.replace(learning_rate=rate))
             self._rates = Rates(self.optimizer, settings.learning_rate)
+        self.parts.join(self.own_optimizer, self.optimizer)
         self._note(optimizer=settings.optimizer)
 
     def set_optimizer_impl(self, name: str) -> None:
@@ -246,6 +248,7 @@ class LiveModel:
     def go_on_with(self, optimizer: Optimizer, settings: Settings) -> None:
         """Weights were put back to an earlier moment: ``optimizer`` is the one of that moment, under ``settings``."""
         self.optimizer, self._parked = optimizer, None
+        self.parts.join(self.own_optimizer, optimizer)
         self._rates = Rates(optimizer, settings.learning_rate)
         if optimizer is self.own_optimizer:
             self._own_rates = self._rates

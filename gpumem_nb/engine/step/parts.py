@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ LOOSE = "optimizer."
 class Parts:
     """The modules that take part in a step, and the tensors in them by name.
 
-    The model's names are as in the model; those of the criterion begin with ``loss.``, those of weights that only the
+    The model's names are as in the model; those of the criterion begin with ``loss.``, those of weights that only an
     optimizer knows with ``optimizer.``.
 
     Attributes:
@@ -27,11 +28,11 @@ class Parts:
         criterion = loss if isinstance(loss, nn.Module) else getattr(loss, "criterion", None)
         if isinstance(criterion, nn.Module) and criterion.state_dict():
             self.named[CRITERION] = criterion
-        self._optimizer: Optimizer | None = None
+        self._optimizers: list[Optimizer] = []
 
-    def join(self, optimizer: Optimizer | None) -> None:
-        """Count the weights that this optimizer trains too."""
-        self._optimizer = optimizer
+    def join(self, *optimizers: Optimizer | None) -> None:
+        """Count the weights that these optimizers train too, and no others from before."""
+        self._optimizers = list({id(one): one for one in optimizers if one}.values())
 
     def parameters(self) -> Iterator[Tensor]:
         """Every weight once, trained or not."""
@@ -58,7 +59,7 @@ class Parts:
     def _candidates(self) -> Iterator[tuple[str, Tensor]]:
         for before, part in self.named.items():
             yield from ((before + name, param) for name, param in part.named_parameters())
-        for index, param in enumerate(in_groups(self._optimizer) if self._optimizer else ()):
+        for index, param in enumerate(chain.from_iterable(map(in_groups, self._optimizers))):
             yield f"{LOOSE}{index}", param
 
 

@@ -73,7 +73,7 @@ class GradientReduction:
         self._frozen = [not param.requires_grad for param in self._params]  # on all ranks
         self._early = True
         self._armed = False
-        self._usual: tuple[list[float], tuple[Tensor, ...]] = ([], ())
+        self._learned: tuple[list[float], tuple[Tensor, ...], set[int]] = ([], (), set())
         self._codes: tuple[tuple[int, ...], Tensor] | None = None
         self._buckets: list[_Bucket] = []
         self._grouped: list[bool] = []
@@ -187,16 +187,15 @@ class GradientReduction:
 
     def _learn(self, presence: list[float]) -> tuple[bool, tuple[Tensor, ...], set[int]]:
         """What the ranks' gradients have in common: were any missed, which are partial, and which are absent."""
-        if presence == self._usual[0]:
-            return False, self._usual[1], set()
+        if presence == self._learned[0]:  # nothing was learned since from which other buckets were made
+            return False, *self._learned[1:]
         sums = [round(number * self._ranks) for number in presence]
         there = [total % FROZEN for total in sums]
         self._frozen = [total // FROZEN == self._ranks for total in sums]
         missed = any(count and grouped for count, grouped in zip(there, self._grouped, strict=True))
         partial = tuple(param for param, count in zip(self._params, there, strict=True) if 0 < count < self._ranks)
         absent = {id(param) for param, count in zip(self._params, there, strict=True) if not count}
-        if not missed and not absent:
-            self._usual = presence, partial
+        self._learned = ([] if missed else presence), partial, absent
         return missed, partial, absent
 
 

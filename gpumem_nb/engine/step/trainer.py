@@ -134,6 +134,7 @@ class Trainer:
         """Weights were put back to what they were after ``steps``, and ``optimizer`` is the one of that moment."""
         self.steps = steps
         self.live.go_on_with(optimizer, settings)
+        self._stepper.voting.watch.begin_anew()
         self._settings_id = self._failed_id = self._proven_id = -1
         self._flipped = False
 

@@ -108,18 +108,19 @@ class Voting:
     def agree_anew(self, votes: Votes, step: Step) -> Failure | None:
         """What all ranks do before they take a step again, because they would not have stayed the same in it."""
         try:
-            if votes.compare:
-                self.watch.ask()
-            if votes.torn:
-                self._reduction.wait_for_backward()
-            if votes.missed:
-                self._reduction.regroup()
-            if votes.relisted:
-                self._live.relist()
-                self._reduction.remove()
-                self._reduction = self._reduce_all()
-            if votes.differ and (message := self.watch.examine()):
-                return Failure(self._rank, "diverged", "reduction", message)
+            with self._device.exempt():
+                if votes.compare:
+                    self.watch.ask()
+                if votes.torn:
+                    self._reduction.wait_for_backward()
+                if votes.missed:
+                    self._reduction.regroup()
+                if votes.relisted:
+                    self._live.relist()
+                    self._reduction.remove()
+                    self._reduction = self._reduce_all()
+                if votes.differ and (message := self.watch.examine()):
+                    return Failure(self._rank, "diverged", "reduction", message)
         except (HorovodInternalError, collectives.Separated, WorkloadError) as error:
             return step.failure(error)
         return None

@@ -6,6 +6,7 @@ not done, and the ranks find out together which weight it is.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 
 import horovod.torch as hvd
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ...shared.ranklist import name_ranks
 from .. import cells
+from ..together.agreement import same_everywhere
 from .parts import Parts
 
 EVERY_STEPS = 25
@@ -34,6 +36,8 @@ class WeightWatch:
         self._moving: set[str] = set()
         self._ids: dict[str, int] = {}
         self._before: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}  # of buffers, when all ranks held the same
+        self._found: dict[str, Tensor] = {}
         self._cells = cells.ran()
         self._agreed_step = 0
         self._asked = True
@@ -45,6 +49,10 @@ class WeightWatch:
     def ask(self) -> None:
         """Compare in the next step, whatever else is the case."""
         self._asked = True
+
+    def begin_anew(self) -> None:
+        """What is trained was overwritten: compare in the next step, and not with what was there before."""
+        self._asked, self._last = True, {}
 
     def begin(self) -> None:
         """A step in which they are compared begins: what changes from here on is the step's own doing."""
@@ -60,6 +68,7 @@ class WeightWatch:
             self._moving.add(name)
             sums.pop(name, None)
         self._ids, self._before = {}, {}
+        self._found = {name: sums[name] for name, _ in self._parts.named_buffers() if name in sums}
         words = torch.stack(list(sums.values()))
         places = torch.arange(1, len(sums) + 1, device=words.device)
         total = (words * (places * _ODD + 1)).sum()
@@ -69,6 +78,7 @@ class WeightWatch:
     def agreed(self, steps: int) -> None:
         """The ranks held the same after so many steps."""
         self._asked, self._agreed_step, self._cells = False, steps, cells.ran()
+        self._last, self._found = self._found, {}
 
     def examine(self) -> str:
         """Find out together what differs; empty if it is only what a step may change on each rank. A collective.
@@ -77,6 +87,11 @@ class WeightWatch:
         """
         self._asked = True
         compared = self._compared()
+        if not same_everywhere(zlib.crc32(repr(list(compared)).encode()), "weights by name"):
+            return (
+                "the ranks hold weights or buffers of different names: a cell added or removed some on one rank alone. "
+                "Run it on all ranks, or attach the model again"
+            )
         mine = [int(_sum_of_words(tensor)) for tensor in compared.values()]
         moving = [int(name in self._moving) for name in compared]
         row = torch.tensor([cells.ran() - self._cells, *mine, *moving], dtype=torch.int64)
@@ -90,13 +105,14 @@ class WeightWatch:
         return ""
 
     def _moved_since(self, sums: Mapping[str, Tensor]) -> list[str]:
-        """The buffers that this step has changed or bound anew."""
+        """The buffers that this step has changed or bound anew, or those before it where no cell has run since."""
         ids = {name: id(buffer) for name, buffer in self._parts.named_buffers() if name not in self._moving}
         moved = [name for name in ids.keys() | self._ids.keys() if ids.get(name) != self._ids.get(name)]
         same = [name for name in ids if name not in moved]
         if same:
-            before, now = ([content[name] for name in same] for content in (self._before, sums))
-            changed = torch.stack(before) != torch.stack(now)
+            last = self._last if cells.ran() == self._cells else {}
+            before, now, then = ([content[name] for name in same] for content in (self._before, sums, {**sums, **last}))
+            changed = (torch.stack(before) != torch.stack(now)) | (torch.stack(then) != torch.stack(now))
             moved += [name for name, differs in zip(same, changed.tolist(), strict=True) if differs]
         return moved
 

@@ -138,9 +138,17 @@ def _scheduler_state(path: Path, scheduler: LRScheduler | None, saved: dict[str,
         )
     if scheduler is None or saved is None:
         return None
-    # A file holds plain dicts, and some schedulers count in a Counter.
+    return taken_back(scheduler, saved["state"])
+
+
+def taken_back(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's stored state as it takes it: a file holds plain dicts, and some schedulers count in a Counter."""
     counters = {name for name, value in vars(scheduler).items() if isinstance(value, Counter)}
-    return {name: Counter(value) if name in counters else value for name, value in saved["state"].items()}
+    taken = {name: Counter(value) if name in counters else value for name, value in state.items()}
+    if "_schedulers" in state:
+        chained = zip(vars(scheduler)["_schedulers"], state["_schedulers"], strict=True)
+        taken["_schedulers"] = [taken_back(*pair) for pair in chained]
+    return taken
 
 
 def _extra_of(path: Path, trainer: Trainer, saved: dict[str, Any]) -> list[tuple[nn.Module, Any]]:

@@ -1,0 +1,40 @@
+"""What a cell did on one rank alone is made good by what rank 0 holds; here the ranks come one after another."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_nb.engine.step import joining
+from tests.unit.test_joining import Postman, bits
+from tests.unit.test_joining import postman as postman
+from tests.unit.test_learning_rates import SCHEDULERS, Bench, set_rates
+from tests.unit.test_one_rank import alone as alone
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_ranks_with_other_rates_modes_and_positions_are_made_alike(
+    kind: str, postman: Postman, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[list[int]] = []
+
+    def note(numbers: list[int], about: str) -> list[bool]:
+        compared.append(list(numbers))
+        return [True] * len(numbers)
+
+    monkeypatch.setattr(joining, "alike", note)
+    first, second = Bench(SCHEDULERS[kind]), Bench(SCHEDULERS[kind])
+    first.train(3)
+    second.train(2)
+    set_rates(second.own, 0.5, 0.25)
+    second.model.eval()
+    for rank, bench in enumerate((first, second)):
+        postman.become(rank)
+        bench.trainer.sync()
+    assert compared[0] == compared[1]
+    assert first.scheduler
+    assert second.scheduler
+    assert second.scheduler.state_dict() == first.scheduler.state_dict()
+    for bench in (first, second):
+        bench.train(3)
+    assert bits(second.model) == bits(first.model)
+    assert [group["lr"] for group in second.own.param_groups] == [group["lr"] for group in first.own.param_groups]
