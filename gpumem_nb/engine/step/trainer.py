@@ -142,6 +142,7 @@ class Trainer:
         """Let the order of the data and training's random numbers begin at another seed, if no step was done yet."""
         if self.steps == 0:
             self.stream.seed, self.random = seed, OwnNumbers(seed, self.stream.rank)
+            self.stream.go_to(self.stream.position, self.stream.passes, self.stream.pass_began)  # nothing read ahead
         return self.steps == 0
 
     @contextmanager
