@@ -68,6 +68,15 @@ def test_a_layer_frozen_in_a_cell_stays_as_it_is(two_ranks: Session) -> None:
     assert two_ranks.run("torch.equal(before, net[0].weight)") == [True, True]
 
 
+def test_a_layer_frozen_for_a_while_is_averaged_again(two_ranks: Session) -> None:
+    both = Both(two_ranks, NET)
+    both.train()
+    for trained in (False, True, False, True):
+        both.cell(f"net[0].requires_grad_({trained})")
+        both.train()
+    both.check()
+
+
 def test_weights_added_to_the_optimizer_are_averaged(two_ranks: Session) -> None:
     both = Both(two_ranks, NET.replace("AdamW(net.parameters()", "AdamW(net[2:].parameters()"))
     both.train()

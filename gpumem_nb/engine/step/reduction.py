@@ -189,6 +189,7 @@ class GradientReduction:
         """What the ranks' gradients have in common: were any missed, which are partial, and which are absent."""
         if presence == self._usual[0]:
             return False, self._usual[1], set()
+        self._usual = [], ()  # what was frozen then may be no longer
         sums = [round(number * self._ranks) for number in presence]
         there = [total % FROZEN for total in sums]
         self._frozen = [total // FROZEN == self._ranks for total in sums]
