@@ -25,14 +25,17 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 STATE = """
 {
-    f"{part}.{name}": tensor.detach().clone()
+    f"{part}.{name}": (tensor.view(torch.int16) if tensor.dtype is torch.uint16 else tensor).detach().clone()
     for part in ("net", "criterion", "ema")
     if hasattr(globals().get(part), "named_parameters")
     for named in (globals()[part].named_parameters(), globals()[part].named_buffers())
     for name, tensor in named
 }
 """
-"""An expression, of ranks and of this reference alike: all weights and buffers by name."""
+"""An expression, of ranks and of this reference alike: all weights and buffers by name.
+
+torch 2.13 cannot read a tensor of uint16 that pickle wrote.
+"""
 
 DEFAULTS: dict[str, Any] = {"batch_size": 32, "accumulation_steps": 1, "precision": "fp32", "clip_norm": None}
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -143,7 +146,7 @@ class _Rank:
     """One rank: its own objects, random numbers and place in the data."""
 
     def __init__(self, code: str, number: int, size: int, seed: int) -> None:
-        self.variables: dict[str, Any] = {"rank": number, "size": size}
+        self.variables: dict[str, Any] = {"rank": number, "size": size, "torch": torch}
         self._number, self._size, self._seed = number, size, seed
         self._cells = RandomNumbers(seed)
         self._knobs = dict(DEFAULTS)

@@ -38,6 +38,8 @@ def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> W
 def _look_up(role: str, name: str, namespace: Mapping[str, Any]) -> Any:
     if name in namespace:
         return namespace[name]
+    if not name.isidentifier():
+        raise WorkloadError(f"{role}={name}: name one variable here. Make it in a %%hvd cell: {role} = {name}")
     close = difflib.get_close_matches(name, namespace, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Define it in a %%hvd cell."
     raise WorkloadError(f"{role}={name}: there is no variable {name!r} on the ranks. {hint}")

@@ -65,7 +65,10 @@ class Surrounded:
                 what += f" Of the code from before, until the cells that made them run again: {', '.join(before)}."
             self.notes.append(what)
             if any(_origin(item) in reloaded for item in trained):
-                self.notes.append("What is trained was made before that: load or attach it again for the new code.")
+                self.notes.append(
+                    "What is trained was made before that: load it again, or run the cell that made it and attach it "
+                    "again."
+                )
 
     def said(self) -> tuple[str, ...]:
         """Everything in :attr:`notes`, which is said once."""

@@ -131,7 +131,9 @@ class Loading:
         if workload is None or steps is None:
             return what
         if steps:
-            return f"{what} {workload.name} goes on from step {steps} with its own: load it with seed={number} instead."
+            again = "load" if origin.attached is None else "attach"
+            goes_on = f"{workload.name} goes on from step {steps} with its own"
+            return f"{what} {goes_on}: {again} it with seed={number} instead."
         origin.seed = number
         return f"{what} So are the data order and dropout of {workload.name}; its weights stay as they are."
 

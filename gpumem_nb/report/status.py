@@ -47,7 +47,8 @@ class Status:
             held_out = "" if w.eval_len is None else f" and {w.eval_len:,} to validate on"
             lines.append(
                 f"workload {w.name}: {w.parameters:,} parameters ({format_bytes(w.parameter_bytes)}), "
-                f"{'n/a' if w.dataset_len is None else f'{w.dataset_len:,}'} samples{held_out}, {w.blocks} blocks"
+                f"{'n/a' if w.dataset_len is None else f'{w.dataset_len:,}'} samples{held_out}, "
+                f"{w.blocks} block{'s' * (w.blocks != 1)}"
             )
         lines.append(f"settings: {self.settings}")
         if self.workload:

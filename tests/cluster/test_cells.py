@@ -133,7 +133,7 @@ def test_a_seed_counts_for_what_is_loaded_until_its_first_step(session: Session,
     session.run(OWN_MODEL)
     session.attach(model="net", loss="criterion", data="rows", seed=9)
     expected = losses(session, 2)
-    assert session.seed(4).endswith("net goes on from step 2 with its own: load it with seed=4 instead.")
+    assert session.seed(4).endswith("net goes on from step 2 with its own: attach it with seed=4 instead.")
     session.run(OWN_MODEL)
     session.attach(model="net", loss="criterion", data="rows")
     assert session.seed(9).endswith("So are the data order and dropout of net; its weights stay as they are.")

@@ -240,6 +240,7 @@ BAD: list[tuple[Callable[[Session], Any], str]] = [
     (lambda s: s.push({"not a name": 1}), "is not a variable name"),
     (lambda s: s.push({"lock": threading.Lock()}), "cannot be sent to the ranks"),
     (lambda s: s.attach(model="nett", data="rows"), "there is no variable 'nett' on the ranks"),
+    (lambda s: s.attach(model="model", data="(X, Y)"), "name one variable here. Make it in a %%hvd cell: data = "),
     (lambda s: gpumem_nb.start(2), "running already"),
     (lambda s: s.load(gpumem_nb.Workload("w", *NOT_SENT)), "cannot be sent to the ranks"),
 ]

@@ -130,14 +130,14 @@ class Comparison:
 
 
 def _named(cell: str) -> dict[str, str]:
-    """What this cell defines, by its role; ranks may hold more under these names."""
-    nodes = [node for node in ast.walk(ast.parse(cell)) if isinstance(node, ast.Name | ast.FunctionDef | ast.ClassDef)]
-    stored = {node.id if isinstance(node, ast.Name) else node.name for node in nodes if not _is_read(node)}
-    return {role: name for name, role in _ROLES.items() if name in stored}
-
-
-def _is_read(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)
+    """What this cell defines and does not delete again, by its role; ranks may hold more under these names."""
+    defined, deleted = set[str](), set[str]()
+    for node in ast.walk(ast.parse(cell)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            (defined if isinstance(node.ctx, ast.Store) else deleted).add(node.id)
+    return {role: name for name, role in _ROLES.items() if name in defined - deleted}
 
 
 def _batch(case: Case) -> dict[str, Any]:

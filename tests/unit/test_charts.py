@@ -102,7 +102,7 @@ def test_the_loss_on_the_validation_data_is_drawn_beside_that_of_training() -> N
     assert (list(validated.x), list(validated.y)) == ([2, 4], [0.75, 0.5])
     assert (validated.xaxis, validated.yaxis) == (trained.xaxis, trained.yaxis)
     titles = [note["text"] for note in layout["annotations"]]
-    assert "<b>Loss, mean of ranks, and validation (dots)</b>" in titles
+    assert "<b>Mean loss, validation (dots)</b>" in titles
     assert "<b>Loss, mean of ranks</b>" in [note["text"] for note in drawn(before)[1]["annotations"]]
 
 

@@ -121,7 +121,9 @@ def test_what_was_made_of_the_code_from_before_is_named(here: Surrounded, tmp_pa
     write(tmp_path / "of_mine.py", "class Net: pass\ndef f(): return 22")
     loaded, trained = run(here, variables, trained=(object(), net))
     assert loaded.endswith(" Of the code from before, until the cells that made them run again: Net, net, g.")
-    assert trained == "What is trained was made before that: load or attach it again for the new code."
+    assert trained == (
+        "What is trained was made before that: load it again, or run the cell that made it and attach it again."
+    )
 
 
 def test_a_reload_by_hand_counts(here: Surrounded, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def _draw(view: View, _: Axes) -> Drawn:
 
 
 LOSS = Chart(
-    title=lambda view: f"Loss, mean of ranks{', and validation (dots)' if view.evaluations else ''}",
+    title=lambda view: "Mean loss, validation (dots)" if view.evaluations else "Loss, mean of ranks",
     place=Place(row=1, column=1),
     traces=lambda view, axes: [
         go.Scatter(name="loss", mode="lines", line={"color": GREY, "width": 3}, showlegend=False),
