@@ -60,7 +60,7 @@ class History:
         readings: the latest of each rank's memory.
         device_uses: what NVML last said of each rank's device; a virtual GPU has none.
         steps: optimizer steps done since the workload was loaded.
-        rescue: the latest step that was discarded, until something is flipped or loaded.
+        rescue: the latest step that was discarded, until something is flipped, loaded or synced.
         leaks: by its holder, what ranks found that they keep from step to step; since the workload was loaded.
         loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
         seen_before: samples that all ranks had seen when training was resumed.
@@ -132,6 +132,13 @@ class History:
         """A step was discarded."""
         self.mark(rescue.failure.kind, rescue.headline)
         self.rescue = rescue
+
+    def settled(self, kind: str) -> None:
+        """What a step was discarded for, if it was of this kind, is mended."""
+        with self._lock:
+            if self.rescue and self.rescue.failure.kind == kind:
+                self.rescue = None
+                self.version += 1
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """The ranks evaluated the model."""

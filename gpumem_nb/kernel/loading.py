@@ -165,6 +165,7 @@ class Loading:
     def sync(self) -> None:
         """Give all ranks what rank 0 holds."""
         self._foreground.call("sync")
+        self._history.settled("diverged")
         self._history.mark("note", "all ranks have the weights and the optimizer's state of rank 0")
 
     def take_last_snapshot(self) -> bool:

@@ -179,7 +179,9 @@ def test_weights_that_differ_pause_training_until_they_are_synced(two_ranks: Ses
         two_ranks.train(2)
     with pytest.raises(TrainingFailed, match=r"2\.weight"):
         two_ranks.train(2)
+    assert two_ranks.history.rescue
     two_ranks.sync()
+    assert not two_ranks.history.rescue, "the card goes"
     both.train()
     both.check()
 
