@@ -209,7 +209,10 @@ def leave_autocast() -> None:
 
 def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """The 2-norm of each tensor, none of them empty; nobody waits for the device."""
-    return torch._foreach_norm(tensors) if tensors else ()
+    if all(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
+        # The norm of finite numbers could be too large for fp16.
+        return torch._foreach_norm(tensors, 2, torch.float32) if tensors else ()
+    return torch._foreach_norm(tensors)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -147,8 +147,8 @@ class Stepper:
         """
         before, loss = None, None
         self._live.zero_grad()
-        if not order.trial:
-            failure, self._after_update = failure or self._after_update, None
+        if failure is None and not order.trial:
+            failure, self._after_update = self._after_update, None
         if failure is None:
             before, loss, failure = self._forward(order)
         self.phase = "reduction"

@@ -9,9 +9,8 @@ from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 from ...memory.device import Device
-from ...shared.errors import WorkloadError
 from ...shared.messages import Failure
-from ..together import collectives, nudge
+from ..together import nudge
 from .ballot import Ballot, Votes
 from .blame import nonfinite_loss
 from .finite import GradientNorms
@@ -121,7 +120,7 @@ class Voting:
                     self._reduction = self._reduce_all()
                 if votes.differ and (message := self.watch.examine()):
                     return Failure(self._rank, "diverged", "reduction", message)
-        except (HorovodInternalError, collectives.Separated, WorkloadError) as error:
+        except BaseException as error:  # a rank that left here would keep the others waiting in the next try
             return step.failure(error)
         return None
 
