@@ -52,7 +52,10 @@ def unlock(mutex):
     libc.pthread_mutex_unlock(mutex)
 """
 STUCK = f"""{IN_C}
+import types
 from torch import nn
+struck = types.ModuleType("struck")
+struck.already = False
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
 stuck = None
@@ -73,8 +76,8 @@ def loss(model, batch):
         time.sleep(4)
     if stuck == "slow":
         time.sleep(step_s)
-    if stuck == "once" and rank == 1:
-        stuck = None
+    if stuck == "once" and rank == 1 and not struck.already:
+        struck.already = True  # in a module, which a step that is undone does not put back
         time.sleep(1000)
     return model(batch).square().mean()
 """
