@@ -16,7 +16,7 @@ from .data.held_out import HeldOut, as_held_out
 from .data.sameness import Look, agree, look_at
 from .data.source import source_of
 from .data.stream import Stream
-from .step.random_state import seeded
+from .random_state import seeded
 from .step.trainer import Trainer
 from .together.agreement import any_rank, same_everywhere
 from .together.interrupts import interruptible

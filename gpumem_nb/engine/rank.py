@@ -40,7 +40,7 @@ from ..shared.workload import Workload, WorkloadInfo
 from . import building, surroundings
 from .attach import attached
 from .names import OfferedNames, taken
-from .step.random_state import seed_all
+from .random_state import seed_all
 from .step.trainer import Trainer
 from .storing import attached_objects, capture, restore
 from .storing.snapshots import Snapshots

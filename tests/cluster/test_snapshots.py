@@ -100,8 +100,9 @@ def test_the_space_is_never_passed(two_ranks: Session, fresh: Callable[..., Sess
     assert "No snapshot was kept" in str(session.status())
     session.set(snapshot_space="250KiB")
     session.train(2)
-    until(lambda: len(snapshots(session)) == 1)  # two would take more
     root = snapshots_of(session).folder.parent
+    # Two would take more.
+    until(lambda: len(snapshots(session)) == 1, lambda: (session.status(), list(root.rglob("*"))))
     assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) <= 250 * 2**10
 
 

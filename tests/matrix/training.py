@@ -5,6 +5,18 @@ from __future__ import annotations
 from tests.matrix.case import Subject
 from tests.matrix.models import BLOCKS, OWN_OPTIMIZER, SCHEDULED
 
+TEMPERATURE = (
+    BLOCKS
+    + """
+class Temperature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(3) + 1)
+    def forward(self, outputs, targets):
+        return F.cross_entropy(outputs * self.scale, targets)
+criterion = Temperature()
+"""
+)
 TRAINING = (
     Subject(
         "several losses",
@@ -18,30 +30,11 @@ def loss(model, batch):
     return main + 0.1 * model.aside(inputs).square().mean() + 0.01 * sum(p.abs().sum() for p in model.parameters())
 """,
     ),
-    Subject(
-        "a criterion with weights",
-        BLOCKS
-        + """
-class Temperature(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(3) + 1)
-    def forward(self, outputs, targets):
-        return F.cross_entropy(outputs * self.scale, targets)
-criterion = Temperature()
-""",
-    ),
+    Subject("a criterion with weights", TEMPERATURE),
     Subject(
         "a criterion with weights in an optimizer of one's own",
-        BLOCKS
+        TEMPERATURE
         + """
-class Temperature(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(3) + 1)
-    def forward(self, outputs, targets):
-        return F.cross_entropy(outputs * self.scale, targets)
-criterion = Temperature()
 optimizer = torch.optim.AdamW([{"params": net.parameters()}, {"params": criterion.parameters(), "lr": 0.1}], lr=0.01)
 """,
     ),

@@ -22,20 +22,7 @@ from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.messages import Chunk, ChunkReply
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only rank there is."""
-    monkeypatch.setattr(hvd, "is_initialized", lambda: True)
-    monkeypatch.setattr(hvd, "rank", lambda: 0)
-    monkeypatch.setattr(hvd, "size", lambda: 1)
-    monkeypatch.setattr(hvd, "allreduce", lambda tensor, **_: tensor)
-    monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: tensor)
-    monkeypatch.setattr(hvd, "broadcast_parameters", lambda state, root_rank: None)
-    monkeypatch.setattr(hvd, "grouped_allreduce_async_", lambda tensors, **_: 1)
-    monkeypatch.setattr(hvd, "allreduce_async_", lambda tensor, **_: 1)
-    monkeypatch.setattr(hvd, "synchronize", lambda handle: None)
+from tests.unit.test_one_rank import alone as alone
 
 
 class Augmented(Dataset[Tensor]):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gpumem_nb.engine.data.source import source_of
-from gpumem_nb.engine.step.random_state import OwnNumbers, RandomState, seed_all
+from gpumem_nb.engine.random_state import OwnNumbers, RandomState, seed_all
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk

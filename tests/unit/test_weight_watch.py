@@ -22,7 +22,7 @@ class Net(nn.Module):
 
 
 def watch(net: nn.Module) -> WeightWatch:
-    return WeightWatch(Parts(net, lambda model, batch: model), 0)
+    return WeightWatch(Parts(net, lambda model, batch: model))
 
 
 def digest(one: WeightWatch) -> list[float]:

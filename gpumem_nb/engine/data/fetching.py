@@ -11,8 +11,8 @@ from horovod.common.exceptions import HorovodInternalError
 from torch.utils.data import default_collate
 
 from ...shared.errors import WorkloadError, text_of
+from ..random_state import begin_on_host, set_aside
 from ..together.collectives import Separated
-from . import randomness
 from .once import samples_at
 
 Collate = Callable[[list[Any]], Any]
@@ -58,13 +58,13 @@ class Fetcher:
         """
         if self.seed is None:
             return self._batch(task)
-        with randomness.set_aside():
+        with set_aside():
             return self._batch(task)
 
     def _batch(self, task: Task) -> tuple[Any, tuple[str, ...]]:
         samples, bad = self._samples(task)
         if self.seed is not None:
-            randomness.begin(self.seed, task.place, "batch")
+            begin_on_host(self.seed, task.place, "batch")
         return collated(self.collate, samples), tuple(bad)
 
     def _samples(self, task: Task) -> tuple[list[Any], list[str]]:
@@ -87,7 +87,7 @@ class Fetcher:
         in_tables = hasattr(self.dataset, "__getitems__")
         for offset, index in enumerate(task.indices):
             if self.seed is not None:
-                randomness.begin(self.seed, task.place + offset)
+                begin_on_host(self.seed, task.place + offset)
             try:
                 samples += samples_at(self.dataset, [index]) if in_tables else (self.dataset[index],)
             except NO_FAULT_OF_A_SAMPLE:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...shared.errors import WorkloadError, text_of
+from ..random_state import RandomState, begin_on_host, set_aside
 from ..step.copies import host_copy
-from . import randomness
 from .fetching import NO_FAULT_OF_A_SAMPLE, Collate, collated
 from .stream import Stream
 
@@ -55,7 +55,7 @@ class IterableStream(Stream):
         self.collate = collate
         self._kept: deque[_Kept] = deque()  # of this rank, from position on: an undone step takes them again
         self._iterator: Iterator[Any] | None = None
-        self._random: randomness.HostRandom | None = None  # of the iterator
+        self._random: RandomState | None = None  # of the iterator
         self._pass = 0
         self._pass_start = 0
         self._read = 0  # places that the iterator is behind
@@ -68,7 +68,7 @@ class IterableStream(Stream):
 
     def first_items(self, count: int) -> list[Any]:
         """What the first pass begins with; the stream stays where it is."""
-        with randomness.set_aside():
+        with set_aside():
             iterator = self._begun(0)
             return [item for _, item in zip(range(count), iterator, strict=False)]
 
@@ -82,8 +82,8 @@ class IterableStream(Stream):
             if not self.draws:
                 yield collated(self.collate, items)
                 continue
-            with randomness.set_aside():
-                randomness.begin(self.seed, self.position + start * self.size + self.rank, "batch")
+            with set_aside():
+                begin_on_host(self.seed, self.position + start * self.size + self.rank, "batch")
                 batch = collated(self.collate, items)
             yield batch
 
@@ -130,7 +130,7 @@ class IterableStream(Stream):
             self._pass, self._pass_start, self._iterator = self._pass + 1, self._read, None
 
     def _begun(self, number: int) -> Iterator[Any]:
-        randomness.begin(self.seed, number, "pass")
+        begin_on_host(self.seed, number, "pass")
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(number)
         return iter(self.dataset)
@@ -138,13 +138,13 @@ class IterableStream(Stream):
     @contextmanager
     def _own_random(self) -> Iterator[None]:
         """Inside, random numbers are those of the iterator."""
-        models = randomness.HostRandom.take()
+        models = RandomState.take()
         if self._random:
             self._random.put_back()
         try:
             yield
         finally:
-            self._random = randomness.HostRandom.take()
+            self._random = RandomState.take()
             models.put_back()
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...shared.errors import WorkloadError, text_of
-from . import orders, randomness
+from ..random_state import RandomState, begin_on_host, set_aside
+from . import orders
 from .fetching import Collate
 from .iterables import IterableStream
 from .once import samples_at
@@ -53,7 +54,7 @@ def look_at(stream: Stream) -> Look:
     first = stream.order(stream.seed, 0)
     places = sorted({place * (length - 1) // (_LOOKED_AT - 1) for place in range(_LOOKED_AT)})
     indices = [int(first[place]) if isinstance(first, np.ndarray) else first[place] for place in places]
-    with randomness.set_aside():
+    with set_aside():
         samples, digest, draws = _fetched(stream.dataset, indices)
         _, again, _ = _fetched(stream.dataset, indices)
         draws = draws or _collating_draws(stream.collate, samples)
@@ -90,7 +91,7 @@ def agree(stream: Stream, look: Look) -> None:
 
 
 def _look_at_items(stream: IterableStream) -> Look:
-    with randomness.set_aside():
+    with set_aside():
         items = stream.first_items(_LOOKED_AT)
         if not items:
             raise WorkloadError("The data gave nothing when it was iterated over. Give it at least one sample.")
@@ -105,8 +106,8 @@ def _fetched(dataset: Any, indices: list[Any]) -> tuple[list[Any], int, bool]:
     errors: list[Exception] = []
     digest, draws = 0, False
     for index in indices:
-        randomness.begin("look", index)
-        before = randomness.HostRandom.take()
+        begin_on_host("look", index)
+        before = RandomState.take()
         try:
             found = samples_at(dataset, [index])
         except Exception as error:  # one bad sample is named when its step comes
@@ -123,7 +124,7 @@ def _fetched(dataset: Any, indices: list[Any]) -> tuple[list[Any], int, bool]:
 
 
 def _collating_draws(collate: Collate, samples: list[Any]) -> bool:
-    before = randomness.HostRandom.take()
+    before = RandomState.take()
     try:
         collate(samples)
     except Exception:  # a step will say it

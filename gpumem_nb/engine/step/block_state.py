@@ -13,9 +13,9 @@ from ...memory.ledger.recorder import Recorder
 from .cannot import cannot
 from .changing import Changing, Key, can_be_filled
 from .draws import Draws, Standing
+from .fingerprint import is_compared
 from .python_state import PythonState, Taken
 from .reachable import CONTAINERS, PLAIN
-from .sameness import is_compared
 
 
 class BlockState:

@@ -70,7 +70,6 @@ class LiveModel:
             self.scheduler = checked_scheduler(workload.scheduler(self.own_optimizer), self.own_optimizer)
         if self.own_optimizer:
             self.settings = Settings(optimizer="own", learning_rate=named_rate(self.own_optimizer))
-        self.parts.join(self.own_optimizer)
         self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.parts.parameters(), self.settings)
         self.parts.join(self.own_optimizer, self.optimizer)
         self._rates = Rates(self.optimizer, self.settings.learning_rate)

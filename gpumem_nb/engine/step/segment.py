@@ -19,8 +19,8 @@ from ...memory.tensors import tensors_in
 from .block_state import BlockState, Seen, undone_afterwards
 from .cannot import OTHER_BLOCKS, SOMETHING_ELSE, cannot
 from .draws import Draws
+from .fingerprint import Fingerprint
 from .held import Held
-from .sameness import Fingerprint
 
 
 class _Slot:

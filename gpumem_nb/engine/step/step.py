@@ -42,8 +42,9 @@ MOST_ATTEMPTS = 4  # at one step, before somebody's code is taken to change what
 # Of the parameters: more than any of torch's optimizers allocates in an update, once it has its state.
 UPDATE_COPIES = 3
 _RESTLESS = (
-    "which weights are trained changes every time the step is tried. Let the model, the loss and their hooks leave "
-    "requires_grad and the optimizer's groups as they are during a step."
+    f"the ranks did not come to agree in {MOST_ATTEMPTS} attempts at this step: which weights are trained, or get a "
+    "gradient, changes every time it is tried. Let the model, the loss and their hooks leave requires_grad and the "
+    "optimizer's groups as they are during a step."
 )
 
 
@@ -146,7 +147,8 @@ class Stepper:
         Every attempt starts from no gradients, whatever a cell has left.
         """
         before, loss = None, None
-        self._live.zero_grad()
+        for param in self._live.parameters:
+            param.grad = None
         if failure is None and not order.trial:
             failure, self._after_update = self._after_update, None
         if failure is None:

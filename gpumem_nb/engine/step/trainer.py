@@ -19,13 +19,13 @@ from ...shared.workload import Workload, WorkloadInfo
 from .. import cells
 from ..data.held_out import HeldOut
 from ..data.stream import Stream
+from ..random_state import OwnNumbers, seeded
 from ..together import nudge
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
 from .live_model import LiveModel
 from .notes import notes as model_notes
-from .random_state import OwnNumbers, seeded
 from .rates import named_rate
 from .step import Outcome, Stepper
 from .voting import StepOrder
@@ -104,7 +104,7 @@ class Trainer:
         """
         with self._device.exempt():
             make_alike(self.live)
-        self._stepper.voting.watch.ask()
+        self._stepper.voting.watch.begin_anew()
 
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
@@ -252,12 +252,12 @@ class Trainer:
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done."""
         self._stepper.phase = "settings"
-        self.live.resume_modes()
-        self.stream.load_with(chunk.settings)
-        if chunk.settings_id == self._settings_id:
-            return None
-        changed = chunk.settings != self.live.settings
         try:
+            self.live.resume_modes()
+            self.stream.load_with(chunk.settings)
+            if chunk.settings_id == self._settings_id:
+                return None
+            changed = chunk.settings != self.live.settings
             self.live.apply(chunk.settings)
         except BaseException as error:
             self._settings_id = _HALF_APPLIED

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...internals.torch_internals import forget_scaler
+from ..random_state import RandomState
 from . import optimizers
 from .changing import Before, Changing, Key, can_be_filled
 from .copies import host_copy, overwrite
 from .python_state import PythonState, Taken
-from .random_state import RandomState
 from .reachable import Reachable
 
 _LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor trained, to be copied before it was seen to change

@@ -62,7 +62,7 @@ class Voting:
         self._reduction = self._reduce_all()
         self._partial: tuple[Tensor, ...] = ()
         self._told_partial: set[int] = set()
-        self.watch = WeightWatch(live.parts, rank)
+        self.watch = WeightWatch(live.parts)
 
     @property
     def latest(self) -> Tensor | None:

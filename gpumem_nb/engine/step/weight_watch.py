@@ -30,9 +30,8 @@ class WeightWatch:
     Buffers count too, unless steps change them: batch norm's statistics are each rank's own.
     """
 
-    def __init__(self, parts: Parts, rank: int) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._rank = rank
         self._moving: set[str] = set()
         self._ids: dict[str, int] = {}
         self._before: dict[str, Tensor] = {}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...shared.errors import StateFileError
+from ..random_state import RandomState
 from ..step.copies import host_copy
-from ..step.random_state import RandomState
 
 
 def plain(value: Any, what: str) -> Any:

@@ -37,7 +37,6 @@ class EventFiles:
         self._text: Any = text
         self._events, self._summaries = event_pb2, summary_pb2
         self._folder = folder
-        self._steps = 0
         self.about = f"TensorBoard event files in {folder} (tensorboard --logdir {folder.parent})"
         self._writer: Any = self._opened(folder)
 

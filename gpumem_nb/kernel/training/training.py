@@ -23,10 +23,10 @@ from ..history import History
 from ..policy import Policy
 from ..snapshot_plan import SnapshotPlan
 from .bell import News, wait
+from .chunks import Chunks
 from .device_readings import DeviceReadings
 from .failures import Failures
 from .in_flight import InFlight, Pace
-from .orders import Orders
 from .stalls import Stalls
 from .state import TrainingState
 
@@ -60,8 +60,8 @@ class Training:
         self._in_flight = InFlight(ranks, self._state.bell.ring)
         self._pace = Pace()
         self._stalls = Stalls(ranks, history, self._state, lambda: policy().stall_limit_s)
-        self._orders = Orders(self._state, self._in_flight, history, snapshots, policy)
-        self._failures = Failures(history, self._state, policy, self._orders.send, self._orders.send_trial)
+        self._chunks = Chunks(self._state, self._in_flight, history, snapshots, policy)
+        self._failures = Failures(history, self._state, policy, self._chunks.send, self._chunks.send_trial)
         self._readings = DeviceReadings(ranks, history)
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="gpumem_nb training", daemon=True)
@@ -155,7 +155,7 @@ class Training:
         with self._state.locked():
             if self._state.workload is not None and not self.busy:
                 self._state.failure = None
-                applying = self._orders.send(0)
+                applying = self._chunks.send(0)
         self._state.bell.ring()
         self.make_way()
         if applying:  # only this is waited for: somebody may train meanwhile
@@ -210,7 +210,7 @@ class Training:
             if self._stalls.stuck and self.waiting_for():
                 raise TrainingFailed(self._stalls.stuck)
             self._stalls.told = False
-            call = self._orders.send(0, evaluate=True)
+            call = self._chunks.send(0, evaluate=True)
         self._state.bell.ring()
         self.make_way()
         self._wait_until(lambda: not self._under_way(call) or self._stalls.told)
@@ -329,8 +329,8 @@ class Training:
         with self._state.locked():
             while (steps := self._due_steps()) > 0:
                 self._stalls.told = False
-                most = min(self._pace.steps(self._state.settings_id), self._orders.steps_to_snapshot)
-                self._orders.send(int(min(steps, most)))
+                most = min(self._pace.steps(self._state.settings_id), self._chunks.steps_to_snapshot)
+                self._chunks.send(int(min(steps, most)))
 
     def _due_steps(self) -> float:
         """Steps that are wanted and not under way, if a chunk may be sent now. Under the lock."""

@@ -14,7 +14,7 @@ from .in_flight import InFlight
 from .state import TrainingState
 
 
-class Orders:
+class Chunks:
     """Makes chunks and sends them. Used under the training lock.
 
     Args:

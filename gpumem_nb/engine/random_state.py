@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .copies import host_copy
+from .step.copies import host_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,13 @@ class RandomState:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
+    def moved(self) -> bool:
+        """Whether any number was drawn on the host since."""
+        now = RandomState.take()
+        (_, key, *place), (_, key_now, *place_now) = self.numpy, now.numpy
+        same = torch.equal(self.torch, now.torch) and self.python == now.python
+        return not (same and place == place_now and np.array_equal(key, key_now))
+
 
 def seed_all(seed: int) -> None:
     """Begin the random numbers of torch (CUDA's too), NumPy and Python anew."""
@@ -53,15 +61,30 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
+def begin_on_host(*numbers: object) -> None:
+    """Let the host's random numbers, which samples draw, begin at a seed made of these numbers."""
+    seed = zlib.crc32(repr(numbers).encode())
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Inside, random numbers begin at this seed; afterwards they go on as if nothing had been drawn."""
+def set_aside() -> Iterator[None]:
+    """Whatever is drawn or seeded inside, random numbers go on afterwards as if it had not been."""
     before = RandomState.take()
-    seed_all(seed)
     try:
         yield
     finally:
         before.put_back()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, random numbers begin at this seed; afterwards they go on as if nothing had been drawn."""
+    with set_aside():
+        seed_all(seed)
+        yield
 
 
 class OwnNumbers:
