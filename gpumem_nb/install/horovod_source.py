@@ -129,6 +129,20 @@ def patch(source: Path, runpath: tuple[str, ...], with_cuda: bool) -> None:
             "print(False)",
         )
     add_missing_headers(source)
+    let_ranks_rest(source / "horovod/common/operations.cc")
+
+
+def let_ranks_rest(operations: Path) -> None:
+    """After a cycle with nothing to do, the pause of a cycle begins where the ranks have met.
+
+    Horovod counts it from where each rank began the cycle. So a rank that once came early does so for good, and spends
+    most of each idle millisecond spinning in MPI until the others come.
+    """
+    replace(operations, r"(bool should_shutdown = false;\n)(?=  for )", r"\g<1>  bool idle = true;\n")
+    done = r"( +should_shutdown \|= response_list\.shutdown\(\);\n)"
+    replace(operations, done, r"\g<1>    idle &= response_list.responses().empty();\n")
+    rested = r"  if (idle) {\n    state.last_cycle_start = std::chrono::steady_clock::now();\n  }\n"
+    replace(operations, r"(  return !should_shutdown;\n)", rested + r"\g<1>")
 
 
 def replace(path: Path, pattern: str, by: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
+import psutil
 import pytest
 
 import gpumem_nb
@@ -27,6 +29,17 @@ def test_code_and_functions_give_results_in_rank_order(two_ranks: Session) -> No
     assert two_ranks.run("x = rank * 10\nx + 1", ranks="1") == [11]
     assert two_ranks.run("x = 1") == [None] * 2
     assert two_ranks.run("rank", ranks=1) == [1]
+
+
+def test_ranks_that_have_nothing_to_do_leave_the_cores_alone(two_ranks: Session) -> None:
+    def cpu_s() -> float:
+        used = [psutil.Process(rank.pid).cpu_times() for rank in two_ranks.ranks]
+        return sum(one.user + one.system for one in used)
+
+    two_ranks.run("pass")
+    began, before_s = time.monotonic(), cpu_s()
+    time.sleep(2)  # what they do in that time is what is asked
+    assert cpu_s() - before_s < 0.5 * (time.monotonic() - began), "of one core; 0.1 when this was written"
 
 
 def test_the_first_error_is_raised_without_waiting_for_the_others(two_ranks: Session) -> None:

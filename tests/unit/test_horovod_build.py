@@ -209,6 +209,8 @@ def test_patched_source_has_the_new_standards_and_headers(tmp_path: Path) -> Non
         "horovod/common/ops/cuda/CMakeLists.txt": "set(CMAKE_CUDA_STANDARD 11)\n",
         "cmake/Modules/FindPytorch.cmake": "import CUDA_HOME; "
         "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)\n",
+        "horovod/common/operations.cc": "  bool should_shutdown = false;\n  for (auto id : ids) {\n"
+        "    should_shutdown |= response_list.shutdown();\n  }\n  return !should_shutdown;\n",
         "horovod/common/message.h": "int64_t size;\n",
         "horovod/common/complete.h": "#include <cstdint>\nint64_t size;\n",
         "third_party/gloo/gloo/types.h": "uint8_t slot;\n",
@@ -224,6 +226,18 @@ def test_patched_source_has_the_new_standards_and_headers(tmp_path: Path) -> Non
     assert "distutils" not in after["horovod/torch/CMakeLists.txt"]
     assert "print(False)" in after["cmake/Modules/FindPytorch.cmake"]
     assert "-std=c++17" in after["third_party/gloo/CMakeLists.txt"]
+    assert after["horovod/common/operations.cc"].splitlines() == [
+        "  bool should_shutdown = false;",
+        "  bool idle = true;",
+        "  for (auto id : ids) {",
+        "    should_shutdown |= response_list.shutdown();",
+        "    idle &= response_list.responses().empty();",
+        "  }",
+        "  if (idle) {",
+        "    state.last_cycle_start = std::chrono::steady_clock::now();",
+        "  }",
+        "  return !should_shutdown;",
+    ]
     assert after["horovod/common/message.h"].startswith("#include <cstdint>\n")
     assert after["third_party/gloo/gloo/types.h"].startswith("#include <cstdint>\n")
     assert after["horovod/common/complete.h"] == files["horovod/common/complete.h"]
