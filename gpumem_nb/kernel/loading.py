@@ -111,6 +111,8 @@ class Loading:
         pickled(workload, "The workload")
         info = self._begin("load", workload, number, chosen)
         self._origin.workload, self._origin.attached, self._origin.unrestored = workload, None, None
+        with suppress(OSError):
+            (self._snapshots.folder / ATTACHED).unlink(missing_ok=True)  # what it holds is gone from the ranks
         return info
 
     def attach(self, names: dict[str, str | None], seed: int | str | None = None) -> WorkloadInfo:

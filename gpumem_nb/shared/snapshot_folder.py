@@ -68,7 +68,8 @@ def make_room(own: Path, needed: int, space: int) -> bool:
     for folder in _ended(own):
         for partial in folder.glob(".*.partial"):
             partial.unlink(missing_ok=True)
-    old = sorted((path for folder in _ended(own) for path in _files(folder)), key=_age_key)
+    # The mark that a session is over goes last, with its folder.
+    old = sorted((path for folder in _ended(own) for path in _files(folder) if path.name != _OVER), key=_age_key)
     mine = sorted(own.glob(f"*{SUFFIX}"), key=_age_key)
     taken = sum(_size(path) for path in _files(own.parent))
     if taken - sum(map(_size, old + mine)) + needed > space:

@@ -34,7 +34,7 @@ def test_code_and_functions_give_results_in_rank_order(two_ranks: Session) -> No
 def test_ranks_that_have_nothing_to_do_leave_the_cores_alone(two_ranks: Session) -> None:
     def cpu_s() -> float:
         used = [psutil.Process(rank.pid).cpu_times() for rank in two_ranks.ranks]
-        return sum(one.user + one.system for one in used)
+        return float(sum(one.user + one.system for one in used))
 
     two_ranks.run("pass")
     began, before_s = time.monotonic(), cpu_s()

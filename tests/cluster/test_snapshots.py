@@ -88,7 +88,10 @@ def test_a_snapshot_takes_no_device_memory(two_ranks: Session, fresh: Callable[.
 
 
 def test_the_space_is_never_passed(two_ranks: Session, fresh: Callable[..., Session]) -> None:
-    session = fresh(two_ranks)
+    attach_own(two_ranks)
+    two_ranks.run("net.register_buffer('ballast', torch.zeros(100_000))")
+    two_ranks.attach(model="net", loss="criterion", data="rows")
+    session = fresh(two_ranks)  # what was attached before takes nothing of the space
     session.set(snapshot_steps=2, snapshot_space="64KiB")
     began_s = session.history.now_s()
     session.train(8)

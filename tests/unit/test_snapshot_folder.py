@@ -57,6 +57,20 @@ def test_what_does_not_fit_at_all_takes_nothing_away(own: Path) -> None:
     assert newest_first(own) == [path]
 
 
+def test_a_session_that_gave_one_file_away_is_still_known_to_be_over(own: Path) -> None:
+    other = own.with_name(f"{ME.pid}-{ME.started}-2")
+    snapshot(other, 1)
+    tidy(other)
+    os.utime(other / "over", ns=(1, 1))
+    snapshot(other, 2)
+    (other / "over").touch()
+    os.utime(other / "over", ns=(1, 1))  # older than all snapshots
+    assert make_room(own, 100, 200)
+    assert [path.name for path in newest_first(other)] == [file_name(1, 2)]
+    assert make_room(own, 200, 200)
+    assert not other.exists()
+
+
 def test_sessions_that_ended_give_way_oldest_first_and_living_ones_do_not(own: Path) -> None:
     ended, ended_later = own.parent / "999999999-7-1", own.parent / "999999998-7-1"
     first, second = snapshot(ended, 1), snapshot(ended_later, 1)
