@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult
 from IPython.core.magic_arguments import argument
 
 from .kernel.policy import RULES
@@ -28,7 +29,7 @@ class Offered:
 
 
 class Completion:
-    """What IPython's ``complete_command`` hook calls.
+    """One of IPython's matchers.
 
     Args:
         magics: functions by the name of their magic, declared with :mod:`IPython.core.magic_arguments`.
@@ -40,14 +41,19 @@ class Completion:
             for name, magic in magics.items()
         }
 
-    def __call__(self, _: Any, event: Any) -> list[str]:
-        """What can stand at the end of ``event.line``."""
-        words = event.line.split(" ")
+    def __call__(self, context: CompletionContext) -> SimpleMatcherResult:
+        """What IPython offers where the cursor is; on a line of ours nothing else, such as Python's names."""
+        line = context.text_until_cursor.lstrip()
+        found = [SimpleCompletion(word, type="magic") for word in self.offered(line)]
+        return {"completions": found, "suppress": bool(found), "matched_fragment": line.split(" ")[-1]}
+
+    def offered(self, line: str) -> list[str]:
+        """The words that can stand at the end of a line."""
+        words = line.split(" ")
         magic, before, word = words[0].lstrip("%"), words[1:-1], words[-1]
-        if len(words) < 2:
+        if len(words) < 2 or magic not in self._arguments:
             return []
-        found = self._candidates(magic, before, word)
-        return [_rest(candidate, word) for candidate in found if candidate.startswith(word)]
+        return [candidate for candidate in self._candidates(magic, before, word) if candidate.startswith(word)]
 
     def _candidates(self, magic: str, before: list[str], word: str) -> list[str]:
         declared = self._arguments.get(magic, [])
@@ -58,11 +64,6 @@ class Completion:
             return list(kind.words) if isinstance(kind, Offered) else []
         pairs = _PAIRS.get(magic)
         return [*(pairs(before, word) if pairs else []), *flags]
-
-
-def _rest(candidate: str, word: str) -> str:
-    """IPython replaces only what follows the last ``=``."""
-    return candidate.rpartition("=")[2] if "=" in word else candidate
 
 
 def _knobs(_: list[str], word: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from IPython.core.completer import CompletionContext, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 
 from ..completion import Completion
@@ -15,6 +16,7 @@ from .ranks import RanksMagics
 from .training import TrainingMagics
 from .workload import WorkloadMagics
 
+_FIRST = 1000  # among IPython's matchers, whose own priorities are below 100
 MAGICS = (RanksMagics, CellsMagics, WorkloadMagics, TrainingMagics, LookingMagics)
 
 complete_hvd = Completion(
@@ -31,7 +33,13 @@ def register(shell: InteractiveShell) -> None:
     """Make the magics and their completion known to IPython."""
     shell.register_magics(*MAGICS)
     shell.events.register("pre_run_cell", _somebody_works)
-    shell.set_hook("complete_command", complete_hvd, re_key=r"%{0,2}hvd")
+    if shell.Completer is not None and _match not in shell.Completer.custom_matchers:
+        shell.Completer.custom_matchers.append(_match)
+
+
+@context_matcher(identifier="gpumem_nb", priority=_FIRST)
+def _match(context: CompletionContext) -> SimpleMatcherResult:
+    return complete_hvd(context)
 
 
 def _somebody_works(info: object) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 import gpumem_nb
@@ -33,7 +31,7 @@ def test_ranks_start_under_a_launcher_of_ones_own(marked: str) -> None:
 
 
 def test_it_is_completed_and_suggested(marked: str) -> None:
-    assert complete_hvd(None, SimpleNamespace(line="%hvd_start 2 --launcher m")) == ["mpi", "marked"]
+    assert complete_hvd.offered("%hvd_start 2 --launcher m") == ["mpi", "marked"]
     with pytest.raises(InvalidInput, match=r"launcher='markd' is not known\. Did you mean 'marked'\? Allowed: mpi, ma"):
         gpumem_nb.start(2, launcher="markd")
     with pytest.raises(InvalidInput, match=r"launcher=None is not known\. Allowed: mpi, marked\."):

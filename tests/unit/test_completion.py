@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,17 +13,17 @@ MAGICS = {name: getattr(magics, name) for magics in CLASSES for of_kind in magic
 
 
 def complete(line: str) -> list[str]:
-    return complete_hvd(None, SimpleNamespace(line=line))
+    return complete_hvd.offered(line)
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
         ("%hvd_set prec", ["precision="]),
-        ("%hvd_set precision=", ["fp32", "fp16", "bf16"]),
-        ("%hvd_set precision=b", ["bf16"]),
-        ("%hvd_set batch_size=4 clip_norm=n", ["none"]),
-        ("%hvd_set snapshot_steps=", ["auto", "never"]),
+        ("%hvd_set precision=", ["precision=fp32", "precision=fp16", "precision=bf16"]),
+        ("%hvd_set precision=b", ["precision=bf16"]),
+        ("%hvd_set batch_size=4 clip_norm=n", ["clip_norm=none"]),
+        ("%hvd_set snapshot_steps=", ["snapshot_steps=auto", "snapshot_steps=never"]),
         ("%hvd_load digits-s", ["digits-separable"]),
         ("%hvd_load digits-resnet wi", ["width="]),
         ("%hvd_start --device c", ["cuda", "cpu"]),
@@ -35,7 +34,7 @@ def complete(line: str) -> list[str]:
         ("%hvd_attach se", ["seed="]),
         ("%hvd_load digits-resnet se", ["seed="]),
         ("%hvd_attach ev", ["eval_data="]),
-        ("%hvd_set eval_every=", ["never"]),
+        ("%hvd_set eval_every=", ["eval_every=never"]),
         ("%hvd_log runs/a --to t", ["tensorboard", "trackio"]),
         ("%%hvd --r", ["--ranks"]),
         ("%%hvd --quiet --r", ["--ranks"]),
