@@ -50,6 +50,7 @@ class Tryout:
             if self._sample_s * trial.samples_per_rank <= self._until_s - time.monotonic():
                 self._candidate = candidate
                 return trial
+            self.rescue.untried.append(candidate)
         return None
 
     def learn(self, failures: Set[str], samples: Sequence[Sample]) -> None:

@@ -32,6 +32,7 @@ class Rescue:
         goes_on: the smaller micro-batches that training went on with.
         looking: whether it is still being found out what would have fit.
         trials: what was tried afterwards, each for one step that was undone.
+        untried: what would have taken longer than there was time for.
     """
 
     failure: Failure
@@ -41,6 +42,7 @@ class Rescue:
     goes_on: Settings | None = None
     looking: bool = False
     trials: list[Fit] = field(default_factory=list)
+    untried: list[Settings] = field(default_factory=list)
 
     @property
     def headline(self) -> str:
@@ -62,12 +64,15 @@ class Rescue:
         return f"rank {failure.rank} ran out of memory {where}: Tried to allocate {asked}{free}."
 
     @property
+    def fitting(self) -> list[Fit]:
+        """What was tried out and fits, the mildest first."""
+        return [trial for trial in self.trials if trial.peak_bytes is not None]
+
+    @property
     def fits(self) -> list[str]:
         """The flips that would have made it fit, as they were measured."""
         return [
-            f"{typed(self.settings, trial.settings)} (live peak {format_bytes(trial.peak_bytes)})"
-            for trial in self.trials
-            if trial.peak_bytes is not None
+            f"{typed(self.settings, fit.settings)} (live peak {format_bytes(fit.peak_bytes)})" for fit in self.fitting
         ]
 
     @property
@@ -79,18 +84,18 @@ class Rescue:
             peaks = [format_bytes(trial.peak_bytes) for trial in self.trials]
             return f"With it the step fits (live peak {peaks[-1]})." if peaks else ""
         if self.fits:
-            best = next(trial.settings for trial in self.trials if trial.peak_bytes is not None)
             found = f"Tried out on the ranks, these would have fit: {'; '.join(self.fits)}."
-            return f"{found} Type %hvd_set {typed(self.settings, best)}"
+            return f"{found} Type %hvd_set {typed(self.settings, self.fitting[0].settings)}"
         if self.looking:
             return "What would have fit is being tried out on the ranks."
         larger = "Use a smaller model or a larger limit."
+        untried = f"There was no time to try {typed(self.settings, self.untried[0])}. " if self.untried else ""
         if not self.trials:
-            return larger
+            return untried + larger
         tried = [typed(self.settings, trial.settings) for trial in self.trials]
         if len(tried) > TRIALS_NAMED:
             tried = [*tried[: TRIALS_NAMED - 1], f"and so on down to {tried[-1]}"]
-        return f"Tried out on the ranks, none of these would have fit: {'; '.join(tried)}. {larger}"
+        return f"Tried out on the ranks, none of these would have fit: {'; '.join(tried)}. {untried}{larger}"
 
     def worked(self, settings: Settings, peak_bytes: int) -> None:
         """A step was done under these settings."""

@@ -51,3 +51,15 @@ def test_without_blocks_only_the_batch_shrinks() -> None:
     used = Settings(batch_size=6, precision="bf16")
     smaller = ["batch_size=3 accumulation_steps=2", "batch_size=1 accumulation_steps=6"]
     assert tried(used, "backward", blocks=False) == smaller
+
+
+def test_what_there_was_no_time_for_is_told_apart_from_what_does_not_fit() -> None:
+    settings = Settings(batch_size=8)
+    rescue = Rescue(Failure(0, "oom", "forward", ""), 1, settings)
+    tryout = Tryout(rescue, blocks=False, sample_s=0.8)
+    while tryout.next():  # of eight samples a step takes longer than the 5 s that there are, of four it does not
+        tryout.learn({"oom"}, [])
+    assert [typed(settings, one) for one in rescue.untried] == ["batch_size=4 accumulation_steps=2", "precision=bf16"]
+    rescue.looking = False
+    assert "none of these would have fit: batch_size=2 accumulation_steps=4" in rescue.advice
+    assert "There was no time to try batch_size=4 accumulation_steps=2." in rescue.advice
