@@ -260,3 +260,8 @@ def ranks_without_processes(calls: list[Any], post: Callable[..., Any]) -> Ranks
     ranks._launched = SimpleNamespace(stop=lambda: None)  # type: ignore[assignment]
     ranks._post = post  # type: ignore[method-assign]
     return ranks
+
+
+def widgets_in(view: Any) -> list[Any]:
+    """A widget and all that lie in it."""
+    return [view, *(one for child in getattr(view, "children", ()) for one in widgets_in(child))]

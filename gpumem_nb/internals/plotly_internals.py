@@ -2,6 +2,9 @@
 
 A ``FigureWidget`` tells a page that is loaded again what the figure was at first: ``get_state`` reads the traits
 ``_widget_data`` and ``_widget_layout``, which are set once. What it is now lies in ``_data`` and ``_layout_obj``.
+
+The page answers each update once it is drawn, which ends ``_trace_edit_in_process``. What is sent between the widget's
+making and the moment when the page has loaded plotly is lost: nobody listens yet.
 """
 
 from __future__ import annotations
@@ -21,6 +24,11 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
         self._complete = True
+
+    @property
+    def acknowledged(self) -> bool:
+        """Whether a page has drawn the latest update."""
+        return not self._trace_edit_in_process
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
         """The state for the browser; all of it when it asks for all."""

@@ -16,6 +16,7 @@ from ..report.rescue import Rescue
 from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
 from ..shared.ranklist import name_ranks
 from ..shared.settings import Settings
+from ..shared.units import format_bytes, format_rate
 
 STEPS_KEPT = 2000
 EVENTS_KEPT = 200
@@ -60,6 +61,7 @@ class History:
         readings: the latest of each rank's memory.
         device_uses: what NVML last said of each rank's device; a virtual GPU has none.
         steps: optimizer steps done since the workload was loaded.
+        pinned: the configuration that others are compared with; ``None``: each with the one before it.
         rescue: the latest step that was discarded, until something is flipped, loaded or synced.
         leaks: by its holder, what ranks found that they keep from step to step; since the workload was loaded.
         loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
@@ -74,6 +76,7 @@ class History:
         self.started_s = time.time()
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.tried: list[Tried] = []
+        self.pinned: Tried | None = None
         self.readings: list[Reading | None] = [None] * size
         self.device_uses: list[DeviceUse | None] = [None] * size
         self.steps = 0
@@ -217,13 +220,29 @@ class History:
         longer = statistics.median(recorded) / statistics.median(others) - 1
         return max(0.0, longer) * len(recorded) / len(steps)
 
+    def latest(self) -> str:
+        """The latest step and what was measured under its settings, in one line; empty before there is one."""
+        now = self.tried[-1] if self.tried else None
+        if now is None or not now.steps:
+            return ""
+        loss = "" if now.loss is None else f"loss {now.loss:.4g}, "
+        measured = f"{format_rate(now.samples_per_s)} samples/s, live peak {format_bytes(now.peak_bytes)}"
+        return f"step {self.steps}, {loss}{measured}"
+
+    def pin(self, wanted: bool) -> None:
+        """Compare with the latest configuration from now on, or again with the one before each flip."""
+        with self._lock:
+            self.pinned = self.tried[-1] if wanted and self.tried else None
+            self.version += 1
+
     def effect(self) -> Effect | None:
-        """The latest flip between two configurations of one workload."""
+        """The latest configuration beside the pinned one, or beside the one before it, of the same workload."""
         with self._lock:
             if not self.tried:
                 return None
             after = self.tried[-1]
-            for before in reversed(self.tried[:-1]):
+            pinned = self.pinned if self.pinned and self.pinned.workload == after.workload else None
+            for before in [pinned] if pinned else reversed(self.tried[:-1]):
                 if before.workload == after.workload and before.steps:
                     same = not after.settings.changed_from(before.settings)
                     return None if same else Effect(before, after)

@@ -21,14 +21,16 @@ class LookingMagics(Magics):
 
     @magic_arguments()
     @argument("--dock", action="store_true", help="beside the notebook instead of under the cell")
+    @argument("--big", action="store_true", help="in type that can be read from the back of a room")
     @line_magic
     @says_usage
     def hvd_panel(self, line: str) -> None:
         """Show controls and live charts."""
         args = parse_argstring(self.hvd_panel, line)
-        panel = current().panel()
+        panel = current().panel(big=args.big)
         if args.dock:
             panel.dock()
+            panel.keep()
         else:
             display(panel)
 

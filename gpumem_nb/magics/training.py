@@ -7,8 +7,9 @@ from typing import Any
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
-from ..kernel.policy import RULES
+from ..report.differences import arrows
 from ..session import current
+from ..ui.progress import progress_bar
 from .parsing import pair, pairs, says_usage
 
 
@@ -24,9 +25,13 @@ class TrainingMagics(Magics):
         """Change knobs of the live model, also while it trains, and what the session does by itself (on_oom=shrink)."""
         session = current()
         knobs = pairs(parse_argstring(self.hvd_set, line))
-        print(session.set(**knobs) if knobs else session.settings)
-        if not knobs or set(knobs) & set(RULES):
-            print(session.policy)
+        if not knobs:
+            print(f"{session.settings}\n{session.policy}")
+            return
+        settings, policy = session.settings, session.policy
+        session.set(**knobs)
+        changes = [arrows(settings, session.settings), arrows(policy, session.policy)]
+        print("\n".join(filter(None, changes)) or "That is how it is already: nothing was changed.")
 
     @magic_arguments()
     @argument("steps", nargs="?", type=int, default=100, help="optimizer steps (100)")
@@ -34,7 +39,9 @@ class TrainingMagics(Magics):
     @says_usage
     def hvd_train(self, line: str) -> Any:
         """Train some steps and wait for them; the stop button pauses."""
-        return current().train(parse_argstring(self.hvd_train, line).steps)
+        steps, session = parse_argstring(self.hvd_train, line).steps, current()
+        with progress_bar("Training") as progress:
+            return session.train(steps, progress if progress.rewrites else _nothing)
 
     @magic_arguments()
     @line_magic
@@ -61,9 +68,17 @@ class TrainingMagics(Magics):
         return current().evaluate()
 
     @magic_arguments()
+    @argument("--pin", action="store_true", help="compare all further settings with those of now")
+    @argument("--unpin", action="store_true", help="compare again with the settings before each flip")
     @line_magic
     @says_usage
     def hvd_runs(self, line: str) -> Any:
         """Show every configuration tried, side by side."""
-        parse_argstring(self.hvd_runs, line)
-        return current().runs
+        args, session = parse_argstring(self.hvd_runs, line), current()
+        if args.pin or args.unpin:
+            session.pin(args.pin)
+        return session.runs
+
+
+def _nothing(what: str, done: float) -> None:
+    """A log is not told of each step."""

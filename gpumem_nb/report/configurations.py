@@ -12,13 +12,12 @@ from ..shared.messages import Sample
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
 from .differences import arrows, short
+from .speed import STEPS_JUDGED, WARM_UP_STEPS, Speed, compared, percent
 from .tables import Table, notes_html
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# A configuration is judged by its last steps, without the first one: that one still warms caches up.
-STEPS_JUDGED = 50
 _NOTHING = "Nothing has been tried yet. Train some steps first: %hvd_train 20"
 _ABOUT = (
     "batch = micro-batch × accumulation × ranks; changed: since the workload's row before; live peak: worst rank; "
@@ -33,7 +32,7 @@ class Tried:
     Attributes:
         steps: steps done under it.
         peak_bytes: highest live bytes of any rank in the steps judged.
-        throughputs: samples/s of all ranks together, one value for each of the last steps.
+        throughputs: samples/s of all ranks together, one value for each of the last steps; none once it is settled.
         outcome: ``ok`` once a step was done, ``oom`` or ``error`` when it could not be kept.
     """
 
@@ -45,16 +44,18 @@ class Tried:
     outcome: str = "not run"
     peaks: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     reserved: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
-    throughputs: deque[float] | list[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    throughputs: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    _settled: Speed | None = field(default=None, init=False)
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Take in one finished step of all ranks."""
-        if self.steps == 1:
+        if self.steps == WARM_UP_STEPS:
             self.peaks.clear()
             self.reserved.clear()
             self.throughputs.clear()
         self.steps += 1
         self.outcome = "ok"
+        self._settled = None
         self.peaks.append(max(sample.live_peak_bytes for sample in samples))
         self.reserved.append(max(sample.reserved_peak_bytes for sample in samples))
         self.throughputs.append(sum(sample.samples_per_s for sample in samples))
@@ -65,7 +66,8 @@ class Tried:
         """Keep only the resulting figures: a long session tries thousands of configurations."""
         self.peaks = [self.peak_bytes] if self.peak_bytes is not None else []
         self.reserved = [self.reserved_peak_bytes] if self.reserved_peak_bytes is not None else []
-        self.throughputs = [self.samples_per_s] if self.samples_per_s is not None else []
+        self._settled = self.speed
+        self.throughputs.clear()
 
     @property
     def peak_bytes(self) -> int | None:
@@ -80,7 +82,12 @@ class Tried:
     @property
     def samples_per_s(self) -> float | None:
         """Median over the steps judged, all ranks together."""
-        return statistics.median(self.throughputs) if self.throughputs else None
+        return self.speed.median if self.speed else None
+
+    @property
+    def speed(self) -> Speed | None:
+        """Samples/s over the steps judged, all ranks together."""
+        return self._settled or Speed.of(list(self.throughputs))
 
 
 @dataclass(frozen=True)
@@ -99,13 +106,13 @@ class Effect:
     def memory(self) -> str:
         """Highest live peak of any rank, before and after."""
         before, after = self.before.peak_bytes, self.after.peak_bytes
-        return f"{format_bytes(before)} → {format_bytes(after)}{_percent(before, after)}"
+        differ = f" ({percent(before, after)})" if before and after is not None else ""
+        return f"{format_bytes(before)} → {format_bytes(after)}{differ}"
 
     @property
     def speed(self) -> str:
         """Samples/s of all ranks together, before and after."""
-        before, after = self.before.samples_per_s, self.after.samples_per_s
-        return f"{format_rate(before)} → {format_rate(after)} samples/s{_percent(before, after)}"
+        return compared(self.before.speed, self.after.speed)
 
     def __str__(self) -> str:
         if not self.after.steps:
@@ -179,12 +186,6 @@ class Runs:
 
     def _repr_html_(self) -> str:
         return self._table.html() + notes_html([_ABOUT]) if self._tried else notes_html([_NOTHING])
-
-
-def _percent(before: float | None, after: float | None) -> str:
-    if not before or after is None:
-        return ""
-    return f" ({(after / before - 1) * 100:+.0f} %)".replace("-", "−")
 
 
 def _optimizer(settings: Settings) -> str:

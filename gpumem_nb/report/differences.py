@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..shared.knobs import KNOBS
+from ..shared.knobs.values import Kind
 from ..shared.settings import Settings
 
 
@@ -12,10 +13,10 @@ def typed(before: Settings, after: Settings) -> str:
     return " ".join(f"{name}={KNOBS[name].text(value)}" for name, value in changed.items())
 
 
-def arrows(before: Settings, after: Settings) -> str:
-    """Both values of what was changed: ``precision fp32 → bf16, batch_size 32 → 64``."""
-    changed = [(KNOBS[name], value) for name, value in after.changed_from(before).items()]
-    return ", ".join(f"{knob.name} {knob.text(getattr(before, knob.name))} → {knob.text(v)}" for knob, v in changed)
+def arrows(before: Kind, after: Kind) -> str:
+    """Both values of what was changed, of settings or of a policy: ``precision fp32 → bf16, batch_size 32 → 64``."""
+    changed = [(after.table[name], value) for name, value in after.changed_from(before).items()]
+    return ", ".join(f"{one.name} {one.text(getattr(before, one.name))} → {one.text(v)}" for one, v in changed)
 
 
 def short(before: Settings, after: Settings) -> str:

@@ -68,7 +68,7 @@ class ProgressBar:
     def __init__(self, title: str, stream: Stream, rewrites: bool, measured: bool = True) -> None:
         self._title = title
         self._stream = stream
-        self._rewrites = rewrites
+        self.rewrites = rewrites
         self._began_s = time.monotonic()
         self._what = ""
         parts = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}" if measured else "{desc}: {elapsed}{postfix}"
@@ -87,7 +87,7 @@ class ProgressBar:
         if news:
             self._what = what
             self._meter.set_description_str(f"{self._title}: {what}", refresh=False)
-        if news or self._rewrites:
+        if news or self.rewrites:
             self.draw(done)
 
     def draw(self, done: float, left: str = "") -> None:

@@ -11,6 +11,7 @@ from ..shared.categories import CATEGORIES
 from ..shared.messages import Sample
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
+from .configurations import Tried
 from .evaluation import Evaluation
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """What one stretch of training measured.
+    """What one stretch of training measured. Printed, it says what ``%hvd_runs`` has of its last settings.
 
     Attributes:
         steps: optimizer steps done in it.
@@ -30,11 +31,13 @@ class Run:
         self,
         samples: Sequence[Sample],
         settings: Mapping[int, Settings],
+        now: Tried,
         notes: Sequence[str],
         evaluations: Sequence[Evaluation] = (),
     ) -> None:
         self._samples = list(samples)
         self._settings = settings
+        self._samples_per_s, self._peak_bytes = now.samples_per_s, now.peak_bytes
         self.notes = list(notes)
         self.evaluations = list(evaluations)
         self.steps = len({sample.step for sample in self._samples if sample.done})
@@ -62,15 +65,13 @@ class Run:
         if not self.steps:
             return "\n".join(["No step was done.", *self.notes])
         good = [sample for sample in self._samples if sample.done]
-        ranks = {sample.rank for sample in good}
         last = [sample for sample in good if sample.step == good[-1].step]
         losses = [sample.loss for sample in last if sample.loss is not None]
-        per_rank = [statistics.median(sample.samples_per_s for sample in good if sample.rank == rank) for rank in ranks]
-        text = f"{self.steps} steps on {len(ranks)} ranks"
+        text = f"{self.steps} steps on {len(last)} ranks"
         if losses:
             text += f": loss {statistics.fmean(losses):.4g}"
-        peak = max(sample.live_peak_bytes for sample in good)
-        measured = f"{text}, {format_rate(sum(per_rank))} samples/s, live peak {format_bytes(peak)}."
+        speed, peak = format_rate(self._samples_per_s), format_bytes(self._peak_bytes)
+        measured = f"{text}, {speed} samples/s, live peak {peak}."
         return "\n".join([measured, *map(str, self.evaluations[-1:]), *self.notes])
 
     __repr__ = __str__

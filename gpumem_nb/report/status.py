@@ -36,9 +36,10 @@ class Status:
     def __str__(self) -> str:
         lines = [self.doing]
         for info in self.ranks:
-            kind = "virtual, " if info.virtual else ""
+            # The name of a virtual GPU says its limit.
+            limit = "" if info.virtual else f" (limit {format_bytes(info.memory_limit)})"
             lines.append(
-                f"rank {info.rank}: {info.device_name} ({kind}limit {format_bytes(info.memory_limit)}), "
+                f"rank {info.rank}: {info.device_name}{limit}, "
                 f"{info.threads} thread{'s' * (info.threads != 1)}, {info.host} pid {info.pid}"
                 + (f" ({info.note})" if info.note else "")
             )

@@ -86,12 +86,18 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, WritesLogs):
         """Why the session is over, in words; empty while it lives."""
         return self._life.ended
 
-    def panel(self) -> Panel:
-        """Controls and live charts; the same panel each time, until it is closed."""
+    def panel(self, big: bool = False) -> Panel:
+        """Controls and live charts; the same panel each time, until it is closed.
+
+        Args:
+            big: in type that can be read from the back of a room.
+        """
         from ..ui.panel import Panel
 
+        if self._panel is not None and self._panel.big != big:
+            self._panel.close()
         if self._panel is None or self._panel.closed:
-            self._panel = Panel(self)
+            self._panel = Panel(self, big)
             self._panel.watch()
         return self._panel
 

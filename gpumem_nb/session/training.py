@@ -9,6 +9,7 @@ from ..kernel.policy import Policy
 from ..report.configurations import Runs
 from ..report.evaluation import Evaluation
 from ..report.run_summary import Run
+from ..shared.progress import Progress
 from ..shared.settings import Settings
 
 
@@ -37,8 +38,12 @@ class Trains:
         self._life.set(knobs)
         return self.settings
 
-    def train(self, steps: int) -> Run:
+    def train(self, steps: int, progress: Progress = lambda what, done: None) -> Run:
         """Train that many optimizer steps and wait for them; stop pauses, and returns what was done by then.
+
+        Args:
+            steps: a whole number of at least 1.
+            progress: told of the latest step, and of the share that is done.
 
         Raises:
             InvalidInput: not a whole number of at least 1.
@@ -48,7 +53,7 @@ class Trains:
         self._life.foreground.check_loaded()
         # What training could not interrupt by itself will not be by a second try.
         with self._life.foreground.interruptible(lambda: not self.waiting_for):
-            return self._life.training.train(steps)
+            return self._life.training.train(steps, progress)
 
     def evaluate(self) -> Evaluation:
         """Loss and metrics on the validation data, between two steps; training goes on afterwards, as without it.
@@ -94,6 +99,18 @@ class Trains:
     def waiting_for(self) -> list[int]:
         """The ranks that have not answered yet what training asked of them."""
         return [] if self._life.ended else self._life.training.waiting_for()
+
+    def pin(self, wanted: bool = True) -> None:
+        """Compare all further settings with those of now, in the panel and in ``history.effect()``.
+
+        Args:
+            wanted: ``False`` compares again with the settings before each flip.
+
+        Raises:
+            WorkloadError: nothing is loaded.
+        """
+        self._life.foreground.check_loaded()
+        self._life.history.pin(wanted)
 
     @property
     def runs(self) -> Runs:

@@ -42,10 +42,6 @@ class Settings(Values):
         unneeded = {knob.name for knob in additional()} - self._changed.keys()
         return {name: value for name, value in self.as_dict().items() if name not in unneeded}
 
-    def changed_from(self, other: Settings) -> dict[str, Any]:
-        """The knobs whose value differs from ``other``, with the value they have here."""
-        return {name: getattr(self, name) for name in KNOBS if getattr(self, name) != getattr(other, name)}
-
     def same_mathematics(self, other: Settings) -> bool:
         """Whether training goes the same way under both, to rounding."""
         return all(KNOBS[name].keeps_mathematics(other, self) for name in self.changed_from(other))

@@ -10,8 +10,9 @@ import numpy as np
 
 from ..shared.categories import CATEGORIES
 from ..shared.messages import Ledger, Reading, Sample
-from .series import MOST_LINES, Array
+from .series import Array
 
+MOST_RANKS = 8  # of more, three get a bar each
 STANDS_OUT = 0.05  # more than the median rank
 MOST_LEDGERS = 240  # points of each band; by default one step in twenty is recorded
 
@@ -64,11 +65,11 @@ def above_median(peak: Peak, found: Sequence[Peak]) -> float:
 
 def shown(found: Sequence[Peak]) -> dict[str, Peak]:
     """The ranks that get a bar each, by the label under it."""
-    if len(found) <= MOST_LINES:
-        return {f"rank {peak.rank}": peak for peak in found}
+    if len(found) <= MOST_RANKS:
+        return {str(peak.rank): peak for peak in found}
     ordered = worst_first(found)
     chosen = {"worst": ordered[0], "median": ordered[len(ordered) // 2], "best": ordered[-1]}
-    return {f"{word}: rank {peak.rank}": peak for word, peak in chosen.items()}
+    return {f"{word}: {peak.rank}": peak for word, peak in chosen.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,11 @@ from typing import Any
 
 import ipywidgets
 
+from ..shared.errors import GpumemError
 from ..shared.knobs import KNOBS, Knob
+from .region import Region
 from .steered import Steered
+from .wording import field_error
 
 _NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
 
@@ -19,7 +22,7 @@ class Controls:
     ``ask`` is called with an action to do; it must not wait for it.
 
     Attributes:
-        knobs, buttons: the boxes to show.
+        knobs, more, buttons: the boxes to show; ``more`` holds the knobs that are shown when somebody asks for them.
     """
 
     def __init__(self, session: Steered, ask: Callable[[Callable[[], object]], None]) -> None:
@@ -29,14 +32,18 @@ class Controls:
         self._knobs = dict(KNOBS)
         self._offering = False
         self._widgets = {name: self._control(knob) for name, knob in self._knobs.items()}
-        self._buttons = [
-            _button("Play", "play", "train until paused", lambda: ask(session.play)),
-            _button("Pause", "pause", "stop after the steps under way", lambda: ask(session.pause)),
-            _button("Step", "step-forward", "train one step", lambda: ask(session.step)),
-        ]
-        self._button_tips = [button.tooltip for button in self._buttons]
-        self.knobs = _box(ipywidgets.Box, list(self._widgets.values()), "gpumem-controls")
-        self.buttons = _box(ipywidgets.HBox, self._buttons, "gpumem-buttons")
+        self._errors = {name: Region(role="alert", label="") for name in self._knobs}
+        self._play = _button("Play", "play", "", lambda: ask(session.pause if session.playing else session.play))
+        self._step = _button("Step", "step-forward", "", lambda: ask(session.step))
+        self._show_more = ipywidgets.ToggleButton(description="more", icon="sliders", tooltip="all other knobs")
+        self._show_more.add_class("gpumem-show-more")
+        front = [self._with_error(name) for name, knob in self._knobs.items() if knob.in_front]
+        others = [self._with_error(name) for name, knob in self._knobs.items() if not knob.in_front]
+        self.knobs = box(front, "gpumem-knobs")
+        self.more = box(others, "gpumem-knobs")
+        self.buttons = box([self._play, self._step, self._show_more], "gpumem-buttons")
+        self._show_more.observe(lambda change: self._open(change["new"]), names="value")
+        self._open(False)
 
     def follow(self) -> None:
         """Show the session's settings, wherever they were changed, and switch off what cannot be used."""
@@ -50,9 +57,20 @@ class Controls:
                 widget.value = self._shown(name)
             widget.disabled = ended
         why_not = session.ended or ("" if session.workload else _NOTHING_LOADED)
-        for button, tip in zip(self._buttons, self._button_tips, strict=True):
+        playing = session.playing and not why_not
+        self._play.description, self._play.icon = ("Pause", "pause") if playing else ("Play", "play")
+        self._play.button_style = "success" if playing else ""
+        self._play.tooltip = why_not or ("stop after the steps under way" if playing else "train until paused")
+        self._step.tooltip = why_not or "train one step"
+        for button in (self._play, self._step):
             button.disabled = bool(why_not)
-            button.tooltip = why_not or tip
+
+    def _open(self, wanted: bool) -> None:
+        self.more.layout.display = "" if wanted else "none"
+
+    def _with_error(self, name: str) -> Any:
+        self._errors[name].add_class("gpumem-error")
+        return box([self._widgets[name], self._errors[name]], "gpumem-knob")
 
     def _control(self, knob: Knob) -> Any:
         name = knob.name
@@ -90,19 +108,24 @@ class Controls:
         def change() -> None:
             try:
                 self._session.set(**{name: value.strip()})
+                for error in self._errors.values():
+                    error.html = ""
+            except GpumemError as refused:
+                self._errors[name].html = field_error(value, str(refused))
             finally:
                 self._asked[name] -= 1
 
         self._ask(change)
 
 
+def box(children: list[Any], css_class: str) -> Any:
+    """A box that the style sheet lays out."""
+    made = ipywidgets.Box(children)
+    made.add_class(css_class)
+    return made
+
+
 def _button(label: str, icon: str, tip: str, press: Callable[[], None]) -> Any:
     button = ipywidgets.Button(description=label, icon=icon, tooltip=tip)
     button.on_click(lambda _: press())
     return button
-
-
-def _box(kind: Any, children: list[Any], css_class: str) -> Any:
-    box = kind(children)
-    box.add_class(css_class)
-    return box

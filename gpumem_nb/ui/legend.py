@@ -8,12 +8,18 @@ from html import escape
 from ..report.breakdown import share
 from ..shared.categories import CATEGORIES, MEANING
 from ..shared.units import format_bytes
-from .bands import Peak, above_median
-from .series import MOST_LINES
+from .bands import MOST_RANKS, Peak, above_median
+from .series import Mark
 from .style import LOOKS, UNKNOWN
 
 # Of plotly's Cividis, which is told apart by people who are colour-blind; from nothing to the whole limit.
 _HEAT = ((0, 34, 78), (65, 77, 107), (124, 123, 120), (188, 174, 108), (254, 232, 56))
+# What else the bars show.
+_SIGNS = (
+    "<li><i class='gpumem-limit'></i>limit</li>",
+    "<li><i class='gpumem-live'></i>live now</li>",
+    "<li><i class='gpumem-reserved'></i>reserved</li>",
+)
 _DARK_UP_TO = 0.45  # of the limit; white is readable on these colours, black on the others
 
 
@@ -31,12 +37,22 @@ def key(worst: Peak | None) -> str:
         )
     if ledger is None:
         items.append(f"<li><i style='background: {UNKNOWN.css}'></i>not recorded yet</li>")
-    return f"<ul class='gpumem-key'>{''.join(items)}</ul>"
+    return f"<ul class='gpumem-key'>{''.join([*items, *_SIGNS])}</ul>"
+
+
+def pins(marks: Sequence[Mark]) -> str:
+    """What the numbered marks in the charts are."""
+    items = "".join(
+        f"<li{' class=gpumem-bad' if mark.bad else ''}><b>{mark.number}</b> {escape(mark.text)} "
+        f"<small>step {mark.step:,}</small></li>"
+        for mark in marks
+    )
+    return f"<ol class='gpumem-pins' aria-label='marks in the charts'>{items}</ol>" if items else ""
 
 
 def strip(found: Sequence[Peak]) -> str:
     """A cell for each of many ranks, coloured by its peak as share of the limit; those that stand out have a frame."""
-    if len(found) <= MOST_LINES:
+    if len(found) <= MOST_RANKS:
         return ""
     top = max(peak.bytes for peak in found) or 1
     of_limit = all(peak.limit for peak in found)

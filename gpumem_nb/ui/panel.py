@@ -1,25 +1,31 @@
-"""The live panel: controls, what is happening in words, and charts."""
+"""The live panel: controls, what is happening in words, and charts, all on one screen."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ipywidgets
+from IPython.display import display
 
+from ..report.rescue import Rescue
 from ..shared.messages import Sample
 from . import legend, threads, wording
 from .actions import Actions
 from .charts import Charts, View
-from .controls import Controls
+from .charts.view import LAST_STEPS, Choice
+from .controls import Controls, box
+from .kept import Kept
 from .region import Region
 from .steered import Steered
-from .style import CSS
+from .style import BIG, CSS
 
 REFRESH_S = 0.25
 LARGEST_SHARE = 0.1  # of a core, for refreshing
+_FITS = 3  # settings that are offered after memory ran out
 _log = logging.getLogger(__name__)
 
 
@@ -29,19 +35,27 @@ class Panel:
     It lives from :meth:`watch` on: until then it shows nothing new and does nothing that its controls ask for.
 
     Attributes:
+        big: whether type is so large that it can be read from the back of a room.
         closed: whether :meth:`close` was called.
         view: the widget that holds everything.
+
+    Args:
+        session: what it shows and steers.
+        big: in large type.
     """
 
-    def __init__(self, session: Steered) -> None:
+    def __init__(self, session: Steered, big: bool = False) -> None:
         self._session = session
+        self.big = big
         self._actions = Actions(self._refused, self._refresh)
         self._refreshing = threading.RLock()
         self._shown: tuple[Any, ...] = ()
         self._heard_s = time.monotonic()
         self._heard: Any = None
         self._refusal = ""
+        self._dismissed: Rescue | None = None
         self._sidecar: Any = None
+        self._kept = Kept(session)
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._worker: threading.Thread | None = None
@@ -59,17 +73,19 @@ class Panel:
         if self._sidecar is None:
             self._sidecar = Sidecar(title="GPU memory", anchor="split-right")
         with self._sidecar:
-            from IPython.display import display
-
             display(self.view)
         return self
+
+    def keep(self) -> None:
+        """Show below what a saved notebook keeps of it, and nothing else."""
+        self._kept.show()
 
     def close(self) -> None:
         """Take it off the page and stop updating it; the session goes on."""
         self._closing.set()
         self._actions.close()
         with self._refreshing:
-            for widget in (self._sidecar, self.view, *self.view.children):
+            for widget in (self._sidecar, *_family(self.view)):
                 if widget is not None:
                     widget.close()
 
@@ -81,30 +97,62 @@ class Panel:
             self._shown = ()
             self._watcher = threads.start(self._watch, "gpumem_nb panel")
 
-    def _repr_mimebundle_(self, **options: Any) -> Any:
-        return self.view._repr_mimebundle_(**options)
+    def _ipython_display_(self) -> None:
+        display(self.view)
+        self._kept.show()
 
     def __repr__(self) -> str:
         return f"<Panel of {self._session!r}>"
 
     def _make(self) -> Any:
         self._ranks = self._session.ranks
-        self._charts = Charts(self._ranks)
+        self._charts = Charts(self._ranks, BIG if self.big else 1.0)
         self._controls = Controls(self._session, self._ask)
         self._status = _region("gpumem-status", "status", "what is happening")
         self._alert = _region("gpumem-alert", "alert", "")
         self._effect = _region("gpumem-effect", "status", "before and after the latest change")
         self._tiles = _region("gpumem-numbers", "group", "numbers now")
         self._filling = _region("gpumem-filling", "group", "what fills the memory")
+        self._key = _region("gpumem-keys", "group", "what the charts show")
         self._truths = _region("gpumem-truths", "group", "what the numbers of memory mean")
         self._truths.html = wording.truths(self._ranks)
+        self._dismiss = ipywidgets.Button(icon="times", tooltip="close this message")
+        self._dismiss.add_class("gpumem-dismiss")
+        self._dismiss.on_click(lambda _: self._ask(self._close_message))
+        self._pin = _toggle("compare with this", "thumb-tack", "compare all further settings with those of now")
+        self._latest = _toggle(f"last {LAST_STEPS} steps", "search-plus", "of all steps, show the latest alone")
+        self._smooth = _toggle("smooth", "line-chart", "lines as moving averages")
+        self._log_loss = _toggle("log loss", "superscript", "the loss on a logarithmic axis")
+        self._pin.observe(lambda change: self._wanted_pin(change["new"]), names="value")
+        for choice in (self._latest, self._smooth, self._log_loss):
+            choice.observe(lambda _: self._ask(self._draw_anew), names="value")
         css = ipywidgets.HTML(CSS + self._charts.css)
         css.add_class("gpumem-css")
-        regions = [self._status, self._alert]
-        numbers = [self._effect, self._tiles, self._filling]
-        parts = [css, *regions, self._controls.buttons, self._controls.knobs, *numbers]
-        view = ipywidgets.VBox([*parts, self._charts.figure, self._truths])
+        top = box([self._status, self._controls.buttons], "gpumem-top")
+        self._fits = [ipywidgets.Button(tooltip="train with these settings") for _ in range(_FITS)]
+        for place, button in enumerate(self._fits):
+            button.on_click(lambda _, place=place: self._ask(lambda: self._apply(place)))
+        fits = box(self._fits, "gpumem-fits")
+        message = box([self._alert, self._dismiss, fits, self._filling], "gpumem-message")
+        view_of = box([self._pin, self._latest, self._smooth, self._log_loss], "gpumem-choices")
+        knobs = [self._controls.knobs, self._controls.more]
+        view = ipywidgets.VBox(
+            [
+                css,
+                top,
+                *knobs,
+                self._tiles,
+                self._effect,
+                message,
+                self._charts.figure,
+                self._key,
+                view_of,
+                self._truths,
+            ]
+        )
         view.add_class("gpumem-panel")
+        if self.big:
+            view.add_class("gpumem-big")
         return view
 
     def _watch(self) -> None:
@@ -124,6 +172,29 @@ class Panel:
     def _refused(self, why: str) -> None:
         self._refusal = why
 
+    def _close_message(self) -> None:
+        self._dismissed = self._session.history.rescue
+
+    def _wanted_pin(self, wanted: bool) -> None:
+        if wanted != (self._session.history.pinned is not None):
+            self._ask(lambda: self._session.pin(wanted))
+
+    def _apply(self, place: int) -> None:
+        """Train with one of the settings that were tried out after memory ran out."""
+        rescue = self._session.history.rescue
+        if rescue is not None and place < len(rescue.fitting):
+            wanted = rescue.fitting[place].settings
+            self._session.set(**wanted.changed_from(self._session.settings))
+
+    def _offer(self, rescue: Rescue | None) -> None:
+        fits = rescue.fits if rescue else []
+        for place, button in enumerate(self._fits):
+            button.layout.display = "" if place < len(fits) else "none"
+            button.description = f"Apply {fits[place]}" if place < len(fits) else ""
+
+    def _draw_anew(self) -> None:
+        self._shown = ()
+
     def _refresh(self) -> None:
         with self._refreshing:
             if self.closed:
@@ -140,26 +211,44 @@ class Panel:
         status = wording.status(session, time.monotonic() - self._heard_s)
         self._controls.follow()
         self._status.html = status
-        cards = wording.rescue(history.rescue) + "".join(map(wording.leak, history.leaks.values()))
+        rescue = None if session.ended or history.rescue is self._dismissed else history.rescue
+        cards = wording.rescue(rescue) + "".join(map(wording.leak, history.leaks.values()))
         self._alert.html = wording.alert(self._refusal) or cards
+        self._dismiss.layout.display = "" if rescue and not self._refusal else "none"
+        self._offer(None if self._refusal else rescue)
+        if not session.playing:
+            self._kept.follow()
         state = (history, history.version)
-        if state == self._shown:
+        if state == self._shown and not self._charts.lost():
             return
         self._shown = state
-        samples = self._samples()
-        self._effect.html = wording.effect(history.effect())
-        self._tiles.html = wording.tiles(session, samples, history.readings)
+        self._pin.disabled, self._pin.value = not history.tried, history.pinned is not None
+        self._effect.html = wording.effect(history.effect(), history.pinned is not None)
+        self._tiles.html = wording.tiles(session, history.readings)
         settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
         evaluations = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]
-        view = View.of(self._ranks, history.readings, samples, settings.get, evaluations)
+        choice = Choice(self._latest.value, self._smooth.value, self._log_loss.value)
+        view = View.of(self._ranks, history.readings, self._samples(), settings.get, evaluations, choice)
         blocks = session.workload.blocks if session.workload else 0
         words = wording.filling(view.peaks, history, blocks)
-        self._filling.html = f"<p>{words}</p>{legend.key(view.worst)}{legend.strip(view.peaks)}" if words else ""
+        self._filling.html = f"<p>{words}</p>" if words else ""
+        self._key.html = legend.key(view.worst) + legend.pins(view.marks) + legend.strip(view.peaks)
         self._charts.update(view)
 
     def _samples(self) -> list[list[Sample]]:
         history = self._session.history
         return [[s for s in of_rank if s.settings_id >= history.loaded_as] for of_rank in history.samples()]
+
+
+def _family(widget: Any) -> Iterator[Any]:
+    """A widget and all that lie in it."""
+    for child in getattr(widget, "children", ()):
+        yield from _family(child)
+    yield widget
+
+
+def _toggle(label: str, icon: str, tip: str) -> Any:
+    return ipywidgets.ToggleButton(description=label, icon=icon, tooltip=tip)
 
 
 def _region(css_class: str, role: str, label: str) -> Region:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,8 @@ from ..shared.settings import Settings
 Array = NDArray[np.float64]
 Value = Callable[[Sample], float | None]
 MOST_POINTS = 300
-MOST_LINES = 8  # more ranks are drawn as the highest, the median and the lowest of them at each point
 MOST_MARKS = 8
+SMOOTHING = 0.9  # of one point upon the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,16 @@ class Series:
     _starts: NDArray[np.intp]
 
     def highest(self, value: Value) -> Array:
-        """The highest value within each bucket, a row for each of :func:`lines`."""
-        return _few(np.maximum.reduceat(self._table(value), self._starts, axis=-1))
-
-    def mean(self, value: Value) -> Array:
-        """The mean within each bucket, a row for each of :func:`lines`."""
-        return _few(self._mean(self._table(value)))
+        """The highest value within each bucket, a row for each rank."""
+        return np.maximum.reduceat(self._table(value), self._starts, axis=-1)
 
     def mean_of_ranks(self, value: Value) -> Array:
         """The mean of all ranks within each bucket, in one row."""
         return self._mean(self._table(value).mean(axis=0))
+
+    def sum_of_ranks(self, value: Value) -> Array:
+        """What all ranks have together, as the mean within each bucket, in one row."""
+        return self._mean(self._table(value).sum(axis=0))
 
     def _table(self, value: Value) -> Array:
         """A row for each rank; what is not known is not a number."""
@@ -65,19 +65,21 @@ def series(by_rank: Sequence[Sequence[Sample]]) -> Series:
     return Series(step[np.append(starts[1:], length) - 1], rows, starts)
 
 
-def lines(ranks: int) -> list[str]:
-    """Names of the rows of a value that each rank has: the ranks', or of some of many."""
-    return [f"rank {rank}" for rank in range(ranks)] if ranks <= MOST_LINES else ["highest rank", "median", "lowest"]
-
-
-def _few(by_rank: Array) -> Array:
-    return by_rank if len(by_rank) <= MOST_LINES else np.quantile(by_rank, [1, 0.5, 0], axis=0)
+def smoothed(values: Array, weight: float = SMOOTHING) -> Array:
+    """The exponential moving average of a row, without its bias towards the first value; gaps stay gaps."""
+    result, mean, seen = np.full_like(values, np.nan), 0.0, 0.0
+    for place, value in enumerate(values):
+        if np.isfinite(value):
+            mean, seen = weight * mean + (1 - weight) * value, weight * seen + (1 - weight)
+            result[place] = mean / seen
+    return result
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line at a step; ``bad`` for what ended a step."""
+    """A vertical line at a step; ``bad`` for what ended a step. They are numbered from 1, the latest highest."""
 
+    number: int
     step: int
     text: str
     bad: bool
@@ -100,6 +102,7 @@ def marks(by_rank: Sequence[Sequence[Sample]], settings: Callable[[int], Setting
             step = first.step + bool(kinds)
             earlier = found.pop(step, None)
             joined = f"{earlier.text} → {text}" if earlier else text
-            found[step] = Mark(step, joined, bool(kinds) or bool(earlier and earlier.bad))
+            found[step] = Mark(0, step, joined, bool(kinds) or bool(earlier and earlier.bad))
         before = now or before
-    return list(found.values())[-MOST_MARKS:]
+    numbered = [replace(mark, number=number) for number, mark in enumerate(found.values(), start=1)]
+    return numbered[-MOST_MARKS:]

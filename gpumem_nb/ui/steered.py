@@ -57,6 +57,9 @@ class Steered(Protocol):
     def set(self, **knobs: Any) -> Settings:
         """Change knobs."""
 
+    def pin(self, wanted: bool = True) -> None:
+        """Compare all further settings with those of now."""
+
     def play(self) -> None:
         """Train in the background until :meth:`pause`."""
 

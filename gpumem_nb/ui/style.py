@@ -50,58 +50,99 @@ LOOKS = {
     c.OTHER: Look(GREY),
 }
 UNKNOWN = Look(GREY, "\\")
-RANK_COLOURS = (SKY, ORANGE, GREEN, PURPLE, BLUE)
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
+BIG = 1.5  # times as large as usual: for a room
+# Sizes are in em of the panel's own type, so that one number makes all of it larger. The width of the panel decides its
+# layout, not that of the window. What comes and goes has a place of its own: nothing below it moves.
 CSS = """<style>
-.gpumem-panel { color: var(--jp-ui-font-color1, inherit); font-size: 16px; line-height: 1.35; padding: 4px 8px 8px; }
-.gpumem-panel .gpumem-status { font-size: 24px; font-weight: 600; margin: 4px 0; min-height: 34px; }
-.gpumem-panel .gpumem-status small { font-size: 17px; font-weight: 400; color: var(--jp-ui-font-color2, inherit); }
-.gpumem-panel .gpumem-alert > div, .gpumem-panel .gpumem-effect > div {
-  border-left: 6px solid; padding: 6px 12px; margin: 4px 0; background: var(--jp-layout-color2, transparent);
-  font-size: 18px; }
-.gpumem-panel .gpumem-alert > div { border-color: #D55E00; }
-.gpumem-panel .gpumem-alert h4 { margin: 0 0 2px; font-size: 20px; }
-.gpumem-panel .gpumem-alert p { margin: 2px 0; font-size: 16px; }
-.gpumem-panel .gpumem-alert span { margin-right: 20px; display: inline-block; }
-.gpumem-panel .gpumem-effect > div { border-color: #009E73; }
-.gpumem-panel .gpumem-effect b { font-size: 20px; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.gpumem-panel .gpumem-effect span { margin-right: 20px; display: inline-block; }
-.gpumem-panel .gpumem-tiles { display: flex; flex-wrap: wrap; gap: 8px; margin: 6px 0; }
-.gpumem-panel .gpumem-tiles > div { flex: 1 1 0; min-width: 112px;
-  border: 1px solid var(--jp-border-color2, currentColor);
-  border-radius: 4px; padding: 4px 10px; }
-.gpumem-panel .gpumem-tiles b { display: block; white-space: nowrap;
-  font-size: 28px; line-height: 1.2; font-variant-numeric: tabular-nums; }
-.gpumem-panel .gpumem-tiles span { font-size: 14px; color: var(--jp-ui-font-color2, inherit); }
-.gpumem-panel .gpumem-controls { display: grid; grid-template-columns: repeat(auto-fill, minmax(170px, 1fr));
-  gap: 4px 12px; overflow: visible; }
-.gpumem-panel .gpumem-controls .widget-inline-hbox { flex-direction: column; align-items: stretch; height: auto;
-  width: auto; margin: 0; overflow: visible; }
-.gpumem-panel .gpumem-controls .widget-label { width: auto; text-align: left; font-size: 14px; height: 20px;
-  line-height: 20px; color: var(--jp-ui-font-color2, inherit); }
-.gpumem-panel .gpumem-controls select, .gpumem-panel .gpumem-controls input { font-size: 17px; width: 100%;
-  flex: 0 0 34px; height: 34px; }
-.gpumem-panel .gpumem-controls select { appearance: auto; background-image: none; }
-.gpumem-panel .gpumem-buttons { overflow: visible; flex-wrap: wrap; }
-.gpumem-panel .gpumem-buttons button { font-size: 17px; height: 36px; line-height: 36px; width: 104px; }
+.gpumem-panel { container-type: inline-size; color: var(--jp-ui-font-color1, inherit); font-size: 14px;
+  line-height: 1.35; padding: 2px 8px 8px; overflow: visible; }
+.gpumem-panel.gpumem-big { font-size: 21px; }
+.gpumem-panel .widget-box { overflow: visible; }
+.gpumem-panel .gpumem-top { display: flex; align-items: center; justify-content: space-between; gap: 0.6em;
+  min-height: 2.7em; }
+.gpumem-panel .gpumem-status { flex: 1 1 0; min-width: 0; font-size: 1.2em; font-weight: 600; line-height: 1.2;
+  display: flex; align-items: center; gap: 0.5em; }
+.gpumem-panel .gpumem-status > span { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 2;
+  overflow: hidden; }
+.gpumem-panel .gpumem-status small { font-size: 0.8em; font-weight: 400; color: var(--jp-ui-font-color2, inherit); }
+.gpumem-panel .gpumem-sign { flex: none; font-style: normal; font-size: 0.75em; width: 2em; height: 2em;
+  line-height: 2em; text-align: center; border-radius: 50%; color: #fff; background: #888888; }
+.gpumem-panel .gpumem-sign.gpumem-trains { background: #009E73; }
+.gpumem-panel .gpumem-sign.gpumem-waits { background: #E69F00; color: #000; }
+.gpumem-panel .gpumem-sign.gpumem-ended { background: #D55E00; }
+.gpumem-panel .gpumem-buttons { flex: none; gap: 0.3em; }
+.gpumem-panel .gpumem-buttons button { font-size: 1em; height: 2.3em; line-height: 2.3em; width: auto;
+  min-width: 5.4em; padding: 0 0.7em; margin: 0; }
 .gpumem-panel button:focus-visible, .gpumem-panel select:focus-visible, .gpumem-panel input:focus-visible {
   outline: 3px solid #E69F00; outline-offset: 1px; }
-.gpumem-panel .gpumem-filling p { margin: 6px 0 4px; font-size: 18px; }
-.gpumem-panel .gpumem-key { display: flex; flex-wrap: wrap; gap: 2px 18px; list-style: none; margin: 0; padding: 0;
-  font-size: 15px; font-variant-numeric: tabular-nums; }
-.gpumem-panel .gpumem-key li { white-space: nowrap; }
-.gpumem-panel .gpumem-key i { display: inline-block; width: 22px; height: 14px; margin-right: 6px;
-  vertical-align: -1px; }
+.gpumem-panel .gpumem-knobs { display: grid; grid-template-columns: repeat(5, minmax(0, 1fr)); gap: 0.2em 0.6em; }
+.gpumem-panel .gpumem-knob { position: relative; display: block; }
+.gpumem-panel .gpumem-knob .widget-inline-hbox { flex-direction: column; align-items: stretch; height: auto;
+  width: auto; margin: 0; overflow: visible; }
+.gpumem-panel .gpumem-knob .widget-label { width: auto; text-align: left; font-size: 0.86em; height: 1.5em;
+  line-height: 1.5em; color: var(--jp-ui-font-color2, inherit); }
+.gpumem-panel .gpumem-knob select, .gpumem-panel .gpumem-knob input { font-size: 1em; width: 100%;
+  flex: 0 0 2em; height: 2em; }
+.gpumem-panel .gpumem-knob select { appearance: auto; background-image: none; }
+.gpumem-panel .gpumem-error > div { position: absolute; z-index: 6; top: 100%; left: 0; min-width: 100%; width: 20em;
+  padding: 0.3em 0.6em; background: var(--jp-layout-color1, #fff); border: 2px solid #D55E00; font-size: 0.9em;
+  box-shadow: 0 2px 6px rgba(0,0,0,0.4); }
+.gpumem-panel .gpumem-knob:has(.gpumem-error > div) input, .gpumem-panel .gpumem-knob:has(.gpumem-error > div) select {
+  outline: 2px solid #D55E00; }
+.gpumem-panel .gpumem-knob:nth-child(5n) .gpumem-error > div,
+.gpumem-panel .gpumem-knob:nth-child(5n + 4) .gpumem-error > div { left: auto; right: 0; }
+.gpumem-panel .gpumem-tiles { display: grid; grid-template-columns: repeat(5, minmax(0, 1fr)); gap: 0.4em;
+  margin: 0.5em 0 0.3em; }
+.gpumem-panel .gpumem-tiles > div { border: 1px solid var(--jp-border-color2, currentColor); border-radius: 4px;
+  padding: 0.1em 0.5em; min-height: 4.1em; }
+.gpumem-panel .gpumem-tiles b { display: block; white-space: nowrap; font-size: 1.45em; line-height: 1.25;
+  font-variant-numeric: tabular-nums; }
+.gpumem-panel .gpumem-tiles span { display: block; font-size: 0.82em; line-height: 1.2;
+  color: var(--jp-ui-font-color2, inherit); }
+.gpumem-panel .gpumem-effect > div { border-left: 5px solid #009E73; padding: 0.2em 0.7em; min-height: 2.8em;
+  background: var(--jp-layout-color2, transparent); }
+.gpumem-panel .gpumem-effect b { font-variant-numeric: tabular-nums; white-space: nowrap; }
+.gpumem-panel .gpumem-effect span { margin-right: 1.2em; display: inline-block; }
+.gpumem-panel .gpumem-message { position: relative; display: flex; align-items: flex-start; height: 5.8em;
+  margin: 0.3em 0; overflow-y: auto; }
+.gpumem-panel .gpumem-message .gpumem-alert { flex: 1 1 0; }
+.gpumem-panel .gpumem-message .gpumem-filling { flex: 1 1 auto; }
+.gpumem-panel .gpumem-message:not(:has(.gpumem-alert > div)) .gpumem-alert { flex: none; }
+.gpumem-panel .gpumem-fits { flex: 0 1 auto; display: block; max-width: 40%; }
+.gpumem-panel .gpumem-fits button { display: block; width: 100%; height: auto; margin: 0 0 0.2em; padding: 0.15em 0.5em;
+  white-space: normal; text-align: left; font-size: 0.86em; line-height: 1.3; }
+.gpumem-panel .gpumem-message p { margin: 0.1em 0; }
+.gpumem-panel .gpumem-alert > div { border-left: 5px solid #D55E00; padding: 0.1em 0.7em; min-height: 5.4em;
+  background: var(--jp-layout-color2, transparent); }
+.gpumem-panel .gpumem-alert h4 { margin: 0; font-size: 1.1em; }
+.gpumem-panel .gpumem-alert span { margin-right: 1.2em; display: inline-block; }
+.gpumem-panel .gpumem-message:has(.gpumem-alert > div) .gpumem-filling { display: none; }
+.gpumem-panel .gpumem-dismiss { flex: none; order: 3; width: 2em; height: 2em; font-size: 1em; line-height: 2em;
+  padding: 0; margin: 0 0 0 0.3em; }
+.gpumem-panel .gpumem-key, .gpumem-panel .gpumem-pins { display: flex; flex-wrap: wrap; gap: 0 1em; list-style: none;
+  margin: 0 0 0.3em; padding: 0; font-size: 0.88em; font-variant-numeric: tabular-nums; }
+.gpumem-panel .gpumem-key li, .gpumem-panel .gpumem-pins li { white-space: nowrap; }
+.gpumem-panel .gpumem-key i { display: inline-block; box-sizing: border-box; width: 1.4em; height: 0.9em;
+  margin-right: 0.4em; vertical-align: -1px; }
+.gpumem-panel .gpumem-key .gpumem-limit { border-top: 4px solid #D55E00; height: 4px; vertical-align: 3px; }
+.gpumem-panel .gpumem-key .gpumem-live { width: 0.9em; border: 2px solid #000; border-radius: 50%; background: #fff; }
+.gpumem-panel .gpumem-key .gpumem-reserved { border: 2px solid #888888; }
+.gpumem-panel .gpumem-pins b { display: inline-block; border: 1px solid #888888; min-width: 1.4em; text-align: center; }
+.gpumem-panel .gpumem-pins .gpumem-bad b { border-color: #D55E00; }
+.gpumem-panel .gpumem-pins small { color: var(--jp-ui-font-color2, inherit); }
 .gpumem-panel .gpumem-none { color: var(--jp-ui-font-color2, inherit); }
-.gpumem-panel .gpumem-strip { margin: 8px 0 2px; }
-.gpumem-panel .gpumem-strip span { font-size: 14px; color: var(--jp-ui-font-color2, inherit); }
-.gpumem-panel .gpumem-strip div { display: grid; grid-template-columns: repeat(auto-fill, minmax(30px, 1fr));
+.gpumem-panel .gpumem-strip { margin: 0.4em 0 0.2em; }
+.gpumem-panel .gpumem-strip span { font-size: 0.88em; color: var(--jp-ui-font-color2, inherit); }
+.gpumem-panel .gpumem-strip div { display: grid; grid-template-columns: repeat(auto-fill, minmax(2em, 1fr));
   gap: 2px; }
-.gpumem-panel .gpumem-strip i { height: 26px; line-height: 26px; font-size: 12px; font-style: normal;
+.gpumem-panel .gpumem-strip i { height: 1.8em; line-height: 1.8em; font-size: 0.86em; font-style: normal;
   text-align: center; box-sizing: border-box; }
 .gpumem-panel .gpumem-strip .gpumem-higher { outline: 3px solid #D55E00; outline-offset: -1px; }
-.gpumem-panel .gpumem-truths { font-size: 14px; color: var(--jp-ui-font-color2, inherit); }
+.gpumem-panel .gpumem-choices { display: flex; flex-wrap: wrap; gap: 0.3em; margin: 0.2em 0; }
+.gpumem-panel .gpumem-choices button { font-size: 0.9em; height: 2em; line-height: 2em; width: auto; padding: 0 0.6em;
+  margin: 0; }
+.gpumem-panel .gpumem-truths { font-size: 0.88em; color: var(--jp-ui-font-color2, inherit); }
 .gpumem-panel .gpumem-truths summary { cursor: pointer; }
 .gpumem-panel .gpumem-truths p { margin: 2px 0; }
 .gpumem-panel .gpumem-css { display: none; }
@@ -112,6 +153,13 @@ CSS = """<style>
   stroke: var(--jp-border-color2, #888) !important; }
 .gpumem-panel .js-plotly-plot .hoverlayer path { fill: var(--jp-layout-color2, #eee) !important;
   stroke: var(--jp-border-color1, #888) !important; }
+@container (max-width: 46em) {
+  .gpumem-panel .gpumem-knob .widget-label { font-size: 0.76em; }
+  .gpumem-panel .gpumem-tiles b { font-size: 1.2em; }
+}
+@container (max-width: 36em) {
+  .gpumem-panel .gpumem-knobs, .gpumem-panel .gpumem-tiles { grid-template-columns: repeat(3, minmax(0, 1fr)); }
+}
 </style>"""
 
 

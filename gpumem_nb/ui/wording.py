@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from html import escape
 
@@ -13,7 +12,7 @@ from ..report.breakdown import place
 from ..report.configurations import Effect
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
-from ..shared.messages import Leak, RankInfo, Reading, Sample
+from ..shared.messages import Leak, RankInfo, Reading
 from ..shared.units import format_bytes, format_rate
 from .advice import FIXED, what_helps
 from .bands import Peak, above_median, worst_first
@@ -21,10 +20,25 @@ from .steered import Steered
 
 PATIENCE_S = 2.0  # an answer that takes longer is worth a word
 _WORTH_A_WORD = 0.1  # of the peak
-_LATEST_STEPS = 10  # what "now" means for speed and step time
+_SIGNS = {"trains": "▶", "rests": "❚❚", "waits": "…", "ended": "■"}
 
 
 def status(session: Steered, silent_s: float) -> str:
+    """A sign of the state and :func:`_doing` in one line."""
+    state = _state(session, silent_s)
+    sign = f'<i class="gpumem-sign gpumem-{state}" aria-hidden="true">{_SIGNS[state]}</i>'
+    return f"{sign}<span>{_doing(session, silent_s)}</span>"
+
+
+def _state(session: Steered, silent_s: float) -> str:
+    if session.ended:
+        return "waits" if session.ended == RESTARTING else "ended"
+    if session.wait_report or (session.waiting_for and silent_s > PATIENCE_S):
+        return "waits"
+    return "trains" if session.playing else "rests"
+
+
+def _doing(session: Steered, silent_s: float) -> str:
     """What is happening, and what is being waited for; ``silent_s`` is the time since ranks last reported."""
     ranks = f"{session.size} ranks" if session.size > 1 else "1 rank"
     workload, steps = session.workload, session.history.steps
@@ -57,38 +71,32 @@ def _sentence(text: str) -> str:
     return f"{escape(text[:1].upper() + text[1:])}."
 
 
-def tiles(session: Steered, samples: Sequence[Sequence[Sample]], readings: Sequence[Reading | None]) -> str:
-    """The few numbers that are shown large."""
-    latest = [[sample for sample in of_rank if sample.done][-_LATEST_STEPS:] for of_rank in samples]
-    now = latest[0][-1].settings_id if latest and latest[0] else None
-    latest = [[sample for sample in of_rank if sample.settings_id == now] for of_rank in latest]
-    speed = step_s = loss = None
-    if now is not None and all(latest):
-        speed = statistics.median(sum(s.samples_per_s for s in at_once) for at_once in zip(*latest, strict=False))
-        step_s = statistics.median(max(s.step_s for s in at_once) for at_once in zip(*latest, strict=False))
-        losses = [of_rank[-1].loss for of_rank in latest]
-        loss = None if None in losses else statistics.fmean(value for value in losses if value is not None)
-    memory, of = _worst(readings)
+def tiles(session: Steered, readings: Sequence[Reading | None]) -> str:
+    """The few numbers that are shown large: those of the latest configuration, as ``%hvd_runs`` has them."""
+    tried = session.history.tried[-1] if session.history.tried else None
+    speed = tried.samples_per_s if tried else None
+    batch = tried.settings.samples_per_rank * session.size if tried else 0
+    memory, of = _worst(readings, tried.peak_bytes if tried else None)
     virtual = " (virtual)" if any(info.virtual for info in session.ranks) else ""
     return _tiles(
         (f"{format_rate(speed)}", "samples/s, all ranks"),
-        (memory, f"worst rank's VRAM peak{virtual}{of}"),
-        ("n/a" if loss is None else f"{loss:.4f}", "loss"),
-        ("n/a" if step_s is None else f"{step_s * 1000:.0f} ms", "step time"),
+        (memory, f"VRAM peak{virtual}{of}"),
+        ("n/a" if tried is None or tried.loss is None else f"{tried.loss:.4f}", "loss"),
+        (f"{1000 * batch / speed:.0f} ms" if speed else "n/a", "step time"),
         (f"{session.history.steps:,}", f"steps{_epochs(session)}"),
     )
 
 
-def _worst(readings: Sequence[Reading | None]) -> tuple[str, str]:
+def _worst(readings: Sequence[Reading | None], peak_bytes: int | None) -> tuple[str, str]:
+    """The worst rank's peak, and what it is of its limit; before a step was done, the peak since the limit was set."""
     known = [reading for reading in readings if reading]
     if not known:
         return "n/a", ""
     worst = max(known, key=lambda reading: reading.live_peak_bytes / (reading.limit_bytes or 1))
+    peak = worst.live_peak_bytes if peak_bytes is None else peak_bytes
     if not worst.limit_bytes:
-        return format_bytes(worst.live_peak_bytes), ", limit n/a"
-    return format_bytes(
-        worst.live_peak_bytes
-    ), f", {worst.live_peak_bytes / worst.limit_bytes:.0%} of {format_bytes(worst.limit_bytes)}"
+        return format_bytes(peak), ", limit n/a"
+    return format_bytes(peak), f", {peak / worst.limit_bytes:.0%} of {format_bytes(worst.limit_bytes)}"
 
 
 def _epochs(session: Steered) -> str:
@@ -105,16 +113,22 @@ def _tiles(*numbers: tuple[str, str]) -> str:
     return f'<div class="gpumem-tiles">{body}</div>'
 
 
-def effect(effect: Effect | None) -> str:
-    """Before and after the latest flip."""
+def effect(effect: Effect | None, pinned: bool) -> str:
+    """Before and after the latest flip, or the pinned configuration and the latest."""
     if effect is None:
-        return ""
+        return "<div>Change a setting: what that does to memory and speed is shown here.</div>"
+    flip = f"{'pinned: ' if pinned else ''}{effect.flip}"
     if not effect.after.steps:
-        return f"<div><span>{escape(effect.flip)}</span> will be measured with the next step</div>"
+        return f"<div><span>{escape(flip)}</span> will be measured with the next step</div>"
     return (
-        f"<div><span>{escape(effect.flip)}</span> <span>live peak <b>{escape(effect.memory)}</b></span> "
-        f"<span><b>{escape(effect.speed)}</b></span></div>"
+        f"<div><span>{escape(flip)}</span> <span>live peak <b>{escape(effect.memory)}</b></span> "
+        f"<span>{escape(effect.speed)}</span></div>"
     )
+
+
+def field_error(value: str, why: str) -> str:
+    """Why what somebody typed cannot be used."""
+    return f"<div><b>{escape(value)}</b>: {escape(why)}</div>"
 
 
 def filling(found: Sequence[Peak], history: History, blocks: int) -> str:

@@ -28,7 +28,7 @@ class PanelPage:
 
     def press(self, button: str) -> None:
         """Press one of the buttons."""
-        self.page.locator(".gpumem-panel").get_by_role("button", name=button).click()
+        self.page.locator(".gpumem-panel .gpumem-buttons").get_by_role("button", name=button).click()
 
     def play(self) -> None:
         """Press Play and wait until it has happened."""
@@ -79,6 +79,19 @@ class PanelPage:
     @property
     def effect(self) -> Locator:
         return self.page.locator(".gpumem-panel .gpumem-effect")
+
+    @property
+    def key(self) -> Locator:
+        return self.page.locator(".gpumem-panel .gpumem-key")
+
+    @property
+    def pins(self) -> Locator:
+        return self.page.locator(".gpumem-panel .gpumem-pins")
+
+    def error(self, knob: str) -> Locator:
+        """What is said at a knob's control about what was typed there."""
+        control = self.page.get_by_label(knob, exact=True)
+        return self.page.locator(".gpumem-panel .gpumem-knob", has=control).locator(".gpumem-error")
 
     def steps(self) -> int:
         """The step number shown."""

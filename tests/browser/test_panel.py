@@ -15,6 +15,7 @@ from gpumem_nb.shared.categories import CATEGORIES
 from tests.internals import folders_expression
 
 from .lab import PATIENCE_S, Lab
+from .layout import collisions, size, sticks_out, wait_until_fitted
 from .panel_page import SHOWN, PanelPage, open_panel
 
 pytestmark = pytest.mark.browser
@@ -66,7 +67,7 @@ def test_play_advances_steps_and_draws_every_chart(panel: PanelPage) -> None:
     panel.wait_for_steps(3)
     expect(panel.status).to_contain_text("Training digits-resnet on 2 ranks")
     panel.pause()
-    for axis, traces in (("x2", 2), ("x3", 2), ("x4", 1), ("x5", 2)):
+    for axis, traces in (("x2", 2), ("x3", 1), ("x4", 1)):
         shown = panel.traces(axis)
         assert len(shown) == traces
         for trace in shown:
@@ -79,6 +80,25 @@ def test_play_advances_steps_and_draws_every_chart(panel: PanelPage) -> None:
     panel.press("Step")
     panel.wait_for_steps(1)
     expect(panel.status).to_contain_text(f"Paused at step {steps + 1}")
+
+
+@pytest.mark.parametrize("width", [700, 1024, 1366, 1900, 2200])
+def test_everything_fits_one_screen_and_nothing_covers_anything(panel: PanelPage, width: int) -> None:
+    page = panel.page
+    before = page.viewport_size
+    try:
+        page.set_viewport_size({"width": width, "height": 1500})
+        if width == 700:
+            page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
+        wait_until_fitted(panel)
+        assert collisions(panel) == []
+        assert sticks_out(panel) == []
+        assert size(panel)[1] <= 800
+    finally:
+        if width == 700:
+            page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
+        assert before
+        page.set_viewport_size(before)
 
 
 def test_every_control_changes_what_the_ranks_measure(panel: PanelPage) -> None:
@@ -113,7 +133,9 @@ def test_before_and_after_agree_with_history_and_chart(panel: PanelPage) -> None
     expect(panel.effect).to_contain_text(str(now["speed"]))
     for trace in panel.traces("x2"):
         assert trace["y"][-1] == pytest.approx(now["peak"] / 2**20, rel=1e-6)  # type: ignore[operator]
-    expect(panel.page.locator(".gpumem-panel .annotation-text", has_text="batch 16").first).to_be_visible()
+    expect(panel.pins.locator("li").last).to_contain_text("batch 16")
+    number = panel.pins.locator("li b").last.inner_text()
+    expect(panel.page.locator(".gpumem-panel .annotation-text", has_text=number).last).to_be_visible()
 
 
 def test_stacks_add_up_to_the_peak_and_the_words_name_the_largest_part(panel: PanelPage) -> None:
@@ -128,7 +150,7 @@ def test_stacks_add_up_to_the_peak_and_the_words_name_the_largest_part(panel: Pa
     largest = max(worst, key=lambda name: worst[name])
     share = 100 * worst[largest] / sum(worst.values())
     expect(panel.filling).to_contain_text(f"{largest[:1].upper()}{largest[1:]} fill")
-    expect(panel.filling).to_contain_text(f"{largest} {share:.1f} %")
+    expect(panel.key).to_contain_text(f"{largest} {share:.1f} %")
 
 
 @pytest.mark.parametrize(
@@ -158,10 +180,13 @@ def test_a_flip_moves_the_right_band(panel: PanelPage, knob: str, value: str, ba
 def test_a_batch_size_that_cannot_be_is_explained_and_taken_back(panel: PanelPage, value: str, says: str) -> None:
     before = panel.notebook.evaluate("s.settings.batch_size")
     panel.choose("batch_size", value)
-    expect(panel.alert).to_contain_text(says)
-    expect(panel.alert).to_have_attribute("role", "alert")
+    expect(panel.error("batch_size")).to_contain_text(says)
+    expect(panel.error("batch_size")).to_contain_text(f"{value}: ")
+    expect(panel.error("batch_size")).to_have_attribute("role", "alert")
     expect(panel.control("batch_size")).to_have_value(str(before))
     assert panel.notebook.evaluate("s.settings.batch_size") == before
+    panel.choose("accumulation_steps", "2" if panel.control("accumulation_steps").input_value() == "1" else "1")
+    expect(panel.error("batch_size")).to_have_text("")
 
 
 def test_panel_lives_and_its_controls_work_while_a_cell_runs(panel: PanelPage, lab: Lab) -> None:
@@ -197,6 +222,35 @@ def test_a_memory_report_has_figures_beside_its_tables_and_saves_them(panel: Pan
     assert "<table" in saved[2]["text/html"]
 
 
+def test_a_saved_notebook_keeps_what_was_tried(panel: PanelPage, lab: Lab) -> None:
+    panel.notebook.evaluate("s.set(batch_size=24) and None")
+    panel.play()
+    panel.wait_for_steps(2)
+    panel.pause()
+    kept = panel.page.locator(".jp-CodeCell").nth(2).locator(".jp-RenderedHTMLCommon table")
+    expect(kept).to_contain_text("24×")
+    panel.page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+    widget, static = [output["data"] for output in nbformat.read(lab.root / "two.ipynb", 4).cells[2].outputs]
+    assert "application/vnd.jupyter.widget-view+json" in widget
+    assert "<table" in static["text/html"]
+    assert static["image/svg+xml"].startswith("<svg")
+    assert "24×" in static["text/plain"]
+
+
+def test_charts_that_a_slow_page_has_missed_are_sent_again(panel: PanelPage) -> None:
+    page = panel.page
+    slow = page.context.new_cdp_session(page)
+    slow.send("Emulation.setCPUThrottlingRate", {"rate": 20})
+    panel.notebook.evaluate("s.panel().close()")
+    page.locator(".jp-CodeCell").nth(2).locator(".cm-content").click()
+    page.keyboard.press("Control+Enter")
+    steps = panel.notebook.evaluate("s.train(3) and s.history.steps")  # before the page listens to the charts
+    slow.send("Emulation.setCPUThrottlingRate", {"rate": 1})
+    panel.wait_until_shown()
+    page.wait_for_function(f"{SHOWN}?._fullData?.find(t => t.xaxis === 'x3')?.x?.at(-1) === {steps}")
+    slow.detach()
+
+
 def test_controls_follow_changes_made_in_cells(panel: PanelPage) -> None:
     panel.notebook.evaluate("s.set(precision='fp32', clip_norm=0.5) and None")
     expect(panel.control("precision")).to_have_value("fp32")
@@ -230,7 +284,17 @@ def test_out_of_memory_is_explained_survived_and_taken_back(panel: PanelPage) ->
     expect(panel.alert).to_contain_text("went back to batch_size=32")
     expect(panel.control("batch_size")).to_have_value("32")
     panel.wait_for_steps(2)
-    expect(panel.page.locator(".gpumem-panel .annotation-text", has_text="OOM batch 300").first).to_be_visible()
+    expect(panel.pins).to_contain_text("OOM batch 300")
+    panel.page.locator(".gpumem-panel .gpumem-fits button").first.click()  # Apply: what was tried out and fits
+    expect(panel.effect).to_contain_text("batch_size 32 → ")
+    assert panel.notebook.evaluate("s.settings.samples_per_rank") >= 300
+    expect(panel.alert).to_have_text("")
+    panel.notebook.evaluate(SET_DEFAULTS)
+    panel.wait_for_steps(2)
+    panel.choose("batch_size", "300")
+    expect(panel.alert).to_contain_text("would have fit")
+    panel.page.locator(".gpumem-panel .gpumem-dismiss").click()
+    expect(panel.alert).to_have_text("")
     panel.pause()
 
 
@@ -270,6 +334,9 @@ def test_a_panel_docks_beside_the_notebook_and_is_closed_everywhere(panel: Panel
     shown = panel.page.locator(".jp-LinkedOutputView .gpumem-status, .jp-MainAreaWidget .gpumem-status")
     panel.notebook.run(5)
     expect(shown).to_have_count(2)
+    wait_until_fitted(panel)
+    assert collisions(panel) == []
+    assert sticks_out(panel) == []
     panel.notebook.evaluate("s.panel().close()")
     expect(panel.page.locator(".gpumem-panel")).to_have_count(0)
     panel.notebook.run(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from gpumem_nb.shared.knobs import KNOBS, Knob, LiveModel, register
 from gpumem_nb.shared.knobs.knob import MOST
 from gpumem_nb.shared.knobs.option import whole
 from gpumem_nb.shared.settings import Settings
+from tests.internals import widgets_in
 
 pytestmark = pytest.mark.cluster
 
@@ -32,9 +32,9 @@ def test_a_throw_away_knob_works_everywhere(two_ranks: Session, fresh: Callable[
     session.run(lambda: register(knob))
     panel = session.panel()
     try:
-        controls = {w.description: w for box in panel.view.children for w in getattr(box, "children", ())}
+        controls = {w.description: w for w in widgets_in(panel.view) if hasattr(w, "description")}
         assert controls["ballast_mib"].value == "1"
-        assert complete_hvd(None, SimpleNamespace(line="%hvd_set ballast")) == ["ballast_mib="]
+        assert complete_hvd.offered("%hvd_set ballast") == ["ballast_mib="]
         with pytest.raises(InvalidInput, match="ballast_mib='much' cannot be used: it must be a number"):
             session.set(ballast_mib="much")
         session.set(ballast_mib="8")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from jupyter_client.manager import start_new_kernel
@@ -74,9 +75,13 @@ def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: 
     run(shell, "%hvd_set precision=fp32 checkpointing=none batch_size=16 accumulation_steps=1 optimizer=adamw")
     assert run(shell, "%hvd_train 5").steps == 5
     run(shell, "%hvd_set batch_size=8 accumulation_steps=2 checkpointing=blocks")
-    assert "batch_size=8" in capsys.readouterr().out
+    changes = "checkpointing none → blocks, batch_size 16 → 8, accumulation_steps 1 → 2"
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert sorted(printed.split(", ")) == sorted(changes.split(", "))
+    run(shell, "%hvd_set batch_size=8")
+    assert "nothing was changed" in capsys.readouterr().out
     run(shell, "%hvd_set on_oom=shrink stall_limit_s=20")
-    assert "on_oom=shrink stall_limit_s=20.0" in capsys.readouterr().out
+    assert capsys.readouterr().out == "on_oom revert → shrink, stall_limit_s 30.0 → 20.0\n"
     run(shell, "%hvd_set on_oom=revert stall_limit_s=30")
     run(shell, "%hvd_play")
     assert current().playing
@@ -185,9 +190,20 @@ def test_a_deliberate_error_of_the_python_api_is_a_sentence_too(
     assert "Traceback" not in shown
 
 
+def offered(shell: InteractiveShell, text: str) -> list[str]:
+    """What the text becomes by each completion that a notebook would show at its end."""
+    assert shell.Completer is not None
+    with provisionalcompleter():
+        found = list(shell.Completer.completions(text, len(text)))
+    return [text[: one.start] + one.text for one in found]
+
+
 def test_completion_works_in_the_shell(shell: InteractiveShell) -> None:
-    assert "precision=" in shell.complete("pre", "%hvd_set pre", 12)[1]
-    assert "bf16" in shell.complete("b", "%hvd_set precision=b", 20)[1]
+    assert offered(shell, "%hvd_set prec") == ["%hvd_set precision="]
+    assert offered(shell, "%hvd_set precision=b") == ["%hvd_set precision=bf16"]
+    assert offered(shell, "x = 1\n%hvd_load digits-r") == ["x = 1\n%hvd_load digits-resnet"]
+    assert "%hvd_start --timeout" in offered(shell, "%hvd_start --")
+    assert len(offered(shell, "%hvd_start --")) == len({*offered(shell, "%hvd_start --")}) < 10, "nothing of Python's"
 
 
 def test_what_a_cell_did_before_it_failed_is_shown(

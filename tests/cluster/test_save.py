@@ -97,7 +97,7 @@ def test_a_new_cluster_goes_on_bit_for_bit(two_ranks: Session, fresh: Callable[.
         assert session.resume(tmp_path / f"{settings['optimizer']}.state").steps == 20
         assert session.settings == gpumem_nb.Settings().replace(**settings)
         assert session.status().steps == 20
-        assert ", 2.5 epochs" in wording.tiles(session, session.history.samples(), session.history.readings)
+        assert ", 2.5 epochs" in wording.tiles(session, session.history.readings)
         assert losses(session, 12) == expected_losses
         assert weights(session) == fingerprint
 

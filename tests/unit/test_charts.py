@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from typing import Any
 
+import numpy as np
 import pytest
+from plotly import graph_objects as go
 
 from gpumem_nb.report.evaluation import Evaluation
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui.charts import Charts, View, table
 from gpumem_nb.ui.charts.chart import Chart, Drawn, Place
-from gpumem_nb.ui.charts.lines import rank_lines
 from gpumem_nb.ui.charts.loss import LOSS
+from gpumem_nb.ui.charts.view import Choice
 from tests.ledgers import MIB, info, ledger, reading, sample
 
 
@@ -46,10 +49,10 @@ def drawn(view: View) -> tuple[Any, dict[str, Any]]:
 def test_a_chart_of_ones_own_is_one_object_and_one_line() -> None:
     live = Chart(
         title=lambda view: f"Live after each step, {view.unit}",
-        place=Place(row=2, column=0, span=3),
-        traces=lambda view, axes: rank_lines(view, decimals=1),
+        place=Place(row=3, column=0, span=3),
+        traces=lambda view, axes: [go.Scatter(name=f"rank {info.rank}") for info in view.ranks],
         draw=lambda view, axes: Drawn(
-            [(view.series.step, line / view.unit_bytes) for line in view.series.mean(lambda one: one.live_bytes)]
+            [(view.series.step, line / view.unit_bytes) for line in view.series.highest(lambda one: one.live_bytes)]
         ),
     )
     table.register(live)
@@ -58,13 +61,13 @@ def test_a_chart_of_ones_own_is_one_object_and_one_line() -> None:
     first, second = traces[-2:]
     assert [first.name, second.name] == ["rank 0", "rank 1"]
     assert [list(first.x), list(first.y), list(second.y)] == [[1, 2, 3, 4], [9] * 4, [10] * 4]
-    assert first.xaxis == second.xaxis == "x6"
-    assert layout["xaxis6"]["title"]["text"] == "optimizer step"
+    assert first.xaxis == second.xaxis == "x5"
+    assert layout["xaxis5"]["title"]["text"] == "optimizer step"
     titles = {note["text"]: note["y"] for note in layout["annotations"]}
-    bottom, top = layout["yaxis6"]["domain"]
-    assert 0 < bottom < top < titles["<b>Live after each step, MiB</b>"] < layout["yaxis3"]["domain"][0]
-    assert [shape["x0"] for shape in layout["shapes"] if shape["xref"] == "x6"] == [3], "the flip is marked in it too"
-    assert [note["xref"] for note in layout["annotations"] if note["text"] == "bf16"] == ["x2"], "and named once"
+    bottom, top = layout["yaxis5"]["domain"]
+    assert 0 <= bottom < top < titles["<b>Live after each step, MiB</b>"] < layout["yaxis4"]["domain"][0]
+    assert [shape["x0"] for shape in layout["shapes"] if shape["xref"] == "x5"] == [3], "the flip is marked in it too"
+    assert [note["xref"] for note in layout["annotations"] if note["text"] == "<b>1</b>"] == ["x2"], "and numbered once"
 
 
 def test_the_order_of_the_table_changes_the_axes_and_not_what_is_drawn() -> None:
@@ -88,8 +91,10 @@ def test_the_order_of_the_table_changes_the_axes_and_not_what_is_drawn() -> None
 
 def test_no_two_charts_are_at_the_same_place_and_none_is_beside_the_grid() -> None:
     assert not any(one.place.overlaps(other.place) for one, other in itertools.combinations(table.CHARTS, 2))
-    with pytest.raises(ValueError, match=r"cannot be at Place\(row=0, column=0, span=2\): another one is at"):
+    with pytest.raises(ValueError, match=r"cannot be at Place\(row=0, column=0, span=2, rows=1\): another one is at"):
         table.register(dataclasses.replace(LOSS, place=Place(row=0, column=0, span=2)))
+    assert Place(row=0, column=0, rows=2).overlaps(Place(row=1, column=0, span=3))
+    assert not Place(row=0, column=0, rows=2).overlaps(Place(row=2, column=0))
     with pytest.raises(ValueError, match="columns 2 to 3"):
         Place(row=2, column=2, span=2)
 
@@ -102,12 +107,61 @@ def test_the_loss_on_the_validation_data_is_drawn_beside_that_of_training() -> N
     assert (list(validated.x), list(validated.y)) == ([2, 4], [0.75, 0.5])
     assert (validated.xaxis, validated.yaxis) == (trained.xaxis, trained.yaxis)
     titles = [note["text"] for note in layout["annotations"]]
-    assert "<b>Mean loss, validation (dots)</b>" in titles
+    assert "<b>Loss, mean of ranks (dots: validation)</b>" in titles
     assert "<b>Loss, mean of ranks</b>" in [note["text"] for note in drawn(before)[1]["annotations"]]
 
 
+def test_charts_over_steps_are_zoomed_together_and_show_the_latest_steps_when_asked() -> None:
+    steps = range(1, 301)
+    by_rank = [[sample(step, 0, samples_per_s=100.0 + 50 * (step % 2), loss=1 / step) for step in steps]]
+    all_steps = View.of([info(0)], [reading()], by_rank, lambda _: None)
+    choice = Choice(latest=True, smooth=True, log_loss=True)
+    charts = Charts([info(0)])
+    layout = charts.figure.layout
+    charts.update(all_steps)
+    assert layout.xaxis2.autorange is True
+    assert layout.xaxis3.matches == layout.xaxis4.matches == "x2"
+    assert [layout[f"xaxis{number}"].showticklabels for number in (2, 3, 4)] == [False, False, True]
+    charts.update(dataclasses.replace(all_steps, choice=choice))
+    shown = charts.figure.to_dict()["layout"]
+    assert (shown["xaxis2"]["autorange"], list(shown["xaxis2"]["range"])) == (False, [200, 300])
+    assert shown["yaxis4"]["type"] == "log"
+    [speed] = [trace for trace in charts.figure.data if trace.name == "samples/s"]
+    assert np.ptp(speed.y[-50:]) < 10 < np.ptp(all_steps.series.sum_of_ranks(lambda one: one.samples_per_s))
+    charts.update(all_steps)
+    shown = charts.figure.to_dict()["layout"]
+    assert (shown["xaxis2"]["autorange"], shown["yaxis4"]["type"]) == (True, "linear")
+
+
+def test_no_numbers_are_made_up_before_a_step_was_done() -> None:
+    view = View.before([info(0)])
+    _, layout = drawn(view)
+    assert [layout[f"yaxis{number}"]["showticklabels"] for number in (2, 3, 4)] == [False] * 3
+    assert "no step yet" in [note["text"] for note in layout["annotations"]]
+    assert drawn(two_ranks())[1]["yaxis2"]["showticklabels"] is True
+
+
+def test_what_no_page_has_drawn_is_sent_again_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    view, sent = two_ranks(), []
+    charts = Charts(view.ranks)
+    monkeypatch.setattr(type(charts.figure), "acknowledged", property(lambda figure: drawn_by_a_page))
+    monkeypatch.setattr(charts.figure, "plotly_update", lambda data, layout: sent.append((now_s, len(layout))))
+    drawn_by_a_page = False
+    charts.update(view)
+    for second in range(200):
+        now_s = float(second)
+        if charts.lost():
+            charts.update(view)
+    assert [at_s for at_s, _ in sent] == [0, 2, 6, 14, 30, 62, 122, 182]
+    assert len({changes for _, changes in sent}) == 1, "all of it, each time"
+    drawn_by_a_page = True
+    assert not charts.lost()
+
+
 def test_a_chart_that_forgets_a_trace_is_named() -> None:
-    table.register(dataclasses.replace(LOSS, title=lambda view: "Half", place=Place(2, 0), draw=lambda *_: Drawn([])))
+    table.register(dataclasses.replace(LOSS, title=lambda view: "Half", place=Place(3, 0), draw=lambda *_: Drawn([])))
     view = two_ranks()
     with pytest.raises(ValueError, match="'Half' has 2 traces and points for 0"):
         Charts(view.ranks).update(view)

@@ -21,7 +21,7 @@ def test_figures_of_old_configurations_stay_when_their_steps_are_let_go() -> Non
     assert [tried.peak_bytes for tried in history.tried] == [101 + index for index in range(10)]
     assert [tried.samples_per_s for tried in history.tried] == [10.0 * index for index in range(1, 11)]
     assert [tried.steps for tried in history.tried] == [4] * 10
-    assert [len(tried.throughputs) for tried in history.tried] == [1] * 7 + [3] * 3
+    assert [len(tried.throughputs) for tried in history.tried] == [0] * 7 + [2] * 3
 
 
 def test_the_cost_of_recording_steps_is_a_share_of_all_time() -> None:

@@ -180,6 +180,9 @@ def figure() -> None:
     must(list(state["_widget_data"][0]["y"]) == [1, 2, 3], f"the page gets {state['_widget_data']}")
     must(state["_widget_layout"]["title"]["text"] == "now", f"the page gets {state['_widget_layout']}")
     must("_widget_data" not in figure.get_state(key="_view_name"), "more than was asked for")
+    must(not figure.acknowledged, "no page has drawn it")
+    figure.set_state({"_js2py_traceDeltas": {"trace_deltas": [], "trace_edit_id": figure._last_trace_edit_id}})
+    must(figure.acknowledged, "a page has said that it drew it")
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ...cluster.calls import Call
 from ...cluster.ranks import Ranks
 from ...report import waits
 from ...report.waits import WaitReport
 from ...shared.errors import TrainingFailed
+from ...shared.messages import ChunkReply
 from ...shared.ranklist import name_ranks
 from ..history import History
 from .state import TrainingState
@@ -99,3 +100,8 @@ class Stalls:
             self._state.stop(TrainingFailed(f"{before}{self.stuck}"))
         self._state.bell.ring()
         self._history.mark("stall", why)
+
+
+def came_apart(replies: Sequence[ChunkReply]) -> bool:
+    """Whether a rank was freed from waiting for the others."""
+    return any(reply.failure and reply.failure.kind == "stall" for reply in replies)

@@ -15,6 +15,7 @@ from ...report.rescue import Rescue
 from ...report.run_summary import Run
 from ...shared.errors import ClusterDied, GpumemError, InvalidInput, TrainingFailed
 from ...shared.messages import Chunk, ChunkReply, Sample
+from ...shared.progress import Progress
 from ...shared.ranklist import name_ranks
 from ...shared.settings import Settings
 from ...shared.workload import WorkloadInfo
@@ -27,7 +28,7 @@ from .chunks import Chunks
 from .device_readings import DeviceReadings
 from .failures import Failures
 from .in_flight import InFlight, Pace
-from .stalls import Stalls
+from .stalls import Stalls, came_apart
 from .state import TrainingState
 
 MOST_STEPS = 10**9
@@ -223,7 +224,7 @@ class Training:
         self._state.raise_failure()
         raise TrainingFailed("The model was not evaluated, because its settings had just failed. Try again.")
 
-    def train(self, steps: int) -> Run:
+    def train(self, steps: int, progress: Progress = lambda what, done: None) -> Run:
         """Train that many steps and wait for them. An interrupt pauses and returns what was done by then.
 
         Raises:
@@ -237,9 +238,14 @@ class Training:
         try:
             with self._state.locked():
                 self._state.start_recording()
+
+            def ended(began: int = self._history.steps) -> bool:
+                progress(self._history.latest(), (self._history.steps - began) / steps)
+                # After a stall some rank may be busy for long with what the others were freed from.
+                return not self.busy or (self._stalls.told and self._state.failure is not None)
+
             self.play(steps)
-            # After a stall some rank may be busy for long with what the others were freed from.
-            self._wait_until(lambda: not self.busy or (self._stalls.told and self._state.failure is not None))
+            self._wait_until(ended)
         except KeyboardInterrupt:
             if not self.pause(timeout=PAUSE_PATIENCE_S) and not self.interrupt():
                 raise
@@ -249,7 +255,7 @@ class Training:
             with self._state.locked():
                 samples, notes, evaluations = self._state.end_recording()
         self._state.raise_failure()
-        return Run(samples, dict(self._state.known_settings), notes, evaluations)
+        return Run(samples, dict(self._state.known_settings), self._history.tried[-1], notes, evaluations)
 
     def interrupt(self) -> bool:
         """Stop training and interrupt what the ranks are doing; a step under way is discarded.
@@ -358,7 +364,7 @@ class Training:
                 self._count(chunk, done)
             elif not (samples or failure):
                 self._in_flight.left_before_it_began(chunk)
-            if _came_apart(replies):
+            if came_apart(replies):
                 self._stalled(chunk, call)
             elif failure:
                 self._failures.handle(failure, chunk)
@@ -385,14 +391,10 @@ class Training:
             call = self._in_flight.take()
             self._stalls.all_answered()
             self._snapshots.received(0.0, replies)
-            if _came_apart(replies) and not self._stalls.told:
+            if came_apart(replies) and not self._stalls.told:
                 self._stalls.tell(call)
             self._failures.learn(chunk, replies)
         self._state.bell.ring()
 
     def _wait_until(self, true: Callable[[], bool], timeout: float | None = None) -> bool:
         return self._state.bell.wait_until(lambda: true() or self._closing, timeout) and true()
-
-
-def _came_apart(replies: list[ChunkReply]) -> bool:
-    return any(reply.failure and reply.failure.kind == "stall" for reply in replies)

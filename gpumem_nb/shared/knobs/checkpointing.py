@@ -27,6 +27,7 @@ CHECKPOINTING = Knob(
     "checkpointing",
     "none",
     "activation checkpointing: keep all activations, or recompute them in backward per block or per √n blocks",
+    in_front=True,
     choices=("none", "blocks", "sqrt"),
     short="ckpt ",
     moves={ACTIVATIONS: MOST, CASTS: SOME},  # casts are made one segment at a time

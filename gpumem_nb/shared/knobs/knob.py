@@ -73,6 +73,7 @@ class Knob(Option):
     """An option of training that can be switched between two steps.
 
     Attributes:
+        in_front: whether the panel shows it at once, or with those behind "more".
         short: what stands before the value in a chart's marks; by default the name.
         moves: the categories of memory that it makes smaller or larger, and roughly how much of each.
         changes_mathematics: whether training goes another way with it, or a function of settings before and after.
@@ -84,6 +85,7 @@ class Knob(Option):
         retired: values that states saved by earlier versions may name, and what they are read as.
     """
 
+    in_front: bool = False
     short: str | None = None
     moves: Mapping[str, int] = field(default_factory=dict)
     changes_mathematics: bool | Callable[[Settings, Settings], bool] = True

@@ -64,6 +64,7 @@ OPTIMIZER = Knob(
     "optimizer",
     "adamw",
     "update rule; 'own' is the optimizer that the workload brings (offered when it brings one)",
+    in_front=True,
     choices=(*_OURS, _OWN),
     short="",
     moves={OPTIMIZER_STATE: MOST},

@@ -20,6 +20,7 @@ PRECISION = Knob(
     "precision",
     "fp32",
     "arithmetic of forward and backward: fp32, or autocast to fp16 (with loss scaling) or bf16",
+    in_front=True,
     choices=("fp32", "fp16", "bf16"),
     short="",
     moves={ACTIVATIONS: HALF, CASTS: MOST, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},

@@ -40,6 +40,10 @@ class Values:
         """All values by name, for tables, files and json."""
         return {name: getattr(self, name) for name in self.table}
 
+    def changed_from(self, other: Self) -> dict[str, Any]:
+        """What differs from ``other`` by name, with the value it has here."""
+        return {name: getattr(self, name) for name in self.table if getattr(self, name) != getattr(other, name)}
+
     def _with(self, changed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         merged = {name: value for name, value in changed.items() if name in self.table}
         for name, value in values.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -16,10 +17,11 @@ from .grid import Grid
 from .marks import mark_labels, mark_lines
 from .view import View
 
-_STEP_AXIS = {"title": {"text": "optimizer step", "standoff": 2, "font": {"size": 14}}, "tickformat": "d"}
+FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 2.0, 60.0
 _CLEAR = "rgba(0,0,0,0)"
-_LEGEND = {"orientation": "h", "yanchor": "bottom", "bgcolor": _CLEAR}
 _TITLE = {"xref": "paper", "yref": "paper", "showarrow": False, "xanchor": "left", "yanchor": "bottom"}
+_TITLE_PX, _TEXT_PX = 14, 12
+_FEW_TICKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,19 @@ class Charts:
     Attributes:
         figure: the widget to show.
         css: the style sheet that goes with it.
+
+    Args:
+        ranks: whose.
+        scale: how many times as large text and charts are.
     """
 
-    def __init__(self, ranks: Sequence[RankInfo]) -> None:
+    def __init__(self, ranks: Sequence[RankInfo], scale: float = 1.0) -> None:
         self._placed = _place(table.CHARTS, View.before(ranks))
-        self._grid = Grid.of(placed.chart.place for placed in self._placed)
+        self._scale = scale
+        self._grid = Grid.of((placed.chart.place for placed in self._placed), scale)
         self._sent: dict[str, Any] = {}
+        self._sent_s = 0.0
+        self._patience_s = FIRST_PATIENCE_S
         of_theme = [placed.axes for placed in self._placed if placed.chart.theme_lines]
         self.css = "".join(theme_line_css(axes.x + axes.y) for axes in of_theme)
         self.figure = LiveFigure(
@@ -62,21 +71,46 @@ class Charts:
         points = [point for of_chart in drawn for point in of_chart.points]
         layout = self._layout(view, drawn)
         changed = {name: value for name, value in layout.items() if self._sent.get(name) != value}
-        self._sent = layout
+        self._sent, self._sent_s = layout, time.monotonic()
         self.figure.plotly_update({"x": [x for x, _ in points], "y": [y for _, y in points]}, changed)
 
+    def lost(self) -> bool:
+        """Whether no page has drawn the latest update for long, so that all of it is to be sent again.
+
+        The longer nobody answers the longer it takes until it is asked again: perhaps nobody looks.
+        """
+        if self.figure.acknowledged:
+            self._patience_s = FIRST_PATIENCE_S
+            return False
+        if time.monotonic() - self._sent_s < self._patience_s:
+            return False
+        self._patience_s = min(LONGEST_PATIENCE_S, 2 * self._patience_s)
+        self._sent = {}
+        return True
+
+    @property
+    def _over_steps(self) -> list[_Placed]:
+        """Charts over steps, from the top. The first one's axis is what the others follow."""
+        found = [placed for placed in self._placed if placed.chart.over_steps]
+        return sorted(found, key=lambda placed: (placed.chart.place.row, placed.chart.place.column))
+
     def _layout(self, view: View, drawn: Sequence[Drawn]) -> dict[str, Any]:
-        ranges = {
-            f"{_key(placed.axes.y)}.range": of_chart.y_range
-            for placed, of_chart in zip(self._placed, drawn, strict=True)
-            if of_chart.y_range is not None
-        }
+        layout: dict[str, Any] = {}
+        for placed, of_chart in zip(self._placed, drawn, strict=True):
+            axis = _key(placed.axes.y)
+            layout[f"{axis}.type"] = of_chart.y_type
+            if of_chart.y_range is not None:
+                layout[f"{axis}.range"] = of_chart.y_range
+        for placed in self._over_steps:  # no numbers are made up before there are any
+            layout[f"{_key(placed.axes.y)}.showticklabels"] = view.has_steps
+        for placed in self._over_steps[:1]:  # the others follow it
+            axis, window = _key(placed.axes.x), view.window
+            layout |= {f"{axis}.autorange": window is None} | ({f"{axis}.range": window} if window else {})
         shapes = [shape for of_chart in drawn for shape in of_chart.shapes]
         notes = [note for of_chart in drawn for note in of_chart.annotations]
-        over_steps = [placed.axes for placed in self._placed if placed.chart.over_steps]
         labels = [mark_labels(view, placed.axes) for placed in self._placed if placed.chart.names_marks]
-        return ranges | {
-            "shapes": shapes + mark_lines(view, over_steps),
+        return layout | {
+            "shapes": shapes + mark_lines(view, [placed.axes for placed in self._over_steps]),
             "annotations": list(chain(self._titles(view), notes, *labels)),
         }
 
@@ -86,7 +120,9 @@ class Charts:
                 "text": f"<b>{placed.chart.title(view)}</b>",
                 "x": self._grid.across(placed.chart.place)[0],
                 "y": self._grid.title_y(placed.chart.place),
-                "font": {"size": 17},
+                # The first column's begin at the panel's edge: that leaves the next column's their place.
+                "xshift": 0 if placed.chart.place.column else 4 - self._grid.margin_px["l"],
+                "font": {"size": _TITLE_PX * self._scale},
                 **_TITLE,
             }
             for placed in self._placed
@@ -99,50 +135,60 @@ class Charts:
             "margin": self._grid.margin_px,
             "paper_bgcolor": _CLEAR,
             "plot_bgcolor": _CLEAR,
-            "font": {"size": 14},
+            "font": {"size": _TEXT_PX * self._scale},
             "barmode": "stack",
-            "dragmode": False,
-            "legend": _LEGEND | {"x": 0.5, "xanchor": "center", "y": self._grid.legend_y, "yanchor": "top"},
+            "dragmode": "zoom",
+            "showlegend": False,
         }
         for placed in self._placed:
-            layout |= _layout_of(placed.chart, placed.axes, self._grid)
+            layout |= self._layout_of(placed)
+        return layout
+
+    def _layout_of(self, placed: _Placed) -> dict[str, Any]:
+        """A chart's axes. Steps can be zoomed, in all charts at once; nothing else can."""
+        chart, axes = placed.chart, placed.axes
+        place = chart.place
+        x: dict[str, Any] = {"domain": self._grid.across(place), "anchor": axes.y, "showgrid": False}
+        y: dict[str, Any] = {
+            "domain": self._grid.upwards(place),
+            "anchor": axes.x,
+            "rangemode": "tozero",
+            "gridcolor": GREY,
+        }
+        if chart.over_steps:
+            lowest = not any(place.is_on(other.chart.place) for other in self._over_steps)
+            first = self._over_steps[0].axes.x
+            # Ticks that nobody sees keep their labels off that of the y axis' 0.
+            apart = {"ticks": "outside", "ticklen": 6, "tickcolor": _CLEAR}
+            x |= {"tickformat": "d", "showticklabels": lowest} | apart | ({} if axes.x == first else {"matches": first})
+            title = "optimizer step" if lowest else ""
+        else:
+            x |= {"fixedrange": True}
+            title = chart.x_title
+        if title:
+            x["title"] = {"text": title, "standoff": 2, "font": {"size": _TEXT_PX * self._scale}}
+        if place.row and place.rows == 1:
+            y["nticks"] = _FEW_TICKS
+        layout: dict[str, Any] = {_key(axes.x): x, _key(axes.y): y | {"fixedrange": True}}
+        if chart.second_y:
+            second = {"overlaying": axes.y, "anchor": axes.x, "matches": axes.y, "visible": False, "fixedrange": True}
+            layout[_key(axes.second_y)] = second
         return layout
 
 
 def _place(charts: Sequence[Chart], view: View) -> list[_Placed]:
     """Each chart with its axes: plotly's names end in a number, which the first axis does without."""
     placed = []
-    second_y, legend = len(charts) + 1, 2
+    second_y = len(charts) + 1
     for number, chart in enumerate(charts, start=1):
         suffix = "" if number == 1 else str(number)
-        axes = Axes(
-            x=f"x{suffix}",
-            y=f"y{suffix}",
-            second_y=f"y{second_y}" if chart.second_y else "",
-            legend=f"legend{legend}" if chart.own_legend else "legend",
-        )
+        axes = Axes(x=f"x{suffix}", y=f"y{suffix}", second_y=f"y{second_y}" if chart.second_y else "")
         second_y += chart.second_y
-        legend += chart.own_legend
         traces = chart.traces(view, axes)
         for trace in traces:
             trace.update(xaxis=trace.xaxis or axes.x, yaxis=trace.yaxis or axes.y)
         placed.append(_Placed(chart, axes, traces))
     return placed
-
-
-def _layout_of(chart: Chart, axes: Axes, grid: Grid) -> dict[str, Any]:
-    """A chart's axes and legend."""
-    across, upwards = grid.across(chart.place), grid.upwards(chart.place)
-    step = _STEP_AXIS if chart.over_steps else {}
-    layout: dict[str, Any] = {
-        _key(axes.x): {"domain": across, "anchor": axes.y, "showgrid": False, **step},
-        _key(axes.y): {"domain": upwards, "anchor": axes.x, "rangemode": "tozero", "gridcolor": GREY},
-    }
-    if chart.second_y:
-        layout[_key(axes.second_y)] = {"overlaying": axes.y, "anchor": axes.x, "matches": axes.y, "visible": False}
-    if chart.own_legend:
-        layout[axes.legend] = _LEGEND | {"x": across[0] - 0.02, "xanchor": "left", "y": upwards[1]}
-    return layout
 
 
 def _key(axis: str) -> str:

@@ -7,45 +7,42 @@ from dataclasses import dataclass
 
 from .chart import Place
 
-_COLUMNS = ((0.0, 0.29), (0.36, 0.65), (0.72, 1.0))  # where they begin and end, of the figure's width
-# The same of rows, upwards, of the height of a figure with two: the first is tall and leaves room for a legend.
-_FIRST, _SECOND = (0.43, 0.91), (0.04, 0.31)
-_EACH_MORE = 0.39  # what each row more adds to the height
-_FIRST_TITLE, _TITLE = 0.045, 0.01  # above a chart
-_LEGEND = -0.05  # of the whole figure, below the last row
-_TWO_ROWS_PX = 688
-_MARGIN_PX = {"l": 48, "r": 12, "t": 8, "b": 44}
+_COLUMNS = ((0.0, 0.27), (0.35, 0.66), (0.73, 1.0))  # where they begin and end, of the figure's width
+# Heights in pixels. Over steps the first rows share one axis, whose ticks stand below the last of them.
+_HEIGHTS = (152, 62, 62)
+_MORE = 160  # of each further row
+_TITLE, _TICKS = 24, 40  # above each row, and below those that share their axis with none
+_MARGIN = {"l": 48, "r": 10, "t": 2, "b": 40}
+_SHARED_ROWS = len(_HEIGHTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Turns places into plotly's coordinates, which count from 0 to 1 within the margins.
+    """Turns places into plotly's coordinates, which count from 0 to 1 within the margins, upwards.
 
     Attributes:
-        more: how many rows there are below the second one.
+        rows: how many there are.
+        scale: how many times as large everything is.
     """
 
-    more: int
+    rows: int
+    scale: float = 1.0
 
     @classmethod
-    def of(cls, places: Iterable[Place]) -> Grid:
+    def of(cls, places: Iterable[Place], scale: float = 1.0) -> Grid:
         """The grid that these fit in."""
-        return cls(max(0, *(place.row - 1 for place in places)))
+        return cls(max(_SHARED_ROWS, *(place.row + place.rows for place in places)), scale)
 
     @property
     def height_px(self) -> int:
         """Of the figure with its margins."""
-        return round(_TWO_ROWS_PX * self._stretch) + _MARGIN_PX["t"] + _MARGIN_PX["b"]
+        margin = self.margin_px
+        return round(self._end(self.rows - 1) * self.scale) + margin["t"] + margin["b"]
 
     @property
     def margin_px(self) -> dict[str, int]:
         """Around the charts."""
-        return _MARGIN_PX
-
-    @property
-    def legend_y(self) -> float:
-        """The top of the figure's legend."""
-        return _LEGEND / self._stretch
+        return {side: round(pixels * self.scale) for side, pixels in _MARGIN.items()}
 
     def across(self, place: Place) -> tuple[float, float]:
         """Left and right end of a chart."""
@@ -53,23 +50,19 @@ class Grid:
 
     def upwards(self, place: Place) -> tuple[float, float]:
         """Bottom and top of a chart."""
-        bottom, top = _edges(place.row)
-        return self._y(bottom), self._y(top)
+        return self._y(self._end(place.row + place.rows - 1)), self._y(self._begin(place.row))
 
     def title_y(self, place: Place) -> float:
         """The bottom of a chart's title."""
-        return self._y(_edges(place.row)[1] + (_TITLE if place.row else _FIRST_TITLE))
+        return self._y(self._begin(place.row) - 2)
 
-    @property
-    def _stretch(self) -> float:
-        return 1 + _EACH_MORE * self.more
+    def _y(self, from_top: float) -> float:
+        return 1 - from_top / self._end(self.rows - 1)
 
-    def _y(self, of_two_rows: float) -> float:
-        return (of_two_rows + _EACH_MORE * self.more) / self._stretch
+    def _begin(self, row: int) -> float:
+        """Pixels from the top of the figure to the top of a row's charts."""
+        above = 0 if row == 0 else self._end(row - 1) + (_TICKS if row >= _SHARED_ROWS else 0)
+        return above + _TITLE
 
-
-def _edges(row: int) -> tuple[float, float]:
-    if row == 0:
-        return _FIRST
-    lower = _EACH_MORE * (row - 1)
-    return _SECOND[0] - lower, _SECOND[1] - lower
+    def _end(self, row: int) -> float:
+        return self._begin(row) + (_HEIGHTS[row] if row < _SHARED_ROWS else _MORE)

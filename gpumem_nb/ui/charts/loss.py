@@ -11,22 +11,23 @@ from .view import View
 
 
 def _draw(view: View, _: Axes) -> Drawn:
-    trained = (view.series.step, view.series.mean_of_ranks(lambda sample: sample.loss))
+    loss = view.series.mean_of_ranks(lambda sample: sample.loss)
     validated = [(evaluation.step, evaluation.loss) for evaluation in view.evaluations][-MOST_POINTS:]
-    return Drawn([trained, ([step for step, _ in validated], [loss for _, loss in validated])])
+    trained = (view.series.step, view.shown(loss))
+    dots = ([step for step, _ in validated], [loss for _, loss in validated])
+    return Drawn([trained, dots], y_type="log" if view.choice.log_loss else "linear")
 
 
 LOSS = Chart(
-    title=lambda view: "Mean loss, validation (dots)" if view.evaluations else "Loss, mean of ranks",
-    place=Place(row=1, column=1),
+    title=lambda view: "Loss, mean of ranks" + (" (dots: validation)" if view.evaluations else ""),
+    place=Place(row=2, column=1, span=2),
     traces=lambda view, axes: [
-        go.Scatter(name="loss", mode="lines", line={"color": GREY, "width": 3}, showlegend=False),
+        go.Scatter(name="loss", mode="lines", line={"color": GREY, "width": 2}, hovertemplate="step %{x}: %{y:.4g}"),
         go.Scatter(
             name="validation",
             mode="lines+markers",
             line={"color": BLUE, "width": 2, "dash": "dot"},
-            marker={"size": 8},
-            showlegend=False,
+            marker={"size": 7},
             hovertemplate="validation after step %{x}: %{y:.4g}",
         ),
     ],

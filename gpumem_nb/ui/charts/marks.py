@@ -1,4 +1,4 @@
-"""Marks where something happened: lines through every chart over steps, and their labels."""
+"""Marks where something happened: lines through every chart over steps, and their numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from .chart import Axes
 from .lines import straight_line
 from .view import View
 
-_LABEL_LEVELS = 4  # labels that would cover each other go below each other
-_LETTER_WIDTH = 0.0125  # of a letter in a label, in widths of the chart; about 7 of 560 pixels
+_LEVELS = 3  # numbers that would cover each other go below each other
+_WIDTH = 0.035  # of a number, in widths of the chart
+_LEVEL_HEIGHT = 0.1
 
 
 def mark_lines(view: View, over_steps: Sequence[Axes]) -> list[dict[str, Any]]:
@@ -25,21 +26,21 @@ def mark_lines(view: View, over_steps: Sequence[Axes]) -> list[dict[str, Any]]:
 
 
 def mark_labels(view: View, axes: Axes) -> list[dict[str, Any]]:
-    """Labels at the top of a wide chart, each on the level where it covers least of the others."""
+    """The marks' numbers at the top of a wide chart, each on the level where it covers least of the others."""
     steps = view.series.step
-    first, last = (steps[0], steps[-1]) if steps.size else (0.0, 0.0)
-    place = {"xref": axes.x, "yref": f"{axes.y} domain", "yanchor": "top", "showarrow": False}
-    look = {"font": {"size": 13}, "bgcolor": "white", "borderpad": 0}  # the style sheet has the theme's colour for it
-    taken_to = [-1.0] * _LABEL_LEVELS
+    first, last = view.window or ((steps[0], steps[-1]) if steps.size else (0.0, 0.0))
+    place = {"xref": axes.x, "yref": f"{axes.y} domain", "xanchor": "center", "yanchor": "top", "showarrow": False}
+    taken_to = [-1.0] * _LEVELS
     labels = []
     for mark in view.marks:
-        at, width = (mark.step - first) / max(1.0, last - first), _LETTER_WIDTH * (len(mark.text) + 1)
-        leftward = at + width > 1
-        begin = at - width if leftward else at
-        level = next((level for level, end in enumerate(taken_to) if end <= begin), taken_to.index(min(taken_to)))
-        taken_to[level] = begin + width
-        anchor = "right" if leftward else "left"
-        labels.append({"text": mark.text, "x": mark.step, "y": 1 - 0.06 * level, "xanchor": anchor, **place, **look})
+        if mark.step < first:
+            continue
+        at = (mark.step - first) / max(1.0, last - first)
+        level = next((level for level, end in enumerate(taken_to) if end <= at), taken_to.index(min(taken_to)))
+        taken_to[level] = at + _WIDTH
+        # The style sheet has the theme's colour for the background.
+        look = {"bgcolor": "white", "borderpad": 1, "bordercolor": _look(mark)[0]}
+        labels.append({"text": f"<b>{mark.number}</b>", "x": mark.step, "y": 1 - _LEVEL_HEIGHT * level} | place | look)
     return labels
 
 

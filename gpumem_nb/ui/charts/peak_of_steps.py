@@ -1,4 +1,4 @@
-"""The peak of each step: bands of the worst rank's categories, and a line for each rank."""
+"""The peak of each step: bands of the worst rank's categories, and the highest and lowest rank's as lines."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any
 
 from plotly import graph_objects as go
 
-from ..style import DASHES, GREY, LOOKS, VERMILION
+from ..style import GREY, LOOKS, VERMILION
 from .chart import Axes, Chart, Drawn, Place
 from .lines import straight_line
 from .view import View
 
+_LINES = {"highest rank": "solid", "lowest rank": "dot"}
+
 
 def _title(view: View) -> str:
-    ranks = len(view.ranks)
-    lines = "" if ranks == 1 else "; lines: all ranks" if ranks == len(view.lines) else "; lines: highest to lowest"
-    return f"Peak of each step, {view.unit}: rank {view.worst.rank if view.worst else 0}{lines}"
+    return f"Peak of each step, {view.unit}, rank {view.worst.rank if view.worst else 0}"
 
 
 def _traces(view: View, _: Axes) -> list[Any]:
-    return [*_bands(), *_lines(view)]
+    return [*_bands(), *_lines()]
 
 
 def _bands() -> list[Any]:
@@ -32,37 +32,36 @@ def _bands() -> list[Any]:
             line={"shape": "hv", "width": 0, "color": look.colour},
             fillcolor=look.colour,
             fillpattern=look.filling if look.pattern else None,
-            showlegend=False,
             hovertemplate="step %{x}: %{y:.1f}",
         )
         for name, look in LOOKS.items()
     ]
 
 
-def _lines(view: View) -> list[Any]:
+def _lines() -> list[Any]:
     """Thin, and distinguished by their dashes only: the colours are those of the categories."""
     return [
         go.Scatter(
             name=name,
-            legendgroup=name,
-            showlegend=False,
             mode="lines",
-            line={"color": GREY, "dash": DASHES[rank % len(DASHES)], "width": 1.5, "shape": "hv"},
+            line={"color": GREY, "dash": dash, "width": 1.5, "shape": "hv"},
             hovertemplate="step %{x}: %{y:.1f}",
         )
-        for rank, name in enumerate(view.lines)
+        for name, dash in _LINES.items()
     ]
 
 
 def _draw(view: View, axes: Axes) -> Drawn:
     bands = [(view.bands.step, band) for band in view.bands.live / view.unit_bytes]
-    lines = [(view.series.step, line) for line in view.peak_of_steps / view.unit_bytes]
+    lines = [(view.series.step, line / view.unit_bytes) for line in (view.highest_peaks, view.lowest_peaks)]
     # In the bars' chart each bar has its own limit.
     limits = [
         straight_line(f"{axes.x} domain", (0, 1), axes.y, (limit / view.unit_bytes,) * 2, VERMILION, "solid", 3)
         for limit in view.limits
     ]
-    return Drawn([*bands, *lines], view.memory_range, shapes=limits)
+    nothing = {"xref": f"{axes.x} domain", "yref": f"{axes.y} domain", "x": 0.5, "y": 0.5, "showarrow": False}
+    notes = [] if view.has_steps else [{"text": "no step yet", **nothing}]
+    return Drawn([*bands, *lines], view.memory_range, shapes=limits, annotations=notes)
 
 
 PEAK_OF_STEPS = Chart(

@@ -1,20 +1,24 @@
-"""How many samples each rank trains a second; its legend names the ranks' lines for all charts."""
+"""How many samples all ranks together train a second."""
 
 from __future__ import annotations
 
+from plotly import graph_objects as go
+
+from ..style import SKY
 from .chart import Axes, Chart, Drawn, Place
-from .lines import rank_lines
 from .view import View
 
 
 def _draw(view: View, _: Axes) -> Drawn:
-    speeds = view.series.mean(lambda sample: sample.samples_per_s)
-    return Drawn([(view.series.step, speed) for speed in speeds])
+    speed = view.series.sum_of_ranks(lambda sample: sample.samples_per_s)
+    return Drawn([(view.series.step, view.shown(speed))])
 
 
 SPEED = Chart(
-    title=lambda view: "Samples/s of each rank",
-    place=Place(row=1, column=0),
-    traces=lambda view, axes: rank_lines(view, decimals=0, in_legend=True),
+    title=lambda view: "Samples/s, all ranks",
+    place=Place(row=1, column=1, span=2),
+    traces=lambda view, axes: [
+        go.Scatter(name="samples/s", mode="lines", line={"color": SKY, "width": 2}, hovertemplate="step %{x}: %{y:.0f}")
+    ],
     draw=_draw,
 )

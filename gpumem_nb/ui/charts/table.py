@@ -3,11 +3,11 @@
 What a chart needs:
 
 - a title, which may depend on what is shown;
-- a place in the grid of three columns: a free row and column, and how many columns it spans. A row below the last
+- a place in the grid of three columns: a free row and column, and how many of them it spans. A row below the last
   one makes the figure taller;
 - its traces while there is nothing to draw yet;
 - what it draws from a :class:`~.view.View`: an x and a y for each of its traces, in their order. A value of each step
-  comes from ``view.series``, thinned out: its ``highest`` or ``mean`` of each rank, or its ``mean_of_ranks``.
+  comes from ``view.series``, thinned out: its ``highest`` of each rank, ``mean_of_ranks`` or ``sum_of_ranks``.
 
 ``loss.py`` is the smallest. Axes and legends get their numbers when the figure is assembled: a chart that refers to
 them finds their names in the :class:`~.chart.Axes` it is given. A vertical line at each flip and failure is drawn
@@ -20,7 +20,6 @@ from .chart import Chart
 from .loss import LOSS
 from .peak_of_steps import PEAK_OF_STEPS
 from .speed import SPEED
-from .step_time import STEP_TIME
 from .vram import VRAM
 
 CHARTS: list[Chart] = [
@@ -28,7 +27,6 @@ CHARTS: list[Chart] = [
     PEAK_OF_STEPS,
     SPEED,
     LOSS,
-    STEP_TIME,
 ]
 
 

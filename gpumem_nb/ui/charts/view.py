@@ -6,15 +6,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ...report.evaluation import Evaluation
 from ...shared.messages import RankInfo, Reading, Sample
 from ...shared.settings import Settings
 from ..bands import Bands, Peak, bands, peaks, worst_first
-from ..series import Array, Mark, Series, lines, marks, series
+from ..series import Array, Mark, Series, marks, series, smoothed
 
 _LIMIT_IN_SIGHT = 3  # a limit more than so many times the highest bar would flatten it, and is told in words
-_HEADROOM = 1.35  # room above for the labels of marks
+_HEADROOM = 1.35  # room above for the numbers of marks
+LAST_STEPS = 100
 _GIB, _MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What somebody chose to see of it: the ``LAST_STEPS`` alone, smoothed lines, the loss on a logarithmic axis."""
+
+    latest: bool = False
+    smooth: bool = False
+    log_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,7 @@ class View:
         series: the finished steps of all ranks, thinned out.
         marks: where something happened.
         evaluations: on the validation data, oldest first.
+        choice: what of it is shown, and how.
     """
 
     ranks: Sequence[RankInfo]
@@ -40,6 +53,7 @@ class View:
     series: Series
     marks: Sequence[Mark]
     evaluations: Sequence[Evaluation]
+    choice: Choice
 
     @classmethod
     def of(
@@ -49,12 +63,14 @@ class View:
         samples: Sequence[Sequence[Sample]],
         settings: Callable[[int], Settings | None],
         evaluations: Sequence[Evaluation] = (),
+        choice: Choice | None = None,
     ) -> View:
         """The view of these ranks' readings and samples; ``settings`` are those of a settings id, where known."""
         found = peaks(samples, readings)
         worst = next(iter(worst_first(found)), None)
         of_worst = bands(samples[worst.rank] if worst else [])
-        return cls(ranks, readings, found, worst, of_worst, series(samples), marks(samples, settings), evaluations)
+        told = marks(samples, settings)
+        return cls(ranks, readings, found, worst, of_worst, series(samples), told, evaluations, choice or Choice())
 
     @classmethod
     def before(cls, ranks: Sequence[RankInfo]) -> View:
@@ -62,9 +78,21 @@ class View:
         return cls.of(ranks, [None] * len(ranks), [[] for _ in ranks], lambda _: None)
 
     @property
-    def lines(self) -> list[str]:
-        """The names of the lines of a value that each rank has: the ranks', or of some of many."""
-        return lines(len(self.ranks))
+    def has_steps(self) -> bool:
+        """Whether any step was finished."""
+        return bool(self.series.step.size)
+
+    @property
+    def window(self) -> tuple[float, float] | None:
+        """The first and the last step shown; ``None`` stands for all."""
+        if not self.choice.latest or not self.has_steps:
+            return None
+        last = float(self.series.step[-1])
+        return max(float(self.series.step[0]), last - LAST_STEPS), last
+
+    def shown(self, line: Array) -> Array:
+        """The values of a line as they are drawn."""
+        return smoothed(line) if self.choice.smooth else line
 
     @property
     def virtual(self) -> bool:
@@ -72,16 +100,21 @@ class View:
         return any(rank.virtual for rank in self.ranks)
 
     @cached_property
-    def peak_of_steps(self) -> Array:
-        """The highest live bytes of each step, a row for each of ``lines``."""
-        return self.series.highest(lambda sample: sample.live_peak_bytes)
+    def highest_peaks(self) -> Array:
+        """The highest live bytes of each step, of the rank that has most."""
+        return np.asarray(self._peaks.max(axis=0), dtype=np.float64)
+
+    @cached_property
+    def lowest_peaks(self) -> Array:
+        """The highest live bytes of each step, of the rank that has least."""
+        return np.asarray(self._peaks.min(axis=0), dtype=np.float64)
 
     @cached_property
     def top(self) -> int:
         """The most bytes that any chart of memory shows, limits aside; at least 1."""
         present = [reading for reading in self.readings if reading]
         now = [value for reading in present for value in (reading.live_peak_bytes, reading.reserved_bytes)]
-        return max([1, int(self.peak_of_steps.max(initial=0)), *now, *(peak.bytes for peak in self.peaks)])
+        return max([1, int(self.highest_peaks.max(initial=0)), *now, *(peak.bytes for peak in self.peaks)])
 
     @property
     def unit_bytes(self) -> int:
@@ -107,6 +140,10 @@ class View:
     def memory_range(self) -> list[float]:
         """Where the y axis of memory begins and ends, in ``unit``."""
         return [0, _HEADROOM * max([self.top, *self.limits]) / self.unit_bytes]
+
+    @cached_property
+    def _peaks(self) -> Array:
+        return self.series.highest(lambda sample: sample.live_peak_bytes)
 
     @property
     def _all_limits(self) -> list[int]:

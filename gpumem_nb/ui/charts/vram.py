@@ -41,7 +41,6 @@ def _stacks() -> list[Any]:
                 "line": {"width": 0},
                 **({"pattern": look.filling} if look.pattern else {}),
             },
-            showlegend=False,
             hovertemplate="%{y:.1f}",
         )
         for name, look in looks.items()
@@ -49,9 +48,9 @@ def _stacks() -> list[Any]:
 
 
 def _truths(view: View, axes: Axes) -> list[Any]:
-    common = {"legend": axes.legend, "hovertemplate": "%{y:.1f}"}
-    across = {"symbol": "line-ew", "size": 36}
-    spot = {"symbol": "circle", "size": 11, "color": "white", "line": {"width": 2, "color": "black"}}
+    common = {"hovertemplate": "%{y:.1f}"}
+    across = {"symbol": "line-ew", "size": 30}
+    spot = {"symbol": "circle", "size": 9, "color": "white", "line": {"width": 2, "color": "black"}}
     limit, device = across | {"line": {"width": 4, "color": VERMILION}}, across | {"line": {"width": 4, "color": GREY}}
     outline = {"color": "rgba(0,0,0,0)", "line": {"width": 2, "color": GREY}}
     real = not view.virtual  # only of a real GPU more is in use than its allocator has reserved
@@ -86,17 +85,17 @@ def _scaled(values: Sequence[int | None], unit_bytes: int) -> Array:
 def _far_limits(view: View, axes: Axes) -> list[dict[str, Any]]:
     """Limits far above everything drawn, named over the bars."""
     text = ", ".join(f"{format_bytes(limit)} (at {view.top / limit:.0%})" for limit in view.limits_out_of_sight)
-    place = {"showarrow": False, "x": 1, "y": 1, "xanchor": "right", "yanchor": "top", "font": {"size": 14}}
+    place = {"showarrow": False, "x": 1, "y": 1, "xanchor": "right", "yanchor": "top"}
     note = {"text": f"limit ↑ {text}", "xref": f"{axes.x} domain", "yref": f"{axes.y} domain", **place}
     return [note] if text else []
 
 
 VRAM = Chart(
     title=_title,
-    place=Place(row=0, column=0),
+    place=Place(row=0, column=0, rows=3),
     traces=_traces,
     draw=_draw,
     over_steps=False,
+    x_title="rank",
     second_y=True,
-    own_legend=True,
 )

@@ -1,0 +1,176 @@
+"""Make the pictures in docs/panel: the real panel of training ranks, in themes, widths and states.
+
+Run with ``python docs/screenshots.py``, or name some of them: ``python docs/screenshots.py light docked``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import Browser, expect
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.browser.lab import PATIENCE_S, Lab, browser, chromium
+from tests.browser.panel_page import PanelPage, open_panel
+
+FOLDER = Path(__file__).with_name("panel")
+FLIPS = (("precision", "bf16"), ("checkpointing", "blocks"), ("batch_size", "64"), ("precision", "fp32"))
+TOO_LARGE = ("batch_size", "375")
+LAST = ("checkpointing", "sqrt")
+STEPS = 15
+
+
+class Studio:
+    """A JupyterLab and a browser in which pictures are taken."""
+
+    def __init__(self, lab: Lab, chrome: Browser) -> None:
+        self._lab = lab
+        self._chrome = chrome
+
+    @contextmanager
+    def panel(self, ranks: int = 4, width: int = 1100, *more_cells: str) -> Iterator[PanelPage]:
+        """A panel of so many ranks on a page so many pixels wide, without JupyterLab's side bar."""
+        start = f"session = s = gm.start({ranks}, device='cpu', memory_limit='96MiB')"
+        panel = open_panel(self._lab, self._chrome, f"panel{ranks}-{width}.ipynb", start, *more_cells)
+        panel.page.set_viewport_size({"width": width, "height": 1500})
+        panel.page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
+        yield panel
+        panel.notebook.evaluate("s.stop()")
+        panel.notebook.close()
+
+    def picture(self, panel: PanelPage, name: str, whole_page: bool = False) -> None:
+        """Write a picture of the panel, or of all of JupyterLab, without the pointer in it."""
+        panel.page.mouse.move(0, 0)
+        path = FOLDER / f"{name}.png"
+        if whole_page:
+            panel.page.screenshot(path=path)
+        else:
+            panel.page.locator(".gpumem-panel").first.screenshot(path=path)
+        print(path, flush=True)
+
+
+def main(names: list[str]) -> None:
+    """Take the pictures with these names, or all."""
+    executable = chromium()
+    if executable is None:
+        sys.exit("No chromium was found: install it, or name one with CHROMIUM=/path/to/it.")
+    expect.set_options(timeout=PATIENCE_S * 1000)
+    FOLDER.mkdir(exist_ok=True)
+    lab = Lab()
+    try:
+        lab.wait_until_up()
+        with browser(executable) as chrome:
+            for name in names or PICTURES:
+                PICTURES[name](Studio(lab, chrome))
+    finally:
+        lab.stop()
+
+
+def light(studio: Studio) -> None:
+    """The story of the README, and the same in large type."""
+    with studio.panel() as panel:
+        _train(panel)
+        _tell_a_story(panel)
+        studio.picture(panel, "light")
+
+
+def dark(studio: Studio) -> None:
+    """The dark theme."""
+    with studio.panel() as panel:
+        panel.notebook.theme("JupyterLab Dark")
+        _train(panel)
+        panel.choose("checkpointing", "blocks")
+        panel.wait_for_steps(STEPS)
+        studio.picture(panel, "dark")
+
+
+def narrow(studio: Studio) -> None:
+    """As narrow as a docked panel on a small screen."""
+    with studio.panel(2, 700) as panel:
+        _train(panel)
+        panel.choose("precision", "bf16")
+        panel.wait_for_steps(STEPS)
+        studio.picture(panel, "700px")
+
+
+def wide(studio: Studio) -> None:
+    """A wide screen."""
+    with studio.panel(2, 2200) as panel:
+        _train(panel)
+        panel.choose("precision", "bf16")
+        panel.wait_for_steps(STEPS)
+        studio.picture(panel, "2200px")
+
+
+def docked(studio: Studio) -> None:
+    """Beside the notebook, on a laptop."""
+    with studio.panel(2, 1366, "s.panel().dock();") as panel:
+        panel.page.set_viewport_size({"width": 1366, "height": 900})
+        _train(panel)
+        panel.notebook.run(3)
+        panel.wait_for_steps(STEPS)
+        studio.picture(panel, "docked", whole_page=True)
+
+
+def eight(studio: Studio) -> None:
+    """Eight ranks."""
+    with studio.panel(8, 1100) as panel:
+        _train(panel)
+        studio.picture(panel, "8-ranks")
+
+
+def out_of_memory(studio: Studio) -> None:
+    """After a setting that did not fit."""
+    with studio.panel(2) as panel:
+        _train(panel)
+        panel.choose(*TOO_LARGE)
+        expect(panel.alert).to_contain_text("would have fit: ")
+        panel.wait_for_steps(2)
+        studio.picture(panel, "out-of-memory")
+
+
+def big(studio: Studio) -> None:
+    """In type for a room."""
+    with studio.panel(2, 1300) as panel:
+        panel.notebook.evaluate("s.panel().close()")
+        panel.notebook.page.locator(".jp-CodeCell").nth(2).locator(".cm-content").fill("s.panel(big=True)")
+        panel.notebook.run(2)
+        panel.wait_until_shown()
+        _train(panel)
+        studio.picture(panel, "big")
+
+
+PICTURES: dict[str, Callable[[Studio], None]] = {
+    "light": light,
+    "dark": dark,
+    "narrow": narrow,
+    "wide": wide,
+    "docked": docked,
+    "eight": eight,
+    "out-of-memory": out_of_memory,
+    "big": big,
+}
+
+
+def _train(panel: PanelPage) -> None:
+    panel.press("Play")
+    panel.wait_for_steps(STEPS)
+
+
+def _tell_a_story(panel: PanelPage) -> None:
+    for knob, value in FLIPS:
+        panel.choose(knob, value)
+        panel.wait_for_steps(STEPS)
+    panel.choose(*TOO_LARGE)
+    expect(panel.alert).to_contain_text("went back")
+    panel.wait_for_steps(STEPS)
+    panel.choose(*LAST)
+    panel.wait_for_steps(STEPS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,50 @@
+"""What was tried as a picture that needs no program to be seen: a bar of peak memory for each configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from ..shared.units import format_bytes, format_rate
+from .configurations import Tried
+from .differences import short
+
+MOST_BARS = 16
+_ROW, _LABEL, _BARS, _WORDS = 24, 250, 320, 190  # pixels: height of a row, widths of the three columns
+_BLUE, _VERMILION, _GREY = "#0072B2", "#D55E00", "#888888"  # as in ui/style.py, which a report may not import
+_FONT = "font-family='sans-serif' font-size='13' fill='#808080'"  # readable on white and on black
+
+
+def picture(tried: Sequence[Tried], limit_bytes: int | None) -> str:
+    """SVG with the latest configurations from top to bottom; the limit is drawn where all bars leave room for it."""
+    shown = [one for one in tried if one.steps or one.outcome != "not run"][-MOST_BARS:]
+    top = max((one.peak_bytes or 0 for one in shown), default=0) or 1
+    scale = _BARS / max(top, limit_bytes if limit_bytes and limit_bytes < 3 * top else 0)
+    rows = "".join(_row(place, one, shown[:place], scale) for place, one in enumerate(shown))
+    height = _ROW * len(shown) + 26
+    limit = _limit(limit_bytes, _LABEL + limit_bytes * scale, height) if limit_bytes and limit_bytes < 3 * top else ""
+    title = "live peak of the worst rank"
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{_LABEL + _BARS + _WORDS}' height='{height}' role='img' "
+        f"aria-label='{title}'><text x='0' y='14' {_FONT}>{title}</text>{limit}{rows}</svg>"
+    )
+
+
+def _row(place: int, one: Tried, before: Sequence[Tried], scale: float) -> str:
+    y = 22 + _ROW * place
+    earlier = next((other for other in reversed(before) if other.workload == one.workload), None)
+    name = (earlier and short(earlier.settings, one.settings)) or one.workload
+    width = (one.peak_bytes or 0) * scale
+    colour = _BLUE if one.outcome == "ok" else _VERMILION
+    measured = f"{format_bytes(one.peak_bytes)}, {format_rate(one.samples_per_s)} samples/s"
+    words = measured if one.outcome == "ok" else {"oom": "out of memory"}.get(one.outcome, one.outcome)
+    return (
+        f"<text x='{_LABEL - 8}' y='{y + 15}' text-anchor='end' {_FONT}>{escape(name[:36])}</text>"
+        f"<rect x='{_LABEL}' y='{y + 3}' width='{width:.1f}' height='{_ROW - 8}' fill='{colour}'/>"
+        f"<text x='{_LABEL + width + 6:.1f}' y='{y + 15}' {_FONT}>{escape(words)}</text>"
+    )
+
+
+def _limit(limit_bytes: int, x: float, height: int) -> str:
+    line = f"<line x1='{x:.1f}' x2='{x:.1f}' y1='18' y2='{height}' stroke='{_VERMILION}' stroke-width='2'/>"
+    return f"{line}<text x='{x + 4:.1f}' y='14' {_FONT}>limit {format_bytes(limit_bytes)}</text>"

@@ -1,0 +1,62 @@
+"""Throughput of one configuration, and whether that of another one differs from it.
+
+One definition for all that is shown: samples/s of all ranks together, as the median of the steps judged.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..shared.units import format_rate
+
+WARM_UP_STEPS = 2  # under new settings: buffers, caches and kernels are made in them
+STEPS_JUDGED = 50  # the latest ones
+FEWEST_STEPS = 5  # of each side, before two are compared
+# The standard error of a median of n normal values is 1.253 σ/√n, and σ is the interquartile range ÷ 1.349.
+_MEDIAN_ERROR = 1.253 / 1.349
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Samples/s over some steps: the median, half of all values lie between ``low`` and ``high``."""
+
+    median: float
+    low: float
+    high: float
+    steps: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Speed | None:
+        """Of the values of single steps; ``None`` without any."""
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0], 1) if values else None
+        low, median, high = statistics.quantiles(values, method="inclusive")
+        return cls(median, low, high, len(values))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the median."""
+        return _MEDIAN_ERROR * (self.high - self.low) / math.sqrt(self.steps)
+
+
+def compared(before: Speed | None, after: Speed | None) -> str:
+    """Both in words, and by how much they differ if that can be told from how much single steps differ."""
+    first, second = (format_rate(speed.median if speed else None) for speed in (before, after))
+    both = f"{first} → {second} samples/s"
+    if before is None or after is None:
+        return both
+    if fewer := [speed.steps for speed in (before, after) if speed.steps < FEWEST_STEPS]:
+        return f"{both} (too early to tell: {min(fewer)} of {FEWEST_STEPS} steps)"
+    doubt = 2 * math.hypot(before.error, after.error)
+    about = f"±{100 * doubt / before.median:.0f} %, {before.steps} and {after.steps} steps"
+    if abs(after.median - before.median) <= doubt:
+        return f"{both}: no clear difference ({about})"
+    return f"{both} ({percent(before.median, after.median)}, {about})"
+
+
+def percent(before: float, after: float) -> str:
+    """The difference as a share of what was before, with its sign."""
+    return f"{(after / before - 1) * 100:+.0f} %".replace("-", "−")

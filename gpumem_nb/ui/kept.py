@@ -1,0 +1,48 @@
+"""What stays of a panel in a saved notebook, where widgets show nothing: what was tried, as a picture and a table."""
+
+from __future__ import annotations
+
+import uuid
+
+from IPython.display import display, update_display
+
+from ..report.configurations import Runs
+from ..report.runs_picture import picture
+from .steered import Steered
+
+MOST_ROWS = 50  # the latest
+
+
+class Kept:
+    """An output below the panel, wherever it is shown; it changes when training has paused."""
+
+    def __init__(self, session: Steered) -> None:
+        self._session = session
+        self._id = uuid.uuid4().hex
+        self._bundle = self._now()
+        self._is_shown = False
+        self._version = -1
+
+    def show(self) -> None:
+        """Make the output in the cell that runs."""
+        self._is_shown, self._bundle = True, self._now()
+        display(self._bundle, raw=True, display_id=self._id)
+
+    def follow(self) -> None:
+        """Bring it up to date, if there is anything new."""
+        version = self._session.history.version
+        if not self._is_shown or version == self._version:
+            return
+        self._version, bundle = version, self._now()
+        if bundle != self._bundle:
+            self._bundle = bundle
+            update_display(bundle, raw=True, display_id=self._id)
+
+    def _now(self) -> dict[str, str]:
+        tried = self._session.history.tried[-MOST_ROWS:]
+        runs = Runs(tried, self._session.size)
+        if not len(runs):
+            return {"text/html": "", "text/plain": ""}
+        limits = [reading.limit_bytes for reading in self._session.history.readings if reading and reading.limit_bytes]
+        svg = picture(tried, min(limits, default=None))
+        return {"text/html": svg + runs._repr_html_(), "image/svg+xml": svg, "text/plain": str(runs)}

@@ -1,0 +1,85 @@
+"""What lies where on the page, and what covers what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from .panel_page import PanelPage
+
+# Whatever shows words or numbers in the panel, each as its own box; of text that is cut off, the part that is seen.
+_TEXTS = """panel => {
+    const seen = [];
+    const add = (element, box) => box.width && box.height && seen.push(
+        [element.textContent.trim().slice(0, 40), box.left, box.top, box.right, box.bottom]);
+    for (const text of panel.querySelectorAll('.js-plotly-plot text'))
+        if (text.textContent.trim() && !text.closest('.hoverlayer')) add(text, text.getBoundingClientRect());
+    for (const part of panel.querySelectorAll(
+        '.gpumem-status > span, button, .widget-label, select, input, .gpumem-tiles b, .gpumem-tiles span, ' +
+        '.gpumem-effect > div, .gpumem-message, .gpumem-key li, .gpumem-pins li, summary'))
+        add(part, part.getBoundingClientRect());
+    return seen;
+}"""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle on the page in CSS pixels, and what stands in it."""
+
+    text: str
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def covers(self, other: Box, slack_px: float = 2.0) -> bool:
+        """Whether both take the same place; lines of text may touch."""
+        across = min(self.right, other.right) - max(self.left, other.left)
+        down = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return across > slack_px and down > slack_px
+
+
+def texts(panel: PanelPage) -> list[Box]:
+    """Everything in the panel that is to be read or pressed."""
+    return [Box(*one) for one in panel.page.locator(".gpumem-panel").last.evaluate(_TEXTS)]
+
+
+def collisions(panel: PanelPage) -> list[tuple[str, str]]:
+    """What covers each other; a button in the place of messages belongs there."""
+    boxes = texts(panel)
+    return [
+        (one.text, other.text)
+        for one, other in combinations(boxes, 2)
+        if one.covers(other) and not (one.text.startswith(other.text) or other.text.startswith(one.text))
+    ]
+
+
+def wait_until_fitted(panel: PanelPage) -> None:
+    """The charts are as wide as the panel that was opened last."""
+    panel.page.wait_for_function(
+        "() => { const panel = [...document.querySelectorAll('.gpumem-panel')].at(-1);"
+        " const charts = panel.querySelector('.main-svg');"
+        " return charts && Math.abs(charts.clientWidth - panel.clientWidth) < 24; }"
+    )
+
+
+def size(panel: PanelPage) -> tuple[float, float]:
+    """Width of the panel, and pixels from its top to the end of its charts' key."""
+    width, height = panel.page.locator(".gpumem-panel").last.evaluate(
+        "panel => [panel.clientWidth, panel.querySelector('.gpumem-key').getBoundingClientRect().bottom"
+        " - panel.getBoundingClientRect().top]"
+    )
+    return width, height
+
+
+def sticks_out(panel: PanelPage) -> list[str]:
+    """What reaches beyond the panel's sides, or is cut off within its own box."""
+    boxes = texts(panel)
+    left, right = panel.page.locator(".gpumem-panel").last.evaluate(
+        "panel => [panel.getBoundingClientRect().left, panel.getBoundingClientRect().right]"
+    )
+    cut: list[str] = panel.page.locator(".gpumem-panel").last.evaluate(
+        "panel => [...panel.querySelectorAll('.gpumem-tiles b, button')]"
+        ".filter(one => one.offsetWidth && one.scrollWidth > one.clientWidth + 1).map(one => one.textContent)"
+    )
+    return [box.text for box in boxes if box.left < left - 1 or box.right > right + 1] + cut

@@ -1,0 +1,51 @@
+"""Throughput of two configurations is compared only as far as single steps allow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gpumem_nb.report.configurations import Effect, Tried
+from gpumem_nb.report.speed import FEWEST_STEPS, Speed, compared
+from gpumem_nb.shared.settings import Settings
+from tests.ledgers import sample
+
+
+def noisy(median: float, steps: int, spread: float = 0.1) -> Speed:
+    found = Speed.of(list(median * np.random.default_rng(1).normal(1, spread, steps)))
+    assert found
+    return found
+
+
+def test_two_steps_say_nothing() -> None:
+    early = compared(noisy(100, 50), noisy(325, 2))
+    assert f"too early to tell: 2 of {FEWEST_STEPS} steps" in early
+    assert "%" not in early
+    assert compared(noisy(100, 50), None).endswith("→ n/a samples/s")
+
+
+def test_a_difference_within_the_noise_is_called_none() -> None:
+    assert "no clear difference" in compared(noisy(100, 20, 0.2), noisy(103, 20, 0.2))
+    assert "no clear difference" not in compared(noisy(100, 50, 0.02), noisy(103, 50, 0.02))
+    assert "+50 %" in compared(noisy(100, 20), noisy(150, 20))
+    assert "−33 %" in compared(noisy(150, 20, 0.01), noisy(100, 20, 0.01))
+
+
+def test_equal_speeds_are_told_apart_as_seldom_as_their_error_says() -> None:
+    rng = np.random.default_rng(0)
+    said = [compared(*(Speed.of(list(rng.normal(100, 8, 30))) for _ in range(2))) for _ in range(400)]
+    wrong = sum("no clear difference" not in one for one in said) / len(said)
+    assert wrong < 0.1, "two standard errors: 5 % of the time, and the quartiles are estimated too"
+
+
+def test_what_warms_up_is_not_judged_and_what_was_settled_stays() -> None:
+    before, after = Tried(1, "w", Settings()), Tried(2, "w", Settings(precision="bf16"))
+    for tried, speed in ((before, 100.0), (after, 50.0)):
+        for step in range(10):
+            tried.add([sample(step, 0, samples_per_s=1.0 if step < 2 else speed)])
+    effect = Effect(before, after)
+    shown = effect.speed
+    assert "100 → 50 samples/s (−50 %" in shown
+    before.settle()
+    assert effect.speed == shown
+    assert before.samples_per_s == pytest.approx(100)
