@@ -13,11 +13,12 @@ import threading
 import time
 from pathlib import Path
 
+import torch_choice
+
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "gpumem_nb-setup.json"
 LOG = VENV / "setup.log"
-DEFAULT_TORCH = "torch==2.13.0"
 OLDEST_PYTHON = (3, 11)
 FREE_GIB_NEEDED = 6
 PLAIN_INTERVAL_S = 15
@@ -27,6 +28,7 @@ INGREDIENTS = (
     "pyproject.toml",
     "constraints.txt",
     ".ci/setup.py",
+    ".ci/torch_choice.py",
     "gpumem_nb/install/horovod_*.py",
     "gpumem_nb/memory/virtual_gpu/build.py",
     "gpumem_nb/**/*.cpp",
@@ -40,12 +42,13 @@ class Trouble(Exception):
 
 def set_up() -> int:
     """Make the environment, unless its stamp says that it is there already."""
-    torch = os.environ.get("TORCH") or DEFAULT_TORCH
-    state = {"ingredients": fingerprint(ROOT), "torch": torch, "gpu": horovod_gpu(), "root": str(ROOT)}
+    torch = torch_choice.choose()
+    state = {"ingredients": fingerprint(ROOT), "torch": torch.requirement, "gpu": horovod_gpu(), "root": str(ROOT)}
     known = read_stamp()
     if known == state and venv_python().exists():
         return 0
     started = time.monotonic()
+    print(f"Setting up with {torch.requirement}: {torch.why}.", flush=True)
     check_disk(ROOT)
     check_compiler()
     if known and known.get("root") != str(ROOT):
@@ -157,10 +160,18 @@ def make_environment(python: str) -> None:
         raise Trouble(f"{python} could not make {VENV}: {said[-1]}")
 
 
-def install_torch(torch: str) -> None:
+def install_torch(torch: torch_choice.Choice) -> None:
     """Torch first and by itself: a range, or a package that depends on it, could bring gigabytes of another build."""
-    pinned = ["-c", "constraints.txt"] if torch == DEFAULT_TORCH else []
-    pip(f"Installing {torch}", *pinned, *shlex.split(torch))
+    wanted = shlex.split(torch.requirement)
+    elsewhere = ["--extra-index-url", torch.index] if torch.index and not is_offered(wanted) else []
+    pinned = ["-c", "constraints.txt"] if torch.requirement.startswith(torch_choice.VERSION) else []
+    pip(f"Installing {torch.requirement}", *pinned, *elsewhere, *wanted)
+
+
+def is_offered(wanted: list[str]) -> bool:
+    """Whether the usual package index has it."""
+    command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check", "--dry-run", "--no-deps"]
+    return subprocess.run([*command, *wanted], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def install_rest() -> None:
@@ -189,7 +200,7 @@ def hold_installed(constraints: str, installed: dict[str, str]) -> str:
     """The constraints without lines that contradict the torch at hand: another torch may need another sympy."""
     torch = installed["torch"]
     lines = [f"torch=={torch}"]
-    default = torch.split("+")[0] == DEFAULT_TORCH.split("==")[1]
+    default = torch.split("+")[0] == torch_choice.VERSION.split("==")[1]
     for line in constraints.splitlines():
         name, pinned, _ = line.partition("==")
         contradicted = pinned and installed.get(normal(name), line[len(name) + 2 :]) != line[len(name) + 2 :]

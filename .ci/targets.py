@@ -25,7 +25,7 @@ make soak    set up, then half an hour of random flips and faults on four ranks 
 make lint    set up, then run ruff, mypy and the import rules
 make clean   remove .venv and caches from the checkout (the built Horovod stays in your cache)
 
-TORCH="torch==2.13.0"   another torch, pip options included; changing it sets up again
+TORCH="torch==2.13.0"   another torch than the driver of this machine's GPUs decides, pip options included
 HOROVOD_GPU=auto        nccl (a GPU for each rank) or staged (ranks share GPUs), for a CUDA torch
 PYTHON=python3          the Python (3.11 or later) that .venv is made with"""
 

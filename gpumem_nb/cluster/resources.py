@@ -7,7 +7,7 @@ import os
 
 import psutil
 
-from ..shared import gpus
+from ..shared import container, gpus
 from ..shared.errors import InvalidInput, StartError
 
 # An idle rank (Python, torch, Horovod) holds about 330 MB of resident memory (measured, torch 2.13 CPU build).
@@ -17,8 +17,8 @@ DEVICES = ("auto", "cuda", "cpu")
 
 
 def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may use, at least 1."""
+    return container.cores()
 
 
 def visible_gpus() -> int:
@@ -60,7 +60,7 @@ def gpus_in_use() -> list[str]:
 
 def most_ranks() -> int:
     """How many ranks this machine can hold: bounded by memory, and by eight ranks a core."""
-    by_memory = psutil.virtual_memory().available // RANK_RESIDENT_BYTES
+    by_memory = container.available_bytes() // RANK_RESIDENT_BYTES
     return max(1, min(int(by_memory), 8 * cores()))
 
 
@@ -83,7 +83,7 @@ def choose(n: int | None, device: str) -> tuple[int, str]:
     if n is None:
         n = gpus or DEFAULT_RANKS_WITHOUT_GPU
     if n > most_ranks():
-        memory = psutil.virtual_memory().available / 2**30
+        memory = container.available_bytes() / 2**30
         raise InvalidInput(
             f"{n} ranks do not fit on this machine: with {cores()} cores and {memory:.0f} GiB of free memory at most "
             f"{most_ranks()} make sense. Try %hvd_start {min(4, most_ranks())}."

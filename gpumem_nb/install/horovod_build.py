@@ -31,7 +31,7 @@ from .horovod_source import VERSION, digest
 from .horovod_target import GPU_MODES, Target, detect
 from .long_step import long_step
 
-RECIPE = 2
+RECIPE = 3
 """Raised with every change to the patches or the build's environment, so that older wheels are not taken for new."""
 
 

@@ -16,8 +16,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-import psutil
-
+from ..shared import container
 from ..shared.errors import SetupError
 from .horovod_source import fetch, patch, unpack
 from .horovod_target import Target, cuda_home, nccl_folder
@@ -26,8 +25,8 @@ from .process_tree import stop_tree
 
 FREE_GIB_NEEDED = 3
 """Source, objects and debug information of a build, with room to spare."""
-JOB_GIB = 1.5
-"""What one compiler process on torch's headers takes at most (measured with gcc 12: 1.2 GiB)."""
+JOB_GIB = 1.8
+"""What one compiler process on torch's headers takes at most (measured with gcc 12 and torch 2.13: 1.72 GiB)."""
 USUAL_CORE_SECONDS = 290
 """One build of the CPU target, measured on two cores."""
 BUILD_TIMEOUT_S = 3600
@@ -97,8 +96,7 @@ def build_path() -> str:
 
 def jobs() -> int:
     """Compilers at once: one for each core, as far as memory goes."""
-    by_memory = int(psutil.virtual_memory().available / 2**30 / JOB_GIB)
-    return max(1, min(len(os.sched_getaffinity(0)), by_memory))
+    return max(1, min(container.cores(), int(container.available_bytes() / 2**30 / JOB_GIB)))
 
 
 def build_environment(target: Target, scratch: Path) -> dict[str, str]:

@@ -203,6 +203,7 @@ def test_missing_mpi_names_its_command(tmp_path: Path, monkeypatch: pytest.Monke
 def test_patched_source_has_the_new_standards_and_headers(tmp_path: Path) -> None:
     files = {
         "CMakeLists.txt": "project(horovod CXX)\nset(CMAKE_CXX_STANDARD 14)\n",
+        "setup.py": "config = 'Debug' if self.debug else 'RelWithDebInfo'\n",
         "horovod/torch/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\n"
         'COMMAND ${PY_EXE} -c "from distutils.sysconfig import get_python_inc; print(get_python_inc())"\n',
         "third_party/gloo/CMakeLists.txt": 'set(CMAKE_CXX_FLAGS "${CMAKE_CXX_FLAGS} -std=c++11 -fPIC")\n',
@@ -224,6 +225,7 @@ def test_patched_source_has_the_new_standards_and_headers(tmp_path: Path) -> Non
     assert 'CMAKE_INSTALL_RPATH "$ORIGIN/a;/opt/b"' in after["CMakeLists.txt"]
     assert "CMAKE_CXX_STANDARD 20" in after["horovod/torch/CMakeLists.txt"]
     assert "distutils" not in after["horovod/torch/CMakeLists.txt"]
+    assert after["setup.py"] == "config = 'Debug' if self.debug else 'Release'\n"
     assert "print(False)" in after["cmake/Modules/FindPytorch.cmake"]
     assert "-std=c++17" in after["third_party/gloo/CMakeLists.txt"]
     assert after["horovod/common/operations.cc"].splitlines() == [

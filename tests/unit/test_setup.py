@@ -28,9 +28,11 @@ setup, targets = load_scripts()
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """The part of a checkout that set-up reads, without an environment."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/setup.py", ".ci/targets.py"):
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The part of a checkout that set-up reads, without an environment; nobody has named a torch."""
+    monkeypatch.delenv("TORCH", raising=False)
+    scripts = (".ci/setup.py", ".ci/torch_choice.py", ".ci/targets.py")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", *scripts):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
@@ -142,14 +144,14 @@ def make_stamp(checkout: Path, torch: str) -> None:
 
 
 def test_second_set_up_does_nothing(checkout: Path) -> None:
-    make_stamp(checkout, setup.DEFAULT_TORCH)
+    make_stamp(checkout, setup.torch_choice.choose().requirement)
     answer = run(checkout, "setup", PATH="", TORCH="", HOROVOD_GPU="")
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("changed", ["torch", "gpu", "pyproject.toml", "constraints.txt"])
 def test_a_change_sets_up_again(checkout: Path, changed: str) -> None:
-    make_stamp(checkout, setup.DEFAULT_TORCH)
+    make_stamp(checkout, setup.torch_choice.choose().requirement)
     variables = {"TORCH": "", "HOROVOD_GPU": ""}
     if changed == "torch":
         variables["TORCH"] = "torch==2.12.0"
