@@ -4,7 +4,8 @@ A ``FigureWidget`` tells a page that is loaded again what the figure was at firs
 ``_widget_data`` and ``_widget_layout``, which are set once. What it is now lies in ``_data`` and ``_layout_obj``.
 
 The page answers each update once it is drawn, which ends ``_trace_edit_in_process``. What is sent between the widget's
-making and the moment when the page has loaded plotly is lost: nobody listens yet.
+making and the moment when the page has loaded plotly is lost: nobody listens yet. ``plotly_update`` sends nothing that
+Python's own figure holds already, so to send all of it again takes ``_send_update_msg``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
     def acknowledged(self) -> bool:
         """Whether a page has drawn the latest update."""
         return not self._trace_edit_in_process
+
+    def resend(self) -> None:
+        """Send points and layout, as they are now, to whoever listens."""
+        points = {axis: [trace.get(axis) for trace in self._data] for axis in ("x", "y")}
+        self._send_update_msg(points, self._layout_obj._props)
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
         """The state for the browser; all of it when it asks for all."""

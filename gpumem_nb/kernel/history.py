@@ -128,7 +128,7 @@ class History:
             if kind == "load":
                 self.leaks = {}
                 if self.tried:
-                    self.loaded_as = self.tried[-1].settings_id
+                    self.loaded_as, self.pinned = self.tried[-1].settings_id, None
             self.version += 1
 
     def rescued(self, rescue: Rescue) -> None:
@@ -229,21 +229,41 @@ class History:
         measured = f"{format_rate(now.samples_per_s)} samples/s, live peak {format_bytes(now.peak_bytes)}"
         return f"step {self.steps}, {loss}{measured}"
 
-    def pin(self, wanted: bool) -> None:
-        """Compare with the latest configuration from now on, or again with the one before each flip."""
+    def now(self) -> Tried | None:
+        """The latest configuration; of several with the same settings in a row the last that has figures.
+
+        After an interrupt, for example, the same settings go on under another number.
+        """
+        latest = self.tried[-1] if self.tried else None
+        for earlier in reversed(self.tried):
+            if latest is None or earlier.settings_id < self.loaded_as or earlier.settings != latest.settings:
+                break
+            if earlier.steps:
+                return earlier
+        return latest
+
+    def pin(self, wanted: bool) -> bool:
+        """Compare with the configuration of now from now on, or again with the one before each flip.
+
+        Says whether that can be done: only what was measured can be compared with.
+        """
         with self._lock:
-            self.pinned = self.tried[-1] if wanted and self.tried else None
+            now = self.now() if wanted else None
+            if wanted and (now is None or not now.steps):
+                return False
+            self.pinned = now
             self.version += 1
+        return True
 
     def effect(self) -> Effect | None:
-        """The latest configuration beside the pinned one, or beside the one before it, of the same workload."""
+        """The latest configuration beside the pinned one, or beside the one before it, of what is loaded."""
         with self._lock:
-            if not self.tried:
+            after = self.now()
+            if after is None:
                 return None
-            after = self.tried[-1]
-            pinned = self.pinned if self.pinned and self.pinned.workload == after.workload else None
-            for before in [pinned] if pinned else reversed(self.tried[:-1]):
-                if before.workload == after.workload and before.steps:
+            own = [tried for tried in self.tried if tried.settings_id >= self.loaded_as]
+            for before in [self.pinned] if self.pinned else own[::-1]:
+                if before.steps and before.settings_id < after.settings_id:
                     same = not after.settings.changed_from(before.settings)
-                    return None if same else Effect(before, after)
+                    return None if same else Effect(before, after, pinned=before is self.pinned)
             return None

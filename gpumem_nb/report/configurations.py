@@ -49,13 +49,15 @@ class Tried:
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Take in one finished step of all ranks."""
+        if self._settled:  # a step that was under way for long; the figures are made
+            self.steps += 1
+            return
         if self.steps == WARM_UP_STEPS:
             self.peaks.clear()
             self.reserved.clear()
             self.throughputs.clear()
         self.steps += 1
         self.outcome = "ok"
-        self._settled = None
         self.peaks.append(max(sample.live_peak_bytes for sample in samples))
         self.reserved.append(max(sample.reserved_peak_bytes for sample in samples))
         self.throughputs.append(sum(sample.samples_per_s for sample in samples))
@@ -82,7 +84,8 @@ class Tried:
     @property
     def samples_per_s(self) -> float | None:
         """Median over the steps judged, all ranks together."""
-        return self.speed.median if self.speed else None
+        speed = self.speed
+        return speed.median if speed else None
 
     @property
     def speed(self) -> Speed | None:
@@ -92,10 +95,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a flip bought and cost: the configuration before it and the one after it."""
+    """What a flip bought and cost: the configuration before it, or a ``pinned`` one, and the one after it."""
 
     before: Tried
     after: Tried
+    pinned: bool = False
 
     @property
     def flip(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..shared.categories import CATEGORIES
@@ -31,16 +31,18 @@ class Run:
         self,
         samples: Sequence[Sample],
         settings: Mapping[int, Settings],
-        now: Tried,
+        configuration: Callable[[int], Tried | None],
         notes: Sequence[str],
         evaluations: Sequence[Evaluation] = (),
     ) -> None:
         self._samples = list(samples)
         self._settings = settings
-        self._samples_per_s, self._peak_bytes = now.samples_per_s, now.peak_bytes
         self.notes = list(notes)
         self.evaluations = list(evaluations)
         self.steps = len({sample.step for sample in self._samples if sample.done})
+        done = [sample for sample in self._samples if sample.done]
+        now = configuration(done[-1].settings_id) if done else None
+        self._samples_per_s, self._peak_bytes = (now.samples_per_s, now.peak_bytes) if now else (None, None)
 
     def frame(self) -> pd.DataFrame:
         """One row per rank and step; bytes, seconds and samples/s as the column names say.

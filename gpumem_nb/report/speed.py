@@ -48,8 +48,10 @@ def compared(before: Speed | None, after: Speed | None) -> str:
     both = f"{first} → {second} samples/s"
     if before is None or after is None:
         return both
-    if fewer := [speed.steps for speed in (before, after) if speed.steps < FEWEST_STEPS]:
-        return f"{both} (too early to tell: {min(fewer)} of {FEWEST_STEPS} steps)"
+    if before.steps < FEWEST_STEPS:
+        return f"{both} (too few steps before to compare: {before.steps} of {FEWEST_STEPS})"
+    if after.steps < FEWEST_STEPS:
+        return f"{both} (too early to tell: {after.steps} of {FEWEST_STEPS} steps)"
     doubt = 2 * math.hypot(before.error, after.error)
     about = f"±{100 * doubt / before.median:.0f} %, {before.steps} and {after.steps} steps"
     if abs(after.median - before.median) <= doubt:

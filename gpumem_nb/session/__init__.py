@@ -119,9 +119,11 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, WritesLogs):
         global _current
         _check_free(self)
         _current = self
-        self._life.restart(progress)
-        if self._panel is not None:
-            self._panel.watch()
+        try:
+            self._life.restart(progress)
+        finally:
+            if self._panel is not None:
+                self._panel.watch()
         return self
 
     def stop(self) -> None:

@@ -9,6 +9,7 @@ from ..kernel.policy import Policy
 from ..report.configurations import Runs
 from ..report.evaluation import Evaluation
 from ..report.run_summary import Run
+from ..shared.errors import WorkloadError
 from ..shared.progress import Progress
 from ..shared.settings import Settings
 
@@ -107,10 +108,11 @@ class Trains:
             wanted: ``False`` compares again with the settings before each flip.
 
         Raises:
-            WorkloadError: nothing is loaded.
+            WorkloadError: nothing is loaded, or no step was done under these settings.
         """
         self._life.foreground.check_loaded()
-        self._life.history.pin(wanted)
+        if not self._life.history.pin(wanted):
+            raise WorkloadError("Nothing was measured under these settings yet. Train some steps first: %hvd_train 20")
 
     @property
     def runs(self) -> Runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,8 @@ class Controls:
         self._ask = ask
         self._asked: dict[str, int] = dict.fromkeys(KNOBS, 0)
         self._knobs = dict(KNOBS)
-        self._offering = False
+        self._following = threading.local()
+        self._settings = session.settings
         self._widgets = {name: self._control(knob) for name, knob in self._knobs.items()}
         self._errors = {name: Region(role="alert", label="") for name in self._knobs}
         self._play = _button("Play", "play", "", lambda: ask(session.pause if session.playing else session.play))
@@ -49,6 +51,7 @@ class Controls:
         """Show the session's settings, wherever they were changed, and switch off what cannot be used."""
         session = self._session
         ended = bool(session.ended)
+        self._following.active = True  # what a person does meanwhile comes on another thread
         for knob in self._knobs.values():
             if knob.choices:
                 self._offer(knob)
@@ -56,14 +59,18 @@ class Controls:
             if not self._asked[name]:
                 widget.value = self._shown(name)
             widget.disabled = ended
+        self._following.active = False
+        if session.settings != self._settings:
+            self._settings = session.settings
+            for error in self._errors.values():
+                error.html = ""
         why_not = session.ended or ("" if session.workload else _NOTHING_LOADED)
         playing = session.playing and not why_not
         self._play.description, self._play.icon = ("Pause", "pause") if playing else ("Play", "play")
         self._play.button_style = "success" if playing else ""
         self._play.tooltip = why_not or ("stop after the steps under way" if playing else "train until paused")
         self._step.tooltip = why_not or "train one step"
-        for button in (self._play, self._step):
-            button.disabled = bool(why_not)
+        self._play.disabled, self._step.disabled = bool(why_not), bool(why_not) or playing
 
     def _open(self, wanted: bool) -> None:
         self.more.layout.display = "" if wanted else "none"
@@ -93,23 +100,19 @@ class Controls:
         refuses = knob.refuses or (lambda value, workload: "")
         choices = [choice for choice in knob.choices if choice == now or not refuses(choice, session.workload)]
         if list(dropdown.options) != choices:
-            # New options choose the first of them; nobody asked for that.
-            self._offering = True
-            dropdown.options = choices
+            dropdown.options = choices  # which chooses the first of them; nobody asked for that
             dropdown.value = self._shown(name)
-            self._offering = False
 
     def _wanted(self, name: str, value: Any) -> None:
         """A person, or :meth:`follow`, changed a widget; what the session has already needs no action."""
-        if self._offering or value == self._shown(name):
+        if getattr(self._following, "active", False) or value == self._shown(name):
             return
         self._asked[name] += 1
 
         def change() -> None:
             try:
                 self._session.set(**{name: value.strip()})
-                for error in self._errors.values():
-                    error.html = ""
+                self._errors[name].html = ""
             except GpumemError as refused:
                 self._errors[name].html = field_error(value, str(refused))
             finally:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
+from typing import Any
 
+from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
 
 from ..report.configurations import Runs
@@ -22,21 +25,38 @@ class Kept:
         self._bundle = self._now()
         self._is_shown = False
         self._version = -1
+        self._shell: Any = get_ipython()
+        self._changing = threading.Lock()
 
     def show(self) -> None:
         """Make the output in the cell that runs."""
+        if getattr(self._shell, "kernel", None) is None:
+            return  # a terminal cannot change what it has printed
+        if not self._is_shown:  # whoever executes a notebook without a page takes in what comes with a cell alone
+            self._shell.events.register("post_run_cell", self._cell_ended)
         self._is_shown, self._bundle = True, self._now()
         display(self._bundle, raw=True, display_id=self._id)
+
+    def close(self) -> None:
+        """Change it no more."""
+        if self._is_shown:
+            self._is_shown = False
+            self._shell.events.unregister("post_run_cell", self._cell_ended)
 
     def follow(self) -> None:
         """Bring it up to date, if there is anything new."""
         version = self._session.history.version
-        if not self._is_shown or version == self._version:
-            return
-        self._version, bundle = version, self._now()
-        if bundle != self._bundle:
+        with self._changing:
+            if not self._is_shown or version == self._version:
+                return
+            self._version, bundle = version, self._now()
+            if bundle == self._bundle:
+                return
             self._bundle = bundle
             update_display(bundle, raw=True, display_id=self._id)
+
+    def _cell_ended(self, _: object) -> None:
+        self.follow()
 
     def _now(self) -> dict[str, str]:
         tried = self._session.history.tried[-MOST_ROWS:]

@@ -56,6 +56,7 @@ class Panel:
         self._dismissed: Rescue | None = None
         self._sidecar: Any = None
         self._kept = Kept(session)
+        self._following = threading.local()
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._worker: threading.Thread | None = None
@@ -83,6 +84,7 @@ class Panel:
     def close(self) -> None:
         """Take it off the page and stop updating it; the session goes on."""
         self._closing.set()
+        self._kept.close()
         self._actions.close()
         with self._refreshing:
             for widget in (self._sidecar, *_family(self.view)):
@@ -118,14 +120,14 @@ class Panel:
         self._truths.html = wording.truths(self._ranks)
         self._dismiss = ipywidgets.Button(icon="times", tooltip="close this message")
         self._dismiss.add_class("gpumem-dismiss")
-        self._dismiss.on_click(lambda _: self._ask(self._close_message))
+        self._dismiss.on_click(lambda _: self._close_message())
         self._pin = _toggle("compare with this", "thumb-tack", "compare all further settings with those of now")
         self._latest = _toggle(f"last {LAST_STEPS} steps", "search-plus", "of all steps, show the latest alone")
         self._smooth = _toggle("smooth", "line-chart", "lines as moving averages")
         self._log_loss = _toggle("log loss", "superscript", "the loss on a logarithmic axis")
         self._pin.observe(lambda change: self._wanted_pin(change["new"]), names="value")
         for choice in (self._latest, self._smooth, self._log_loss):
-            choice.observe(lambda _: self._ask(self._draw_anew), names="value")
+            choice.observe(lambda _: self._draw_anew(), names="value")
         css = ipywidgets.HTML(CSS + self._charts.css)
         css.add_class("gpumem-css")
         top = box([self._status, self._controls.buttons], "gpumem-top")
@@ -175,8 +177,16 @@ class Panel:
     def _close_message(self) -> None:
         self._dismissed = self._session.history.rescue
 
+    def _follow_pin(self) -> None:
+        history = self._session.history
+        now = history.now()
+        self._pin.disabled = now is None or not now.steps
+        self._following.active = True  # what a person does meanwhile comes on another thread
+        self._pin.value = history.pinned is not None
+        self._following.active = False
+
     def _wanted_pin(self, wanted: bool) -> None:
-        if wanted != (self._session.history.pinned is not None):
+        if not getattr(self._following, "active", False):
             self._ask(lambda: self._session.pin(wanted))
 
     def _apply(self, place: int) -> None:
@@ -218,12 +228,13 @@ class Panel:
         self._offer(None if self._refusal else rescue)
         if not session.playing:
             self._kept.follow()
+        self._follow_pin()
+        self._charts.look_after()
         state = (history, history.version)
-        if state == self._shown and not self._charts.lost():
+        if state == self._shown:
             return
         self._shown = state
-        self._pin.disabled, self._pin.value = not history.tried, history.pinned is not None
-        self._effect.html = wording.effect(history.effect(), history.pinned is not None)
+        self._effect.html = wording.effect(history.effect())
         self._tiles.html = wording.tiles(session, history.readings)
         settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
         evaluations = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]

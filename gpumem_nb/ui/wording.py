@@ -73,7 +73,7 @@ def _sentence(text: str) -> str:
 
 def tiles(session: Steered, readings: Sequence[Reading | None]) -> str:
     """The few numbers that are shown large: those of the latest configuration, as ``%hvd_runs`` has them."""
-    tried = session.history.tried[-1] if session.history.tried else None
+    tried = session.history.now()
     speed = tried.samples_per_s if tried else None
     batch = tried.settings.samples_per_rank * session.size if tried else 0
     memory, of = _worst(readings, tried.peak_bytes if tried else None)
@@ -113,11 +113,11 @@ def _tiles(*numbers: tuple[str, str]) -> str:
     return f'<div class="gpumem-tiles">{body}</div>'
 
 
-def effect(effect: Effect | None, pinned: bool) -> str:
+def effect(effect: Effect | None) -> str:
     """Before and after the latest flip, or the pinned configuration and the latest."""
     if effect is None:
         return "<div>Change a setting: what that does to memory and speed is shown here.</div>"
-    flip = f"{'pinned: ' if pinned else ''}{effect.flip}"
+    flip = f"{'pinned: ' if effect.pinned else ''}{effect.flip}"
     if not effect.after.steps:
         return f"<div><span>{escape(flip)}</span> will be measured with the next step</div>"
     return (

@@ -114,23 +114,25 @@ def test_the_loss_on_the_validation_data_is_drawn_beside_that_of_training() -> N
 def test_charts_over_steps_are_zoomed_together_and_show_the_latest_steps_when_asked() -> None:
     steps = range(1, 301)
     by_rank = [[sample(step, 0, samples_per_s=100.0 + 50 * (step % 2), loss=1 / step) for step in steps]]
-    all_steps = View.of([info(0)], [reading()], by_rank, lambda _: None)
+    by_rank[0][10] = dataclasses.replace(by_rank[0][10], settings_id=2)
+    settings = {1: Settings(), 2: Settings(precision="bf16")}
+    all_steps = View.of([info(0)], [reading()], by_rank, settings.get)
     choice = Choice(latest=True, smooth=True, log_loss=True)
+    latest = View.of([info(0)], [reading()], by_rank, settings.get, choice=choice)
+    assert (len(all_steps.marks), latest.marks) == (2, []), "flips before these steps are not in sight"
     charts = Charts([info(0)])
     layout = charts.figure.layout
     charts.update(all_steps)
-    assert layout.xaxis2.autorange is True
     assert layout.xaxis3.matches == layout.xaxis4.matches == "x2"
     assert [layout[f"xaxis{number}"].showticklabels for number in (2, 3, 4)] == [False, False, True]
-    charts.update(dataclasses.replace(all_steps, choice=choice))
-    shown = charts.figure.to_dict()["layout"]
-    assert (shown["xaxis2"]["autorange"], list(shown["xaxis2"]["range"])) == (False, [200, 300])
-    assert shown["yaxis4"]["type"] == "log"
     [speed] = [trace for trace in charts.figure.data if trace.name == "samples/s"]
-    assert np.ptp(speed.y[-50:]) < 10 < np.ptp(all_steps.series.sum_of_ranks(lambda one: one.samples_per_s))
+    assert (speed.x[0], speed.x[-1], np.ptp(speed.y)) == (1, 300, 50)
+    charts.update(latest)
+    assert (speed.x[0], speed.x[-1]) == (201, 300)
+    assert np.ptp(speed.y[-50:]) < 10
+    assert charts.figure.to_dict()["layout"]["yaxis4"]["type"] == "log"
     charts.update(all_steps)
-    shown = charts.figure.to_dict()["layout"]
-    assert (shown["xaxis2"]["autorange"], shown["yaxis4"]["type"]) == (True, "linear")
+    assert charts.figure.to_dict()["layout"]["yaxis4"]["type"] == "linear"
 
 
 def test_no_numbers_are_made_up_before_a_step_was_done() -> None:
@@ -141,23 +143,38 @@ def test_no_numbers_are_made_up_before_a_step_was_done() -> None:
     assert drawn(two_ranks())[1]["yaxis2"]["showticklabels"] is True
 
 
-def test_what_no_page_has_drawn_is_sent_again_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_page_has_drawn_is_sent_again_whole_and_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     view, sent = two_ranks(), []
     charts = Charts(view.ranks)
+
+    def send(restyle_data: Any, relayout_data: Any, **_: Any) -> None:
+        sent.append((now_s, restyle_data, relayout_data))
+
+    monkeypatch.setattr(charts.figure, "_send_update_msg", send)
     monkeypatch.setattr(type(charts.figure), "acknowledged", property(lambda figure: drawn_by_a_page))
-    monkeypatch.setattr(charts.figure, "plotly_update", lambda data, layout: sent.append((now_s, len(layout))))
-    drawn_by_a_page = False
+    drawn_by_a_page = True
+    charts.look_after()
+    assert not sent, "nothing was shown yet that could have been lost"
     charts.update(view)
+    sent.clear()
+    drawn_by_a_page = False
     for second in range(200):
         now_s = float(second)
-        if charts.lost():
-            charts.update(view)
-    assert [at_s for at_s, _ in sent] == [0, 2, 6, 14, 30, 62, 122, 182]
-    assert len({changes for _, changes in sent}) == 1, "all of it, each time"
+        charts.look_after()
+        if second % 10 == 5:
+            charts.update(dataclasses.replace(view, marks=[]) if second % 20 == 5 else view)
+    traces = len(charts.figure.data)
+    whole = [one for one in sent if len(one[1].get("x", ())) == traces]
+    assert [at_s for at_s, _, _ in whole] == [2, 6, 14, 30, 62, 122, 182]
+    assert list(whole[0][1]["x"][-2]) == [1, 2, 3, 4], "all points"
+    assert {"annotations", "shapes", "yaxis2"} <= set(whole[0][2]), "and all of the layout"
     drawn_by_a_page = True
-    assert not charts.lost()
+    sent.clear()
+    charts.look_after()
+    charts.look_after()
+    assert len(sent) == 1, "once more when a page answers: it may have missed what came before"
 
 
 def test_a_chart_that_forgets_a_trace_is_named() -> None:

@@ -6,6 +6,8 @@ from gpumem_nb.kernel.history import History
 from gpumem_nb.shared.messages import Ledger, Reading, Sample
 from gpumem_nb.shared.settings import Settings
 
+READING = Reading(1, 1, 2, 2, None, None)
+
 
 def sample(step: int, settings_id: int, step_s: float = 0.1, ledger: Ledger | None = None) -> Sample:
     speed, peak = 10.0 * settings_id, 100 + settings_id
@@ -32,3 +34,46 @@ def test_the_cost_of_recording_steps_is_a_share_of_all_time() -> None:
     steps = [sample(step, 1, 0.15, ledger) if step % 10 == 9 else sample(step, 1) for step in range(42)]
     history.add(steps, [Reading(1, 1, 2, 2, None, None)])
     assert history.ledger_cost() == pytest.approx(0.5 / 10)
+
+
+def test_only_what_was_measured_of_what_is_loaded_can_be_compared_with() -> None:
+    def train(settings_id: int, settings: Settings, steps: int = 8) -> None:
+        history.begin(settings_id, "w", settings)
+        history.add([sample(10 * settings_id + step, settings_id) for step in range(steps)], [READING])
+
+    history = History(1)
+    assert not history.pin(True), "there is nothing yet"
+    history.begin(1, "w", Settings())
+    history.mark("load", "w")
+    assert not history.pin(True), "no step was done"
+    train(2, Settings(precision="bf16"))
+    assert history.pin(True)
+    train(3, Settings(batch_size=16))
+    train(4, Settings(batch_size=8))
+    effect = history.effect()
+    assert effect
+    assert (effect.pinned, effect.flip) == (True, "precision bf16 → fp32, batch_size 32 → 8")
+    history.pin(False)
+    effect = history.effect()
+    assert effect
+    assert (effect.pinned, effect.flip) == (False, "batch_size 16 → 8")
+    history.pin(True)
+    history.begin(5, "w", Settings())
+    history.mark("load", "w")
+    assert history.pinned is None
+    train(6, Settings(batch_size=64))
+    assert history.effect() is None, "what was loaded before is another model, whatever its name"
+
+
+def test_settings_that_go_on_under_another_number_keep_their_figures() -> None:
+    history = History(1)
+    history.begin(1, "w", Settings())
+    history.add([sample(step, 1) for step in range(8)], [READING])
+    history.begin(2, "w", Settings())  # as after an interrupt
+    now = history.now()
+    assert now
+    assert (now.settings_id, now.steps) == (1, 8)
+    history.begin(3, "w", Settings(batch_size=8))
+    now = history.now()
+    assert now
+    assert (now.settings_id, now.steps) == (3, 0)

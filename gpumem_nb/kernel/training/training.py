@@ -255,7 +255,7 @@ class Training:
             with self._state.locked():
                 samples, notes, evaluations = self._state.end_recording()
         self._state.raise_failure()
-        return Run(samples, dict(self._state.known_settings), self._history.tried[-1], notes, evaluations)
+        return Run(samples, dict(self._state.known_settings), self._history.configuration, notes, evaluations)
 
     def interrupt(self) -> bool:
         """Stop training and interrupt what the ranks are doing; a step under way is discarded.

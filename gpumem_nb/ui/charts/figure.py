@@ -57,8 +57,9 @@ class Charts:
         self._scale = scale
         self._grid = Grid.of((placed.chart.place for placed in self._placed), scale)
         self._sent: dict[str, Any] = {}
-        self._sent_s = 0.0
+        self._waits_since_s = 0.0
         self._patience_s = FIRST_PATIENCE_S
+        self._unsure = True  # whether a page has missed something
         of_theme = [placed.axes for placed in self._placed if placed.chart.theme_lines]
         self.css = "".join(theme_line_css(axes.x + axes.y) for axes in of_theme)
         self.figure = LiveFigure(
@@ -71,22 +72,27 @@ class Charts:
         points = [point for of_chart in drawn for point in of_chart.points]
         layout = self._layout(view, drawn)
         changed = {name: value for name, value in layout.items() if self._sent.get(name) != value}
-        self._sent, self._sent_s = layout, time.monotonic()
+        self._sent = layout
+        if self.figure.acknowledged:
+            self._waits_since_s = time.monotonic()
         self.figure.plotly_update({"x": [x for x, _ in points], "y": [y for _, y in points]}, changed)
 
-    def lost(self) -> bool:
-        """Whether no page has drawn the latest update for long, so that all of it is to be sent again.
+    def look_after(self) -> None:
+        """Send all of it again when a page answers for the first time, and when none has answered for long.
 
-        The longer nobody answers the longer it takes until it is asked again: perhaps nobody looks.
+        The longer nobody answers the longer it takes until all is sent again: perhaps nobody looks.
         """
+        if not self._sent:
+            return
         if self.figure.acknowledged:
             self._patience_s = FIRST_PATIENCE_S
-            return False
-        if time.monotonic() - self._sent_s < self._patience_s:
-            return False
-        self._patience_s = min(LONGEST_PATIENCE_S, 2 * self._patience_s)
-        self._sent = {}
-        return True
+            if self._unsure:
+                self._unsure = False
+                self.figure.resend()
+        elif time.monotonic() - self._waits_since_s >= self._patience_s:
+            self._patience_s = min(LONGEST_PATIENCE_S, 2 * self._patience_s)
+            self._waits_since_s, self._unsure = time.monotonic(), True
+            self.figure.resend()
 
     @property
     def _over_steps(self) -> list[_Placed]:
@@ -103,9 +109,6 @@ class Charts:
                 layout[f"{axis}.range"] = of_chart.y_range
         for placed in self._over_steps:  # no numbers are made up before there are any
             layout[f"{_key(placed.axes.y)}.showticklabels"] = view.has_steps
-        for placed in self._over_steps[:1]:  # the others follow it
-            axis, window = _key(placed.axes.x), view.window
-            layout |= {f"{axis}.autorange": window is None} | ({f"{axis}.range": window} if window else {})
         shapes = [shape for of_chart in drawn for shape in of_chart.shapes]
         notes = [note for of_chart in drawn for note in of_chart.annotations]
         labels = [mark_labels(view, placed.axes) for placed in self._placed if placed.chart.names_marks]

@@ -28,13 +28,11 @@ def mark_lines(view: View, over_steps: Sequence[Axes]) -> list[dict[str, Any]]:
 def mark_labels(view: View, axes: Axes) -> list[dict[str, Any]]:
     """The marks' numbers at the top of a wide chart, each on the level where it covers least of the others."""
     steps = view.series.step
-    first, last = view.window or ((steps[0], steps[-1]) if steps.size else (0.0, 0.0))
+    first, last = (steps[0], steps[-1]) if steps.size else (0.0, 0.0)
     place = {"xref": axes.x, "yref": f"{axes.y} domain", "xanchor": "center", "yanchor": "top", "showarrow": False}
     taken_to = [-1.0] * _LEVELS
     labels = []
     for mark in view.marks:
-        if mark.step < first:
-            continue
         at = (mark.step - first) / max(1.0, last - first)
         level = next((level for level, end in enumerate(taken_to) if end <= at), taken_to.index(min(taken_to)))
         taken_to[level] = at + _WIDTH

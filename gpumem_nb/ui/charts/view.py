@@ -68,9 +68,14 @@ class View:
         """The view of these ranks' readings and samples; ``settings`` are those of a settings id, where known."""
         found = peaks(samples, readings)
         worst = next(iter(worst_first(found)), None)
+        told, choice = marks(samples, settings), choice or Choice()
+        if choice.latest:
+            newest = max((of_rank[-1].step for of_rank in samples if of_rank), default=0)
+            samples = [[sample for sample in of_rank if sample.step > newest - LAST_STEPS] for of_rank in samples]
+            told = [mark for mark in told if mark.step > newest - LAST_STEPS]
+            evaluations = [one for one in evaluations if one.step > newest - LAST_STEPS]
         of_worst = bands(samples[worst.rank] if worst else [])
-        told = marks(samples, settings)
-        return cls(ranks, readings, found, worst, of_worst, series(samples), told, evaluations, choice or Choice())
+        return cls(ranks, readings, found, worst, of_worst, series(samples), told, evaluations, choice)
 
     @classmethod
     def before(cls, ranks: Sequence[RankInfo]) -> View:
@@ -81,14 +86,6 @@ class View:
     def has_steps(self) -> bool:
         """Whether any step was finished."""
         return bool(self.series.step.size)
-
-    @property
-    def window(self) -> tuple[float, float] | None:
-        """The first and the last step shown; ``None`` stands for all."""
-        if not self.choice.latest or not self.has_steps:
-            return None
-        last = float(self.series.step[-1])
-        return max(float(self.series.step[0]), last - LAST_STEPS), last
 
     def shown(self, line: Array) -> Array:
         """The values of a line as they are drawn."""
