@@ -10,6 +10,7 @@ Python's own figure holds already, so to send all of it again takes ``_send_upda
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from plotly import graph_objects as go
@@ -31,10 +32,13 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
         """Whether a page has drawn the latest update."""
         return not self._trace_edit_in_process
 
-    def resend(self) -> None:
-        """Send points and layout, as they are now, to whoever listens."""
+    def resend(self, layout: Mapping[str, Any]) -> None:
+        """Send all points, and this of the layout, to whoever listens.
+
+        Not its height: plotly takes a size that is sent for one that shall not follow the page any more.
+        """
         points = {axis: [trace.get(axis) for trace in self._data] for axis in ("x", "y")}
-        self._send_update_msg(points, self._layout_obj._props)
+        self._send_update_msg(points, layout)
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
         """The state for the browser; all of it when it asks for all."""

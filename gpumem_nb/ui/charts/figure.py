@@ -88,11 +88,11 @@ class Charts:
             self._patience_s = FIRST_PATIENCE_S
             if self._unsure:
                 self._unsure = False
-                self.figure.resend()
+                self.figure.resend(self._sent)
         elif time.monotonic() - self._waits_since_s >= self._patience_s:
             self._patience_s = min(LONGEST_PATIENCE_S, 2 * self._patience_s)
             self._waits_since_s, self._unsure = time.monotonic(), True
-            self.figure.resend()
+            self.figure.resend(self._sent)
 
     @property
     def _over_steps(self) -> list[_Placed]:
