@@ -177,6 +177,18 @@ def test_what_no_page_has_drawn_is_sent_again_whole_and_ever_less_often(monkeypa
     assert len(sent) == 1, "once more when a page answers: it may have missed what came before"
 
 
+def test_numbers_of_marks_cover_no_other_and_those_without_a_place_are_left_out() -> None:
+    events = [dataclasses.replace(sample(step, 0), settings_id=step) for step in range(1, 9)]
+    events.append(sample(200, 0, settings_id=8))
+    view = View.of([info(0)], [reading()], [events], lambda number: Settings(batch_size=8 * number))
+    _, layout = drawn(view)
+    numbers = [(note["x"], note["y"]) for note in layout["annotations"] if note["text"].strip("</b>").isdigit()]
+    assert len(view.marks) == 7
+    assert len(numbers) == 3, "seven within as many steps of two hundred: one on each level"
+    assert len({y for _, y in numbers}) == 3
+    assert len([shape for shape in layout["shapes"] if shape["xref"] == "x2"]) >= 7, "the lines are all there"
+
+
 def test_a_chart_that_forgets_a_trace_is_named() -> None:
     table.register(dataclasses.replace(LOSS, title=lambda view: "Half", place=Place(3, 0), draw=lambda *_: Drawn([])))
     view = two_ranks()

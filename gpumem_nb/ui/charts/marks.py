@@ -12,8 +12,8 @@ from .lines import straight_line
 from .view import View
 
 _LEVELS = 3  # numbers that would cover each other go below each other
-_WIDTH = 0.035  # of a number, in widths of the chart
-_LEVEL_HEIGHT = 0.1
+_WIDTH = 0.08  # of a number, in widths of the chart: two digits where it is 300 pixels wide
+_LEVEL_HEIGHT = 0.13
 
 
 def mark_lines(view: View, over_steps: Sequence[Axes]) -> list[dict[str, Any]]:
@@ -26,7 +26,10 @@ def mark_lines(view: View, over_steps: Sequence[Axes]) -> list[dict[str, Any]]:
 
 
 def mark_labels(view: View, axes: Axes) -> list[dict[str, Any]]:
-    """The marks' numbers at the top of a wide chart, each on the level where it covers least of the others."""
+    """The marks' numbers at the top of a wide chart, each on the first level where it covers no other.
+
+    One that has no place is left out: its line is there, and the key under the charts says its step.
+    """
     steps = view.series.step
     first, last = (steps[0], steps[-1]) if steps.size else (0.0, 0.0)
     place = {"xref": axes.x, "yref": f"{axes.y} domain", "xanchor": "center", "yanchor": "top", "showarrow": False}
@@ -34,7 +37,9 @@ def mark_labels(view: View, axes: Axes) -> list[dict[str, Any]]:
     labels = []
     for mark in view.marks:
         at = (mark.step - first) / max(1.0, last - first)
-        level = next((level for level, end in enumerate(taken_to) if end <= at), taken_to.index(min(taken_to)))
+        level = next((level for level, end in enumerate(taken_to) if end <= at), None)
+        if level is None:
+            continue
         taken_to[level] = at + _WIDTH
         # The style sheet has the theme's colour for the background.
         look = {"bgcolor": "white", "borderpad": 1, "bordercolor": _look(mark)[0]}
