@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import NamedTuple
 
 VERSION = "torch==2.13.0"
 # Where PyTorch keeps builds for one platform each; the usual package index has one build alone, for CUDA 13.
@@ -11,7 +12,7 @@ INDEX = "https://download.pytorch.org/whl"
 CUDA_12 = "cu126"  # the only build of this torch for CUDA 12
 
 
-class Choice:
+class Choice(NamedTuple):
     """A torch to install.
 
     Attributes:
@@ -20,10 +21,9 @@ class Choice:
         why: in words.
     """
 
-    def __init__(self, requirement: str, index: str, why: str) -> None:
-        self.requirement = requirement
-        self.index = index
-        self.why = why
+    requirement: str
+    index: str
+    why: str
 
 
 def choose() -> Choice:

@@ -41,7 +41,8 @@ class TrainingMagics(Magics):
         """Train some steps and wait for them; the stop button pauses."""
         steps, session = parse_argstring(self.hvd_train, line).steps, current()
         with progress_bar("Training") as progress:
-            return session.train(steps, progress if progress.rewrites else _nothing)
+            # A log is not told of each step.
+            return session.train(steps, progress) if progress.rewrites else session.train(steps)
 
     @magic_arguments()
     @line_magic
@@ -78,7 +79,3 @@ class TrainingMagics(Magics):
         if args.pin or args.unpin:
             session.pin(args.pin)
         return session.runs
-
-
-def _nothing(what: str, done: float) -> None:
-    """A log is not told of each step."""

@@ -39,9 +39,9 @@ class Run:
         self._settings = settings
         self.notes = list(notes)
         self.evaluations = list(evaluations)
-        self.steps = len({sample.step for sample in self._samples if sample.done})
-        done = [sample for sample in self._samples if sample.done]
-        now = configuration(done[-1].settings_id) if done else None
+        self._done = [sample for sample in self._samples if sample.done]
+        self.steps = len({sample.step for sample in self._done})
+        now = configuration(self._done[-1].settings_id) if self._done else None
         self._samples_per_s, self._peak_bytes = (now.samples_per_s, now.peak_bytes) if now else (None, None)
 
     def frame(self) -> pd.DataFrame:
@@ -66,8 +66,7 @@ class Run:
     def __str__(self) -> str:
         if not self.steps:
             return "\n".join(["No step was done.", *self.notes])
-        good = [sample for sample in self._samples if sample.done]
-        last = [sample for sample in good if sample.step == good[-1].step]
+        last = [sample for sample in self._done if sample.step == self._done[-1].step]
         losses = [sample.loss for sample in last if sample.loss is not None]
         text = f"{self.steps} steps on {len(last)} ranks"
         if losses:

@@ -10,7 +10,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
 
 from ..report.configurations import Runs
-from ..report.runs_picture import picture
+from .runs_picture import picture
 from .steered import Steered
 
 MOST_ROWS = 50  # the latest

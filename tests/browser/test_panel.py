@@ -134,6 +134,8 @@ def test_before_and_after_agree_with_history_and_chart(panel: PanelPage) -> None
     for trace in panel.traces("x2"):
         assert trace["y"][-1] == pytest.approx(now["peak"] / 2**20, rel=1e-6)  # type: ignore[operator]
     expect(panel.pins.locator("li").last).to_contain_text("batch 16")
+    number = panel.pins.locator("li b").last.inner_text()
+    expect(panel.page.locator(".gpumem-panel .annotation-text").get_by_text(number, exact=True)).to_be_visible()
 
 
 def test_stacks_add_up_to_the_peak_and_the_words_name_the_largest_part(panel: PanelPage) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from gpumem_nb.report.configurations import Runs, Tried
-from gpumem_nb.report.runs_picture import picture
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.ui.runs_picture import picture
 from tests.ledgers import MIB, sample
 
 

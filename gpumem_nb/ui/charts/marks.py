@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,21 +27,21 @@ def mark_lines(view: View, over_steps: Sequence[Axes]) -> list[dict[str, Any]]:
 
 
 def mark_labels(view: View, axes: Axes) -> list[dict[str, Any]]:
-    """The marks' numbers at the top of a wide chart, each on the first level where it covers no other.
+    """The marks' numbers at the top of a wide chart, newest first, each on the first level where it covers no other.
 
     One that has no place is left out: its line is there, and the key under the charts says its step.
     """
     steps = view.series.step
     first, last = (steps[0], steps[-1]) if steps.size else (0.0, 0.0)
     place = {"xref": axes.x, "yref": f"{axes.y} domain", "xanchor": "center", "yanchor": "top", "showarrow": False}
-    taken_to = [-1.0] * _LEVELS
+    taken_from = [math.inf] * _LEVELS
     labels = []
-    for mark in view.marks:
+    for mark in reversed(view.marks):
         at = (mark.step - first) / max(1.0, last - first)
-        level = next((level for level, end in enumerate(taken_to) if end <= at), None)
+        level = next((level for level, begin in enumerate(taken_from) if at + _WIDTH <= begin), None)
         if level is None:
             continue
-        taken_to[level] = at + _WIDTH
+        taken_from[level] = at
         # The style sheet has the theme's colour for the background.
         look = {"bgcolor": "white", "borderpad": 1, "bordercolor": _look(mark)[0]}
         labels.append({"text": f"<b>{mark.number}</b>", "x": mark.step, "y": 1 - _LEVEL_HEIGHT * level} | place | look)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from ..report.configurations import Tried
+from ..report.differences import short
 from ..shared.units import format_bytes, format_rate
-from .configurations import Tried
-from .differences import short
+from .style import BLUE, TEXT, VERMILION
 
 MOST_BARS = 16
 _ROW, _LABEL, _BARS, _WORDS = 24, 250, 320, 190  # pixels: height of a row, widths of the three columns
-_BLUE, _VERMILION, _GREY = "#0072B2", "#D55E00", "#888888"  # as in ui/style.py, which a report may not import
-_FONT = "font-family='sans-serif' font-size='13' fill='#808080'"  # readable on white and on black
+_FONT = f"font-family='sans-serif' font-size='13' fill='{TEXT}'"
 
 
 def picture(tried: Sequence[Tried], limit_bytes: int | None) -> str:
@@ -35,7 +35,7 @@ def _row(place: int, one: Tried, before: Sequence[Tried], scale: float) -> str:
     earlier = next((other for other in reversed(before) if other.workload == one.workload), None)
     name = (earlier and short(earlier.settings, one.settings)) or one.workload
     width = (one.peak_bytes or 0) * scale
-    colour = _BLUE if one.outcome == "ok" else _VERMILION
+    colour = BLUE if one.outcome == "ok" else VERMILION
     measured = f"{format_bytes(one.peak_bytes)}, {format_rate(one.samples_per_s)} samples/s"
     words = measured if one.outcome == "ok" else {"oom": "out of memory"}.get(one.outcome, one.outcome)
     return (
@@ -46,5 +46,5 @@ def _row(place: int, one: Tried, before: Sequence[Tried], scale: float) -> str:
 
 
 def _limit(limit_bytes: int, x: float, height: int) -> str:
-    line = f"<line x1='{x:.1f}' x2='{x:.1f}' y1='18' y2='{height}' stroke='{_VERMILION}' stroke-width='2'/>"
+    line = f"<line x1='{x:.1f}' x2='{x:.1f}' y1='18' y2='{height}' stroke='{VERMILION}' stroke-width='2'/>"
     return f"{line}<text x='{x + 4:.1f}' y='14' {_FONT}>limit {format_bytes(limit_bytes)}</text>"
