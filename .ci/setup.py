@@ -20,7 +20,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "gpumem_nb-setup.json"
 LOG = VENV / "setup.log"
 OLDEST_PYTHON = (3, 11)
-FREE_GIB_NEEDED = 6
+CPU_GIB, CUDA_GIB = 6, 12  # of free disk, for a torch without and with CUDA
 PLAIN_INTERVAL_S = 15
 
 # What the result of set-up depends on, besides TORCH, HOROVOD_GPU and the checkout's own place.
@@ -49,7 +49,7 @@ def set_up() -> int:
         return 0
     started = time.monotonic()
     print(f"Setting up with {torch.requirement}: {torch.why}.", flush=True)
-    check_disk(ROOT)
+    check_disk(ROOT, CPU_GIB if "+cpu" in torch.requirement else CUDA_GIB)
     check_compiler()
     if known and known.get("root") != str(ROOT):
         shutil.rmtree(str(VENV), ignore_errors=True)  # a moved environment's programs point to where it was
@@ -92,12 +92,12 @@ def venv_python() -> Path:
     return VENV / "bin" / "python"
 
 
-def check_disk(folder: Path) -> None:
+def check_disk(folder: Path, needed_gib: float) -> None:
     """Torch, JupyterLab and one build of Horovod have to fit."""
     free_gib = shutil.disk_usage(str(folder)).free / 2**30
-    if free_gib < FREE_GIB_NEEDED:
+    if free_gib < needed_gib:
         raise Trouble(
-            f"Set-up needs {FREE_GIB_NEEDED} GiB of free disk and {folder} has {free_gib:.1f}: "
+            f"Set-up needs {needed_gib} GiB of free disk and {folder} has {free_gib:.1f}: "
             "free some and type make setup again."
         )
 

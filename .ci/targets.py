@@ -23,6 +23,8 @@ make bench   set up, then print the measured ratios beside their targets
 make matrix  set up, then hold every model and habit against a plain loop (docs/compatibility.md)
 make soak    set up, then half an hour of random flips and faults on four ranks (docs/reliability.md)
 make lint    set up, then run ruff, mypy and the import rules
+make cuda-build      set up copies of the checkout with both CUDA builds of Horovod, which needs no GPU
+make matrix-install  set up copies of it with other Pythons and torches (docs/install.md)
 make clean   remove .venv and caches from the checkout (the built Horovod stays in your cache)
 
 TORCH="torch==2.13.0"   another torch than the driver of this machine's GPUs decides, pip options included
@@ -41,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         "bench": lambda: in_environment("-m", "tests.bench.run"),
         "matrix": lambda: in_environment("-m", "tests.matrix.run"),
         "soak": lambda: in_environment("-m", "tests.soak.run"),
+        "cuda-build": lambda: in_environment("-m", "tests.install.run", "cuda"),
+        "matrix-install": lambda: in_environment("-m", "tests.install.run"),
         "lint": lambda: set_up() or lint(),
         "clean": clean,
     }

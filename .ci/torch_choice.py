@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import NamedTuple
+from dataclasses import dataclass
 
 VERSION = "torch==2.13.0"
 # Where PyTorch keeps builds for one platform each; the usual package index has one build alone, for CUDA 13.
@@ -12,7 +12,8 @@ INDEX = "https://download.pytorch.org/whl"
 CUDA_12 = "cu126"  # the only build of this torch for CUDA 12
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     """A torch to install.
 
     Attributes:

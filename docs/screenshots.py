@@ -88,22 +88,17 @@ def dark(studio: Studio) -> None:
         studio.picture(panel, "dark")
 
 
-def narrow(studio: Studio) -> None:
-    """As narrow as a docked panel on a small screen."""
-    with studio.panel(2, 700) as panel:
-        _train(panel)
-        panel.choose("precision", "bf16")
-        panel.wait_for_steps(STEPS)
-        studio.picture(panel, "700px")
+def of_width(width: int) -> Callable[[Studio], None]:
+    """A narrow page, such as a panel docked on a small screen has, or a wide one."""
 
+    def take(studio: Studio) -> None:
+        with studio.panel(2, width) as panel:
+            _train(panel)
+            panel.choose("precision", "bf16")
+            panel.wait_for_steps(STEPS)
+            studio.picture(panel, f"{width}px")
 
-def wide(studio: Studio) -> None:
-    """A wide screen."""
-    with studio.panel(2, 2200) as panel:
-        _train(panel)
-        panel.choose("precision", "bf16")
-        panel.wait_for_steps(STEPS)
-        studio.picture(panel, "2200px")
+    return take
 
 
 def docked(studio: Studio) -> None:
@@ -147,8 +142,8 @@ def big(studio: Studio) -> None:
 PICTURES: dict[str, Callable[[Studio], None]] = {
     "light": light,
     "dark": dark,
-    "narrow": narrow,
-    "wide": wide,
+    "narrow": of_width(700),
+    "wide": of_width(2200),
     "docked": docked,
     "eight": eight,
     "out-of-memory": out_of_memory,

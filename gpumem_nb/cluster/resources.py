@@ -16,11 +16,6 @@ DEFAULT_RANKS_WITHOUT_GPU = 2
 DEVICES = ("auto", "cuda", "cpu")
 
 
-def cores() -> int:
-    """Cores that this process may use, at least 1."""
-    return container.cores()
-
-
 def visible_gpus() -> int:
     """GPUs that ranks will see, counted through NVML so that the kernel never touches CUDA; 0 without a driver."""
     import pynvml
@@ -61,7 +56,7 @@ def gpus_in_use() -> list[str]:
 def most_ranks() -> int:
     """How many ranks this machine can hold: bounded by memory, and by eight ranks a core."""
     by_memory = container.available_bytes() // RANK_RESIDENT_BYTES
-    return max(1, min(int(by_memory), 8 * cores()))
+    return max(1, min(int(by_memory), 8 * container.cores()))
 
 
 def check_number(n: int) -> None:
@@ -85,7 +80,7 @@ def choose(n: int | None, device: str) -> tuple[int, str]:
     if n > most_ranks():
         memory = container.available_bytes() / 2**30
         raise InvalidInput(
-            f"{n} ranks do not fit on this machine: with {cores()} cores and {memory:.0f} GiB of free memory at most "
-            f"{most_ranks()} make sense. Try %hvd_start {min(4, most_ranks())}."
+            f"{n} ranks do not fit on this machine: with {container.cores()} cores and {memory:.0f} GiB of free memory "
+            f"at most {most_ranks()} make sense. Try %hvd_start {min(4, most_ranks())}."
         )
     return n, kind

@@ -5,7 +5,7 @@
 Horovod has no wheels, and its last source release does not compile against today's torch as it is. The wheel built here
 is kept in the user's cache under a key of everything it depends on, so the two minutes are spent once for each torch,
 Python, MPI and CUDA. On CUDA ``--gpu nccl`` is the fast way with a GPU for every rank, ``staged`` lets ranks share one.
-The CUDA ways are written after the documentation; the checks of this repository run the CPU way only.
+The checks of this repository run the CPU way; ``make cuda-build`` compiles both CUDA ways.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .horovod_source import VERSION, digest
 from .horovod_target import GPU_MODES, Target, detect
 from .long_step import long_step
 
-RECIPE = 3
+RECIPE = 4
 """Raised with every change to the patches or the build's environment, so that older wheels are not taken for new."""
 
 

@@ -1,7 +1,6 @@
 """Compiling Horovod's wheel: what the machine must have, the build's environment, and what to say when it fails.
 
-The CPU build (MPI and Gloo) is what the tests run. The CUDA builds follow Horovod's and NVIDIA's documentation and have
-not been run by them: they need a machine with a CUDA toolkit.
+The CPU build (MPI and Gloo) is what the tests run. ``make cuda-build`` compiles the CUDA builds, on any machine.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from pathlib import Path
 
 from ..shared import container
 from ..shared.errors import SetupError
+from . import cuda_toolkit
 from .horovod_source import fetch, patch, unpack
-from .horovod_target import Target, cuda_home, nccl_folder
+from .horovod_target import Target, nccl_folder
 from .long_step import long_step
 from .process_tree import stop_tree
 
@@ -60,11 +60,6 @@ def require_tools(target: Target) -> None:
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         raise SetupError(
             "Python's C headers are missing. Install them, on Debian or Ubuntu with: apt-get install python3-dev"
-        )
-    if target.gpu != "none" and cuda_home() is None:
-        raise SetupError(
-            f"This torch is built for CUDA {target.cuda}, and no CUDA toolkit (nvcc) was found. "
-            "Install one, or say where it is: CUDA_HOME=/usr/local/cuda python -m gpumem_nb.install.horovod_build"
         )
 
 
@@ -121,10 +116,12 @@ def cuda_environment(target: Target, scratch: Path) -> dict[str, str]:
 
     A staged build has no GPU operations but still knows of CUDA, and reduces GPU tensors through the CPU.
     """
-    home = cuda_home()
-    variables = {"HOROVOD_BUILD_CUDA_CC_LIST": target.cuda_capabilities}
-    if home is not None:
-        variables |= {"CUDA_HOME": str(home), "HOROVOD_CUDA_HOME": str(home)}
+    home = str(cuda_toolkit.obtain(target.cuda, scratch))
+    variables = {
+        "HOROVOD_BUILD_CUDA_CC_LIST": target.cuda_capabilities,
+        "CUDA_HOME": home,
+        "HOROVOD_CUDA_HOME": home,
+    }
     if target.gpu == "nccl":
         nccl = nccl_folder()
         if nccl is None:
@@ -157,14 +154,14 @@ def build_wheel(target: Target, cache: Path, destination: Path) -> Path:
     """
     require_tools(target)
     require_disk(cache)
-    with long_step("Fetching Horovod's source"):
-        sdist = fetch(cache)
     destination.mkdir(parents=True, exist_ok=True)
     log = destination / "build.log"
     with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as scratch:
+        environment = build_environment(target, Path(scratch))
+        with long_step("Fetching Horovod's source"):
+            sdist = fetch(cache)
         source = unpack(sdist, Path(scratch))
         patch(source, target.runpath, with_cuda=target.gpu != "none")
-        environment = build_environment(target, Path(scratch))
         with long_step(
             f"Building Horovod for torch {target.torch}", lambda: compiled(log), USUAL_CORE_SECONDS / jobs()
         ):

@@ -128,6 +128,8 @@ def patch(source: Path, runpath: tuple[str, ...], with_cuda: bool) -> None:
             r"print\(True if \(\(torch\.version\.cuda is not None\) and \(CUDA_HOME is not None\)\) else False\)",
             "print(False)",
         )
+    # The driver's library has its plain name only where a toolkit is on the system.
+    replace(source / "horovod/torch/cuda_util.cc", r'dlopen\("libcuda\.so"', 'dlopen("libcuda.so.1"')
     # Without debug information a compiler takes 1.7 GiB at most, with it 2.4.
     replace(source / "setup.py", "'RelWithDebInfo'", "'Release'")
     add_missing_headers(source)

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import runpy
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -142,18 +141,6 @@ def nccl_folder() -> Path | None:
         if (Path(place) / "include" / "nccl.h").exists():
             return Path(place).resolve()
     return None
-
-
-def cuda_home() -> Path | None:
-    """The CUDA toolkit (with nvcc), where torch's extension builder looks: CUDA_HOME, PATH, /usr/local."""
-    for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
-        if os.environ.get(name):
-            return Path(os.environ[name])
-    nvcc = shutil.which("nvcc")
-    if nvcc:
-        return Path(nvcc).resolve().parent.parent
-    usual = Path("/usr/local/cuda")
-    return usual if (usual / "bin" / "nvcc").exists() else None
 
 
 def cuda_capabilities() -> str:

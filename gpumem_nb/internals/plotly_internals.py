@@ -6,6 +6,10 @@ A ``FigureWidget`` tells a page that is loaded again what the figure was at firs
 The page answers each update once it is drawn, which ends ``_trace_edit_in_process``. What is sent between the widget's
 making and the moment when the page has loaded plotly is lost: nobody listens yet. ``plotly_update`` sends nothing that
 Python's own figure holds already, so to send all of it again takes ``_send_update_msg``.
+
+A page gives an anywidget 2 seconds to load its JavaScript; if it takes longer, all that the widget is sent afterwards
+is dropped (anywidget 0.11.0, ``Runtime``). plotly's 5 MB take longer on a slow or busy computer: charts would stay as
+they were at first, without a word. So what is loaded in those 2 seconds is a few lines; these load plotly, and wait.
 """
 
 from __future__ import annotations
@@ -13,14 +17,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import traitlets
 from plotly import graph_objects as go
 
 CHECKED_WITH = ("7.1.0",)
+_LOADER = """
+export default () => {
+  let plotly;
+  const load = async (model) => {
+    const url = URL.createObjectURL(new Blob([model.get("_bundle")], { type: "text/javascript" }));
+    const widget = await (await import(/* webpackIgnore: true */ url)).default();
+    URL.revokeObjectURL(url);
+    await widget.initialize({ model });
+    return widget;
+  };
+  return {
+    async render({ model, el }) {
+      plotly ??= load(model);
+      return (await plotly).render({ model, el });
+    },
+  };
+};
+"""
 
 
 class LiveFigure(go.FigureWidget):  # type: ignore[misc]
-    """A figure that a reloaded page shows as it is now; plotly's own class would show it as it was at first."""
+    """A figure that a slow page draws, too, and that a reloaded page shows as it is now and not as it was at first."""
 
+    _esm = _LOADER
+    _bundle = traitlets.Unicode(str(go.FigureWidget._esm)).tag(sync=True)
     _complete = False
 
     def __init__(self, **parts: Any) -> None:

@@ -30,7 +30,6 @@ class LookingMagics(Magics):
         panel = current().panel(big=args.big)
         if args.dock:
             panel.dock()
-            panel.keep()
         else:
             display(panel)
 

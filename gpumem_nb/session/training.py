@@ -44,7 +44,7 @@ class Trains:
 
         Args:
             steps: a whole number of at least 1.
-            progress: told of the latest step, and of the share that is done.
+            progress: told of the latest step, and of the share that is done; what it raises pauses training.
 
         Raises:
             InvalidInput: not a whole number of at least 1.

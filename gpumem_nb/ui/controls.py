@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from ..shared.errors import GpumemError
 from ..shared.knobs import KNOBS, Knob
 from .region import Region
 from .steered import Steered
+from .threads import OwnChanges
 from .wording import field_error
 
 _NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
@@ -31,7 +31,7 @@ class Controls:
         self._ask = ask
         self._asked: dict[str, int] = dict.fromkeys(KNOBS, 0)
         self._knobs = dict(KNOBS)
-        self._following = threading.local()
+        self._own_changes = OwnChanges()
         self._settings = session.settings
         self._widgets = {name: self._control(knob) for name, knob in self._knobs.items()}
         self._errors = {name: Region(role="alert", label="") for name in self._knobs}
@@ -51,15 +51,14 @@ class Controls:
         """Show the session's settings, wherever they were changed, and switch off what cannot be used."""
         session = self._session
         ended = bool(session.ended)
-        self._following.active = True  # what a person does meanwhile comes on another thread
-        for knob in self._knobs.values():
-            if knob.choices:
-                self._offer(knob)
-        for name, widget in self._widgets.items():
-            if not self._asked[name]:
-                widget.value = self._shown(name)
-            widget.disabled = ended
-        self._following.active = False
+        with self._own_changes:
+            for knob in self._knobs.values():
+                if knob.choices:
+                    self._offer(knob)
+            for name, widget in self._widgets.items():
+                if not self._asked[name]:
+                    widget.value = self._shown(name)
+                widget.disabled = ended
         if session.settings != self._settings:
             self._settings = session.settings
             for error in self._errors.values():
@@ -105,7 +104,7 @@ class Controls:
 
     def _wanted(self, name: str, value: Any) -> None:
         """A person, or :meth:`follow`, changed a widget; what the session has already needs no action."""
-        if getattr(self._following, "active", False) or value == self._shown(name):
+        if self._own_changes.under_way or value == self._shown(name):
             return
         self._asked[name] += 1
 

@@ -56,7 +56,7 @@ class Panel:
         self._dismissed: Rescue | None = None
         self._sidecar: Any = None
         self._kept = Kept(session)
-        self._following = threading.local()
+        self._own_changes = threads.OwnChanges()
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._worker: threading.Thread | None = None
@@ -68,18 +68,15 @@ class Panel:
         return self._closing.is_set()
 
     def dock(self) -> Panel:
-        """Show it beside the notebook."""
+        """Show it beside the notebook, and below the cell what a saved notebook keeps of it."""
         from sidecar import Sidecar
 
         if self._sidecar is None:
             self._sidecar = Sidecar(title="GPU memory", anchor="split-right")
         with self._sidecar:
             display(self.view)
-        return self
-
-    def keep(self) -> None:
-        """Show below what a saved notebook keeps of it, and nothing else."""
         self._kept.show()
+        return self
 
     def close(self) -> None:
         """Take it off the page and stop updating it; the session goes on."""
@@ -181,12 +178,11 @@ class Panel:
         history = self._session.history
         now = history.now()
         self._pin.disabled = now is None or not now.steps
-        self._following.active = True  # what a person does meanwhile comes on another thread
-        self._pin.value = history.pinned is not None
-        self._following.active = False
+        with self._own_changes:
+            self._pin.value = history.pinned is not None
 
     def _wanted_pin(self, wanted: bool) -> None:
-        if not getattr(self._following, "active", False):
+        if not self._own_changes.under_way:
             self._ask(lambda: self._session.pin(wanted))
 
     def _apply(self, place: int) -> None:

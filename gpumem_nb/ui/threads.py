@@ -13,6 +13,22 @@ from ..internals.ipykernel_internals import speak_for_no_request
 Made = TypeVar("Made")
 
 
+class OwnChanges(threading.local):
+    """Tells what a program does with widgets, inside ``with``, from what a person does, which comes on another thread.
+
+    Attributes:
+        under_way: whether this thread is inside.
+    """
+
+    under_way = False
+
+    def __enter__(self) -> None:
+        self.under_way = True
+
+    def __exit__(self, *_: object) -> None:
+        self.under_way = False
+
+
 def start(work: Callable[[], None], name: str) -> threading.Thread:
     """Run ``work`` on a thread that sends widget messages in nobody's name.
 

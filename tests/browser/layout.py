@@ -22,6 +22,9 @@ _TEXTS = """panel => {
 }"""
 
 
+_REDRAWN_MS = 200  # plotly moves words after it has made the drawing wider
+
+
 @dataclass(frozen=True)
 class Box:
     """A rectangle on the page in CSS pixels, and what stands in it."""
@@ -55,12 +58,16 @@ def collisions(panel: PanelPage) -> list[tuple[str, str]]:
 
 
 def wait_until_fitted(panel: PanelPage) -> None:
-    """The charts are as wide as the panel that was opened last."""
+    """The charts are as wide as the panel that was opened last, and their words have taken their places."""
     panel.page.wait_for_function(
         "() => { const panel = [...document.querySelectorAll('.gpumem-panel')].at(-1);"
         " const charts = panel.querySelector('.main-svg');"
         " return charts && Math.abs(charts.clientWidth - panel.clientWidth) < 24; }"
     )
+    before: list[Box] = []
+    while (now := texts(panel)) != before:
+        before = now
+        panel.page.wait_for_timeout(_REDRAWN_MS)
 
 
 def size(panel: PanelPage) -> tuple[float, float]:

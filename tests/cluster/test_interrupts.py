@@ -86,6 +86,24 @@ def wait_until_waiting(session: Session) -> None:
     until(lambda: session.waiting_for in ([1], [0, 1]))
 
 
+def test_training_pauses_when_whoever_is_told_of_its_progress_fails(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+
+    def tell(what: str, done: float) -> None:
+        if done:
+            raise OSError("nobody listens")
+
+    with pytest.raises(OSError, match="nobody listens"):
+        session.train(10_000, progress=tell)
+    assert not session.playing
+    steps = session.history.steps
+    assert 0 < steps < 10_000
+    assert session.train(1).steps == 1
+    assert session.history.steps == steps + 1
+
+
 def test_a_cell_is_interrupted_on_all_ranks(two_ranks: Session) -> None:
     stop = Stop(asked(two_ranks))
     with pytest.raises(Interrupted, match="are ready"):

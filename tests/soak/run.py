@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from gpumem_nb.cluster.resources import cores
 from gpumem_nb.session import Session
+from gpumem_nb.shared.container import cores
 from gpumem_nb.shared.units import format_bytes
 from tests.cluster import faults, trouble
 from tests.cluster.faults import FAULTS, Fault

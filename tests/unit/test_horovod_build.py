@@ -19,6 +19,8 @@ from gpumem_nb.install import horovod_build, horovod_compile, horovod_proof, hor
 from gpumem_nb.install.horovod_target import Target
 from gpumem_nb.shared.errors import SetupError
 
+from .toolkits import toolkit
+
 ROOT = Path(__file__).parents[2]
 TARGET = Target(
     torch="2.13.0+cpu",
@@ -128,16 +130,17 @@ def test_cuda_build_asks_for_nccl_and_the_visible_capabilities(tmp_path: Path, m
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libnccl.so").touch()
     monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda")))
     target = dataclasses.replace(TARGET, cuda="13.0", gpu="nccl", cuda_capabilities="80,90")
     variables = horovod_compile.build_environment(target, tmp_path)
     assert variables["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert variables["HOROVOD_NCCL_HOME"] == str(tmp_path)
     assert variables["HOROVOD_BUILD_CUDA_CC_LIST"] == "80,90"
-    assert variables["CUDA_HOME"] == "/opt/cuda"
+    assert variables["CUDA_HOME"] == variables["HOROVOD_CUDA_HOME"] == str(tmp_path / "cuda")
 
 
-def test_staged_build_has_no_gpu_operations(tmp_path: Path) -> None:
+def test_staged_build_has_no_gpu_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda")))
     target = dataclasses.replace(TARGET, cuda="13.0", gpu="staged", cuda_capabilities="90")
     assert "HOROVOD_GPU_OPERATIONS" not in horovod_compile.build_environment(target, tmp_path)
 
@@ -212,6 +215,7 @@ def test_patched_source_has_the_new_standards_and_headers(tmp_path: Path) -> Non
         "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)\n",
         "horovod/common/operations.cc": "  bool should_shutdown = false;\n  for (auto id : ids) {\n"
         "    should_shutdown |= response_list.shutdown();\n  }\n  return !should_shutdown;\n",
+        "horovod/torch/cuda_util.cc": '  cudalib = dlopen("libcuda.so", RTLD_LAZY);\n',
         "horovod/common/message.h": "int64_t size;\n",
         "horovod/common/complete.h": "#include <cstdint>\nint64_t size;\n",
         "third_party/gloo/gloo/types.h": "uint8_t slot;\n",
@@ -240,6 +244,7 @@ def test_patched_source_has_the_new_standards_and_headers(tmp_path: Path) -> Non
         "  }",
         "  return !should_shutdown;",
     ]
+    assert after["horovod/torch/cuda_util.cc"] == '  cudalib = dlopen("libcuda.so.1", RTLD_LAZY);\n'
     assert after["horovod/common/message.h"].startswith("#include <cstdint>\n")
     assert after["third_party/gloo/gloo/types.h"].startswith("#include <cstdint>\n")
     assert after["horovod/common/complete.h"] == files["horovod/common/complete.h"]

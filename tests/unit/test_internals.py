@@ -23,6 +23,7 @@ from horovod.torch import mpi_ops
 from ipyparallel.client.asyncresult import AsyncResult
 from ipyparallel.engine.datapub import ZMQDataPublisher
 from jupyter_client.session import Session
+from plotly import graph_objects
 
 import gpumem_nb
 from gpumem_nb.internals import (
@@ -170,6 +171,14 @@ def set_parent() -> None:
 
 
 # plotly ---------------------------------------------------------------------------------------------------------
+
+
+@checks("plotly", "FigureWidget's _esm, a function that makes what initializes and renders")
+def script() -> None:
+    figure = plotly_internals.LiveFigure()
+    must(figure._bundle == str(graph_objects.FigureWidget._esm), "not plotly's own script")
+    must("as default}" in figure._bundle, "it has no default export")
+    must(len(figure._esm) < 10_000, "the page cannot load it in an instant")
 
 
 @checks("plotly", "FigureWidget's get_state, _data and _layout_obj")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pynvml
 import pytest
@@ -16,7 +17,6 @@ from gpumem_nb.shared.messages import DeviceUse
 from .fake_nvml import GIB, MIB, FakeNvml, Gpu, bare, lost
 
 ME = os.getpid()
-ONE_ALIVE = os.getppid()
 EVERYTHING = {
     "used_bytes",
     "total_bytes",
@@ -36,13 +36,20 @@ def one_gone() -> int:
     return process.pid
 
 
+@pytest.fixture(scope="module")
+def one_alive() -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process.pid
+        process.communicate(b"\n")
+
+
 @pytest.fixture(autouse=True)
-def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    part = Gpu("MIG-11aa", used=GIB, total=5 * GIB, compute={ME: 700 * MIB, ONE_ALIVE: 200 * MIB})
+def nvml(monkeypatch: pytest.MonkeyPatch, one_alive: int) -> FakeNvml:
+    part = Gpu("MIG-11aa", used=GIB, total=5 * GIB, compute={ME: 700 * MIB, one_alive: 200 * MIB})
     fake = FakeNvml(
         [
             lost("GPU-dead"),
-            Gpu("GPU-aaaa", compute={ME: GIB, ONE_ALIVE: 512 * MIB}, graphics={1: 100 * MIB}),
+            Gpu("GPU-aaaa", compute={ME: GIB, one_alive: 512 * MIB}, graphics={1: 100 * MIB}),
             Gpu("GPU-bbbb", split=True, parts=[None, part]),
             Gpu("GPU-cccc", split=True, parts=[Gpu("MIG-22aa"), Gpu("MIG-22bb", used=2 * GIB)]),
             bare("GPU-dddd"),
@@ -201,11 +208,11 @@ def test_a_process_that_ended_meanwhile_holds_nothing_more(nvml: FakeNvml, one_g
     assert use("aaaa").other_bytes == 612 * MIB
 
 
-def test_bytes_that_nvml_keeps_back_are_not_taken_for_none(nvml: FakeNvml) -> None:
-    nvml.gpus[1].compute[ONE_ALIVE] = None
+def test_bytes_that_nvml_keeps_back_are_not_taken_for_none(nvml: FakeNvml, one_alive: int) -> None:
+    nvml.gpus[1].compute[one_alive] = None
     now = use("aaaa")
     assert (now.own_bytes, now.other_bytes) == (GIB, None)
-    assert now.missing == {"other_bytes": f"the driver does not tell how much process {ONE_ALIVE} holds"}
+    assert now.missing == {"other_bytes": f"the driver does not tell how much process {one_alive} holds"}
     nvml.gpus[1].compute[ME] = None
     assert set(use("aaaa").missing) == {"own_bytes", "other_bytes"}
 

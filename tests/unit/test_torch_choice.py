@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / ".ci"
-ASK = "import json, torch_choice; print(json.dumps(torch_choice.choose()._asdict()))"
+ASK = "import json, torch_choice; print(json.dumps(vars(torch_choice.choose())))"
 NVML = """
 extern "C" {
 int nvmlInit_v2() { return INIT; }

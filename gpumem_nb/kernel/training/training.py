@@ -227,6 +227,8 @@ class Training:
     def train(self, steps: int, progress: Progress = lambda what, done: None) -> Run:
         """Train that many steps and wait for them. An interrupt pauses and returns what was done by then.
 
+        An exception of ``progress`` pauses, too, and is raised.
+
         Raises:
             InvalidInput: no number of steps that could be trained.
             TrainingFailed: training stopped by itself.
@@ -251,6 +253,9 @@ class Training:
                 raise
             with self._state.locked():
                 self._state.note("Interrupted.")
+        except Exception:  # whoever is told of the progress failed: nobody waits for these steps any more
+            self.pause(timeout=PAUSE_PATIENCE_S)
+            raise
         finally:
             with self._state.locked():
                 samples, notes, evaluations = self._state.end_recording()

@@ -1,0 +1,152 @@
+"""Set-up as a new user types it, in a copy of this checkout for each torch and Python: does it end, and do ranks train?
+
+``make cuda-build``: both CUDA builds of Horovod are compiled, linked, imported and proven on the CPU; needs no GPU, no
+toolkit, 12 GB of disk and the package index. ``make matrix-install``: Pythons and torches; writes docs/install.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from tests.install.check import STEPS
+
+ROOT = Path(__file__).parents[2]
+REPORT = ROOT / "docs" / "install.md"
+BEGIN = "<!-- the rest is written by make matrix-install -->\n"
+PYTHONS = ("python3.11", "python3.12", "python3.13")
+TORCHES = ("torch==2.4.*", "torch==2.9.*", "")  # the last: whatever set-up chooses
+NEVER_PUBLISHED = [("python3.13", "torch==2.4.*")]
+# Of the build of torch that the index has for every platform, for which a plain number of its version stands.
+CUDA_TORCH = "torch===2.13.0"
+CAPABILITY = "90"  # nobody has to ask a GPU for it
+
+
+@dataclass(frozen=True)
+class Row:
+    """One set-up: with this Python, this ``TORCH`` (or set-up's own choice), and other variables."""
+
+    python: str
+    torch: str
+    variables: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one: what it holds, or the sentence it ended with."""
+
+    found: Mapping[str, object]
+    sentence: str
+    took_s: float
+    size_gib: float
+
+
+CUDA_ROWS = [
+    Row("python3", CUDA_TORCH, {"HOROVOD_GPU": mode, "HOROVOD_BUILD_CUDA_CC_LIST": CAPABILITY})
+    for mode in ("nccl", "staged")
+]
+
+
+def main() -> int:
+    """Set up all rows, one after another, and say what came of each; the exit code is 0 if all ended well."""
+    if sys.argv[1:] == ["cuda"]:
+        rows = CUDA_ROWS
+    else:
+        there = [python for python in PYTHONS if shutil.which(python)]
+        print(f"Not here, so not tried: {', '.join(sorted(set(PYTHONS) - set(there))) or 'none'}.", flush=True)
+        pairs = [(python, torch) for python in there for torch in TORCHES]
+        rows = [Row(*pair, {}) for pair in pairs if pair not in NEVER_PUBLISHED]
+    outcomes = []
+    for row in rows:
+        print(f"== {row.python} {row.torch or '(what set-up chooses)'} {' '.join(row.variables.values())}", flush=True)
+        outcomes.append(outcome := set_up(row))
+        print(f"== {outcome.found or outcome.sentence} ({outcome.took_s:.0f} s)", flush=True)
+    print("\n".join(table(rows, outcomes)))
+    if rows is not CUDA_ROWS:
+        by_hand = REPORT.read_text().partition(BEGIN)[0]
+        REPORT.write_text("\n".join([by_hand + BEGIN, *table(rows, outcomes), ""]))
+    return 0 if all(outcome.found for outcome in outcomes) else 1
+
+
+def set_up(row: Row) -> Outcome:
+    """Copy the checkout, set it up with nothing in Horovod's cache, train, and leave nothing."""
+    with tempfile.TemporaryDirectory(prefix="gpumem_nb-install-") as scratch:
+        checkout, cache = Path(scratch) / "checkout", Path(scratch) / "cache"
+        copy_checkout(checkout)
+        environment = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDA_PATH")}
+        environment |= {"PYTHON": row.python, "TORCH": row.torch, "XDG_CACHE_HOME": str(cache), **row.variables}
+        environment |= {"PIP_CACHE_DIR": str(platformdirs.user_cache_path("pip", appauthor=False))}
+        began_s = time.monotonic()
+        made = run(["make", "setup"], checkout, environment)
+        took_s = time.monotonic() - began_s
+        if made.returncode:
+            return Outcome({}, last_line(made), took_s, 0)
+        size_gib = sum(path.lstat().st_size for path in (checkout / ".venv").rglob("*")) / 2**30
+        checked = run([".venv/bin/python", "-m", "tests.install.check"], checkout, environment)
+        found = {} if checked.returncode else json.loads(checked.stdout.splitlines()[-1])
+        if found and found["steps"] != STEPS:
+            found = {}
+        return Outcome(found, "" if found else last_line(checked), took_s, size_gib)
+
+
+def copy_checkout(into: Path) -> None:
+    """What git keeps or would keep, as it is now."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():  # and not deleted since
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, into / name)
+
+
+def run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run it to its end and show what it says."""
+    answer = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    print(answer.stdout, flush=True)
+    return answer
+
+
+def last_line(answer: subprocess.CompletedProcess[str]) -> str:
+    """The sentence that it ended with; that of make itself says nothing."""
+    lines = [line for line in answer.stdout.splitlines() if line.strip() and not line.startswith("make")]
+    return lines[-1] if lines else f"exit code {answer.returncode}"
+
+
+def table(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[str]:
+    """The outcomes as Markdown."""
+    lines = [
+        "| Python | TORCH | torch | Horovod with | set-up, s | .venv, GiB | outcome |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row, outcome in zip(rows, outcomes, strict=True):
+        found = outcome.found
+        horovod = ", ".join(map(str, found.get("horovod", [])))  # type: ignore[call-overload]
+        words = f"{STEPS} steps on two ranks" if found else outcome.sentence
+        lines.append(
+            f"| {found.get('python', row.python)} | {row.torch or 'not named'} | {found.get('torch', 'n/a')} "
+            f"| {horovod} | {outcome.took_s:.0f} | {outcome.size_gib:.1f} | {words} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
