@@ -1,4 +1,4 @@
-"""The package as others get it: built into a wheel, installed elsewhere, imported outside the checkout."""
+"""The package as others get it: an sdist in which make works; a wheel, installed and imported outside the checkout."""
 
 from __future__ import annotations
 
@@ -6,30 +6,38 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.install.run import copy_checkout, files_of_checkout
+
 ROOT = Path(__file__).parents[1]
 SHOW = "import gpumem_nb, gpumem_nb.install.horovod_build, gpumem_nb.install.environment; print(gpumem_nb.__path__[0])"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel built from what git would commit, so that nothing else can slip in."""
-    folder = tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), "source"]
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with sdist and wheel, built from what git would commit, so that nothing else can slip in."""
+    folder = tmp_path_factory.mktemp("built")
+    copy_checkout(folder / "source")
+    command = [sys.executable, "-m", "build", "--sdist", "--wheel", "--no-isolation", "--outdir", str(folder), "source"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return next(folder.glob("gpumem_nb-*.whl"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return next(built.glob("gpumem_nb-*.whl"))
+
+
+def test_the_sdist_is_a_checkout(built: Path) -> None:
+    with tarfile.open(next(built.glob("gpumem_nb-*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
+    assert {name for name in names if "egg-info" not in name} - {"PKG-INFO", "setup.cfg"} == set(files_of_checkout())
 
 
 def test_wheel_holds_the_sources_that_are_compiled_and_nothing_of_the_checkout(wheel: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -113,7 +114,7 @@ class Lifecycle:
         before = self.loading.remember(up_to_date)
         try:
             self.ended = self.ended or RESTARTING
-            self.end()
+            self._end(self._shut_down)
             self.start(progress)
         except BaseException:
             self.ended = "the ranks were ended and could not be started again"
@@ -122,18 +123,12 @@ class Lifecycle:
         if self.training.workload and (before.up_to_date or not self.history.steps):
             self.set(before.settings.changed_from(self.training.settings))
 
-    def end(self) -> None:
-        """End all ranks and everything started with them; an interrupt does not stop that half way."""
-        self.ended = self.ended or "stopped"
-        self.idle.stop()
-        finish_anyway(self._shut_down, "gpumem_nb ending")
+    def stop(self) -> None:
+        """End all ranks and everything started with them, close all logs, and keep the newest snapshot alone.
 
-    def tidy_up(self) -> None:
-        """After the end: close all logs, and keep the newest automatic snapshot alone, for a later session."""
-        self.logs.stop()
-        with suppress(OSError):
-            snapshot_folder.tidy(self.snapshots.folder)
-        self._origin.not_kept = "the session was stopped"
+        An interrupt does not stop that half way.
+        """
+        self._end(self._shut_down_for_good)
 
     def status(self) -> Status:
         """Which ranks run where, on which devices, and what they are doing."""
@@ -202,9 +197,23 @@ class Lifecycle:
         with suppress(OSError):
             snapshot_folder.make_room(self.snapshots.folder, 0, self.policy.snapshot_space)
 
+    def _end(self, shut_down: Callable[[], None]) -> None:
+        self.ended = self.ended or "stopped"
+        self.idle.stop()
+        finish_anyway(shut_down, "gpumem_nb ending")
+
     def _shut_down(self) -> None:
         self.training.close()
         self.ranks.stop()
+
+    def _shut_down_for_good(self) -> None:
+        try:
+            self._shut_down()
+        finally:
+            self.logs.stop()
+            with suppress(OSError):
+                snapshot_folder.tidy(self.snapshots.folder)
+            self._origin.not_kept = "the session was stopped"
 
     def _lost(self, why: str) -> None:
         self.ended = f"the ranks are gone: {why}"

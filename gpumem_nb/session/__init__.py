@@ -134,8 +134,7 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, WritesLogs):
         global _current
         if _current is self:
             _current = None
-        self._life.end()
-        self._life.tidy_up()
+        self._life.stop()
 
     def __enter__(self) -> Session:
         return self

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from gpumem_nb import Workload
+from gpumem_nb.kernel.loading import ATTACHED
 from gpumem_nb.session import Session
 from gpumem_nb.shared import state_file
 from gpumem_nb.shared.errors import Interrupted, WorkloadError
@@ -131,6 +132,9 @@ def test_a_rank_stuck_in_c_code_is_named_and_an_end_that_is_interrupted_goes_on_
     assert in_time(stop.took_s(), PROMPT_S)
 
     processes = internals.processes_of(session)
+    attached = internals.snapshots_of(session).folder / ATTACHED
+    attached.parent.mkdir(exist_ok=True)
+    attached.touch()
     ending, go_on = threading.Event(), threading.Event()
 
     def slowly(end: Callable[[], None]) -> None:
@@ -147,6 +151,7 @@ def test_a_rank_stuck_in_c_code_is_named_and_an_end_that_is_interrupted_goes_on_
     go_on.set()
     until(lambda: not any(who.runs for who in processes))
     assert in_time(time.monotonic() - began, 3.0)
+    until(lambda: not attached.exists(), lambda: list(attached.parent.iterdir()))
 
 
 def test_a_stopped_rank_is_named_a_second_interrupt_gives_the_prompt_at_once_and_a_restart_forgets_both(

@@ -99,14 +99,18 @@ def set_up(row: Row) -> Outcome:
         return Outcome(found, "" if found else last_line(checked), took_s, size_gib)
 
 
-def copy_checkout(into: Path) -> None:
-    """What git keeps or would keep, as it is now."""
+def files_of_checkout() -> list[str]:
+    """What git keeps, or would keep, that is there now."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
-    for name in filter(None, names):
-        if (ROOT / name).is_file():  # and not deleted since
-            (into / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, into / name)
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [name for name in names if name and (ROOT / name).is_file()]
+
+
+def copy_checkout(into: Path) -> None:
+    """Copy those files."""
+    for name in files_of_checkout():
+        (into / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, into / name)
 
 
 def run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

@@ -146,6 +146,30 @@ class Averaging(SGD):
     def skip_synchronize(self) -> None: ...
 
 
+class Lookahead(Optimizer):
+    """Around another optimizer, in the way that most implementations of it take."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {"lr": inner.defaults["lr"]})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+
+class Wrapper(Optimizer):
+    """Around another optimizer, whose state is its own too, as accelerate's."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+
 def linear() -> nn.Module:
     return nn.Linear(4, 2)
 
@@ -172,6 +196,7 @@ REFUSED: list[tuple[str, Callable[[], Any], Callable[[Any], Any], str]] = [
     ("LBFGS", linear, lambda m: LBFGS(m.parameters()), "LBFGS computes the loss several times in one update"),
     ("averaging", linear, lambda m: Averaging(m.parameters(), lr=0.1), "so does every step here"),
     ("SparseAdam", linear, lambda m: SparseAdam(m.parameters()), "SparseAdam takes sparse gradients"),
+    ("Lookahead", linear, lambda m: Lookahead(SGD(m.parameters(), lr=0.1)), "a state of its own .* Attach the SGD"),
     ("another instance", linear, lambda m: of_another(Adam), "The optimizer Adam holds none of this model's weights"),
 ]
 
@@ -183,6 +208,14 @@ def test_what_cannot_be_trained_is_refused_when_it_is_attached(
     made = model()
     with pytest.raises(WorkloadError, match=sentence):
         attached(made, optimizer=optimizer(made))
+
+
+def test_an_optimizer_around_another_one_trains_if_it_keeps_nothing_of_its_own() -> None:
+    ours, plain = twins(lambda: nn.Linear(4, 2))
+    trainer = attached(ours, optimizer=Wrapper(SGD(ours.parameters(), lr=0.1)))
+    assert trainer.run(Chunk(OWN, 1, 1)).failure is None
+    plainly(plain, 1)
+    assert torch.equal(ours.weight, plain.weight)  # type: ignore[arg-type]
 
 
 def test_a_sparse_buffer_is_refused_by_name() -> None:

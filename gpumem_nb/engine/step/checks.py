@@ -81,6 +81,12 @@ def checked_optimizer(optimizer: Any, parts: Parts) -> Optimizer:
         raise WorkloadError(
             "SparseAdam takes sparse gradients, and the average over all ranks is dense. Use Adam, or SGD."
         )
+    inner = next((one for one in vars(optimizer).values() if isinstance(one, Optimizer)), None)
+    if inner is not None and inner.state is not optimizer.state:
+        raise WorkloadError(
+            f"{kind} keeps a state of its own beside that of the {type(inner).__name__} in it: such an update cannot "
+            f"be undone when another rank fails, and would not be saved whole. Attach the {type(inner).__name__}."
+        )
     trainable = {id(param) for param in parts.named[""].parameters() if param.requires_grad}
     if trainable.isdisjoint(map(id, in_groups(optimizer))):
         raise WorkloadError(
