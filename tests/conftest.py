@@ -19,6 +19,7 @@ from gpumem_nb.kernel.policy import Policy
 from gpumem_nb.session import Session
 from gpumem_nb.shared import snapshot_folder
 from gpumem_nb.shared.errors import GpumemError
+from gpumem_nb.shared.seeds import DEFAULT_SEED
 from tests import internals
 from tests.timing import HANG_S
 
@@ -100,6 +101,7 @@ def put_back(session: Session) -> bool:
         session.pause()
         session.set(**Policy().as_dict())
         session.run(internals.put_back(_names), timeout=HANG_S)
+        session.seed(DEFAULT_SEED)
         load_afresh(session)
     except (GpumemError, TimeoutError):  # they have ended, or a test that failed has left them as they are
         return False
