@@ -16,7 +16,7 @@ from ..shared.messages import Sample
 from . import legend, threads, wording
 from .actions import Actions
 from .charts import Charts, View
-from .charts.view import LAST_STEPS, Choice
+from .charts.view import LAST_STEPS, Attempt, Choice
 from .controls import Controls, box
 from .kept import Kept
 from .region import Region
@@ -173,6 +173,7 @@ class Panel:
 
     def _close_message(self) -> None:
         self._dismissed = self._session.history.rescue
+        self._draw_anew()
 
     def _follow_pin(self) -> None:
         history = self._session.history
@@ -217,7 +218,7 @@ class Panel:
         status = wording.status(session, time.monotonic() - self._heard_s)
         self._controls.follow()
         self._status.html = status
-        rescue = None if session.ended or history.rescue is self._dismissed else history.rescue
+        rescue = self._rescue
         cards = wording.rescue(rescue) + "".join(map(wording.leak, history.leaks.values()))
         self._alert.html = wording.alert(self._refusal) or cards
         self._dismiss.layout.display = "" if rescue and not self._refusal else "none"
@@ -235,12 +236,19 @@ class Panel:
         settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
         evaluations = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]
         choice = Choice(self._latest.value, self._smooth.value, self._log_loss.value)
-        view = View.of(self._ranks, history.readings, self._samples(), settings.get, evaluations, choice)
+        attempt = Attempt.of(self._rescue, history.readings)
+        view = View.of(self._ranks, history.readings, self._samples(), settings.get, evaluations, choice, attempt)
         blocks = session.workload.blocks if session.workload else 0
         words = wording.filling(view.peaks, history, blocks)
         self._filling.html = f"<p>{words}</p>" if words else ""
         self._key.html = legend.key(view.worst) + legend.pins(view.marks) + legend.strip(view.peaks)
         self._charts.update(view)
+
+    @property
+    def _rescue(self) -> Rescue | None:
+        """What is to be said of a step that was discarded, until somebody has read it."""
+        history = self._session.history
+        return None if self._session.ended or history.rescue is self._dismissed else history.rescue
 
     def _samples(self) -> list[list[Sample]]:
         history = self._session.history

@@ -12,11 +12,13 @@ import pytest
 from plotly import graph_objects as go
 
 from gpumem_nb.report.evaluation import Evaluation
+from gpumem_nb.report.rescue import Rescue
+from gpumem_nb.shared.messages import Failure
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui.charts import Charts, View, table
 from gpumem_nb.ui.charts.chart import Chart, Drawn, Place
 from gpumem_nb.ui.charts.loss import LOSS
-from gpumem_nb.ui.charts.view import Choice
+from gpumem_nb.ui.charts.view import Attempt, Choice
 from tests.ledgers import MIB, info, ledger, reading, sample
 
 
@@ -133,6 +135,28 @@ def test_charts_over_steps_are_zoomed_together_and_show_the_latest_steps_when_as
     assert charts.figure.to_dict()["layout"]["yaxis4"]["type"] == "log"
     charts.update(all_steps)
     assert charts.figure.to_dict()["layout"]["yaxis4"]["type"] == "linear"
+
+
+def test_the_peak_that_was_too_high_is_drawn_over_the_limit_as_long_as_it_is_in_sight() -> None:
+    by_rank, readings = [[sample(1, 0)]], [reading()]
+    limit = readings[0].limit_bytes
+    assert limit
+    failure = Failure(0, "oom", "forward", "", asked_bytes=3 * MIB, free_bytes=MIB)
+    attempt = Attempt.of(Rescue(failure, 2, Settings()), readings)
+    assert attempt == Attempt(1, limit + 2 * MIB)
+
+    def markers(attempt: Attempt | None) -> tuple[list[float], list[float]]:
+        view = View.of([info(0)], readings, by_rank, lambda _: None, attempt=attempt)
+        traces, layout = drawn(view)
+        (of_attempt,) = (trace for trace in traces if trace.name == "out of memory")
+        return list(of_attempt.y or ()), layout["yaxis2"]["range"]
+
+    seen, whole = markers(attempt)
+    assert seen == [limit / MIB + 2]
+    assert whole[1] > seen[0]
+    assert markers(Attempt(1, 100 * limit)) == markers(None)
+    unknown = Failure(0, "oom", "forward", "CUDA out of memory")
+    assert Attempt.of(Rescue(unknown, 2, Settings()), readings) is None
 
 
 def test_no_numbers_are_made_up_before_a_step_was_done() -> None:

@@ -19,7 +19,7 @@ def _title(view: View) -> str:
 
 
 def _traces(view: View, _: Axes) -> list[Any]:
-    return [*_bands(), *_lines()]
+    return [*_bands(), *_lines(), _attempt()]
 
 
 def _bands() -> list[Any]:
@@ -51,9 +51,20 @@ def _lines() -> list[Any]:
     ]
 
 
+def _attempt() -> Any:
+    """The one that was too high."""
+    return go.Scatter(
+        name="out of memory",
+        mode="markers",
+        marker={"symbol": "x", "size": 11, "color": VERMILION, "line": {"width": 1, "color": "white"}},
+        hovertemplate="after step %{x}: would have needed %{y:.1f}",
+    )
+
+
 def _draw(view: View, axes: Axes) -> Drawn:
     bands = [(view.bands.step, band) for band in view.bands.live / view.unit_bytes]
     lines = [(view.series.step, line / view.unit_bytes) for line in (view.highest_peaks, view.lowest_peaks)]
+    attempts = ([one.step for one in view.attempts], [one.bytes / view.unit_bytes for one in view.attempts])
     # In the bars' chart each bar has its own limit.
     limits = [
         straight_line(f"{axes.x} domain", (0, 1), axes.y, (limit / view.unit_bytes,) * 2, VERMILION, "solid", 3)
@@ -61,7 +72,7 @@ def _draw(view: View, axes: Axes) -> Drawn:
     ]
     nothing = {"xref": f"{axes.x} domain", "yref": f"{axes.y} domain", "x": 0.5, "y": 0.5, "showarrow": False}
     notes = [] if view.has_steps else [{"text": "no step yet", **nothing}]
-    return Drawn([*bands, *lines], view.memory_range, shapes=limits, annotations=notes)
+    return Drawn([*bands, *lines, attempts], view.memory_range, shapes=limits, annotations=notes)
 
 
 PEAK_OF_STEPS = Chart(

@@ -9,12 +9,13 @@ from functools import cached_property
 import numpy as np
 
 from ...report.evaluation import Evaluation
+from ...report.rescue import Rescue
 from ...shared.messages import RankInfo, Reading, Sample
 from ...shared.settings import Settings
 from ..bands import Bands, Peak, bands, peaks, worst_first
 from ..series import Array, Mark, Series, marks, series, smoothed
 
-_LIMIT_IN_SIGHT = 3  # a limit more than so many times the highest bar would flatten it, and is told in words
+_LIMIT_IN_SIGHT = 3  # what is more than so many times the highest bar would flatten it, and is told in words
 _HEADROOM = 1.35  # room above for the numbers of marks
 LAST_STEPS = 100
 _GIB, _MIB = 2**30, 2**20
@@ -27,6 +28,24 @@ class Choice:
     latest: bool = False
     smooth: bool = False
     log_loss: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What a discarded step would have had to get: all bytes in use and those that it asked for, after ``step``."""
+
+    step: int
+    bytes: int
+
+    @classmethod
+    def of(cls, rescue: Rescue | None, readings: Sequence[Reading | None]) -> Attempt | None:
+        """That of a step that ran out of memory, as far as the device said what was asked for and free."""
+        if rescue is None or rescue.failure.asked_bytes is None or rescue.failure.free_bytes is None:
+            return None
+        reading = readings[rescue.failure.rank]
+        if reading is None or reading.limit_bytes is None:
+            return None
+        return cls(rescue.step - 1, reading.limit_bytes - rescue.failure.free_bytes + rescue.failure.asked_bytes)
 
 
 @dataclass(frozen=True)
@@ -43,6 +62,7 @@ class View:
         marks: where something happened.
         evaluations: on the validation data, oldest first.
         choice: what of it is shown, and how.
+        attempt: the peak that was too high, while the panel says so.
     """
 
     ranks: Sequence[RankInfo]
@@ -54,6 +74,7 @@ class View:
     marks: Sequence[Mark]
     evaluations: Sequence[Evaluation]
     choice: Choice
+    attempt: Attempt | None = None
 
     @classmethod
     def of(
@@ -64,6 +85,7 @@ class View:
         settings: Callable[[int], Settings | None],
         evaluations: Sequence[Evaluation] = (),
         choice: Choice | None = None,
+        attempt: Attempt | None = None,
     ) -> View:
         """The view of these ranks' readings and samples; ``settings`` are those of a settings id, where known."""
         found = peaks(samples, readings)
@@ -75,7 +97,7 @@ class View:
             told = [mark for mark in told if mark.step > newest - LAST_STEPS]
             evaluations = [one for one in evaluations if one.step > newest - LAST_STEPS]
         of_worst = bands(samples[worst.rank] if worst else [])
-        return cls(ranks, readings, found, worst, of_worst, series(samples), told, evaluations, choice)
+        return cls(ranks, readings, found, worst, of_worst, series(samples), told, evaluations, choice, attempt)
 
     @classmethod
     def before(cls, ranks: Sequence[RankInfo]) -> View:
@@ -136,7 +158,13 @@ class View:
     @property
     def memory_range(self) -> list[float]:
         """Where the y axis of memory begins and ends, in ``unit``."""
-        return [0, _HEADROOM * max([self.top, *self.limits]) / self.unit_bytes]
+        attempts = [attempt.bytes for attempt in self.attempts]
+        return [0, _HEADROOM * max([self.top, *attempts, *self.limits]) / self.unit_bytes]
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """The attempt, if there is one to be drawn: one far above everything else is told in words only."""
+        return [self.attempt] if self.attempt and self.attempt.bytes <= self.top * _LIMIT_IN_SIGHT else []
 
     @cached_property
     def _peaks(self) -> Array:
