@@ -10,6 +10,7 @@ from playwright.sync_api import Locator, expect
 from .lab import Lab, Notebook
 
 SHOWN = "document.querySelector('.gpumem-panel .js-plotly-plot')"
+ATTEMPT = "out of memory"  # what the markers of peaks that were too high are called
 POLLING_MS = 50  # playwright's own polling lays the page out anew for every frame
 STEPS = "+[...document.querySelectorAll('.gpumem-tiles b')].at(-1)?.innerText.replaceAll(',', '')"
 
@@ -107,7 +108,11 @@ class PanelPage:
 
     def traces(self, axis: str) -> list[dict[str, Any]]:
         """What a chart shows now: name, x and y of each bar or line on this x axis."""
-        return self._traces("t.xaxis === axis && !t.stackgroup", axis)
+        return self._traces(f"t.xaxis === axis && !t.stackgroup && t.name !== '{ATTEMPT}'", axis)
+
+    def attempts(self) -> list[float]:
+        """The peaks that were too high, as far as they are drawn, in the chart's unit."""
+        return [y for trace in self._traces(f"t.name === '{ATTEMPT}'", "") for y in trace["y"] or []]
 
     def bands(self) -> dict[str, list[float]]:
         """The stacked categories of the worst rank, at the steps that were recorded."""

@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, expect
 
 from gpumem_nb.shared.categories import CATEGORIES
 from tests.internals import folders_expression
+from tests.timing import until
 
 from .lab import PATIENCE_S, Lab
 from .layout import collisions, size, sticks_out, wait_until_fitted
@@ -21,6 +22,7 @@ from .panel_page import SHOWN, PanelPage, open_panel
 pytestmark = pytest.mark.browser
 GONE_S = 30.0  # the server waits for its kernel; ranks that lost theirs end within ten seconds, on an idle machine
 
+LIMIT_MIB = 96
 BUSY_CELL = """
 import pathlib, time
 while not pathlib.Path("go").exists():
@@ -33,7 +35,8 @@ SET_DEFAULTS = "s.set(**__import__('gpumem_nb').Settings().changed_from(s.settin
 
 @pytest.fixture(scope="module")
 def panel(lab: Lab, chrome: Browser) -> Iterator[PanelPage]:
-    panel = open_panel(lab, chrome, "two.ipynb", "s = gm.start(2, device='cpu', memory_limit='96MiB')", *CELLS)
+    start = f"s = gm.start(2, device='cpu', memory_limit='{LIMIT_MIB}MiB')"
+    panel = open_panel(lab, chrome, "two.ipynb", start, *CELLS)
     yield panel
     panel.notebook.close()
 
@@ -302,8 +305,10 @@ def test_out_of_memory_is_explained_survived_and_taken_back(panel: PanelPage) ->
     panel.wait_for_steps(2)
     panel.choose("batch_size", "300")
     expect(panel.alert).to_contain_text("would have fit")
+    until(lambda: [attempt > LIMIT_MIB for attempt in panel.attempts()] == [True], panel.attempts)
     panel.page.locator(".gpumem-panel .gpumem-dismiss").click()
     expect(panel.alert).to_have_text("")
+    until(lambda: not panel.attempts(), panel.attempts)
     panel.pause()
 
 
