@@ -10,8 +10,8 @@ import pytest
 
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import TrainingFailed
-from tests.conftest import weights
-from tests.internals import COLLECT, LIVE, hooks_expression, wait_for_steps
+from tests.conftest import about, weights
+from tests.internals import COLLECT, LIVE, RESERVED, hooks_expression, wait_for_steps
 
 pytestmark = pytest.mark.cluster
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.cluster
 def test_out_of_memory_on_all_ranks_goes_back_and_goes_on(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     session.train(2)
+    reserved = session.run(RESERVED)
     session.run(COLLECT)
     before = session.run(LIVE)
     session.set(batch_size=256)
@@ -30,8 +31,24 @@ def test_out_of_memory_on_all_ranks_goes_back_and_goes_on(two_ranks: Session, fr
     after = session.run(LIVE)
     assert after == before, "the failed step must leave nothing behind"
     assert len(weights(session)) == 1
+    session.train(1)
+    assert session.run(RESERVED) == about(reserved), "what did not fit keeps no memory from others"
     assert [event.kind for event in session.history.events][-3:] == ["flip", "oom", "note"]
     assert list(session.runs.frame().outcome)[-3:] == ["ok", "oom", "ok"]
+
+
+def test_what_is_loaded_does_not_begin_with_the_memory_of_what_was_there_before(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    small = session.run(RESERVED)
+    session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
+    session.train(2)
+    assert min(session.run(RESERVED)) > 2 * max(small)
+    session = fresh(two_ranks)
+    session.train(2)
+    assert session.run(RESERVED) == about(small)
 
 
 def test_out_of_memory_from_the_first_step_stops_with_advice(two_ranks: Session, fresh: Callable[..., Session]) -> None:
