@@ -11,6 +11,7 @@ from .. import autopsy
 from . import loopback
 from .base import Job, Launcher
 
+SMALL_LIMIT_BYTES = 2 * 2**30
 _SAID_BY_MPIEXEC = re.compile(r"^-{40,}$.*?^-{40,}$", re.MULTILINE | re.DOTALL)
 
 
@@ -30,7 +31,7 @@ class MpiLauncher(Launcher):
 
     def settings(self, engine_arguments: list[str]) -> dict[str, dict[str, Any]]:
         """As of :class:`.base.Launcher`."""
-        variables = environment(self.job.threads, self.job.device)
+        variables = environment(self.job.threads, self.job.device, self.job.memory_limit)
         mpi_folders = {
             "OMPI_MCA_btl_sm_backing_directory": str(self.folders[-1]),
             "PRTE_MCA_prte_tmpdir_base": str(self.profile),
@@ -82,14 +83,15 @@ class MpiLauncher(Launcher):
         }
 
 
-def environment(threads: int, device: str) -> dict[str, str]:
+def environment(threads: int, device: str, memory_limit: int | None = None) -> dict[str, str]:
     """What ranks find in their environment, on top of what they inherit. People's own HOROVOD_ and OMPI_ values win."""
+    small = device == "cpu" or (memory_limit is not None and memory_limit < SMALL_LIMIT_BYTES)
     wanted = {
         **LAUNCH_VARIABLES,
         "HOROVOD_CONTROLLER": "mpi",
         "HOROVOD_CPU_OPERATIONS": "mpi",
-        # Horovod's default of 128 MiB suits large GPUs; on a virtual one it would hide the model.
-        "HOROVOD_FUSION_THRESHOLD": str((16 if device == "cpu" else 128) * 2**20),
+        # Horovod's default of 128 MiB suits large GPUs; under a workshop's limit it would hide the model.
+        "HOROVOD_FUSION_THRESHOLD": str((16 if small else 128) * 2**20),
         # Ranks watch their waiting themselves (engine/together/pulse.py); Horovod's inspector would free them at its
         # own time.
         "HOROVOD_STALL_CHECK_DISABLE": "1",
