@@ -20,7 +20,8 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "gpumem_nb-setup.json"
 LOG = VENV / "setup.log"
 OLDEST_PYTHON = (3, 11)
-CPU_GIB, CUDA_GIB = 6, 12  # of free disk, for a torch without and with CUDA
+# Of free disk: for a torch without and with CUDA, and where torch is there already.
+CPU_GIB, CUDA_GIB, REST_GIB = 6, 12, 3
 PLAIN_INTERVAL_S = 15
 
 # What the result of set-up depends on, besides TORCH, HOROVOD_GPU and the checkout's own place.
@@ -49,7 +50,7 @@ def set_up() -> int:
         return 0
     started = time.monotonic()
     print(f"Setting up with {torch.requirement}: {torch.why}.", flush=True)
-    check_disk(ROOT, CPU_GIB if "+cpu" in torch.requirement else CUDA_GIB)
+    check_disk(ROOT, REST_GIB if known.get("torch") == torch.requirement else needed_gib(torch.requirement))
     check_compiler()
     if known and known.get("root") != str(ROOT):
         shutil.rmtree(str(VENV), ignore_errors=True)  # a moved environment's programs point to where it was
@@ -90,6 +91,11 @@ def read_stamp() -> dict[str, str]:
 def venv_python() -> Path:
     """The environment's own Python."""
     return VENV / "bin" / "python"
+
+
+def needed_gib(torch: str) -> int:
+    """Of free disk, for everything."""
+    return CPU_GIB if "+cpu" in torch or "/cpu" in torch else CUDA_GIB
 
 
 def check_disk(folder: Path, needed_gib: float) -> None:

@@ -322,8 +322,8 @@ def _train(make: Callable[[], Workload], seed: int, wanted: set[str]) -> Workloa
         _trainer.close()
         _trainer = None
         _names.withdraw()
-        gc.collect()
-        _device.empty_cache()  # of what the old one needed
+    gc.collect()
+    _device.empty_cache()  # of what the old one needed, or one that could not be built
     workload, stream, held_out = prepared
     _trainer = building.build(workload, stream, _device, _session_started_s, held_out)
     if _trainer is None:

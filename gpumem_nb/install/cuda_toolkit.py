@@ -7,12 +7,12 @@ The same package brings that too, so nothing but a driver has to be on the syste
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +23,9 @@ USUAL = Path("/usr/local/cuda")
 NAMED_BY = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
 COMPILER = "nvcc,cccl,culibos"
 """Extras of ``cuda-toolkit``: the compiler, headers that CUDA's own include, what its static runtime is linked with."""
+INSTALL_TIMEOUT_S = 1800
+_NEEDED = ("bin/nvcc", "include/cuda_runtime.h")
+_NEEDED_OF_WHEELS = (*_NEEDED, "include/nv/target", "lib/libculibos.a")  # one file of each package
 _PIN = re.compile(r"cuda-toolkit\[[^]]*\]==(?P<version>[\d.]+)")
 _RELEASE = re.compile(r"release (\d+)\.")
 
@@ -39,20 +42,21 @@ def obtain(cuda: str, scratch: Path) -> Path:
     """
     named = next((Path(os.environ[name]) for name in NAMED_BY if os.environ.get(name)), None)
     if named is not None:
-        if not complete(named):
+        if not _have([named], _NEEDED):
             raise SetupError(
                 f"{named}, which {' or '.join(NAMED_BY)} names, is no CUDA toolkit: it has no bin/nvcc or no "
                 "include/cuda_runtime.h. Name another, or none."
             )
         return named
-    wheels, system = wheel_folder(cuda), on_the_system(cuda)
-    if wheels is not None and not complete(wheels) and (compiler := pinned_compiler()):
+    wheels, system = wheel_folders(cuda), on_the_system(cuda)
+    if wheels and not _have(wheels, _NEEDED_OF_WHEELS) and (compiler := pinned_compiler()):
         try:
             install(compiler)
         except SetupError:
             if system is None:
                 raise
-    if wheels is not None and complete(wheels):
+        wheels = wheel_folders(cuda)
+    if _have(wheels, _NEEDED_OF_WHEELS):
         return assemble(wheels, scratch)
     if system is not None:
         return system
@@ -62,26 +66,23 @@ def obtain(cuda: str, scratch: Path) -> Path:
     )
 
 
-def complete(folder: Path) -> bool:
-    """Whether a folder has a compiler and the headers that go with it."""
-    return (folder / "bin" / "nvcc").exists() and (folder / "include" / "cuda_runtime.h").exists()
+def wheel_folders(cuda: str) -> list[Path]:
+    """Where NVIDIA's wheels for this CUDA lie: ``nvidia/cu13``, in each place that packages are installed in.
 
-
-def wheel_folder(cuda: str) -> Path | None:
-    """Where NVIDIA's wheels for this CUDA lie together, ``nvidia/cu13``; those for CUDA 12 have a folder each."""
-    try:
-        found = importlib.util.find_spec(f"nvidia.cu{_major(cuda)}")
-    except ModuleNotFoundError:
-        return None
-    places = (found.submodule_search_locations or []) if found else []
-    return next((Path(place).resolve() for place in places), None)
+    A new interpreter is asked: pip may have added to them. Those for CUDA 12 have a folder for each package.
+    """
+    find = f"import importlib.util; found = importlib.util.find_spec('nvidia.cu{_major(cuda)}')"
+    code = f"{find}; print(*found.submodule_search_locations, sep='\\n')"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return [Path(line) for line in answer.stdout.splitlines()] if answer.returncode == 0 else []
 
 
 def on_the_system(cuda: str) -> Path | None:
     """The toolkit on PATH or in its usual place, if it is of torch's major version."""
     nvcc = shutil.which("nvcc")
     candidates = [*([Path(nvcc).resolve().parent.parent] if nvcc else []), USUAL]
-    return next((folder for folder in candidates if complete(folder) and release_of(folder) == _major(cuda)), None)
+    fitting = (home for home in candidates if _have([home], _NEEDED) and release_of(home) == _major(cuda))
+    return next(fitting, None)
 
 
 def release_of(folder: Path) -> str:
@@ -105,35 +106,45 @@ def pinned_compiler() -> str | None:
 
 def install(requirement: str) -> None:
     """Put the compiler into this environment, beside the libraries that torch brought."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement]
-    with long_step(f"Installing torch's CUDA compiler, {requirement}"):
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        last = (answer.stderr.strip().splitlines() or ["no output"])[-1]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    try:
+        with long_step(f"Installing torch's CUDA compiler, {requirement}"):
+            subprocess.run(
+                [*command, requirement],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=INSTALL_TIMEOUT_S,
+                check=True,
+            )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        late = f"it took longer than {INSTALL_TIMEOUT_S // 60} minutes"
+        said = str(error.stderr or "").strip().splitlines() or [late]
         raise SetupError(
-            f"pip could not install {requirement}: {last}. Install a CUDA toolkit yourself, and say where it is with "
-            "CUDA_HOME=/usr/local/cuda"
-        )
+            f"pip could not install {requirement}: {said[-1]}. Install a CUDA toolkit yourself, and say where it is "
+            "with CUDA_HOME=/usr/local/cuda"
+        ) from None
 
 
-def assemble(wheels: Path, scratch: Path) -> Path:
+def assemble(wheels: Sequence[Path], scratch: Path) -> Path:
     """A toolkit laid out as compilers and CMake expect it, of links into the wheels.
 
     ``bin`` is a real folder, because nvcc looks for the rest in ``bin/..``. The wheels have ``lib`` where a toolkit has
     ``lib64``, and only versioned names such as ``libcudart.so.13``, which a linker does not look for.
     """
     home = scratch / "cuda"
-    (home / "bin").mkdir(parents=True)
-    (home / "lib64").mkdir()
-    for program in (wheels / "bin").iterdir():
-        (home / "bin" / program.name).symlink_to(program)
-    for library in (wheels / "lib").iterdir():
-        for name in {library.name, re.sub(r"\.so\..*", ".so", library.name)}:
-            with suppress(FileExistsError):
-                (home / "lib64" / name).symlink_to(library)
-    for folder in ("include", "nvvm"):
-        (home / folder).symlink_to(wheels / folder)
+    for folder, laid_out in (("bin", "bin"), ("include", "include"), ("lib", "lib64"), ("nvvm", "nvvm")):
+        (home / laid_out).mkdir(parents=True)
+        for part in (part for wheel in wheels for part in (wheel / folder).glob("*")):
+            for name in {part.name, re.sub(r"\.so\..*", ".so", part.name)}:
+                with suppress(FileExistsError):
+                    (home / laid_out / name).symlink_to(part)
     return home
+
+
+def _have(folders: Sequence[Path], needed: Iterable[str]) -> bool:
+    """Whether all of it is in one or the other."""
+    return all(any((folder / name).exists() for folder in folders) for name in needed)
 
 
 def _major(cuda: str) -> str:

@@ -23,17 +23,18 @@ from plotly import graph_objects as go
 CHECKED_WITH = ("7.1.0",)
 _LOADER = """
 export default () => {
-  let plotly;
-  const load = async (model) => {
-    const url = URL.createObjectURL(new Blob([model.get("_bundle")], { type: "text/javascript" }));
+  let own, plotly;
+  const load = async () => {
+    const url = URL.createObjectURL(new Blob([own.get("_bundle")], { type: "text/javascript" }));
     const widget = await (await import(/* webpackIgnore: true */ url)).default();
     URL.revokeObjectURL(url);
-    await widget.initialize({ model });
+    await widget.initialize({ model: own });
     return widget;
   };
   return {
+    initialize({ model }) { own = model; },  // of no view: what listens to it outlives each of them
     async render({ model, el }) {
-      plotly ??= load(model);
+      plotly ??= load();
       return (await plotly).render({ model, el });
     },
   };

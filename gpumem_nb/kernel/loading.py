@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.shield import finish_anyway
+from ..report.differences import typed
 from ..report.status import StateFile
 from ..shared import snapshot_folder, state_file
 from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError
@@ -80,11 +81,16 @@ class Origin:
 
 
 class Loading:
-    """Loads, saves and restores what the ranks of one cluster train."""
+    """Loads, saves and restores what the ranks of one cluster train.
+
+    Attributes:
+        kept: which knobs the latest load has left as they were before, in a sentence; empty if none.
+    """
 
     def __init__(
         self, foreground: Foreground, training: Training, history: History, snapshots: SnapshotPlan, origin: Origin
     ) -> None:
+        self.kept = ""
         self._foreground = foreground
         self._training = training
         self._history = history
@@ -255,6 +261,7 @@ class Loading:
         self._origin.options, self._origin.seed, self._origin.resumed_from = options, seed, None
         self._history.seen_before = 0
         settings = compatibility.adapted(self._training.settings, info)
+        self.kept = _kept(compatibility.adapted(Settings(), info), settings)
         self._train_from(0, info, settings, f"loaded {info.name}")
         return info
 
@@ -307,3 +314,10 @@ class Loading:
                 f"resume: %hvd_resume {source}"
             )
         self.load(header.workload, header.options, header.seed)
+
+
+def _kept(fresh: Settings, settings: Settings) -> str:
+    """What another load in its place would not have begun with."""
+    if settings == fresh:
+        return ""
+    return f"Kept from before: {typed(fresh, settings)} (back with: %hvd_set {typed(settings, fresh)})."

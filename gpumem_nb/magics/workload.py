@@ -6,10 +6,8 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from ..completion import ROLES
-from ..report.differences import typed
 from ..session import Session, current
 from ..shared.errors import InvalidInput
-from ..shared.settings import Settings
 from ..shared.workload import Workload
 from ..ui.progress import progress_bar
 from .parsing import pair, pairs, says_usage, shell_of, unquoted
@@ -29,9 +27,8 @@ class WorkloadMagics(Magics):
         args = parse_argstring(self.hvd_load, line)
         own = shell_of(self).user_ns.get(args.name)
         session = current()
-        before = session.settings
         session.load(own if isinstance(own, Workload) else args.name, **pairs(args))
-        print(_loaded(session, before))
+        print(_loaded(session))
 
     @magic_arguments()
     @argument(
@@ -58,9 +55,8 @@ class WorkloadMagics(Magics):
                 f"{max(missing)}= is missing. Write, for example: model=net loss=criterion data=train_set"
             )
         session = current()
-        before = session.settings
         session.attach(**roles)
-        print(_loaded(session, before))
+        print(_loaded(session))
 
     @magic_arguments()
     @argument("seed", help="a whole number from 0 to 4294967295")
@@ -108,17 +104,7 @@ class WorkloadMagics(Magics):
         print(resumed)
 
 
-def _loaded(session: Session, before: Settings) -> str:
+def _loaded(session: Session) -> str:
     notes = session.workload.notes if session.workload else ()
     what = str(session.status()).split("\nsettings: ")[0].splitlines()[-1]
-    return "\n".join(filter(None, [what, f"settings: {session.settings}", _kept(before, session.settings), *notes]))
-
-
-def _kept(before: Settings, now: Settings) -> str:
-    """Which knobs still stand where somebody has set them for what was loaded before, and how to set them back."""
-    default = Settings()
-    same = {name: value for name, value in before.changed_from(default).items() if getattr(now, name) == value}
-    kept = default.replace(**same)
-    if kept == default:
-        return ""
-    return f"Still as you set it before: {typed(default, kept)} (back with: %hvd_set {typed(kept, default)})."
+    return "\n".join(filter(None, [what, f"settings: {session.settings}", session.kept, *notes]))

@@ -39,6 +39,11 @@ class HoldsWorkload:
         """
         return self._life.loading.load(name_or_workload, options, seed)
 
+    @property
+    def kept(self) -> str:
+        """Which knobs :meth:`load` or :meth:`attach` have left as they were, in a sentence; empty if none."""
+        return self._life.loading.kept
+
     def attach(
         self,
         model: str,

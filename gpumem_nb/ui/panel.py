@@ -227,7 +227,7 @@ class Panel:
             self._kept.follow()
         self._follow_pin()
         self._charts.look_after()
-        state = (history, history.version)
+        state = (history, history.version, rescue)
         if state == self._shown:
             return
         self._shown = state

@@ -176,6 +176,11 @@ class Notebook:
             assert time.monotonic() < deadline, f"never became true: {expression}"
             self.page.wait_for_timeout(50)
 
+    def clear_outputs(self) -> None:
+        """Take away what all cells have shown."""
+        self.page.locator(".jp-Notebook .jp-CodeCell .cm-content").first.click()
+        self.page.evaluate("jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
+
     def theme(self, name: str) -> None:
         """Switch JupyterLab's theme."""
         self.page.evaluate("name => jupyterapp.commands.execute('apputils:change-theme', { theme: name })", name)

@@ -351,6 +351,10 @@ def test_a_panel_docks_beside_the_notebook_and_is_closed_everywhere(panel: Panel
     wait_until_fitted(panel)
     assert collisions(panel) == []
     assert sticks_out(panel) == []
+    panel.notebook.clear_outputs()
+    expect(panel.page.locator(".gpumem-panel")).to_have_count(1)
+    steps = panel.notebook.evaluate("s.train(2) and s.history.steps")  # what is left is drawn on
+    panel.page.wait_for_function(f"{SHOWN}._fullData.find(t => t.xaxis === 'x3').x.at(-1) === {steps}")
     panel.notebook.evaluate("s.panel().close()")
     expect(panel.page.locator(".gpumem-panel")).to_have_count(0)
     panel.notebook.run(2)

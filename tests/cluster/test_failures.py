@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import TrainingFailed
+from gpumem_nb.shared.errors import GpumemError, TrainingFailed
 from tests.conftest import about, weights
 from tests.internals import COLLECT, LIVE, RESERVED, hooks_expression, wait_for_steps
 
@@ -46,6 +46,11 @@ def test_what_is_loaded_does_not_begin_with_the_memory_of_what_was_there_before(
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     session.train(2)
     assert min(session.run(RESERVED)) > 2 * max(small)
+    session = fresh(two_ranks)
+    session.train(2)
+    assert session.run(RESERVED) == about(small)
+    with pytest.raises(GpumemError, match="memory"):
+        fresh(two_ranks, "digits-resnet", width=1024, depth=2, resolution=8)
     session = fresh(two_ranks)
     session.train(2)
     assert session.run(RESERVED) == about(small)

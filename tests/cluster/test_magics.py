@@ -106,10 +106,10 @@ def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: 
     run(shell, "%hvd_load digits-resnet width=8 depth=1 resolution=8 seed=7")
     kept = "checkpointing=blocks batch_size=8 accumulation_steps=2"
     back = "checkpointing=none batch_size=32 accumulation_steps=1"
-    assert f"Still as you set it before: {kept} (back with: %hvd_set {back}).\n" in capsys.readouterr().out
+    assert f"Kept from before: {kept} (back with: %hvd_set {back}).\n" in capsys.readouterr().out
     run(shell, f"%hvd_set {back}")
     run(shell, "%hvd_load digits-resnet width=8 depth=1 resolution=8")
-    assert "Still as" not in capsys.readouterr().out
+    assert "Kept from" not in capsys.readouterr().out
     run(shell, "%hvd_seed 0")
 
 

@@ -137,6 +137,28 @@ before = [p.detach().clone() for p in net.parameters()]
     assert min(accuracy) > 0.9
 
 
+def test_what_was_set_before_is_said_when_something_is_loaded_and_not_what_it_brings(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.run(
+        """
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+net, criterion = nn.Linear(8, 2), nn.CrossEntropyLoss()
+loader = DataLoader(TensorDataset(torch.randn(256, 8), torch.randint(0, 2, (256,))), batch_size=16)
+own = torch.optim.SGD(net.parameters(), lr=0.25)
+"""
+    )
+    for _ in range(2):
+        session.attach(model="net", loss="criterion", data="loader", optimizer="own")
+        assert (session.settings.batch_size, session.settings.optimizer, session.kept) == (16, "own", "")
+    session.set(clip_norm=1.5)
+    session.attach(model="net", loss="criterion", data="loader", optimizer="own")
+    assert session.kept == "Kept from before: clip_norm=1.5 (back with: %hvd_set clip_norm=none)."
+    session.set(clip_norm="none")
+
+
 def test_attach_a_transformers_model_made_from_a_config(two_ranks: Session) -> None:
     two_ranks.run(
         """

@@ -8,6 +8,7 @@ import platform
 import gpumem_nb
 
 STEPS = 5
+BEGIN = "found: "
 PARTS = """
 import torch, horovod.torch as hvd
 {"torch": torch.__version__, "MPI": hvd.mpi_built(), "Gloo": hvd.gloo_built(), "NCCL": bool(hvd.nccl_built()),
@@ -22,7 +23,8 @@ def main() -> None:
         session.load("digits-resnet")
         steps = session.train(STEPS).steps
     built = [name for name in ("MPI", "Gloo", "CUDA", "NCCL") if parts[name]]
-    print(json.dumps({"python": platform.python_version(), "torch": parts["torch"], "horovod": built, "steps": steps}))
+    found = {"python": platform.python_version(), "torch": parts["torch"], "horovod": built, "steps": steps}
+    print(f"{BEGIN}{json.dumps(found)}")
 
 
 if __name__ == "__main__":

@@ -13,32 +13,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
 
-from tests.install.check import STEPS
+from tests.install.check import BEGIN, STEPS
 
 ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "docs" / "install.md"
-BEGIN = "<!-- the rest is written by make matrix-install -->\n"
+MARKER = "<!-- the rest is written by make matrix-install -->\n"
 PYTHONS = ("python3.11", "python3.12", "python3.13")
 TORCHES = ("torch==2.4.*", "torch==2.9.*", "")  # the last: whatever set-up chooses
 NEVER_PUBLISHED = [("python3.13", "torch==2.4.*")]
 # Of the build of torch that the index has for every platform, for which a plain number of its version stands.
 CUDA_TORCH = "torch===2.13.0"
+OTHERS = ("CUDA_", "HOROVOD_", "MAKE", "MFLAGS")  # what a row's own variables shall not be mixed with
 CAPABILITY = "90"  # nobody has to ask a GPU for it
 
 
 @dataclass(frozen=True)
 class Row:
-    """One set-up: with this Python, this ``TORCH`` (or set-up's own choice), and other variables."""
+    """One set-up: with this Python, this ``TORCH`` (or set-up's own choice), and other variables.
+
+    ``horovod`` is what Horovod must have been built with.
+    """
 
     python: str
     torch: str
     variables: Mapping[str, str]
+    horovod: Set[str]
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,8 @@ class Outcome:
 
 
 CUDA_ROWS = [
-    Row("python3", CUDA_TORCH, {"HOROVOD_GPU": mode, "HOROVOD_BUILD_CUDA_CC_LIST": CAPABILITY})
-    for mode in ("nccl", "staged")
+    Row("python3", CUDA_TORCH, {"HOROVOD_GPU": mode, "HOROVOD_BUILD_CUDA_CC_LIST": CAPABILITY}, parts)
+    for mode, parts in (("nccl", {"MPI", "CUDA", "NCCL"}), ("staged", {"MPI", "CUDA"}))
 ]
 
 
@@ -65,7 +70,7 @@ def main() -> int:
         there = [python for python in PYTHONS if shutil.which(python)]
         print(f"Not here, so not tried: {', '.join(sorted(set(PYTHONS) - set(there))) or 'none'}.", flush=True)
         pairs = [(python, torch) for python in there for torch in TORCHES]
-        rows = [Row(*pair, {}) for pair in pairs if pair not in NEVER_PUBLISHED]
+        rows = [Row(*pair, {}, {"MPI"}) for pair in pairs if pair not in NEVER_PUBLISHED]
     outcomes = []
     for row in rows:
         print(f"== {row.python} {row.torch or '(what set-up chooses)'} {' '.join(row.variables.values())}", flush=True)
@@ -73,8 +78,8 @@ def main() -> int:
         print(f"== {outcome.found or outcome.sentence} ({outcome.took_s:.0f} s)", flush=True)
     print("\n".join(table(rows, outcomes)))
     if rows is not CUDA_ROWS:
-        by_hand = REPORT.read_text().partition(BEGIN)[0]
-        REPORT.write_text("\n".join([by_hand + BEGIN, *table(rows, outcomes), ""]))
+        by_hand = REPORT.read_text().partition(MARKER)[0]
+        REPORT.write_text("\n".join([by_hand + MARKER, *table(rows, outcomes), ""]))
     return 0 if all(outcome.found for outcome in outcomes) else 1
 
 
@@ -83,7 +88,7 @@ def set_up(row: Row) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="gpumem_nb-install-") as scratch:
         checkout, cache = Path(scratch) / "checkout", Path(scratch) / "cache"
         copy_checkout(checkout)
-        environment = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDA_PATH")}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
         environment |= {"PYTHON": row.python, "TORCH": row.torch, "XDG_CACHE_HOME": str(cache), **row.variables}
         environment |= {"PIP_CACHE_DIR": str(platformdirs.user_cache_path("pip", appauthor=False))}
         began_s = time.monotonic()
@@ -93,17 +98,28 @@ def set_up(row: Row) -> Outcome:
             return Outcome({}, last_line(made), took_s, 0)
         size_gib = sum(path.lstat().st_size for path in (checkout / ".venv").rglob("*")) / 2**30
         checked = run([".venv/bin/python", "-m", "tests.install.check"], checkout, environment)
-        found = {} if checked.returncode else json.loads(checked.stdout.splitlines()[-1])
-        if found and found["steps"] != STEPS:
-            found = {}
-        return Outcome(found, "" if found else last_line(checked), took_s, size_gib)
+        found = {} if checked.returncode else json.loads(checked.stdout.rpartition(BEGIN)[2].splitlines()[0])
+        if not found:
+            return Outcome({}, last_line(checked), took_s, size_gib)
+        lacking = row.horovod - set(found["horovod"])
+        if lacking or found["steps"] != STEPS:
+            return Outcome({}, f"Horovod lacks {', '.join(lacking)}; {found['steps']} steps", took_s, size_gib)
+        return Outcome(found, "", took_s, size_gib)
 
 
 def files_of_checkout() -> list[str]:
-    """What git keeps, or would keep, that is there now."""
+    """What git keeps, or would keep, that is there now; all files where there is no git, as of an sdist."""
+    if not (ROOT / ".git").exists():
+        return [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file() and not left_out(path)]
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     return [name for name in names if name and (ROOT / name).is_file()]
+
+
+def left_out(path: Path) -> bool:
+    """Whether it was made by set-up, by Python or by a build, and not written by anybody."""
+    parts = path.relative_to(ROOT).parts
+    return parts[0] in {".venv", "build", "dist"} or any("cache" in part or "egg-info" in part for part in parts)
 
 
 def copy_checkout(into: Path) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ PIN = 'cuda-toolkit[cublas,cudart,nvrtc]==13.0.3; platform_system == "Linux"'
 
 
 @pytest.fixture(autouse=True)
-def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An environment without any toolkit, whose torch is for CUDA 13; nothing is named, nothing on PATH."""
     folder = tmp_path / "site-packages"
     folder.mkdir()
@@ -30,10 +27,8 @@ def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(cuda_toolkit, "USUAL", tmp_path / "usual")
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["filelock", PIN])
-    monkeypatch.syspath_prepend(str(folder))
-    yield folder
-    for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
-        del sys.modules[name]
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
 
 
 def test_a_named_toolkit_comes_first(site_packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +47,6 @@ def test_a_named_folder_that_is_none_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_wheels_with_a_compiler_become_a_toolkit(site_packages: Path, tmp_path: Path) -> None:
     folder = wheels(site_packages, compiler=True)
     home = cuda_toolkit.obtain("13.0", tmp_path)
-    assert cuda_toolkit.complete(home)
     assert not (home / "bin").is_symlink()
     assert (home / "bin" / ".." / "nvvm" / "bin" / "cicc").resolve() == folder / "nvvm" / "bin" / "cicc"
     links = {path.name: path.resolve().name for path in (home / "lib64").iterdir()}
@@ -60,6 +54,7 @@ def test_wheels_with_a_compiler_become_a_toolkit(site_packages: Path, tmp_path: 
         "libcudart.so": "libcudart.so.13",
         "libcudart.so.13": "libcudart.so.13",
         "libcudart_static.a": "libcudart_static.a",
+        "libculibos.a": "libculibos.a",
     }
 
 
@@ -87,8 +82,25 @@ def test_the_compiler_that_torch_pins_is_installed_where_there_is_none(
         wheels(site_packages, compiler=True)
 
     monkeypatch.setattr(cuda_toolkit, "install", install)
-    assert cuda_toolkit.complete(cuda_toolkit.obtain("13.0", tmp_path))
+    home = cuda_toolkit.obtain("13.0", tmp_path)
+    assert (home / "bin" / "nvcc").resolve().is_relative_to(site_packages)
     assert installed == ["cuda-toolkit[nvcc,cccl,culibos]==13.0.3"]
+
+
+def test_a_compiler_that_pip_puts_in_another_place_than_torchs_is_found(
+    site_packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_torch, own = wheels(site_packages, compiler=False), tmp_path / "own"
+
+    def install(requirement: str) -> None:
+        wheels(own, compiler=True)
+        monkeypatch.setenv("PYTHONPATH", f"{site_packages}:{own}")
+
+    (of_torch / "include" / "cublas_v2.h").touch()
+    monkeypatch.setattr(cuda_toolkit, "install", install)
+    home = cuda_toolkit.obtain("13.0", tmp_path)
+    assert (home / "bin" / "nvcc").resolve().is_relative_to(own)
+    assert (home / "include" / "cublas_v2.h").resolve().is_relative_to(site_packages)
 
 
 def test_what_pip_cannot_install_the_system_may_have(

@@ -23,7 +23,7 @@ def wheels(site_packages: Path, compiler: bool) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     if compiler:
-        for name in ("bin/nvcc", "bin/ptxas", "nvvm/bin/cicc"):
+        for name in ("bin/nvcc", "bin/ptxas", "nvvm/bin/cicc", "include/nv/target", "lib/libculibos.a"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).touch()
     return folder

@@ -32,7 +32,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What a discarded step would have had to get: all bytes in use and those that it asked for, after ``step``."""
+    """What a discarded step needed at least: all bytes in use and those that it asked for, after ``step``."""
 
     step: int
     bytes: int
@@ -163,8 +163,10 @@ class View:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """The attempt, if there is one to be drawn: one far above everything else is told in words only."""
-        return [self.attempt] if self.attempt and self.attempt.bytes <= self.top * _LIMIT_IN_SIGHT else []
+        """The attempt, if it is in sight: among the steps that are drawn, and not far above everything else."""
+        one = self.attempt
+        seen = one and self.has_steps and one.step >= self.series.step[0] and one.bytes <= self.top * _LIMIT_IN_SIGHT
+        return [one] if one and seen else []
 
     @cached_property
     def _peaks(self) -> Array:
