@@ -10,6 +10,9 @@ Python's own figure holds already, so to send all of it again takes ``_send_upda
 A page gives an anywidget 2 seconds to load its JavaScript; if it takes longer, all that the widget is sent afterwards
 is dropped (anywidget 0.11.0, ``Runtime``). plotly's 5 MB take longer on a slow or busy computer: charts would stay as
 they were at first, without a word. So what is loaded in those 2 seconds is a few lines; these load plotly, and wait.
+
+A view that was taken off the page (its cell ran again) goes on listening in plotly, fails at the next update, and the
+views after it hear nothing any more. So each view's listeners go with it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from plotly import graph_objects as go
 CHECKED_WITH = ("7.1.0",)
 _LOADER = """
 export default () => {
-  let own, plotly;
+  let own, plotly, listening;
   const load = async () => {
     const url = URL.createObjectURL(new Blob([own.get("_bundle")], { type: "text/javascript" }));
     const widget = await (await import(/* webpackIgnore: true */ url)).default();
@@ -32,10 +35,16 @@ export default () => {
     return widget;
   };
   return {
-    initialize({ model }) { own = model; },  // of no view: what listens to it outlives each of them
-    async render({ model, el }) {
+    initialize({ model }) {
+      const on = (event, heard) => { listening?.push([event, heard]); model.on(event, heard); };
+      own = { ...model, on };
+    },
+    async render({ el }) {
       plotly ??= load();
-      return (await plotly).render({ model, el });
+      const widget = await plotly;
+      const mine = listening = [];
+      const remove = widget.render({ model: own, el });
+      return () => { mine.forEach(([event, heard]) => own.off(event, heard)); remove(); };
     },
   };
 };

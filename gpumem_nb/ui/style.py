@@ -96,7 +96,8 @@ CSS = """<style>
   margin: 0.5em 0 0.3em; }
 .gpumem-panel .gpumem-tiles > div { border: 1px solid var(--jp-border-color2, currentColor); border-radius: 4px;
   padding: 0.1em 0.5em; min-height: 4.1em; }
-.gpumem-panel .gpumem-tiles b { display: block; white-space: nowrap; font-size: 1.45em; line-height: 1.25;
+.gpumem-panel .gpumem-tiles b { display: block; white-space: nowrap; line-height: 1.25;
+  font-size: min(1.45em, 3.4cqi - 0.26em); /* ten characters, such as 1000.0 KiB */
   font-variant-numeric: tabular-nums; }
 .gpumem-panel .gpumem-tiles span { display: block; font-size: 0.82em; line-height: 1.2;
   color: var(--jp-ui-font-color2, inherit); }
@@ -155,10 +156,10 @@ CSS = """<style>
   stroke: var(--jp-border-color1, #888) !important; }
 @container (max-width: 46em) {
   .gpumem-panel .gpumem-knob .widget-label { font-size: 0.76em; }
-  .gpumem-panel .gpumem-tiles b { font-size: 1.2em; }
 }
 @container (max-width: 36em) {
   .gpumem-panel .gpumem-knobs, .gpumem-panel .gpumem-tiles { grid-template-columns: repeat(3, minmax(0, 1fr)); }
+  .gpumem-panel .gpumem-tiles b { font-size: 1.2em; }
 }
 </style>"""
 
