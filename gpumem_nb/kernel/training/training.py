@@ -109,9 +109,7 @@ class Training:
             return f"finishing the steps under way on {name_ranks(waiting or range(self._ranks.size))}"
         if self.playing:
             return f"training, step {self._history.steps}"
-        if self.workload:
-            return f"paused at step {self._history.steps}"
-        return "no workload loaded"
+        return f"paused at step {self._history.steps}" if self.workload else "no workload loaded"
 
     # What is asked of it ----------------------------------------------------------------------------------------
 
@@ -227,16 +225,12 @@ class Training:
     def train(self, steps: int, progress: Progress = lambda what, done: None) -> Run:
         """Train that many steps and wait for them. An interrupt pauses and returns what was done by then.
 
-        An exception of ``progress`` pauses, too, and is raised.
-
         Raises:
             InvalidInput: no number of steps that could be trained.
             TrainingFailed: training stopped by itself.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
-            raise InvalidInput(
-                f"{steps!r} steps cannot be trained: it must be a whole number of at least 1, such as 100."
-            )
+            raise InvalidInput(f"{steps!r} steps cannot be trained: write a whole number of at least 1, such as 100.")
         try:
             with self._state.locked():
                 self._state.start_recording()
