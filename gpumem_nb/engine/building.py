@@ -13,7 +13,7 @@ from ..shared.errors import WorkloadError
 from ..shared.seeds import DEFAULT_SEED
 from ..shared.workload import Workload
 from .data.held_out import HeldOut, as_held_out
-from .data.sameness import Look, agree, look_at
+from .data.sameness import Look, agree, digest_of, look_at
 from .data.source import source_of
 from .data.stream import Stream
 from .random_state import seeded
@@ -36,21 +36,26 @@ def prepare(make: Callable[[], Workload], seed: int = DEFAULT_SEED) -> tuple[Wor
             else ``make`` and the data raise comes as it is.
     """
 
-    def work() -> tuple[Workload, Stream, Look, HeldOut | None]:
+    def work() -> tuple[Workload, Stream, Look, HeldOut | None, int]:
         workload = make()
         with seeded(seed), interruptible():
             stream = source_of(workload.data()).stream(hvd.rank(), hvd.size(), seed)
             held_out = as_held_out(workload.eval_data()) if workload.eval_data else None
-            return workload, stream, look_at(stream), held_out
+            return workload, stream, look_at(stream), held_out, digest_of(held_out)
 
     prepared = _together("data", work)
     if prepared is None:
         return None
-    workload, stream, look, held_out = prepared
+    workload, stream, look, held_out, digest = prepared
     agree(stream, look)
     if not same_everywhere(len(held_out or ()), "validation data"):
         raise WorkloadError(
             "The ranks hold validation data of different lengths. Define eval_data in the same way on all ranks."
+        )
+    if not same_everywhere(digest, "validation samples"):
+        raise WorkloadError(
+            "The ranks hold different validation data: samples of one are not those of another. Define eval_data in "
+            "the same way on all ranks; what is random in it needs a seed."
         )
     return workload, stream, held_out
 

@@ -138,3 +138,6 @@ def test_without_validation_data_it_is_said_what_to_give(own: Session) -> None:
     own.run("held = rows if rank else few")
     with pytest.raises(Exception, match="validation data of different lengths"):
         own.attach(model="net", loss="criterion", data="rows", eval_data="held")
+    own.run("held = [(torch.full((8,), float(rank)), 0) for _ in range(20)]")
+    with pytest.raises(Exception, match="different validation data: samples of one"):
+        own.attach(model="net", loss="criterion", data="rows", eval_data="held")

@@ -16,6 +16,7 @@ from ...shared.errors import WorkloadError, text_of
 from ..random_state import RandomState, begin_on_host, set_aside
 from . import orders
 from .fetching import Collate
+from .held_out import HeldOut
 from .iterables import IterableStream
 from .once import samples_at
 from .stream import ShardedStream, Stream
@@ -52,14 +53,29 @@ def look_at(stream: Stream) -> Look:
     if length < stream.size:
         raise WorkloadError(f"The dataset has {length} samples, fewer than the {stream.size} ranks.")
     first = stream.order(stream.seed, 0)
-    places = sorted({place * (length - 1) // (_LOOKED_AT - 1) for place in range(_LOOKED_AT)})
-    indices = [int(first[place]) if isinstance(first, np.ndarray) else first[place] for place in places]
+    indices = [int(first[place]) if isinstance(first, np.ndarray) else first[place] for place in _places(length)]
     with set_aside():
         samples, digest, draws = _fetched(stream.dataset, indices)
         _, again, _ = _fetched(stream.dataset, indices)
         draws = draws or _collating_draws(stream.collate, samples)
     _take_batch_size(stream, samples)
     return Look(length, order, digest, digest == again, draws)
+
+
+def digest_of(held_out: HeldOut | None) -> int:
+    """A checksum of a few of the samples to validate on; 0 for none, and for those that nobody can compare.
+
+    That is where samples differ each time they are asked for, or cannot be fetched, which an evaluation will say.
+    """
+    if not held_out:
+        return 0
+    with set_aside():
+        try:
+            _, digest, _ = _fetched(held_out.dataset, _places(len(held_out)))
+            _, again, _ = _fetched(held_out.dataset, _places(len(held_out)))
+        except WorkloadError:
+            return 0
+    return digest if digest == again else 0
 
 
 def agree(stream: Stream, look: Look) -> None:
@@ -88,6 +104,11 @@ def agree(stream: Stream, look: Look) -> None:
     if not steady:
         stream.notes = (*stream.notes, _UNSTEADY)
     stream.draws = any(other.draws for other in seen)
+
+
+def _places(length: int) -> list[int]:
+    """Of the samples that are looked at, in a dataset of that length."""
+    return sorted({place * (length - 1) // (_LOOKED_AT - 1) for place in range(_LOOKED_AT)})
 
 
 def _look_at_items(stream: IterableStream) -> Look:
