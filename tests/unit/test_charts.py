@@ -143,7 +143,7 @@ def test_the_peak_that_was_too_high_is_drawn_over_the_limit_as_long_as_it_is_in_
     assert limit
     failure = Failure(0, "oom", "forward", "", asked_bytes=3 * MIB, free_bytes=MIB)
     attempt = Attempt.of(Rescue(failure, 2, Settings()), readings)
-    assert attempt == Attempt(1, limit + 2 * MIB)
+    assert attempt == Attempt(2, limit + 2 * MIB)
 
     def markers(attempt: Attempt | None) -> tuple[list[float], list[float]]:
         view = View.of([info(0)], readings, by_rank, lambda _: None, attempt=attempt)

@@ -57,7 +57,7 @@ def _attempt() -> Any:
         name="out of memory",
         mode="markers",
         marker={"symbol": "x", "size": 11, "color": VERMILION, "line": {"width": 1, "color": "white"}},
-        hovertemplate="after step %{x}: needed at least %{y:.1f}",
+        hovertemplate="step %{x}: needed at least %{y:.1f}",
     )
 
 

@@ -32,7 +32,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What a discarded step needed at least: all bytes in use and those that it asked for, after ``step``."""
+    """What a discarded step needed at least: all bytes in use and those that it asked for."""
 
     step: int
     bytes: int
@@ -45,7 +45,7 @@ class Attempt:
         reading = readings[rescue.failure.rank]
         if reading is None or reading.limit_bytes is None:
             return None
-        return cls(rescue.step - 1, reading.limit_bytes - rescue.failure.free_bytes + rescue.failure.asked_bytes)
+        return cls(rescue.step, reading.limit_bytes - rescue.failure.free_bytes + rescue.failure.asked_bytes)
 
 
 @dataclass(frozen=True)
