@@ -30,6 +30,7 @@ INGREDIENTS = (
     "constraints.txt",
     ".ci/setup.py",
     ".ci/torch_choice.py",
+    "gpumem_nb/install/cuda_toolkit.py",
     "gpumem_nb/install/horovod_*.py",
     "gpumem_nb/memory/virtual_gpu/build.py",
     "gpumem_nb/**/*.cpp",
@@ -98,12 +99,12 @@ def needed_gib(torch: str) -> int:
     return CPU_GIB if "+cpu" in torch or "/cpu" in torch else CUDA_GIB
 
 
-def check_disk(folder: Path, needed_gib: float) -> None:
+def check_disk(folder: Path, wanted_gib: float) -> None:
     """Torch, JupyterLab and one build of Horovod have to fit."""
     free_gib = shutil.disk_usage(str(folder)).free / 2**30
-    if free_gib < needed_gib:
+    if free_gib < wanted_gib:
         raise Trouble(
-            f"Set-up needs {needed_gib} GiB of free disk and {folder} has {free_gib:.1f}: "
+            f"Set-up needs {wanted_gib} GiB of free disk and {folder} has {free_gib:.1f}: "
             "free some and type make setup again."
         )
 

@@ -85,7 +85,6 @@ class Trainer:
         self._proven_id = -1  # under which a step was finished
         self._left_after = -1  # as many nudges, ranks left a chunk; those made before that have no steps any more
         self._flipped = False  # since the last step that was finished
-        self._discarded = False  # some step or trial, since a chunk with steps began
         self._recorded_steps = 0  # under these settings
 
     def join(self) -> None:
@@ -176,9 +175,6 @@ class Trainer:
 
     def _train(self, chunk: Chunk) -> ChunkReply:
         nudge.catch_up(chunk.nudges)
-        if chunk.steps and self._discarded:
-            self._device.empty_cache()  # of what was allocated for nothing, under settings that did not fit
-            self._discarded = False
         failure = self._apply(chunk) or self._look_at_weights()
         self._leaks.chunk_begins(self._device.reading().live_bytes)
         samples: list[Sample] = []
@@ -290,7 +286,6 @@ class Trainer:
         learning_rate = self.live.learning_rate  # a scheduler may set the next one when the step is done
         outcome = self._stepper.take(order, failure)
         if outcome.discarded:
-            self._discarded = True
             event = outcome.failure.kind if outcome.failure else "trial" if chunk.trial else "discarded"
         else:
             event = "flip" if self._flipped else ""
