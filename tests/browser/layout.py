@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -22,7 +23,8 @@ _TEXTS = """panel => {
 }"""
 
 
-_REDRAWN_MS = 200  # plotly moves words after it has made the drawing wider
+_REDRAWN_MS = 200
+_AT_REST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -47,27 +49,33 @@ def texts(panel: PanelPage) -> list[Box]:
     return [Box(*one) for one in panel.page.locator(".gpumem-panel").last.evaluate(_TEXTS)]
 
 
-def collisions(panel: PanelPage) -> list[tuple[str, str]]:
-    """What covers each other; a button in the place of messages belongs there."""
-    boxes = texts(panel)
-    return [
-        (one.text, other.text)
-        for one, other in combinations(boxes, 2)
-        if one.covers(other) and not (one.text.startswith(other.text) or other.text.startswith(one.text))
-    ]
+def expect_tidy(panel: PanelPage) -> None:
+    """The charts come to be as wide as the panel that was opened last, nothing covers anything, nothing sticks out.
 
-
-def wait_until_fitted(panel: PanelPage) -> None:
-    """The charts are as wide as the panel that was opened last, and their words have taken their places."""
+    JupyterLab gives a panel its width in steps, and plotly moves words some time after it has widened the drawing: what
+    counts is where they come to rest.
+    """
     panel.page.wait_for_function(
         "() => { const panel = [...document.querySelectorAll('.gpumem-panel')].at(-1);"
         " const charts = panel.querySelector('.main-svg');"
         " return charts && Math.abs(charts.clientWidth - panel.clientWidth) < 24; }"
     )
+    deadline = time.monotonic() + _AT_REST_S
     before: list[Box] = []
-    while (now := texts(panel)) != before:
+    while (now := texts(panel)) != before or ((_collisions(now) or _sticks_out(panel)) and time.monotonic() < deadline):
         before = now
         panel.page.wait_for_timeout(_REDRAWN_MS)
+    assert _collisions(now) == []
+    assert _sticks_out(panel) == []
+
+
+def _collisions(boxes: list[Box]) -> list[tuple[Box, Box]]:
+    """What covers each other; a button in the place of messages belongs there."""
+    return [
+        (one, other)
+        for one, other in combinations(boxes, 2)
+        if one.covers(other) and not (one.text.startswith(other.text) or other.text.startswith(one.text))
+    ]
 
 
 def size(panel: PanelPage) -> tuple[float, float]:
@@ -79,7 +87,7 @@ def size(panel: PanelPage) -> tuple[float, float]:
     return width, height
 
 
-def sticks_out(panel: PanelPage) -> list[str]:
+def _sticks_out(panel: PanelPage) -> list[str]:
     """What reaches beyond the panel's sides, or is cut off within its own box."""
     boxes = texts(panel)
     left, right = panel.page.locator(".gpumem-panel").last.evaluate(

@@ -16,7 +16,7 @@ from tests.internals import folders_expression
 from tests.timing import until
 
 from .lab import PATIENCE_S, Lab
-from .layout import collisions, size, sticks_out, wait_until_fitted
+from .layout import expect_tidy, size
 from .panel_page import SHOWN, PanelPage, open_panel
 
 pytestmark = pytest.mark.browser
@@ -93,9 +93,7 @@ def test_everything_fits_one_screen_and_nothing_covers_anything(panel: PanelPage
         page.set_viewport_size({"width": width, "height": 1500})
         if width == 700:
             page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
-        wait_until_fitted(panel)
-        assert collisions(panel) == []
-        assert sticks_out(panel) == []
+        expect_tidy(panel)
         assert size(panel)[1] <= 800
     finally:
         if width == 700:
@@ -348,9 +346,7 @@ def test_a_panel_docks_beside_the_notebook_and_is_closed_everywhere(panel: Panel
     shown = panel.page.locator(".jp-LinkedOutputView .gpumem-status, .jp-MainAreaWidget .gpumem-status")
     panel.notebook.run(5)
     expect(shown).to_have_count(2)
-    wait_until_fitted(panel)
-    assert collisions(panel) == []
-    assert sticks_out(panel) == []
+    expect_tidy(panel)
     panel.notebook.clear_outputs()
     expect(panel.page.locator(".gpumem-panel")).to_have_count(1)
     steps = panel.notebook.evaluate("s.train(2) and s.history.steps")  # what is left is drawn on
