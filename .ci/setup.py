@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch_choice
+from torch_choice import Choice, Trouble
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "gpumem_nb-setup.json"
 LOG = VENV / "setup.log"
+LOCK = ROOT / ".setup.lock"
 OLDEST_PYTHON = (3, 11)
 # Of free disk: for a torch without and with CUDA, and where torch is there already.
 CPU_GIB, CUDA_GIB, REST_GIB = 6, 12, 3
 PLAIN_INTERVAL_S = 15
+QUIET = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}
 
 # What the result of set-up depends on, besides TORCH, HOROVOD_GPU and the checkout's own place.
 INGREDIENTS = (
@@ -38,32 +46,106 @@ INGREDIENTS = (
 )
 
 
-class Trouble(Exception):
-    """Set-up cannot go on; the message is one sentence with the remedy."""
-
-
 def set_up() -> int:
     """Make the environment, unless its stamp says that it is there already."""
-    torch = torch_choice.choose()
-    state = {"ingredients": fingerprint(ROOT), "torch": torch.requirement, "gpu": horovod_gpu(), "root": str(ROOT)}
+    with alone():
+        make_all()
+    return 0
+
+
+def make_all() -> None:
+    """Everything that is not there yet, one step after another."""
     known = read_stamp()
-    if known == state and venv_python().exists():
-        return 0
+    torch = torch_for(known)
+    remake = must_be_remade(known)
+    place = {"torch": torch.requirement, "root": str(ROOT)}
+    state = place | {"ingredients": fingerprint(ROOT), "gpu": horovod_gpu(), "named": was_named(known)}
+    if not remake and known == state | {"python": known.get("python")}:
+        return
     started = time.monotonic()
     print(f"Setting up with {torch.requirement}: {torch.why}.", flush=True)
     check_disk(ROOT, REST_GIB if known.get("torch") == torch.requirement else needed_gib(torch.requirement))
     check_compiler()
-    if known and known.get("root") != str(ROOT):
-        shutil.rmtree(str(VENV), ignore_errors=True)  # a moved environment's programs point to where it was
-    make_environment(find_python())
+    python = find_python()
+    if remake:
+        shutil.rmtree(str(VENV), ignore_errors=True)
+    make_environment(python)
     STAMP.unlink(missing_ok=True)
     install_torch(torch)
+    place["python"] = "{}.{}".format(*(python_version(str(venv_python())) or ("?", "?")))
+    STAMP.write_text(json.dumps(place))  # should what follows fail, that much is there
     install_rest()
-    build("Horovod", "-m", "gpumem_nb.install.horovod_build", "--gpu", state["gpu"])
+    build("Horovod", "-m", "gpumem_nb.install.horovod_build", "--gpu", horovod_gpu())
     build("the virtual GPU", "-m", "gpumem_nb.memory.virtual_gpu.build")
-    STAMP.write_text(json.dumps(state))
+    STAMP.write_text(json.dumps(state | place))
     print(f"Set-up is complete ({clock(time.monotonic() - started)}).")
-    return 0
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One set-up of a checkout at a time: a second one waits, and finds what the first has made."""
+    try:
+        lock = LOCK.open("a")
+    except OSError as error:
+        raise Trouble(f"{ROOT} cannot be written ({error.strerror}): take a checkout in a folder of yours.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Another set-up of this checkout is running; waiting for it.", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def was_named(known: dict[str, Any]) -> bool:
+    """Whether somebody named this torch, now or when the environment was made."""
+    return bool(os.environ.get("TORCH") or known.get("named"))
+
+
+def torch_for(known: dict[str, Any]) -> Choice:
+    """The torch to have: what suits the machine, unless this environment was made with one that should stay.
+
+    What somebody named stays until something else is named. So does a torch for GPUs where none is seen: a checkout may
+    be shared with a machine that has them, and a driver may come back.
+    """
+    there, forget = known.get("torch"), "make clean forgets it"
+    if there and known.get("named") and not os.environ.get("TORCH"):
+        return Choice(there, "", f"TORCH named it when this environment was made ({forget})")
+    try:
+        choice = torch_choice.choose()
+    except Trouble:
+        if not there:
+            raise
+        return Choice(there, "", f"this environment has it, and the NVIDIA driver does not answer ({forget})")
+    if there and needed_gib(choice.requirement) < needed_gib(there) and not os.environ.get("TORCH"):
+        return Choice(there, "", f"this environment has it, though no GPU is seen here ({forget})")
+    return choice
+
+
+def must_be_remade(known: dict[str, Any]) -> bool:
+    """Whether what is there cannot be used: it was moved, or made with another Python than is there, or named, now."""
+    if not known:
+        return False
+    named = os.environ.get("PYTHON", "python3")
+    wanted = python_version(named) if named != "python3" else None
+    there = python_version(str(venv_python()))
+    versions = {"{}.{}".format(*version) for version in (there or (0, 0), wanted) if version}
+    return known.get("root") != str(ROOT) or versions != {known.get("python")}
+
+
+def run(command: Sequence[str], **options: Any) -> int:
+    """Run a program to its end and return its exit code; Ctrl-C reaches it too, and it is given the time to tidy up."""
+    interrupted = False
+    with subprocess.Popen(command, **options) as process:
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt:
+                interrupted = True
+    if interrupted:
+        raise KeyboardInterrupt
+    return code
 
 
 def horovod_gpu() -> str:
@@ -80,8 +162,8 @@ def fingerprint(root: Path) -> str:
     return total.hexdigest()
 
 
-def read_stamp() -> dict[str, str]:
-    """What the last complete set-up was made of."""
+def read_stamp() -> dict[str, Any]:
+    """What the last set-up was made of; torch, place and Python alone if it was not completed."""
     try:
         known = json.loads(STAMP.read_text())
     except (OSError, ValueError):
@@ -167,18 +249,19 @@ def make_environment(python: str) -> None:
         raise Trouble(f"{python} could not make {VENV}: {said[-1]}")
 
 
-def install_torch(torch: torch_choice.Choice) -> None:
+def install_torch(torch: Choice) -> None:
     """Torch first and by itself: a range, or a package that depends on it, could bring gigabytes of another build."""
     wanted = shlex.split(torch.requirement)
     elsewhere = ["--extra-index-url", torch.index] if torch.index and not is_offered(wanted) else []
-    pinned = ["-c", "constraints.txt"] if torch.requirement.startswith(torch_choice.VERSION) else []
+    pinned = ["-c", "constraints.txt"] if torch_choice.VERSION in torch.requirement else []
     pip(f"Installing {torch.requirement}", *pinned, *elsewhere, *wanted)
 
 
 def is_offered(wanted: list[str]) -> bool:
     """Whether the usual package index has it."""
-    command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check", "--dry-run", "--no-deps"]
-    return subprocess.run([*command, *wanted], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+    command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    with Ticker("Looking for it in the package index"):
+        return run([*command, "--dry-run", "--no-deps", *wanted], **QUIET) == 0
 
 
 def install_rest() -> None:
@@ -207,7 +290,7 @@ def hold_installed(constraints: str, installed: dict[str, str]) -> str:
     """The constraints without lines that contradict the torch at hand: another torch may need another sympy."""
     torch = installed["torch"]
     lines = [f"torch=={torch}"]
-    default = torch.split("+")[0] == torch_choice.VERSION.split("==")[1]
+    default = torch.split("+")[0] == torch_choice.VERSION
     for line in constraints.splitlines():
         name, pinned, _ = line.partition("==")
         contradicted = pinned and installed.get(normal(name), line[len(name) + 2 :]) != line[len(name) + 2 :]
@@ -221,7 +304,7 @@ def pip(title: str, *arguments: str) -> None:
     command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
     with Ticker(title), LOG.open("ab") as log:
         begin = log.tell()
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode
+        code = run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         if code:
             said = LOG.read_bytes()[begin:].decode(errors="replace")
             raise Trouble(explain_pip(said, arguments[-1]))
@@ -235,7 +318,9 @@ def explain_pip(output: str, wanted: str) -> str:
     if "No space left on device" in output:
         return "The disk is full: free some space and type make setup again."
     if "No matching distribution" in output:
-        return f"The package index has no {wanted} for this Python: name another with TORCH= or PYTHON= (log: {LOG})."
+        lacking = re.findall(r"No matching distribution found for (\S+)", output)
+        what = lacking[0] if lacking else wanted
+        return f"The package index has no {what} for this Python: name another with TORCH= or PYTHON= (log: {LOG})."
     errors = [line[len("ERROR: ") :] for line in output.splitlines() if line.startswith("ERROR: ")]
     reason = errors[0].rstrip(".") if errors else "its log says why"
     return f"pip could not install {wanted}: {reason} (log: {LOG})."
@@ -243,7 +328,7 @@ def explain_pip(output: str, wanted: str) -> str:
 
 def build(what: str, *arguments: str) -> None:
     """Run one of the package's own builders, which report for themselves."""
-    if subprocess.run([str(venv_python()), *arguments]).returncode:
+    if run([str(venv_python()), *arguments]):
         raise Trouble(f"Set-up stopped because {what} could not be built: see the line above.")
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from setup import LOG, ROOT, VENV, Ticker, Trouble, set_up, venv_python
+from setup import LOG, ROOT, VENV, Ticker, Trouble, run, set_up, venv_python
 
 QUICKSTART = "notebooks/01_quickstart.ipynb"
 
@@ -80,7 +80,7 @@ def clean() -> int:
 
 def in_environment(*arguments: str) -> int:
     """Set up, then run Python in the environment."""
-    return set_up() or subprocess.run([str(venv_python()), *arguments]).returncode
+    return set_up() or run([str(venv_python()), *arguments])
 
 
 def lab() -> int:
@@ -88,7 +88,7 @@ def lab() -> int:
     set_up()
     as_root = ["--allow-root"] if os.geteuid() == 0 else []
     extra = shlex.split(os.environ.get("LAB_ARGS", ""))
-    return subprocess.run([str(VENV / "bin" / "jupyter"), "lab", *as_root, *extra, QUICKSTART]).returncode
+    return run([str(VENV / "bin" / "jupyter"), "lab", *as_root, *extra, QUICKSTART])
 
 
 def lint() -> int:
@@ -103,7 +103,7 @@ def lint() -> int:
     codes = []
     for command in checks:
         print("$ {}".format(" ".join(Path(word).name if word == command[0] else word for word in command)), flush=True)
-        codes.append(subprocess.run(command).returncode)
+        codes.append(run(command))
     return max(map(abs, codes))  # negative: ended by a signal
 
 
@@ -118,7 +118,7 @@ def test() -> int:
     prepare_two_hosts()
     lint_too = [str(venv_python()), str(ROOT / ".ci" / "targets.py"), "lint"]
     codes = [
-        subprocess.run(pytest("tests/browser"), env=environment).returncode,
+        run(pytest("tests/browser"), env=environment),
         *side_by_side(pytest("tests/notebook"), lint_too, environment),
         *side_by_side(pytest("tests/cluster"), pytest("tests/unit", "tests/test_wheel.py"), environment),
     ]
@@ -132,7 +132,7 @@ def side_by_side(shown: list[str], other: list[str], environment: dict[str, str]
     with said.open("wb") as log:
         beside = subprocess.Popen(other, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            code = subprocess.run(shown, env=environment).returncode
+            code = run(shown, env=environment)
         finally:
             beside.wait()
     print(said.read_text(errors="replace"), flush=True)

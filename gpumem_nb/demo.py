@@ -10,6 +10,7 @@ from typing import Any
 
 import gpumem_nb
 
+from .install.environment import check_gpus
 from .session import Session
 from .shared.errors import GpumemError
 
@@ -53,10 +54,17 @@ def main() -> int:
     return 0
 
 
+def _ranks() -> int:
+    """One for each of two or three GPUs, which Horovod is built for there; a single one, or none, is no obstacle."""
+    gpus = sum(item.name.startswith("GPU ") for item in check_gpus())
+    return min(gpus, RANKS) if gpus > 1 else RANKS
+
+
 @contextmanager
 def _started() -> Iterator[Session]:
-    _say(f"{RANKS} Horovod ranks with {MEMORY_LIMIT} each, on GPUs if there are any, else on virtual ones.")
-    with gpumem_nb.start(RANKS, memory_limit=MEMORY_LIMIT) as session:
+    ranks = _ranks()
+    _say(f"{ranks} Horovod ranks with {MEMORY_LIMIT} each, on GPUs if there are any, else on virtual ones.")
+    with gpumem_nb.start(ranks, memory_limit=MEMORY_LIMIT) as session:
         print(session.status())
         yield session
 

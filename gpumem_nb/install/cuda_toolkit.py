@@ -47,6 +47,11 @@ def obtain(cuda: str, scratch: Path) -> Path:
                 f"{named}, which {' or '.join(NAMED_BY)} names, is no CUDA toolkit: it has no bin/nvcc or no "
                 "include/cuda_runtime.h. Name another, or none."
             )
+        if (release := release_of(named)) not in ("", _major(cuda)):
+            raise SetupError(
+                f"{named}, which {' or '.join(NAMED_BY)} names, is CUDA {release}, and this torch is built for CUDA "
+                f"{cuda}. Name a toolkit of that version, or none."
+            )
         return named
     wheels, system = wheel_folders(cuda), on_the_system(cuda)
     if wheels and not _have(wheels, _NEEDED_OF_WHEELS) and (compiler := pinned_compiler()):

@@ -192,8 +192,10 @@ def check_gpus() -> list[Item]:
     """Every GPU that NVIDIA's driver shows (it ignores CUDA_VISIBLE_DEVICES), or one item that says there is none."""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return [Item("GPUs", None, "no NVIDIA driver: every rank gets a virtual GPU")]
+    except pynvml.NVMLError as error:
+        return [Item("GPUs", False, f"the NVIDIA driver does not answer: {error}", "nvidia-smi")]
     try:
         driver = pynvml.nvmlSystemGetDriverVersion()
         found = [check_gpu(index, driver) for index in range(pynvml.nvmlDeviceGetCount())]

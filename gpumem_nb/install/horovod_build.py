@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,7 +57,14 @@ def only_builder(cache: Path) -> Iterator[None]:
     except filelock.Timeout:
         with long_step("Another build of Horovod is running here; waiting for it"):
             lock.acquire()
+    except OSError as error:
+        raise SetupError(
+            f"The cache folder {cache} cannot be written ({error.strerror}). Make it yours, or name another with "
+            "XDG_CACHE_HOME=/path"
+        ) from None
     try:
+        for left in cache.glob("build-*"):  # by a build that was killed: nobody else builds here now
+            shutil.rmtree(left, ignore_errors=True)
         yield
     finally:
         lock.release()
@@ -144,6 +152,10 @@ def main(arguments: list[str] | None = None) -> int:
         wheel = ensure(options.gpu, options.force)
     except SetupError as error:
         print(error, file=sys.stderr)
+        return 1
+    except subprocess.TimeoutExpired as error:
+        asked = " ".join(map(str, error.cmd))
+        print(f"No answer in {error.timeout:.0f} s, try again when the machine is less busy: {asked}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Stopped. Nothing is left running; start it again whenever you like.", file=sys.stderr)

@@ -20,6 +20,10 @@ from ..shared.errors import SetupError
 from .mpi_tools import mpi_library_folders, mpi_version, require_tool
 
 GPU_MODES = ("auto", "nccl", "staged")
+NO_ANSWER = (
+    "The NVIDIA driver does not answer ({}): see what nvidia-smi says. After the driver's update the machine has to be "
+    "started anew."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,8 @@ def torch_versions(folder: Path) -> tuple[str, str | None]:
 def choose_gpu_mode(asked: str, cuda: str | None) -> str:
     """The GPU mode to build: what was asked, or with ``auto`` what suits this machine.
 
-    A package index may bring torch's CUDA build to a machine without any GPU: there Horovod needs no CUDA either.
+    A package index may bring torch's CUDA build to a machine without any GPU: there Horovod needs no CUDA either. Where
+    there is a single GPU, ranks have to share it, which NCCL refuses.
     """
     if asked not in GPU_MODES:
         raise SetupError(f"--gpu {asked} is unknown. Allowed: {', '.join(GPU_MODES)}")
@@ -102,9 +107,10 @@ def choose_gpu_mode(asked: str, cuda: str | None) -> str:
             )
         return "none"
     if asked == "auto":
-        if not gpu_wanted():
+        gpus = gpus_wanted()
+        if not gpus:
             return "none"
-        return "nccl" if nccl_folder() else "staged"
+        return "nccl" if nccl_folder() and gpus > 1 else "staged"
     if asked == "nccl" and nccl_folder() is None:
         raise SetupError(
             "NCCL's headers were not found. "
@@ -114,16 +120,24 @@ def choose_gpu_mode(asked: str, cuda: str | None) -> str:
     return asked
 
 
-def gpu_wanted() -> bool:
-    """Whether the driver shows a GPU, or the user named capabilities to build for (in a container's recipe, say)."""
+def gpus_wanted() -> int:
+    """How many GPUs the driver shows; several if the user named capabilities to build for (in a container's recipe).
+
+    Raises:
+        SetupError: there is a driver and it does not answer.
+    """
     if os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
-        return True
+        return 2
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return False
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return 0
+    except pynvml.NVMLError as error:
+        raise SetupError(NO_ANSWER.format(error)) from None
     try:
-        return bool(pynvml.nvmlDeviceGetCount())
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError as error:
+        raise SetupError(NO_ANSWER.format(error)) from None
     finally:
         pynvml.nvmlShutdown()
 
@@ -157,7 +171,10 @@ def cuda_capabilities() -> str:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     found = answer.stdout.strip()
-    if answer.returncode or not found:
+    if answer.returncode:
+        said = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
+        raise SetupError(f"torch cannot ask the GPUs for their compute capability: {said[-1]}")
+    if not found:
         raise SetupError(
             "No CUDA device is visible here, so its compute capability is unknown. "
             "Name it, for an A100: HOROVOD_BUILD_CUDA_CC_LIST=80 python -m gpumem_nb.install.horovod_build"

@@ -71,6 +71,12 @@ class Foreground:
             return None
         return waits.now(self._ranks.pulses(), self._ranks.pending(), self._ranks.size)
 
+    @property
+    def waits_for(self) -> str:
+        """The same in words; empty when nothing takes long."""
+        report = self.wait_report
+        return report.text if report else ""
+
     def check_alive(self) -> None:
         """Raise for ranks that are gone."""
         let_finish(RESUMING)

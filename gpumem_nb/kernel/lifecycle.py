@@ -10,6 +10,7 @@ from typing import Any
 
 from ..cluster.ranks import Ranks
 from ..cluster.shield import finish_anyway
+from ..report.speed import STEPS_JUDGED, Straggler
 from ..report.status import Status, describe_ledger
 from ..shared import snapshot_folder
 from ..shared.errors import Interrupted, InvalidInput, nearest
@@ -142,6 +143,7 @@ class Lifecycle:
             ledger=describe_ledger(self.policy.ledger_steps, self.history.ledger_cost()),
             start_seconds=dict(self.ranks.seconds),
             others=tuple(starting.others(self.plan.device)),
+            straggler=Straggler.of(self.history.samples(last=STEPS_JUDGED)),
         )
 
     @property

@@ -98,7 +98,7 @@ class Loading:
         self._origin = origin
 
     def load(
-        self, name_or_workload: str | Workload, options: dict[str, Any], seed: int | str | None = None
+        self, name_or_workload: str | Workload, options: dict[str, Any], seed: int | str | None, progress: Progress
     ) -> WorkloadInfo:
         """Load a workload; training starts afresh."""
         chosen, number = None, self._seed(seed)
@@ -115,15 +115,15 @@ class Loading:
                 f"{', '.join(catalog.CATALOG)}."
             )
         pickled(workload, "The workload")
-        info = self._begin("load", workload, number, chosen)
+        info = self._begin("load", workload, number, chosen, progress)
         self._origin.workload, self._origin.attached, self._origin.unrestored = workload, None, None
         with suppress(OSError):
             (self._snapshots.folder / ATTACHED).unlink(missing_ok=True)  # what it holds is gone from the ranks
         return info
 
-    def attach(self, names: dict[str, str | None], seed: int | str | None = None) -> WorkloadInfo:
+    def attach(self, names: dict[str, str | None], seed: int | str | None, progress: Progress) -> WorkloadInfo:
         """Train objects that live on the ranks."""
-        info = self._begin("attach", names, self._seed(seed))
+        info = self._begin("attach", names, self._seed(seed), progress=progress)
         self._origin.workload, self._origin.attached, self._origin.unrestored = None, names, None
         self._origin.not_kept = "the ranks ended before they were written"
         self._origin.not_kept = self._keep_attached(names)
@@ -243,17 +243,24 @@ class Loading:
         why_not: str = self._foreground.call("save_attached", names, str(folder / ATTACHED), space, ranks=[0])[0]
         return why_not
 
-    def _begin(self, function: str, argument: Any, seed: int, options: dict[str, float] | None = None) -> WorkloadInfo:
+    def _begin(
+        self,
+        function: str,
+        argument: Any,
+        seed: int,
+        options: dict[str, float] | None = None,
+        progress: Progress = lambda what, done: None,
+    ) -> WorkloadInfo:
         self._foreground.pause()
         call = self._foreground.ask(function, argument, seed)
         try:
-            self._foreground.finish(call)
-        except (GpumemError, Interrupted) as error:
+            self._foreground.finish(call, show=lambda call: progress(self._foreground.waits_for, 0.0))
+        except (Exception, Interrupted) as error:
             self._foreground.mark_notes(call)
             refused = not call.pending() and call.first_error() is not None
             if not (refused and all(self._foreground.call("loaded"))):  # not what was loaded before
                 self._training.unload()
-                if isinstance(error, GpumemError) and self._origin.unrestored is None:
+                if not isinstance(error, Interrupted) and self._origin.unrestored is None:
                     self._origin.workload = self._origin.attached = None
             raise
         info: WorkloadInfo = call.get()[0]

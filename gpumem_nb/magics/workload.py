@@ -26,8 +26,11 @@ class WorkloadMagics(Magics):
         """Load a workload on all ranks, where model and optimizer then name what is trained, unless you hold them."""
         args = parse_argstring(self.hvd_load, line)
         own = shell_of(self).user_ns.get(args.name)
-        session = current()
-        session.load(own if isinstance(own, Workload) else args.name, **pairs(args))
+        options, session = pairs(args), current()
+        if "progress" in options:  # a parameter of load(), and no option of a workload
+            raise InvalidInput("A workload has no option 'progress'.")
+        with progress_bar(f"Loading {args.name}", measured=False) as progress:
+            session.load(own if isinstance(own, Workload) else args.name, progress=progress, **options)
         print(_loaded(session))
 
     @magic_arguments()
@@ -55,7 +58,8 @@ class WorkloadMagics(Magics):
                 f"{max(missing)}= is missing. Write, for example: model=net loss=criterion data=train_set"
             )
         session = current()
-        session.attach(**roles)
+        with progress_bar(f"Attaching {roles['model']}", measured=False) as progress:
+            session.attach(progress=progress, **roles)
         print(_loaded(session))
 
     @magic_arguments()

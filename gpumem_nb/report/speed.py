@@ -10,11 +10,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..shared.messages import Sample
 from ..shared.units import format_rate
 
 WARM_UP_STEPS = 2  # under new settings: buffers, caches and kernels are made in them
 STEPS_JUDGED = 50  # the latest ones
 FEWEST_STEPS = 5  # of each side, before two are compared
+WORTH_A_WORD = 0.1  # of a step, that all others wait for one rank
 # The standard error of a median of n normal values is 1.253 σ/√n, and σ is the interquartile range ÷ 1.349.
 _MEDIAN_ERROR = 1.253 / 1.349
 
@@ -40,6 +42,30 @@ class Speed:
     def error(self) -> float:
         """Standard error of the median."""
         return _MEDIAN_ERROR * (self.high - self.low) / math.sqrt(self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank for which the others wait, and the share of a step that they wait longer than it does."""
+
+    rank: int
+    share: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is slowest, others wait {100 * self.share:.0f} %"
+
+    @classmethod
+    def of(cls, samples: Sequence[Sequence[Sample]]) -> Straggler | None:
+        """Of finished steps, one row a rank; ``None`` while no rank stands out, or where it is not known."""
+        waits = [
+            [one.reduction_s / one.step_s for one in of_rank[-STEPS_JUDGED:] if one.done and one.reduction_s]
+            for of_rank in samples
+        ]
+        if len(waits) < 2 or min(map(len, waits)) < FEWEST_STEPS:
+            return None
+        least, *others = sorted((statistics.median(of_rank), rank) for rank, of_rank in enumerate(waits))
+        share = statistics.median(wait for wait, _ in others) - least[0]
+        return cls(least[1], share) if share >= WORTH_A_WORD else None
 
 
 def compared(before: Speed | None, after: Speed | None) -> str:

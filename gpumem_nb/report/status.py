@@ -13,6 +13,7 @@ from ..shared.messages import RankInfo
 from ..shared.settings import Settings
 from ..shared.units import format_bytes
 from ..shared.workload import WorkloadInfo
+from .speed import Straggler
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Status:
     ledger: str
     start_seconds: Mapping[str, float]
     others: tuple[str, ...] = ()
+    straggler: Straggler | None = None
 
     def to_json(self) -> str:
         """The same as JSON, for programs."""
@@ -53,7 +55,7 @@ class Status:
             )
         lines.append(f"settings: {self.settings}")
         if self.workload:
-            lines += [self.snapshots, self.ledger]
+            lines += [self.snapshots, self.ledger, *filter(None, [self.straggler and str(self.straggler)])]
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.start_seconds.items())
         if self.others:
             lines.append(f"other processes: {'; '.join(self.others)}")

@@ -112,7 +112,8 @@ class Sample:
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
     first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
     ``ledger`` is there for the steps whose memory was recorded. ``learning_rate`` is that of the optimizer's first
-    group, whoever set it.
+    group, whoever set it. ``reduction_s`` is how long the rank, done with backward, waited for the averaged gradients,
+    which the rank that all others wait for does least; not known on GPUs, which work on while the process goes ahead.
     """
 
     rank: int
@@ -130,6 +131,7 @@ class Sample:
     event: str = ""
     ledger: Ledger | None = None
     learning_rate: float | None = None
+    reduction_s: float | None = None
 
     @property
     def done(self) -> bool:

@@ -16,10 +16,15 @@ from IPython.display import display
 from ..report.progress_bar import ProgressBar, shown, text_bar
 
 
-def progress_bar(title: str) -> AbstractContextManager[ProgressBar]:
-    """Show progress until the block ends, then how long it took, or what it was at when it failed."""
+def progress_bar(title: str, measured: bool = True) -> AbstractContextManager[ProgressBar]:
+    """Show progress until the block ends, then how long it took, or what it was at when it failed.
+
+    ``measured``: whether it is known how much is done; otherwise only the time is shown.
+    """
     notebook = getattr(get_ipython(), "kernel", None) is not None
-    return shown(ProgressBar(title, _Output(), rewrites=True) if notebook else text_bar(title, sys.stderr))
+    if notebook:
+        return shown(ProgressBar(title, _Output(), rewrites=True, measured=measured))
+    return shown(text_bar(title, sys.stderr, measured))
 
 
 class _Output:

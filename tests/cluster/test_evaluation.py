@@ -141,3 +141,14 @@ def test_without_validation_data_it_is_said_what_to_give(own: Session) -> None:
     own.run("held = [(torch.full((8,), float(rank)), 0) for _ in range(20)]")
     with pytest.raises(Exception, match="different validation data: samples of one"):
         own.attach(model="net", loss="criterion", data="rows", eval_data="held")
+    own.run(
+        """
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        return torch.zeros(8) + (rank and torch.rand(())), 0
+held = Noisy()
+"""
+    )
+    own.attach(model="net", loss="criterion", data="rows", eval_data="held")  # rank 1's cannot be compared

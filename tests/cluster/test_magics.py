@@ -71,7 +71,9 @@ def test_any_magic_before_start_says_how_to_start(shell: InteractiveShell, capsy
 
 def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     run(shell, "%hvd_load digits-resnet width=8 depth=1 resolution=8")
-    assert "workload digits-resnet" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "workload digits-resnet" in said.out
+    assert "Loading digits-resnet: done in" in said.err
     run(shell, "%hvd_set precision=fp32 checkpointing=none batch_size=16 accumulation_steps=1 optimizer=adamw")
     assert run(shell, "%hvd_train 5").steps == 5
     run(shell, "%hvd_set batch_size=8 accumulation_steps=2 checkpointing=blocks")
@@ -160,6 +162,7 @@ def test_saving_resuming_and_restarting_by_magic(
         ("%hvd_seed many", "whole number from 0 to 4294967295"),
         ("%hvd_load digits-resnet seed=-1", "whole number from 0 to 4294967295"),
         ("%hvd_attach model=a data=b seed=x", "whole number from 0 to 4294967295"),
+        ("%hvd_load digits-resnet progress=1", "no option 'progress'"),
         ("%hvd_load nothing", "There is no workload 'nothing'"),
         ("%hvd_load", "required: name"),
         ("%hvd_attach model=a", "data= is missing"),

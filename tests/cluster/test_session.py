@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -198,6 +199,16 @@ def test_status_says_who_where_and_what(two_ranks: Session, fresh: Callable[...,
     assert {"controller", "engines", "horovod"} <= set(parsed["start_seconds"])
 
 
+def test_the_rank_that_the_others_wait_for_is_named(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    fresh(two_ranks)
+    two_ranks.run("import time; slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.2))", ranks=[1])
+    run = two_ranks.train(8)
+    assert "rank 1 is slowest, others wait" in str(two_ranks.status())
+    waited = run.frame().groupby("rank").reduction_s.median()
+    assert waited[0] > 0.15 > waited[1]
+    two_ranks.run("slow.remove()", ranks=[1])
+
+
 def test_memory_gives_live_peak_reserved_and_limit_of_each_rank(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
@@ -318,6 +329,47 @@ def test_a_model_that_is_none_leaves_nothing_loaded(two_ranks: Session) -> None:
         two_ranks.attach(model="layer", data="thing")
     with pytest.raises(WorkloadError, match="Nothing is loaded"):
         two_ranks.train(1)
+
+
+def test_a_load_that_takes_long_says_what_the_ranks_are_at(two_ranks: Session, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    two_ranks.run(
+        f"""
+import pathlib, time
+class Slow:
+    def __len__(self):
+        while not pathlib.Path({str(go)!r}).exists():
+            time.sleep(0.01)
+        return 8
+    def __getitem__(self, index):
+        return torch.ones(1)
+slow, layer = Slow(), torch.nn.Linear(1, 1)
+def mean(model, batch):
+    return model(batch).mean()
+"""
+    )
+    told: list[str] = []
+
+    def progress(what: str, done: float) -> None:
+        told.append(what)
+        if what:
+            go.touch()
+
+    two_ranks.attach(model="layer", data="slow", loss="mean", progress=progress)
+    assert next(filter(None, told)) == "all ranks are in attach"
+    assert two_ranks.train(1).steps == 1
+    go.unlink()
+
+    def broken(what: str, done: float) -> None:
+        go.touch()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):  # what came of it is not known here, so nothing counts as loaded
+        two_ranks.attach(model="layer", data="slow", loss="mean", progress=broken)
+    with pytest.raises(WorkloadError, match="Nothing is loaded"):
+        two_ranks.train(1)
+    two_ranks.attach(model="layer", data="slow", loss="mean")
+    assert two_ranks.train(1).steps == 1
 
 
 def test_a_batch_that_is_too_large_for_a_new_dataset_is_reduced_and_said(two_ranks: Session) -> None:

@@ -44,6 +44,12 @@ def test_a_named_folder_that_is_none_is_refused(tmp_path: Path, monkeypatch: pyt
         cuda_toolkit.obtain("13.0", tmp_path)
 
 
+def test_a_named_toolkit_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path, release="12.4")))
+    with pytest.raises(SetupError, match=r"is CUDA 12, and this torch is built for CUDA 13\.0"):
+        cuda_toolkit.obtain("13.0", tmp_path)
+
+
 def test_wheels_with_a_compiler_become_a_toolkit(site_packages: Path, tmp_path: Path) -> None:
     folder = wheels(site_packages, compiler=True)
     home = cuda_toolkit.obtain("13.0", tmp_path)

@@ -13,12 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pynvml
 import pytest
 
-from gpumem_nb.install import horovod_build, horovod_compile, horovod_proof, horovod_source, horovod_target, mpi_tools
+from gpumem_nb.install import (
+    environment,
+    horovod_build,
+    horovod_compile,
+    horovod_proof,
+    horovod_source,
+    horovod_target,
+    mpi_tools,
+)
 from gpumem_nb.install.horovod_target import Target
 from gpumem_nb.shared.errors import SetupError
 
+from .fake_nvml import FakeNvml, Gpu
 from .toolkits import toolkit
 
 ROOT = Path(__file__).parents[2]
@@ -110,8 +120,27 @@ def test_cuda_torch_takes_nccl_where_its_headers_are(tmp_path: Path, monkeypatch
     assert horovod_target.choose_gpu_mode("staged", "13.0") == "staged"
 
 
+@pytest.mark.parametrize(("gpus", "mode"), [(0, "none"), (1, "staged"), (2, "nccl")])
+def test_ranks_share_a_single_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, mode: str) -> None:
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path))
+    FakeNvml([Gpu(f"GPU-{number}") for number in range(gpus)]).install(monkeypatch)
+    assert horovod_target.choose_gpu_mode("auto", "13.0") == mode
+
+
+def test_a_driver_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mismatched() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", mismatched)
+    with pytest.raises(SetupError, match=r"does not answer .*nvidia-smi"):
+        horovod_target.choose_gpu_mode("auto", "13.0")
+    (item,) = environment.check_gpus()
+    assert item.ok is False
+    assert "does not answer" in item.found
+
+
 def test_cuda_torch_without_any_gpu_gets_a_horovod_without_cuda() -> None:
-    if horovod_target.gpu_wanted():
+    if horovod_target.gpus_wanted():
         pytest.skip("this machine has a GPU")
     assert horovod_target.choose_gpu_mode("auto", "13.0") == "none"
     target = dataclasses.replace(TARGET, cuda="13.0")
@@ -279,6 +308,13 @@ def test_installed_library_depends_on_no_path_of_the_environment_it_was_built_in
         library = archive.read(name)
     assert b"$ORIGIN/../../torch/lib" in library
     assert b"/.venv/lib:" not in library
+
+
+def test_what_a_killed_build_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "build-abc" / "wheel").mkdir(parents=True)
+    (tmp_path / "torch2.13.0-none-0").mkdir()
+    with horovod_build.only_builder(tmp_path):
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["torch2.13.0-none-0"]
 
 
 def test_second_builder_waits_for_the_first(tmp_path: Path) -> None:

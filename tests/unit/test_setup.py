@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,11 @@ def test_unreachable_index_is_one_sentence() -> None:
     assert "check the network" in setup.explain_pip(said, "torch==2.13.0")
 
 
+def test_what_the_index_lacks_is_named_and_not_where_it_was_looked_for() -> None:
+    said = "ERROR: No matching distribution found for torch==9.9"
+    assert "has no torch==9.9 for" in setup.explain_pip(said, "https://example.org/simple")
+
+
 def test_any_other_pip_error_is_passed_on_with_the_log() -> None:
     sentence = setup.explain_pip("noise\nERROR: Wheel is invalid.\nmore", "torch==2.13.0")
     assert "Wheel is invalid (log: " in sentence
@@ -137,10 +143,11 @@ def test_help_names_every_target_and_variable(checkout: Path) -> None:
     assert [word for word in words if word not in shown] == []
 
 
-def make_stamp(checkout: Path, torch: str) -> None:
+def make_stamp(checkout: Path, torch: str, **changed: object) -> None:
     (checkout / ".venv" / "bin").mkdir(parents=True)
     (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
     state = {"ingredients": setup.fingerprint(checkout), "torch": torch, "gpu": "auto", "root": str(checkout)}
+    state |= {"named": False, "python": "{}.{}".format(*sys.version_info)} | changed
     (checkout / ".venv" / setup.STAMP.name).write_text(json.dumps(state))
 
 
@@ -148,6 +155,72 @@ def test_second_set_up_does_nothing(checkout: Path) -> None:
     make_stamp(checkout, setup.torch_choice.choose().requirement)
     answer = run(checkout, "setup", PATH="", TORCH="", HOROVOD_GPU="")
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
+
+
+def test_a_torch_that_was_named_stays_until_another_is(checkout: Path) -> None:
+    make_stamp(checkout, "torch==2.9.1+cpu", named=True)
+    assert run(checkout, "setup", PATH="", TORCH="", HOROVOD_GPU="").returncode == 0
+    assert "compiler" in one_sentence(run(checkout, "setup", PATH="", TORCH="torch==2.12.0", HOROVOD_GPU=""))
+
+
+def test_a_torch_for_gpus_stays_where_no_gpu_is_seen(checkout: Path) -> None:
+    make_stamp(checkout, "torch===2.13.0")
+    if "+cpu" in setup.torch_choice.choose().requirement:
+        assert run(checkout, "setup", PATH="", TORCH="", HOROVOD_GPU="").returncode == 0
+
+
+def test_another_python_makes_the_environment_anew(checkout: Path) -> None:
+    make_stamp(checkout, setup.torch_choice.choose().requirement, python="3.10")
+    assert "compiler" in one_sentence(run(checkout, "setup", PATH="", TORCH="", HOROVOD_GPU=""))
+
+
+def test_a_second_set_up_waits_for_the_first(checkout: Path) -> None:
+    make_stamp(checkout, setup.torch_choice.choose().requirement)
+    hold = f"import fcntl, sys; lock = open({str(checkout / setup.LOCK.name)!r}, 'a'); fcntl.flock(lock, fcntl.LOCK_EX)"
+    command = [sys.executable, "-c", f"{hold}; print('held', flush=True); sys.stdin.read()"]
+    environment = os.environ | {"PYTHON": sys.executable, "TORCH": "", "HOROVOD_GPU": ""}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout
+        assert first.stdin
+        assert first.stdout.readline() == "held\n"
+        with subprocess.Popen(
+            [sys.executable, ".ci/targets.py", "setup"],
+            cwd=checkout,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as second:
+            assert second.stdout
+            assert "Another set-up of this checkout is running" in second.stdout.readline()
+            first.stdin.close()
+            assert second.wait(60) == 0
+
+
+def test_a_program_that_is_interrupted_is_given_time_to_tidy_up(tmp_path: Path) -> None:
+    program = """
+import signal, sys, time
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)  # longer than subprocess.run would wait
+    open("tidy", "w").close()
+"""
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})"
+    code += "; import setup; setup.run([sys.executable, '-c', sys.argv[1]])"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, program],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as outer:
+        assert outer.stdout
+        assert outer.stdout.readline() == "ready\n"
+        os.killpg(outer.pid, signal.SIGINT)
+        outer.wait(60)
+    assert (tmp_path / "tidy").exists()
 
 
 @pytest.mark.parametrize("changed", ["torch", "gpu", "pyproject.toml", "constraints.txt"])

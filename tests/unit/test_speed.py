@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpumem_nb.report.configurations import Effect, Tried
-from gpumem_nb.report.speed import FEWEST_STEPS, Speed, compared
+from gpumem_nb.report.speed import FEWEST_STEPS, Speed, Straggler, compared
 from gpumem_nb.shared.settings import Settings
 from tests.ledgers import sample
 
@@ -49,3 +49,23 @@ def test_what_warms_up_is_not_judged_and_what_was_settled_stays() -> None:
     before.settle()
     assert effect.speed == shown
     assert before.samples_per_s == pytest.approx(100)
+
+
+def waiting(*shares: float | None, steps: int = FEWEST_STEPS) -> Straggler | None:
+    """Of ranks that wait for these shares of each step."""
+    return Straggler.of(
+        [
+            [sample(step, rank, reduction_s=None if share is None else share * 0.1) for step in range(steps)]
+            for rank, share in enumerate(shares)
+        ]
+    )
+
+
+def test_the_rank_that_waits_least_is_named_if_the_others_wait_much_longer() -> None:
+    assert waiting(0.4, 0.5, 0.02, 0.45) == Straggler(2, pytest.approx(0.43))
+    assert str(waiting(0.1, 0.4)) == "rank 0 is slowest, others wait 30 %"
+    assert waiting(0.30, 0.32, 0.25, 0.31) is None
+    assert waiting(0.1, 0.4, steps=FEWEST_STEPS - 1) is None, "too few steps"
+    assert waiting(0.1, None) is None, "GPUs do not say"
+    assert waiting(0.1) is None, "nobody waits for a single rank"
+    assert waiting() is None

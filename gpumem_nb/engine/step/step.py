@@ -54,7 +54,8 @@ class Outcome:
 
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
-    there for recorded steps that were finished. ``notes`` are sentences to be said once.
+    there for recorded steps that were finished; ``reduction_s`` is that of :class:`Sample`. ``notes`` are sentences to
+    be said once.
     """
 
     loss: Tensor | None
@@ -64,6 +65,7 @@ class Outcome:
     reading: Reading
     ledger: Ledger | None
     step_s: float
+    reduction_s: float | None
     notes: tuple[str, ...]
 
 
@@ -95,6 +97,7 @@ class Stepper:
         self._phase = "settings"
         self.began_s = time.monotonic()
         self.record: Account | None = None
+        self._reduction_s = 0.0
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
     @property
@@ -154,7 +157,9 @@ class Stepper:
         if failure is None:
             before, loss, failure = self._forward(order)
         self.phase = "reduction"
+        waits_since_s = time.perf_counter()
         votes, failure = self.voting.vote(order, loss, failure, self)
+        self._reduction_s = time.perf_counter() - waits_since_s
         if votes.unsure and not votes.failed:
             if before:
                 before.undo()
@@ -301,4 +306,5 @@ class Stepper:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
         step_s = time.perf_counter() - start_s
-        return Outcome(loss, failure, discarded, last, reading, ledger, step_s, notes)
+        reduction_s = None if self._device.kind == "cuda" else self._reduction_s
+        return Outcome(loss, failure, discarded, last, reading, ledger, step_s, reduction_s, notes)

@@ -318,4 +318,5 @@ class Trainer:
             event=event,
             ledger=outcome.ledger,
             learning_rate=learning_rate,
+            reduction_s=outcome.reduction_s,
         )

@@ -14,8 +14,12 @@ def _draw(view: View, _: Axes) -> Drawn:
     return Drawn([(view.series.step, view.shown(speed))])
 
 
+def _title(view: View) -> str:
+    return f"Samples/s ({view.straggler})" if view.straggler else "Samples/s, all ranks"
+
+
 SPEED = Chart(
-    title=lambda view: "Samples/s, all ranks",
+    title=_title,
     place=Place(row=1, column=1, span=2),
     traces=lambda view, axes: [
         go.Scatter(name="samples/s", mode="lines", line={"color": SKY, "width": 2}, hovertemplate="step %{x}: %{y:.0f}")

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...report.evaluation import Evaluation
 from ...report.rescue import Rescue
+from ...report.speed import Straggler
 from ...shared.messages import RankInfo, Reading, Sample
 from ...shared.settings import Settings
 from ..bands import Bands, Peak, bands, peaks, worst_first
@@ -63,6 +64,7 @@ class View:
         evaluations: on the validation data, oldest first.
         choice: what of it is shown, and how.
         attempt: the peak that was too high, while the panel says so.
+        straggler: the rank that the others wait for, if there is one.
     """
 
     ranks: Sequence[RankInfo]
@@ -75,6 +77,7 @@ class View:
     evaluations: Sequence[Evaluation]
     choice: Choice
     attempt: Attempt | None = None
+    straggler: Straggler | None = None
 
     @classmethod
     def of(
@@ -90,6 +93,7 @@ class View:
         """The view of these ranks' readings and samples; ``settings`` are those of a settings id, where known."""
         found = peaks(samples, readings)
         worst = next(iter(worst_first(found)), None)
+        straggler = Straggler.of(samples)
         told, choice = marks(samples, settings), choice or Choice()
         if choice.latest:
             newest = max((of_rank[-1].step for of_rank in samples if of_rank), default=0)
@@ -97,7 +101,8 @@ class View:
             told = [mark for mark in told if mark.step > newest - LAST_STEPS]
             evaluations = [one for one in evaluations if one.step > newest - LAST_STEPS]
         of_worst = bands(samples[worst.rank] if worst else [])
-        return cls(ranks, readings, found, worst, of_worst, series(samples), told, evaluations, choice, attempt)
+        drawn = series(samples)
+        return cls(ranks, readings, found, worst, of_worst, drawn, told, evaluations, choice, attempt, straggler)
 
     @classmethod
     def before(cls, ranks: Sequence[RankInfo]) -> View:
