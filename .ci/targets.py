@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from setup import LOG, ROOT, VENV, Ticker, Trouble, run, set_up, venv_python
+from setup import LOG, ROOT, VENV, Ticker, run, set_up, venv_python
+from torch_choice import Trouble
 
 QUICKSTART = "notebooks/01_quickstart.ipynb"
 

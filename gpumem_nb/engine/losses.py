@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..shared.errors import WorkloadError
+from .random_state import RandomState
 from .step.own_loss import OwnLoss
+from .step.python_state import PythonState
 
 _NAMED = {"loss": "A criterion", "metric": "A metric of outputs and targets"}
 
@@ -96,7 +98,7 @@ class Either:
             self._chosen = self.criterion
         if self._chosen:
             return self._chosen(model, batch)
-        failed = False
+        failed, before, random = False, PythonState(lambda: (self.criterion,)).take(), RandomState.take()
         with _calls_into(model) as called:
             try:
                 result = self.criterion(model, batch)
@@ -109,6 +111,8 @@ class Either:
         if not failed and (called or isinstance(result, Tensor)):
             self._chosen = self.criterion
             return result
+        before.put_back()  # what a criterion had counted or drawn before it failed
+        random.put_back()
         as_criterion = Criterion(self.criterion, self._what)
         result = as_criterion(model, batch)
         self._chosen = as_criterion

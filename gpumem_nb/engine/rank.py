@@ -161,7 +161,8 @@ def offer_trained() -> Iterator[object]:
     if _trainer is None:
         return iter(())
     _offer(_trainer)
-    return chain(_trainer.live.parts.modules(), (_trainer.workload.loss, _trainer.stream.dataset))
+    loss = _trainer.workload.loss
+    return chain(_trainer.live.parts.modules(), (getattr(loss, "criterion", loss), _trainer.stream.dataset))
 
 
 def loaded() -> bool:
@@ -209,12 +210,12 @@ def resume_check(path: str) -> Header:
     return _checked.header
 
 
-def resume_apply() -> WorkloadInfo:
+def resume_apply(after_restart: bool) -> WorkloadInfo:
     """Second phase, once the first went well on all ranks."""
     global _checked
     trainer = _loaded_trainer()
     assert _checked is not None
-    _checked.apply(trainer)
+    _checked.apply(trainer, after_restart)
     resume_drop()
     _offer(trainer)
     return trainer.info()

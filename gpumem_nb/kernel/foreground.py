@@ -14,6 +14,7 @@ from ..cluster.ranks import Ranks
 from ..cluster.shield import let_finish
 from ..report import waits
 from ..shared.errors import ClusterDied, GpumemError, InvalidInput, NoSession, RankError, Stalled, WorkloadError
+from ..shared.progress import Progress
 from ..shared.ranklist import RankChoice, choose_ranks, name_ranks
 from .history import History
 from .policy import Policy
@@ -53,6 +54,7 @@ class Foreground:
         self._numbers = itertools.count(1)
         self._waiting = 0  # calls that somebody waits for
         self._surroundings = Followed()
+        self._told: Progress | None = None
 
     @property
     def busy(self) -> bool:
@@ -71,11 +73,14 @@ class Foreground:
             return None
         return waits.now(self._ranks.pulses(), self._ranks.pending(), self._ranks.size)
 
-    @property
-    def waits_for(self) -> str:
-        """The same in words; empty when nothing takes long."""
-        report = self.wait_report
-        return report.text if report else ""
+    @contextmanager
+    def telling(self, progress: Progress) -> Iterator[None]:
+        """Inside, ``progress`` is told what the ranks are at while somebody waits for them."""
+        before, self._told = self._told, progress
+        try:
+            yield
+        finally:
+            self._told = before
 
     def check_alive(self) -> None:
         """Raise for ranks that are gone."""
@@ -166,6 +171,8 @@ class Foreground:
                     if finished:
                         call.settle(1.0)
                     show(call)
+                    if self._told:
+                        self._told(report.text if (report := self.wait_report) else "", 0.0)
                     if not finished and waits.out_of_reach(call.pulses()):
                         raise ClusterDied(f"{self.wait_report}, and could not be freed.")
             except TimeoutError:

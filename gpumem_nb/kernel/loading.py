@@ -97,9 +97,7 @@ class Loading:
         self._snapshots = snapshots
         self._origin = origin
 
-    def load(
-        self, name_or_workload: str | Workload, options: dict[str, Any], seed: int | str | None, progress: Progress
-    ) -> WorkloadInfo:
+    def load(self, name_or_workload: str | Workload, options: dict[str, Any], seed: int | str | None) -> WorkloadInfo:
         """Load a workload; training starts afresh."""
         chosen, number = None, self._seed(seed)
         if isinstance(name_or_workload, str):
@@ -115,15 +113,15 @@ class Loading:
                 f"{', '.join(catalog.CATALOG)}."
             )
         pickled(workload, "The workload")
-        info = self._begin("load", workload, number, chosen, progress)
+        info = self._begin("load", workload, number, chosen)
         self._origin.workload, self._origin.attached, self._origin.unrestored = workload, None, None
         with suppress(OSError):
             (self._snapshots.folder / ATTACHED).unlink(missing_ok=True)  # what it holds is gone from the ranks
         return info
 
-    def attach(self, names: dict[str, str | None], seed: int | str | None, progress: Progress) -> WorkloadInfo:
+    def attach(self, names: dict[str, str | None], seed: int | str | None) -> WorkloadInfo:
         """Train objects that live on the ranks."""
-        info = self._begin("attach", names, self._seed(seed), progress=progress)
+        info = self._begin("attach", names, self._seed(seed))
         self._origin.workload, self._origin.attached, self._origin.unrestored = None, names, None
         self._origin.not_kept = "the ranks ended before they were written"
         self._origin.not_kept = self._keep_attached(names)
@@ -223,7 +221,7 @@ class Loading:
         why = "there was no snapshot yet"
         for snapshot in lost.snapshots:
             try:
-                restored = self._resume_from(snapshot).steps
+                restored = self._resume_from(snapshot, after_restart=True).steps
             except StateFileError as error:
                 why = f"no snapshot could be used: {error}"
                 continue
@@ -243,18 +241,11 @@ class Loading:
         why_not: str = self._foreground.call("save_attached", names, str(folder / ATTACHED), space, ranks=[0])[0]
         return why_not
 
-    def _begin(
-        self,
-        function: str,
-        argument: Any,
-        seed: int,
-        options: dict[str, float] | None = None,
-        progress: Progress = lambda what, done: None,
-    ) -> WorkloadInfo:
+    def _begin(self, function: str, argument: Any, seed: int, options: dict[str, float] | None = None) -> WorkloadInfo:
         self._foreground.pause()
         call = self._foreground.ask(function, argument, seed)
         try:
-            self._foreground.finish(call, show=lambda call: progress(self._foreground.waits_for, 0.0))
+            self._foreground.finish(call)
         except (Exception, Interrupted) as error:
             self._foreground.mark_notes(call)
             refused = not call.pending() and call.first_error() is not None
@@ -272,7 +263,7 @@ class Loading:
         self._train_from(0, info, settings, f"loaded {info.name}")
         return info
 
-    def _resume_from(self, source: Path) -> state_file.Header:
+    def _resume_from(self, source: Path, after_restart: bool = False) -> state_file.Header:
         # Training goes on while the ranks look at the file: one that is refused changes nothing.
         try:
             header: state_file.Header = self._foreground.call("resume_check", str(source))[0]
@@ -283,14 +274,14 @@ class Loading:
             raise
         self._foreground.pause()
         try:
-            finish_anyway(lambda: self._put_in_place(source, header, settings), RESUMING)
+            finish_anyway(lambda: self._put_in_place(source, header, settings, after_restart), RESUMING)
         except KeyboardInterrupt:
             raise Interrupted(f"Interrupted too late: {header.workload} goes on from step {header.steps}.") from None
         return header
 
-    def _put_in_place(self, source: Path, header: state_file.Header, settings: Settings) -> None:
+    def _put_in_place(self, source: Path, header: state_file.Header, settings: Settings, after_restart: bool) -> None:
         """What must not stop half way, because kernel and ranks would be apart."""
-        info: WorkloadInfo = self._foreground.call("resume_apply")[0]
+        info: WorkloadInfo = self._foreground.call("resume_apply", after_restart)[0]
         self._origin.resumed_from, self._origin.unrestored, self._origin.seed = source, None, header.seed
         self._history.seen_before = header.position
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")

@@ -27,10 +27,8 @@ class WorkloadMagics(Magics):
         args = parse_argstring(self.hvd_load, line)
         own = shell_of(self).user_ns.get(args.name)
         options, session = pairs(args), current()
-        if "progress" in options:  # a parameter of load(), and no option of a workload
-            raise InvalidInput("A workload has no option 'progress'.")
-        with progress_bar(f"Loading {args.name}", measured=False) as progress:
-            session.load(own if isinstance(own, Workload) else args.name, progress=progress, **options)
+        with progress_bar(f"Loading {args.name}", measured=False) as progress, session.telling(progress):
+            session.load(own if isinstance(own, Workload) else args.name, **options)
         print(_loaded(session))
 
     @magic_arguments()
@@ -58,8 +56,8 @@ class WorkloadMagics(Magics):
                 f"{max(missing)}= is missing. Write, for example: model=net loss=criterion data=train_set"
             )
         session = current()
-        with progress_bar(f"Attaching {roles['model']}", measured=False) as progress:
-            session.attach(progress=progress, **roles)
+        with progress_bar(f"Attaching {roles['model']}", measured=False) as progress, session.telling(progress):
+            session.attach(**roles)
         print(_loaded(session))
 
     @magic_arguments()

@@ -55,7 +55,9 @@ class Status:
             )
         lines.append(f"settings: {self.settings}")
         if self.workload:
-            lines += [self.snapshots, self.ledger, *filter(None, [self.straggler and str(self.straggler)])]
+            lines += [self.snapshots, self.ledger]
+        if self.straggler:
+            lines.append(str(self.straggler))
         phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.start_seconds.items())
         if self.others:
             lines.append(f"other processes: {'; '.join(self.others)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..kernel.lifecycle import Lifecycle
@@ -10,6 +11,7 @@ from ..report.memory import MemoryReport
 from ..report.status import Status
 from ..report.waits import WaitReport
 from ..shared.messages import Timeline
+from ..shared.progress import Progress
 
 
 class Looks:
@@ -30,6 +32,13 @@ class Looks:
     def wait_report(self) -> WaitReport | None:
         """What takes long, and who waits for whom; ``None`` when nothing does."""
         return self._life.foreground.wait_report
+
+    def telling(self, progress: Progress) -> AbstractContextManager[None]:
+        """Inside, ``progress`` is told what the ranks are at while somebody waits for them, a load for example.
+
+        How much is done is not known, and told as 0.
+        """
+        return self._life.foreground.telling(progress)
 
     def memory(self, by: str | None = None, timeline: bool = False) -> MemoryReport:
         """Live, reserved and device bytes of every rank, its limit, and what the latest known peak is made of.

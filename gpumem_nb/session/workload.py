@@ -21,14 +21,7 @@ class HoldsWorkload:
         """What is loaded."""
         return self._life.training.workload
 
-    def load(
-        self,
-        name_or_workload: str | Workload,
-        *,
-        seed: int | str | None = None,
-        progress: Progress = lambda what, done: None,
-        **options: Any,
-    ) -> WorkloadInfo:
+    def load(self, name_or_workload: str | Workload, *, seed: int | str | None = None, **options: Any) -> WorkloadInfo:
         """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh.
 
         On the ranks ``model`` and ``optimizer`` are what is trained, where these names are free.
@@ -37,7 +30,6 @@ class HoldsWorkload:
             name_or_workload: what to train.
             seed: of the initial weights, the order of the data, and whatever its code draws from the random numbers of
                 torch, NumPy and Python; that of :meth:`seed` by default.
-            progress: told what the ranks are at while it takes long; how much is done is not known.
             **options: those of a ready-made workload.
 
         Raises:
@@ -45,7 +37,7 @@ class HoldsWorkload:
             WorkloadError: it cannot be sent to the ranks, or not be trained there.
             RankError: its code failed on a rank.
         """
-        return self._life.loading.load(name_or_workload, options, seed, progress)
+        return self._life.loading.load(name_or_workload, options, seed)
 
     @property
     def kept(self) -> str:
@@ -63,7 +55,6 @@ class HoldsWorkload:
         metric: str | None = None,
         *,
         seed: int | str | None = None,
-        progress: Progress = lambda what, done: None,
     ) -> WorkloadInfo:
         """Train objects that live on the ranks, named by their variables, which stay what they are.
 
@@ -83,7 +74,6 @@ class HoldsWorkload:
                 is right, and an F1 score, which is no mean over samples, is not.
             seed: of the order of the data, and of the random numbers that training draws; that of :meth:`seed` by
                 default.
-            progress: told what the ranks are at while it takes long; how much is done is not known.
 
         Raises:
             InvalidInput: a seed that cannot be used.
@@ -91,7 +81,7 @@ class HoldsWorkload:
             RankError: its code failed on a rank.
         """
         names = {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "scheduler": scheduler}
-        return self._life.loading.attach(names | {"eval_data": eval_data, "metric": metric}, seed, progress)
+        return self._life.loading.attach(names | {"eval_data": eval_data, "metric": metric}, seed)
 
     def seed(self, seed: int | str) -> str:
         """Seed the random numbers of torch, NumPy and Python that cells draw, alike on all ranks, now.

@@ -242,11 +242,11 @@ def test_an_interrupted_resume_is_done_or_not_begun(
 
         apply = restore.Checked.apply
 
-        def slowly(self: restore.Checked, trainer: Trainer) -> None:
+        def slowly(self: restore.Checked, trainer: Trainer, after_restart: bool = False) -> None:
             applying.touch()
             time.sleep(0.5)
             restore.Checked.apply = apply  # type: ignore[method-assign]
-            self.apply(trainer)
+            self.apply(trainer, after_restart)
 
         restore.Checked.apply = slowly  # type: ignore[method-assign]
 

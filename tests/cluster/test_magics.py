@@ -162,7 +162,6 @@ def test_saving_resuming_and_restarting_by_magic(
         ("%hvd_seed many", "whole number from 0 to 4294967295"),
         ("%hvd_load digits-resnet seed=-1", "whole number from 0 to 4294967295"),
         ("%hvd_attach model=a data=b seed=x", "whole number from 0 to 4294967295"),
-        ("%hvd_load digits-resnet progress=1", "no option 'progress'"),
         ("%hvd_load nothing", "There is no workload 'nothing'"),
         ("%hvd_load", "required: name"),
         ("%hvd_attach model=a", "data= is missing"),

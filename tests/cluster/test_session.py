@@ -355,7 +355,8 @@ def mean(model, batch):
         if what:
             go.touch()
 
-    two_ranks.attach(model="layer", data="slow", loss="mean", progress=progress)
+    with two_ranks.telling(progress):
+        two_ranks.attach(model="layer", data="slow", loss="mean")
     assert next(filter(None, told)) == "all ranks are in attach"
     assert two_ranks.train(1).steps == 1
     go.unlink()
@@ -364,8 +365,8 @@ def mean(model, batch):
         go.touch()
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):  # what came of it is not known here, so nothing counts as loaded
-        two_ranks.attach(model="layer", data="slow", loss="mean", progress=broken)
+    with pytest.raises(ZeroDivisionError), two_ranks.telling(broken):  # nothing counts as loaded: it is not known here
+        two_ranks.attach(model="layer", data="slow", loss="mean")
     with pytest.raises(WorkloadError, match="Nothing is loaded"):
         two_ranks.train(1)
     two_ranks.attach(model="layer", data="slow", loss="mean")

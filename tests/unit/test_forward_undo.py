@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpumem_nb.engine.losses import as_loss
 from gpumem_nb.engine.step.trainer import Trainer
-from gpumem_nb.engine.step.undo import ForwardState, ForwardUndo
+from gpumem_nb.engine.step.undo import ForwardState, ForwardUndo, UpdateUndo
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
@@ -212,3 +213,49 @@ def test_buffers_of_all_kinds_are_put_back() -> None:
     undo.undo()
     assert net.brain.tolist() == [1, 1]
     assert torch.equal(net.sparse.to_dense(), torch.eye(3))
+
+
+counted = 0
+
+
+def test_what_an_attached_loss_counts_is_put_back() -> None:
+    def annealed(net: Any, batch: Any) -> Any:
+        global counted
+        counted += 1
+        return net(batch[0]).sum()
+
+    class Counting(nn.Module):  # without any tensor
+        seen = 0
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            self.seen += 1
+            return (outputs - targets).sum()
+
+    net, batch, criterion = nn.Linear(2, 2), [torch.ones(1, 2), torch.ones(1, 2)], Counting()
+    for loss in (as_loss(annealed), as_loss(criterion)):
+        loss(net, batch)
+        before = counted, criterion.seen
+        undo = ForwardUndo(ForwardState([net], loss))
+        loss(net, batch)
+        undo.undo()
+        assert (counted, criterion.seen) == before
+
+
+def test_an_optimizer_that_counts_in_an_attribute_is_put_back() -> None:
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+            self.steps = 0
+            self.state["mean"] = torch.zeros(1)  # type: ignore[index]
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.steps += 1
+            self.state["mean"].add_(1)  # type: ignore[index]
+
+    net = nn.Linear(2, 2)
+    optimizer = Counting(net.parameters())
+    undo = UpdateUndo(net.parameters(), optimizer)
+    optimizer.step()
+    undo.undo()
+    assert optimizer.steps == 0
+    assert optimizer.state["mean"] == 0  # type: ignore[index]

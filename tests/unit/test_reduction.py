@@ -8,6 +8,8 @@ import horovod.torch as hvd
 import pytest
 from torch import Tensor
 
+from gpumem_nb.engine import cells
+from gpumem_nb.engine.step import reduction
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk
@@ -31,3 +33,28 @@ def test_a_layer_that_was_frozen_for_a_while_is_averaged_again(monkeypatch: pyte
         trainer.live.model.get_parameter("weight").requires_grad_(trained)
         assert trainer.run(Chunk(SETTINGS, 1, 2)).failure is None
         assert sent[-1] == 2 + trained  # weight, bias, ballot
+
+
+def test_a_hook_that_a_cell_adds_changes_a_gradient_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[float] = []
+
+    def send(tensors: list[Tensor], **_: object) -> int:
+        sent.extend(tensor.abs().max().item() for tensor in tensors[:-1])  # without the ballot
+        return 1
+
+    monkeypatch.setattr(hvd, "grouped_allreduce_async_", send)
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", 1)  # every gradient leaves as soon as it is there
+    trainer = Trainer(workload(), stream(), opened(), time.time())
+    assert trainer.run(Chunk(SETTINGS, 1, 1)).failure is None
+    assert max(sent) > 1e-6
+
+    def clamp(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.clamp_(-1e-6, 1e-6)
+
+    for param in trainer.live.parameters:
+        param.register_post_accumulate_grad_hook(clamp)
+    sent.clear()
+    cells.one_more()
+    assert trainer.run(Chunk(SETTINGS, 1, 1)).failure is None
+    assert max(sent) <= 1.1e-6

@@ -62,7 +62,7 @@ def waiting(*shares: float | None, steps: int = FEWEST_STEPS) -> Straggler | Non
 
 
 def test_the_rank_that_waits_least_is_named_if_the_others_wait_much_longer() -> None:
-    assert waiting(0.4, 0.5, 0.02, 0.45) == Straggler(2, pytest.approx(0.43))
+    assert str(waiting(0.4, 0.5, 0.02, 0.45)) == "rank 2 is slowest, others wait 43 %"
     assert str(waiting(0.1, 0.4)) == "rank 0 is slowest, others wait 30 %"
     assert waiting(0.30, 0.32, 0.25, 0.31) is None
     assert waiting(0.1, 0.4, steps=FEWEST_STEPS - 1) is None, "too few steps"

@@ -123,3 +123,26 @@ def test_a_scheduler_comes_back_with_its_optimizer(tmp_path: Path) -> None:
     back["own"].step()
     back["sched"].step()
     assert back["own"].param_groups[0]["lr"] == 0.05
+
+
+def test_after_a_restart_what_cells_froze_is_frozen_and_what_they_thawed_is_trained(tmp_path: Path) -> None:
+    def net() -> nn.Module:
+        made = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        made[0].requires_grad_(False)
+        return made
+
+    before, after = trainer_of(net()), trainer_of(net())
+    before.live.model[0].requires_grad_(True)  # type: ignore[index]
+    before.live.model[2].bias.requires_grad_(False)  # type: ignore[index]
+    before.live.model[1].eval()  # type: ignore[index]
+    path = save(before, tmp_path / "state")
+    restore.Checked(path, after, opened()).apply(after, after_restart=True)
+    frozen = [name for name, param in after.live.model.named_parameters() if not param.requires_grad]
+    assert frozen == ["2.bias"]
+    assert [module.training for module in after.live.model.modules()] == [True, True, False, True]
+    after = trainer_of(net())
+    resume(after, path)  # which layers are trained is for whoever made this model to say
+    assert [name for name, param in after.live.model.named_parameters() if not param.requires_grad] == [
+        "0.weight",
+        "0.bias",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -185,8 +186,10 @@ class LiveModel:
         """Weights that came into the model meanwhile must be trained, or frozen: nobody would notice otherwise.
 
         Raises:
-            WorkloadError: naming the first that no optimizer has.
+            WorkloadError: naming the first that no optimizer has, or a module that ranks cannot hold alike.
         """
+        for part in self.parts.named.values():
+            check_tensors(part)
         trained = set(map(id, self._trained()))
         for name, param in self.parts.named_parameters():
             known = self._known.get(id(param), lambda: None)() is param
@@ -198,7 +201,8 @@ class LiveModel:
 
     def sparse_places(self) -> list[int]:
         """The places in :attr:`parameters` of tables whose gradients are sparse."""
-        tables = {id(module.weight) for module in self.parts.modules() if getattr(module, "sparse", False) is True}
+        sparse = (module for module in self.parts.modules() if getattr(module, "sparse", False) is True)
+        tables = {id(getattr(module, "weight", None)) for module in sparse}
         return [place for place, param in enumerate(self.parameters) if id(param) in tables]
 
     def _trained(self) -> list[Tensor]:
@@ -217,6 +221,20 @@ class LiveModel:
         """Training goes on after cells may have run: an ``eval()`` of theirs is taken back."""
         for modes in self._modes:
             modes.restore()
+
+    def evaluating(self) -> list[str]:
+        """Names of the modules with which training goes on in evaluation mode, such as a frozen batch norm."""
+        theirs = set().union(*(modes.evaluating() for modes in self._modes))
+        return [name for name, module in self.parts.named_modules() if module in theirs]
+
+    def go_on_as(self, frozen: Collection[str], evaluating: Collection[str]) -> None:
+        """Freeze the weights of these names and no others, and put the modules of these names into evaluation mode."""
+        for name, param in self.parts.named_parameters():
+            if param.requires_grad == (name in frozen):
+                param.requires_grad_(name not in frozen)
+        theirs = {module for name, module in self.parts.named_modules() if name in evaluating}
+        for modes in self._modes:
+            modes.go_on_with(theirs)
 
     def step_counted(self) -> None:
         """A step was done with the optimizer in use: nothing from before it comes back, and its scheduler goes on."""

@@ -28,5 +28,16 @@ class Modes:
                 module.training = self._modes.get(module, True)  # True for one that is new
         self._modes = self._taken()
 
+    def evaluating(self) -> set[nn.Module]:
+        """The modules with which training goes on in evaluation mode."""
+        modes = self._taken() if self._root.training else self._modes
+        return {module for module, training in modes.items() if not training}
+
+    def go_on_with(self, evaluating: set[nn.Module]) -> None:
+        """Put these modules into evaluation mode and all others into training mode."""
+        for module in self._root.modules():
+            module.training = module not in evaluating
+        self._modes = self._taken()
+
     def _taken(self) -> dict[nn.Module, bool]:
         return {module: module.training for module in self._root.modules()}

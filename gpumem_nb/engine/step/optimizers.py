@@ -64,7 +64,7 @@ def set_implementation(optimizer: Optimizer, name: str) -> None:
                 optimizer.state[param]["step"] = step.to(param.device if on_device else "cpu")
 
 
-def put_state(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+def put_state(optimizer: Optimizer, state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
     """``load_state_dict`` without its casts: it would turn fp32 state of bf16 parameters into bf16."""
     optimizer.state = defaultdict(dict, state)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):

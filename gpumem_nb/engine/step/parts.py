@@ -26,7 +26,7 @@ class Parts:
     def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
         self.named: dict[str, nn.Module] = {"": model}
         criterion = loss if isinstance(loss, nn.Module) else getattr(loss, "criterion", None)
-        if isinstance(criterion, nn.Module) and criterion.state_dict():
+        if isinstance(criterion, nn.Module):
             self.named[CRITERION] = criterion
         self._optimizers: list[Optimizer] = []
 
@@ -50,6 +50,11 @@ class Parts:
         """Every buffer once, also those that no state dict holds."""
         for before, part in self.named.items():
             yield from ((before + name, buffer) for name, buffer in part.named_buffers())
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module once."""
+        for before, part in self.named.items():
+            yield from ((before + name, module) for name, module in part.named_modules())
 
     def modules(self) -> Iterator[nn.Module]:
         """Every module once."""

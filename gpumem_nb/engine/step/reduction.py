@@ -86,10 +86,14 @@ class GradientReduction:
         """Send from now on what is not frozen on all ranks."""
         if self._grouped == self._frozen:
             return
-        self.remove()
         self._grouped = self._frozen
         frozen = zip(self._params, self._frozen, strict=True)
         self._buckets = _into_buckets([param for param, is_frozen in frozen if not is_frozen])
+        self.come_last()
+
+    def come_last(self) -> None:
+        """Send gradients after whatever hooks there are by now have changed them."""
+        self.remove()
         self._hooks = [
             param.register_post_accumulate_grad_hook(lambda param, bucket=bucket: self._gradient_ready(param, bucket))
             for bucket in self._buckets

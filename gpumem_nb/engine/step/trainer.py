@@ -272,6 +272,7 @@ class Trainer:
             return None
         self._cells = cells.ran()
         self._stepper.phase = "forward"
+        self._stepper.voting.come_last()
         try:
             self.live.refuse_strangers()
         except WorkloadError as error:

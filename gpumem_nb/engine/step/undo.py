@@ -20,6 +20,7 @@ from .copies import host_copy, overwrite
 from .python_state import PythonState, Taken
 from .reachable import Reachable
 
+_PLAIN = (bool, int, float, complex, str, type(None))  # of an optimizer's attributes: a count of its steps, for example
 _LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor trained, to be copied before it was seen to change
 
 
@@ -54,7 +55,8 @@ class ForwardState:
 
     def __init__(self, parts: Iterable[nn.Module], loss: Callable[..., Any]) -> None:
         self._parts = roots = tuple(parts)
-        self.python = PythonState(lambda: (*roots, loss))  # not by way of self: a circle would keep the model
+        given = getattr(loss, "criterion", None)  # what somebody attached, inside of what calls it
+        self.python = PythonState(lambda: (*roots, loss, given))  # not by way of self: a circle would keep the model
         self._changing = Changing(_copy, _LARGEST_BYTES)
         self._fresh: list[Before] = []
         self._looked_into: Reachable | None = None
@@ -107,20 +109,29 @@ class KeptState:
 
     def __init__(self, optimizer: Optimizer, release: bool) -> None:
         self.optimizer = optimizer
-        self._state = {
-            param: {name: _Kept(value, release) for name, value in values.items()}
-            for param, values in optimizer.state.items()
-        }
+        self._state = {param: _kept(values, release) for param, values in optimizer.state.items()}
         self._groups = [dict(group) for group in optimizer.param_groups]
+        self._own = {name: value for name, value in vars(optimizer).items() if type(value) in _PLAIN}
         if release:
             optimizer.state = defaultdict(dict)
 
     def restore(self) -> None:
         """Put state and options back."""
-        state = {
-            param: {name: kept.restored() for name, kept in values.items()} for param, values in self._state.items()
-        }
-        optimizers.put_state(self.optimizer, state, self._groups)
+        optimizers.put_state(
+            self.optimizer, {param: _restored(values) for param, values in self._state.items()}, self._groups
+        )
+        vars(self.optimizer).update(self._own)
+
+
+def _kept(values: Any, release: bool) -> Any:
+    """The state of one parameter, by name; some optimizers have a single value of their own in its place."""
+    if not isinstance(values, dict):
+        return _Kept(values, release)
+    return {name: _Kept(value, release) for name, value in values.items()}
+
+
+def _restored(values: Any) -> Any:
+    return {name: kept.restored() for name, kept in values.items()} if isinstance(values, dict) else values.restored()
 
 
 class _Kept:

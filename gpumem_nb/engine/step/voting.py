@@ -73,6 +73,10 @@ class Voting:
     def latest(self, param: None) -> None:
         self._reduction.latest = param
 
+    def come_last(self) -> None:
+        """Cells may have registered hooks that change gradients: these come before they are sent."""
+        self._reduction.come_last()
+
     def begin(self, order: StepOrder) -> None:
         """Forward begins."""
         if self.watch.due(order.step):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Horovod 0.28 has no all-reduce for bfloat16 (horovod#4047): it is added up in fp32, for 4 bytes a weight meanwhile.
-_CARRIED_AS = {torch.bfloat16: torch.float32}
+# Both are added up in fp32, for 4 bytes a weight meanwhile: Horovod 0.28 has no all-reduce for bfloat16 (horovod#4047),
+# and it adds up before it divides, which passes the largest fp16 number, 65,504, with gradients that do not.
+_CARRIED_AS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 def carried_dtype(dtype: torch.dtype) -> torch.dtype:

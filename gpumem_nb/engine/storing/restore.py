@@ -73,12 +73,20 @@ class Checked:
         self._own_optimizer_state = self._state_for(path, trainer.live.own_optimizer, payload["own_optimizer"])
         self._extra = _extra_of(path, trainer, own.get("extra", {}))
         self._scheduler_state = _scheduler_state(path, trainer.live.scheduler, payload.get("scheduler"))
+        self._trained_as = payload.get("frozen"), payload.get("evaluating")  # earlier versions did not write them
         self._scaler = payload["scaler"]
         if missing := trainer.live.scaler.state_dict().keys() - self._scaler.keys():
             raise KeyError(min(missing))
 
-    def apply(self, trainer: Trainer) -> None:
-        """Put it in place."""
+    def apply(self, trainer: Trainer, after_restart: bool = False) -> None:
+        """Put it in place.
+
+        After a restart also which weights are frozen and which modules evaluate, as cells had left it; otherwise that
+        is for whoever loaded the model to say.
+        """
+        frozen, evaluating = self._trained_as
+        if after_restart and frozen is not None and evaluating is not None:
+            trainer.live.go_on_as(frozen, evaluating)
         for module, state in self._extra:  # first, because that runs somebody's own code
             module.set_extra_state(state)
         for name, param in trainer.live.parts.named_parameters():
