@@ -66,12 +66,12 @@ def reading(peak: int = 40 * MIB, limit: int | None = 96 * MIB) -> Reading:
     return Reading(13 * MIB, peak, peak + 4 * MIB, peak + 8 * MIB, peak + 4 * MIB, limit)
 
 
-def sample(step: int, rank: int = 0, looked_into: Ledger | None = None, **changed: Any) -> Sample:
+def sample(step: int, rank: int = 0, recorded: Ledger | None = None, **changed: Any) -> Sample:
     """A step; its peak is its ledger's."""
-    peak = looked_into.peak_bytes if looked_into else 40 * MIB
+    peak = recorded.peak_bytes if recorded else 40 * MIB
     values = {
         **{"rank": rank, "step": step, "time_s": step / 10, "loss": 1.0, "step_s": 0.1, "samples_per_s": 320.0},
         **{"live_bytes": 13 * MIB, "live_peak_bytes": peak, "reserved_bytes": peak, "reserved_peak_bytes": peak},
-        **{"device_used_bytes": peak, "settings_id": 1, "event": "", "ledger": looked_into},
+        **{"device_used_bytes": peak, "settings_id": 1, "event": "", "ledger": recorded},
     }
     return Sample(**(values | changed))

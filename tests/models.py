@@ -104,7 +104,7 @@ def recorded(gpu: VirtualGPU, training: Training, precision: str) -> Account:
         return recorder.end()
 
 
-def looked_into(gpu: VirtualGPU, training: Training, precision: str) -> Ledger:
+def ledger_of(gpu: VirtualGPU, training: Training, precision: str) -> Ledger:
     return recorded(gpu, training, precision).ledger()
 
 
@@ -125,7 +125,7 @@ def profiled(gpu: VirtualGPU, name: str, precision: str, checkpointing: str) -> 
         training = MODELS[name]()  # inside: the profiler misses releases of what it has not seen made
         checkpointed(training, checkpointing)
         training.step(precision)
-        ledger = looked_into(gpu, training, precision)
+        ledger = ledger_of(gpu, training, precision)
     live = peak = 0
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 
 from ..internals.ipyparallel_internals import forget_sent
-from ..shared.errors import ClusterDied, GpumemError, RankError, StartError
+from ..shared.errors import ClusterDied, GpumemError, RankError, StartError, TrainingFailed
 from ..shared.messages import Pulse, RankConfig
 from ..shared.progress import Progress
 from .calls import Call
@@ -23,6 +23,10 @@ INTERRUPT_PATIENCE_S = 1.2
 """For ranks to stop what they do after an interrupt: the notebook gives the prompt back within 2 s in any case."""
 INTERRUPT_PERIOD_S = 0.3
 REJOIN_PATIENCE_S = 10.0
+_NOT_JOINED = (
+    "The ranks could not be joined again yet ({}). Try again, or start again with %hvd_restart, which keeps what is "
+    "trained."
+)
 IN_PASSING_S = 1.0  # how long a request waits for those before it, when the ranks must be joined again
 
 
@@ -112,7 +116,7 @@ class Ranks:
         it where no interrupt reaches them.
 
         Raises:
-            ClusterDied: they could not be joined.
+            TrainingFailed: they could not be joined.
         """
         deadline = time.monotonic() + patience_s
         while self._joining or self._separated():
@@ -209,11 +213,13 @@ class Ranks:
     def _await_joined(self, joining: Call) -> None:
         try:
             joining.get(REJOIN_PATIENCE_S)
-        except TimeoutError as error:
-            raise ClusterDied(f"The ranks could not be joined again ({error}).") from None
+        except (
+            TimeoutError
+        ) as error:  # they are slow or stopped, not dead: whoever comes next waits for the same answer
+            raise TrainingFailed(_NOT_JOINED.format(error)) from None
         except RankError as error:
             self._end_joining(joining)  # the ranks say that they are still apart: whoever comes next tries once more
-            raise ClusterDied(f"The ranks could not be joined again ({error}).") from None
+            raise TrainingFailed(_NOT_JOINED.format(error)) from None
         self._end_joining(joining)
 
     def _end_joining(self, joining: Call) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .step.copies import host_copy
+from .copies import host_copy
 
 
 @dataclass(frozen=True, slots=True)

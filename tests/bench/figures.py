@@ -206,9 +206,9 @@ steps = session.history.samples(last={steps})[0]
 shares = []
 for part in range({rounds}):
     of_part = steps[part * len(steps) // {rounds}:(part + 1) * len(steps) // {rounds}]
-    looked_into = statistics.median(sample.step_s for sample in of_part if sample.ledger)
+    recorded = statistics.median(sample.step_s for sample in of_part if sample.ledger)
     others = statistics.median(sample.step_s for sample in of_part if not sample.ledger)
-    shares.append(100 * (looked_into / others - 1) / 20)
+    shares.append(100 * (recorded / others - 1) / 20)
 """
 
 

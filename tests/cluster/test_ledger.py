@@ -33,14 +33,14 @@ tensors += [value for values in optimizer.state.values() for value in values.val
 """
 
 
-def looked_into(session: Session) -> list[list[Sample]]:
+def recorded_steps(session: Session) -> list[list[Sample]]:
     """Of each rank the samples with a ledger, latest last."""
     return [[sample for sample in of_rank if sample.ledger] for of_rank in session.history.samples()]
 
 
 def latest(session: Session) -> Ledger:
     session.train(3)
-    ledger = looked_into(session)[0][-1].ledger
+    ledger = recorded_steps(session)[0][-1].ledger
     assert ledger is not None
     return ledger
 
@@ -49,7 +49,7 @@ def test_every_byte_of_a_step_has_a_category(two_ranks: Session, fresh: Callable
     session = fresh(two_ranks, "text-gpt", **GPT)
     session.set(ledger_steps=5)
     run = session.train(21)
-    for samples in looked_into(session):
+    for samples in recorded_steps(session):
         ours = [sample for sample in samples if sample.settings_id >= session.history.loaded_as]
         assert [sample.step for sample in ours] == [1, 2, 6, 11, 16, 21]
         for sample in ours:
@@ -97,7 +97,7 @@ def test_looking_into_steps_changes_nothing_that_is_trained(two_ranks: Session, 
         return list(session.train(6).frame().sort_values(["step", "rank"]).loss)
 
     assert losses(1) == losses("never")
-    assert not looked_into(two_ranks)[0][-1].settings_id > two_ranks.history.loaded_as + 1
+    assert not recorded_steps(two_ranks)[0][-1].settings_id > two_ranks.history.loaded_as + 1
     two_ranks.set(ledger_steps=20)
 
 
@@ -123,7 +123,7 @@ def test_a_recorded_step_is_undone(two_ranks: Session, fresh: Callable[..., Sess
         assert [phase for phase in dict.fromkeys(phases) if phase in order] == order
 
 
-def test_a_step_that_is_looked_into_may_run_out_of_memory(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+def test_a_step_that_is_recorded_may_run_out_of_memory(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "text-gpt", **GPT)
     session.set(ledger_steps=1)
     session.train(2)

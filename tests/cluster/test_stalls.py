@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from gpumem_nb.cluster import ranks as cluster_ranks
 from gpumem_nb.kernel.training.bell import Bell
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import RankError, TrainingFailed
+from tests.cluster.stop_button import PROMPT_S, Stop
 from tests.conftest import weights
 from tests.timing import HANG_S, in_time, until
 
@@ -161,15 +163,23 @@ def test_training_again_at_once_after_a_stall_joins_the_ranks(
     goes_on(session)
 
 
-def test_the_notebook_is_answered_while_ranks_are_being_joined(impatient: Session) -> None:
+def test_the_notebook_is_answered_while_ranks_are_being_joined(
+    impatient: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_ranks, "REJOIN_PATIENCE_S", 1.0)
     session = attach(impatient)
     session.run("hvd.shutdown()")
     os.kill(session.ranks[1].pid, signal.SIGSTOP)
     try:
         session.play()
-        while not session.doing.startswith("rank 1 is stopped"):
-            time.sleep(0.05)
-        session.status()  # used to wait for the ranks, until they were given up for dead
+        until(lambda: session.doing.startswith("rank 1 is stopped"))
+        session.status()  # used to wait for the ranks
+        until(lambda: not session.playing)
+        assert not session.ended  # they used to be given up for dead
+        stop = Stop(lambda: session.playing)
+        with pytest.raises((KeyboardInterrupt, TrainingFailed)):
+            session.train(5)
+        assert in_time(stop.took_s(), PROMPT_S)
     finally:
         os.kill(session.ranks[1].pid, signal.SIGCONT)
     session.pause()
@@ -177,8 +187,18 @@ def test_the_notebook_is_answered_while_ranks_are_being_joined(impatient: Sessio
 
 
 # A chunk is sent ahead while one is under way, if it is expected to take less than a second.
-@pytest.mark.parametrize("step_s", [0.6, 1.2])
-def test_whoever_waits_waits_for_one_slow_step_at_most(impatient: Session, step_s: float) -> None:
+@pytest.mark.parametrize(
+    ("step_s", "wait"),
+    [
+        (0.6, Session.pause),
+        (1.2, Session.pause),
+        (0.6, Session.memory),
+        (0.6, lambda session: session.run("1 + 1")),
+    ],
+)
+def test_whoever_waits_waits_for_one_slow_step_at_most(
+    impatient: Session, step_s: float, wait: Callable[[Session], object]
+) -> None:
     session = attach(impatient)
     session.run(f"stuck, step_s = 'slow', {step_s}")
     session.play()
@@ -186,8 +206,9 @@ def test_whoever_waits_waits_for_one_slow_step_at_most(impatient: Session, step_
     while session.history.steps < begun + 2:  # by then it is known how long a step takes
         time.sleep(0.05)
     before = session.history.steps
-    session.pause()
+    wait(session)
     assert session.history.steps <= before + 1
+    session.pause()
     session.run("stuck = None")
     goes_on(session)
 

@@ -75,9 +75,9 @@ def test_every_precision_trains_with_and_without_checkpointing(
 
 def test_the_ledger_adds_up_to_the_peak(trained: Session) -> None:
     trained.train(45)
-    looked_into = [(sample, sample.ledger) for sample in trained.history.samples()[0] if sample.ledger]
-    assert looked_into
-    for sample, ledger in looked_into:
+    recorded = [(sample, sample.ledger) for sample in trained.history.samples()[0] if sample.ledger]
+    assert recorded
+    for sample, ledger in recorded:
         assert ledger.peak_bytes == sample.live_peak_bytes
         assert 0 <= ledger.peak_bytes - sum(ledger.at_peak.values()) < 0.1 * ledger.peak_bytes, "rounding"
         assert not ledger.virtual

@@ -49,7 +49,7 @@ def test_the_worst_rank_is_by_share_of_its_limit_and_stays_the_same_among_equals
     assert [peak.rank for peak in worst_first(peaks(alike, [reading()] * 3))] == [0, 1, 2]
 
 
-def test_bands_hold_from_one_step_that_was_looked_into_to_the_next_and_to_the_latest() -> None:
+def test_bands_hold_from_one_step_that_was_recorded_to_the_next_and_to_the_latest() -> None:
     [samples] = trained(1, 50)
     seen = bands(samples)
     assert list(seen.step) == [1, 21, 41, 50]
@@ -76,7 +76,7 @@ def test_a_flip_moves_its_band_at_its_step_and_no_other(band: str, before: int, 
     assert list(seen.step[-2:]) == [31, 32]
 
 
-def test_points_stay_bounded_however_many_steps_were_looked_into() -> None:
+def test_points_stay_bounded_however_many_steps_were_recorded() -> None:
     [samples] = trained(1, 3000, every=2)
     assert bands(samples).step.size <= MOST_LEDGERS + 2
 
@@ -206,7 +206,7 @@ def test_a_rank_that_stands_out_is_named_with_how_much_more_it_needs() -> None:
     assert "It needs 25 % more than the median rank." in text
 
 
-def test_before_a_step_was_looked_into_it_says_what_is_known() -> None:
+def test_before_a_step_was_recorded_it_says_what_is_known() -> None:
     text = wording.filling(peaks([[sample(1, 0)]], [reading()]), history(Settings()), 4)
     assert text == "Rank 0 peaks at 40.0 MiB, 42 % of its limit. Its categories are not known yet."
     charts = Charts([info(0)])

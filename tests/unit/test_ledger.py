@@ -17,7 +17,7 @@ from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.ledger.recorder import Recorder
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
-from tests.models import MODELS, SETTINGS, Training, looked_into, profiled, recorded
+from tests.models import MODELS, SETTINGS, Training, ledger_of, profiled, recorded
 
 WIDTH = 512
 
@@ -98,9 +98,9 @@ def test_activations_are_what_autograd_saves(gpu: VirtualGPU, name: str, precisi
 def test_what_code_holds_is_other_and_stays_visible(gpu: VirtualGPU) -> None:
     training = MODELS["text-gpt"]()
     training.step("fp32")
-    without = looked_into(gpu, training, "fp32").at_rest.get(OTHER, 0)
+    without = ledger_of(gpu, training, "fp32").at_rest.get(OTHER, 0)
     held = torch.empty(12345, dtype=torch.uint8)
-    assert looked_into(gpu, training, "fp32").at_rest[OTHER] == without + held.nbytes
+    assert ledger_of(gpu, training, "fp32").at_rest[OTHER] == without + held.nbytes
 
 
 def test_accumulated_gradients_are_there_during_forward(gpu: VirtualGPU) -> None:
@@ -151,7 +151,7 @@ def test_without_the_allocator_tensors_tell_nearly_the_same(gpu: VirtualGPU, pre
 
     training = MODELS["text-gpt"]()
     training.step(precision)
-    exact = looked_into(gpu, training, precision)
+    exact = ledger_of(gpu, training, precision)
     recorder = Recorder(TensorsOnly(), training.model)  # type: ignore[arg-type]
     with recorder.watching():
         training.step(precision, recorder)

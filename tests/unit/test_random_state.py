@@ -79,15 +79,15 @@ def test_training_and_cells_do_not_move_each_others_numbers() -> None:
 
 
 def test_a_recorded_step_and_a_trial_move_neither() -> None:
-    undisturbed, looked_into = losses(trainer(), 4), trainer()
-    seen = losses(looked_into, 2)
+    undisturbed, disturbed = losses(trainer(), 4), trainer()
+    seen = losses(disturbed, 2)
     seed_all(3)
     expected = draws()
     seed_all(3)
-    looked_into.record()
-    looked_into.run(Chunk(Settings(batch_size=8), 2, 1, trial=True))
+    disturbed.record()
+    disturbed.run(Chunk(Settings(batch_size=8), 2, 1, trial=True))
     assert draws() == expected
-    assert seen + losses(looked_into, 2) == undisturbed
+    assert seen + losses(disturbed, 2) == undisturbed
 
 
 def test_what_a_failing_step_drew_is_put_back_on_both_sides() -> None:

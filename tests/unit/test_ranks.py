@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpumem_nb.cluster.ranks import Ranks
-from gpumem_nb.shared.errors import ClusterDied, RankError
+from gpumem_nb.shared.errors import ClusterDied, RankError, TrainingFailed
 from tests.internals import ranks_without_processes
 
 APART = SimpleNamespace()
@@ -81,9 +81,19 @@ def test_a_death_ends_the_waiting_for_ranks_that_are_to_be_joined() -> None:
 
 def test_joining_that_failed_is_tried_again() -> None:
     some, posted = ranks(Request(apart=True), answers=[Request(error=RankError(0, "Separated", "busy")), Request()])
-    with pytest.raises(ClusterDied, match="could not be joined again"):
+    with pytest.raises(TrainingFailed, match="could not be joined again"):
         some.rejoin()
     posted[0]._apart = True
     some._calls.append(posted[0])  # type: ignore[arg-type]  # whose answer says that its ranks are apart
     assert some.rejoin()
     assert len(posted) == 2
+
+
+def test_ranks_that_are_slow_to_join_are_waited_for_again_and_not_given_up() -> None:
+    slow = Request(error=TimeoutError("rank 1 did not answer within 10 s"))
+    some, posted = ranks(Request(apart=True), answers=[slow])
+    with pytest.raises(TrainingFailed, match="rank 1 did not answer"):
+        some.rejoin()
+    slow.error = None
+    assert some.rejoin()
+    assert len(posted) == 1, "they are asked once"

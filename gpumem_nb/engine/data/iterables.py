@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...shared.errors import WorkloadError, text_of
+from ..copies import host_copy
 from ..random_state import RandomState, begin_on_host, set_aside
-from ..step.copies import host_copy
 from .fetching import NO_FAULT_OF_A_SAMPLE, Collate, collated
 from .stream import Stream
 

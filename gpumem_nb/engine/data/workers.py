@@ -173,8 +173,7 @@ class _Begin:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # A rank prints through a thread and sockets that the worker does not have.
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.parent:  # which was gone before
             os._exit(1)
         if self.then:

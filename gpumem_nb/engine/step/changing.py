@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...internals.torch_internals import version
-from .copies import host_copy
+from ..copies import host_copy
 
 Key = tuple[int, str]
 """Where a tensor is bound: the id of a mapping and a name in it."""

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...shared.errors import WorkloadError, text_of
+from ..copies import overwrite
 from ..together.agreement import alike, any_rank
 from . import optimizers
-from .copies import overwrite
 from .live_model import LiveModel
 from .parts import Parts, in_groups
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...internals.torch_internals import forget_scaler
+from ..copies import host_copy, overwrite
 from ..random_state import RandomState
 from . import optimizers
 from .changing import Before, Changing, Key, can_be_filled
-from .copies import host_copy, overwrite
 from .python_state import PythonState, Taken
 from .reachable import Reachable
 
@@ -59,21 +59,21 @@ class ForwardState:
         self.python = PythonState(lambda: (*roots, loss, given))  # not by way of self: a circle would keep the model
         self._changing = Changing(_copy, _LARGEST_BYTES)
         self._fresh: list[Before] = []
-        self._looked_into: Reachable | None = None
+        self._found_by_python: Reachable | None = None
         self._trained: set[int] = set()
         self._other_weights: list[tuple[Key, Tensor]] = []  # of an average of the model that a hook keeps, for example
 
     def let_go(self) -> None:
         """Hold nothing until the next step."""
         self.python.let_go()
-        self._fresh, self._other_weights, self._looked_into = [], [], None
+        self._fresh, self._other_weights, self._found_by_python = [], [], None
         self._changing = Changing(_copy, _LARGEST_BYTES)
 
     def others_before(self, taken: Taken) -> list[Before]:
         """What is in tensors that are neither buffers nor trained, as far as it may have to be put back."""
         self._changing.after(self._fresh)
-        if self._looked_into is not self.python.found:
-            self._looked_into = self.python.found
+        if self._found_by_python is not self.python.found:
+            self._found_by_python = self.python.found
             self._trained = {id(weight) for part in self._parts for weight in part.parameters()}
             self._other_weights = self.python.weights()
         named = chain(taken.tensors, self._other_weights)

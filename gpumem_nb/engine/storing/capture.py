@@ -17,7 +17,7 @@ from ...memory.tensors import tensors_in
 from ...shared import state_file
 from ...shared.errors import StateFileError
 from ...shared.version import __version__
-from ..step.copies import host_copy
+from ..copies import host_copy
 from ..step.joining import extra_states
 from ..step.trainer import Trainer
 from .storable import plain, storable_random, to_bytes

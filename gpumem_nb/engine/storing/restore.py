@@ -19,9 +19,9 @@ from ...memory.device import Device
 from ...shared import state_file
 from ...shared.errors import StateFileError
 from ...shared.settings import Settings
+from ..copies import overwrite
 from ..random_state import OwnNumbers
 from ..step import optimizers
-from ..step.copies import overwrite
 from ..step.joining import extra_states
 from ..step.trainer import Trainer
 from .storable import from_bytes, opened_random

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...shared.errors import StateFileError
+from ..copies import host_copy
 from ..random_state import RandomState
-from ..step.copies import host_copy
 
 
 def plain(value: Any, what: str) -> Any:

@@ -27,7 +27,7 @@ _on_cpu = False
 _names: dict[int, str] = {}
 _waiting: tuple[str, float] | None = None
 _left: Waiting | None = None
-_left_s = 0.0
+_left_at_s = 0.0
 _freeing: threading.Thread | None = None
 _freed_from: Waiting | None = None
 _shutting_down = threading.Lock()
@@ -73,7 +73,7 @@ def separated() -> bool:
 
 def left(since_s: float = 0.0) -> Waiting | None:
     """The collective in which this rank came apart from the others, and how long it had waited; only if not before."""
-    return _left if _left_s >= since_s else None
+    return _left if _left_at_s >= since_s else None
 
 
 def check() -> None:
@@ -160,12 +160,12 @@ def _watched(wait: Callable[[int], None], done: Callable[[int], int]) -> Callabl
 @contextmanager
 def _noticing(what: str) -> Iterator[None]:
     """Notice when the rank comes apart from the others in this collective."""
-    global _left, _left_s
+    global _left, _left_at_s
     try:
         yield
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         if _left is None and (interrupted or horovod_internals.says_shut_down(error)):
             waited = None if interrupted else _freed_from or waiting()  # who was interrupted has not waited in vain
-            _left, _left_s = waited or Waiting(what, 0.0), time.monotonic()
+            _left, _left_at_s = waited or Waiting(what, 0.0), time.monotonic()
         raise

@@ -51,6 +51,9 @@ class Log:
         self._queue: SimpleQueue[Entry | None] = SimpleQueue()
         self._put = self._taken = self._left_out = 0  # samples; history's lock guards all but those taken
         self._thread = threading.Thread(target=self._work, name=f"gpumem_nb log {to}", daemon=True)
+
+    def start(self) -> None:
+        """Write from now on, on a thread of its own."""
         self._thread.start()
         atexit.register(self.stop)
 
@@ -130,6 +133,7 @@ class Logs:
         if any((log.target, log.to) == (target, kind) and not log.problem for log in self._all):
             raise InvalidInput(f"{target} is logged to already. %hvd_log {target} --stop ends that.")
         log = Log(target, kind, self._told)
+        log.start()
         if settings:
             log.take_in(settings)
         self._all = (*(one for one in self._all if not one.problem), log)

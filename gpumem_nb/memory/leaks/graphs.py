@@ -59,7 +59,7 @@ class Graphs:
                     self._inside[self._outermost(inner)] = number
                 continue
             self._nodes[id(node)], self._owner[id(node)] = node, number
-            self._look_into(node, number)
+            self._walk_from(node, number)
             waiting += [following for following, _ in node.next_functions if following is not None]
 
     def _outermost(self, number: int) -> int:
@@ -67,7 +67,7 @@ class Graphs:
             number = self._inside[number]
         return number
 
-    def _look_into(self, node: Any, number: int) -> None:
+    def _walk_from(self, node: Any, number: int) -> None:
         self._objects[id(node)] = number
         for saved in saved_raw(node):
             held = saved.data  # as it lies there: unpacking could run the model again
