@@ -104,9 +104,9 @@ def test_batches_that_come_ready_made_are_shared_out_whole() -> None:
 
 
 def test_a_loader_over_an_iterable_brings_collate_and_batch_size() -> None:
-    source = source_of(DataLoader(Lines(10), batch_size=4, num_workers=2))
+    source = source_of(DataLoader(Lines(10), batch_size=4, num_workers=2, drop_last=True))
     assert (source.info.batch_size, source.info.iterable, source.info.num_workers) == (4, True, None)
-    assert any("num_workers=2 is not used" in note for note in source.notes)
+    assert any("is not used: num_workers=2, drop_last=True" in note for note in source.notes)
     assert next(source.stream(0, 1).micro_batches(4, 1)).tolist() == [0, 1, 2, 3]
     ready = source_of(DataLoader(Lines(10), batch_size=None))
     assert ready.info.batched

@@ -22,6 +22,7 @@ from .stream import ShardedStream, Stream
 
 # Options of a DataLoader that say how its workers work.
 _HANDED_ON = ("worker_init_fn", "timeout", "multiprocessing_context")
+_OF_WORKERS = ("num_workers", "drop_last", "pin_memory", "generator", *_HANDED_ON)
 
 
 class Columns:
@@ -122,9 +123,10 @@ def _of_loader(loader: DataLoader[Any]) -> Source:
     collate = _Alone(loader.collate_fn) if batched else loader.collate_fn
     size = getattr(loader.batch_sampler, "batch_size", None)
     if isinstance(loader.dataset, IterableDataset):
-        unused = f"num_workers={loader.num_workers} is not used: each rank iterates over the data by itself"
+        unused = ", ".join(f"{name}={value}" for name in _OF_WORKERS if (value := getattr(loader, name)))
+        why = f"of the DataLoader is not used: {unused}. Each rank iterates over the data by itself"
         info = DataInfo(batch_size=size, batched=batched, iterable=True)
-        return Source(loader.dataset, collate, None, info, notes=(unused,) * bool(loader.num_workers))
+        return Source(loader.dataset, collate, None, info, notes=(why,) * bool(unused))
     dataset: Any = loader.dataset
     order, notes = orders.of_loader(loader)
     if loader.drop_last and size and len(dataset) % size:
