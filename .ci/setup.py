@@ -48,20 +48,32 @@ INGREDIENTS = (
 
 def set_up() -> int:
     """Make the environment, unless its stamp says that it is there already."""
+    known = read_stamp()
+    if known and known == wanted_state(known, torch_for(known)) and not must_be_remade(known):
+        return 0
     with alone():
         make_all()
     return 0
 
 
+def wanted_state(known: dict[str, Any], torch: Choice) -> dict[str, Any]:
+    """What a complete environment's stamp says."""
+    made = {"ingredients": fingerprint(ROOT), "gpu": horovod_gpu()}
+    return made | {
+        "torch": torch.requirement,
+        "root": str(ROOT),
+        "named": was_named(known),
+        "python": known.get("python"),
+    }
+
+
 def make_all() -> None:
     """Everything that is not there yet, one step after another."""
     known = read_stamp()
-    torch = torch_for(known)
-    remake = must_be_remade(known)
-    place = {"torch": torch.requirement, "root": str(ROOT)}
-    state = place | {"ingredients": fingerprint(ROOT), "gpu": horovod_gpu(), "named": was_named(known)}
-    if not remake and known == state | {"python": known.get("python")}:
-        return
+    torch, remake = torch_for(known), must_be_remade(known)
+    state = wanted_state(known, torch)
+    if known == state and not remake:
+        return  # another set-up has made it meanwhile
     started = time.monotonic()
     print(f"Setting up with {torch.requirement}: {torch.why}.", flush=True)
     check_disk(ROOT, REST_GIB if known.get("torch") == torch.requirement else needed_gib(torch.requirement))
@@ -70,14 +82,16 @@ def make_all() -> None:
     if remake:
         shutil.rmtree(str(VENV), ignore_errors=True)
     make_environment(python)
-    STAMP.unlink(missing_ok=True)
+    state["python"] = "{}.{}".format(*(python_version(str(venv_python())) or ("?", "?")))
+    lasting = {name: state[name] for name in ("root", "named", "python")}
+    # Should anything fail from here on, that much is known of what is there.
+    STAMP.write_text(json.dumps(lasting | {"torch": torch.requirement if state["named"] else known.get("torch")}))
     install_torch(torch)
-    place["python"] = "{}.{}".format(*(python_version(str(venv_python())) or ("?", "?")))
-    STAMP.write_text(json.dumps(place))  # should what follows fail, that much is there
+    STAMP.write_text(json.dumps(lasting | {"torch": torch.requirement}))
     install_rest()
     build("Horovod", "-m", "gpumem_nb.install.horovod_build", "--gpu", horovod_gpu())
     build("the virtual GPU", "-m", "gpumem_nb.memory.virtual_gpu.build")
-    STAMP.write_text(json.dumps(state | place))
+    STAMP.write_text(json.dumps(state))
     print(f"Set-up is complete ({clock(time.monotonic() - started)}).")
 
 
@@ -94,6 +108,8 @@ def alone() -> Iterator[None]:
         except BlockingIOError:
             print("Another set-up of this checkout is running; waiting for it.", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # some network file systems have no locks
+            pass
         yield
 
 
@@ -113,10 +129,11 @@ def torch_for(known: dict[str, Any]) -> Choice:
         return Choice(there, "", f"TORCH named it when this environment was made ({forget})")
     try:
         choice = torch_choice.choose()
-    except Trouble:
+    except Trouble as trouble:
         if not there:
             raise
-        return Choice(there, "", f"this environment has it, and the NVIDIA driver does not answer ({forget})")
+        print(f"{trouble} Until then: {there}, which is here.", flush=True)
+        return Choice(there, "", f"this environment has it ({forget})")
     if there and needed_gib(choice.requirement) < needed_gib(there) and not os.environ.get("TORCH"):
         return Choice(there, "", f"this environment has it, though no GPU is seen here ({forget})")
     return choice
@@ -130,7 +147,7 @@ def must_be_remade(known: dict[str, Any]) -> bool:
     wanted = python_version(named) if named != "python3" else None
     there = python_version(str(venv_python()))
     versions = {"{}.{}".format(*version) for version in (there or (0, 0), wanted) if version}
-    return known.get("root") != str(ROOT) or versions != {known.get("python")}
+    return known.get("root") != str(ROOT) or ("python" in known and versions != {known["python"]})
 
 
 def run(command: Sequence[str], **options: Any) -> int:

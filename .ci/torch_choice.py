@@ -90,7 +90,7 @@ def find_gpus() -> Gpus | None:
         nvml.nvmlErrorString.restype = ctypes.c_char_p
         raise Trouble(
             f"The NVIDIA driver does not answer ({nvml.nvmlErrorString(code).decode()}): start the machine anew, see "
-            "what nvidia-smi says, or name a torch with TORCH=torch=={}+cpu.".format(VERSION)
+            f"what nvidia-smi says, or name a torch: TORCH='torch=={VERSION}+cpu --index-url {INDEX}/cpu'."
         )
     try:
         count, version = ctypes.c_uint(), ctypes.c_int()

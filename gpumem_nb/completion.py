@@ -85,6 +85,7 @@ def _roles(_: list[str], __: str) -> list[str]:
 
 _PAIRS: dict[str, Callable[[list[str], str], list[str]]] = {
     "hvd_set": _knobs,
+    "hvd_predict": _knobs,
     "hvd_load": _workloads,
     "hvd_attach": _roles,
 }

@@ -24,8 +24,8 @@ INTERRUPT_PATIENCE_S = 1.2
 INTERRUPT_PERIOD_S = 0.3
 REJOIN_PATIENCE_S = 10.0
 _NOT_JOINED = (
-    "The ranks could not be joined again yet ({}). Try again, or start again with %hvd_restart, which keeps what is "
-    "trained."
+    "The ranks could not be joined again yet ({}). Try again, or start again with %hvd_restart, which goes back to the "
+    "last snapshot."
 )
 IN_PASSING_S = 1.0  # how long a request waits for those before it, when the ranks must be joined again
 

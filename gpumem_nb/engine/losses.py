@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..shared.errors import WorkloadError
-from .random_state import RandomState
 from .step.own_loss import OwnLoss
-from .step.python_state import PythonState
+from .step.undo import ForwardState, ForwardUndo
 
 _NAMED = {"loss": "A criterion", "metric": "A metric of outputs and targets"}
 
@@ -98,7 +97,8 @@ class Either:
             self._chosen = self.criterion
         if self._chosen:
             return self._chosen(model, batch)
-        failed, before, random = False, PythonState(lambda: (self.criterion,)).take(), RandomState.take()
+        parts = [self.criterion] if isinstance(self.criterion, nn.Module) else []
+        failed, before = False, ForwardUndo(ForwardState(parts, self.criterion))
         with _calls_into(model) as called:
             try:
                 result = self.criterion(model, batch)
@@ -111,8 +111,7 @@ class Either:
         if not failed and (called or isinstance(result, Tensor)):
             self._chosen = self.criterion
             return result
-        before.put_back()  # what a criterion had counted or drawn before it failed
-        random.put_back()
+        before.undo()  # what a criterion had counted or drawn before it failed
         as_criterion = Criterion(self.criterion, self._what)
         result = as_criterion(model, batch)
         self._chosen = as_criterion

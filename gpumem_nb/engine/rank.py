@@ -21,6 +21,7 @@ from ..memory import cuda
 from ..memory.device import Device, open_device
 from ..shared import cluster_records
 from ..shared.errors import StartError, WorkloadError
+from ..shared.forecast import Forecasts
 from ..shared.knobs import KNOBS, register
 from ..shared.messages import (
     Apart,
@@ -36,6 +37,7 @@ from ..shared.messages import (
     Surroundings,
     Timeline,
 )
+from ..shared.settings import Settings
 from ..shared.state_file import Header
 from ..shared.workload import Workload, WorkloadInfo
 from . import building, surroundings
@@ -107,8 +109,14 @@ def rejoin() -> None:
 
 
 def apart(what: str) -> Apart | None:
-    """What this rank was doing when it came apart from the others; ``None`` while it is joined to them."""
-    return Apart(what or step()[0], collectives.left()) if _pulse and collectives.separated() else None
+    """What this rank does while it is apart from the others; ``None`` while it is joined to them.
+
+    A chunk may have been sent before the ranks came apart in another one; of any other request it is told only where
+    that happened in it.
+    """
+    if not (_pulse and collectives.separated()):
+        return None
+    return Apart(what or step()[0], collectives.left(pulse.began_s() if what else 0.0))
 
 
 def step() -> tuple[str, float]:
@@ -187,6 +195,11 @@ def sync() -> None:
 def record_step() -> Timeline | None:
     """Record one step of the workload, which all ranks undo."""
     return _loaded_trainer().record()
+
+
+def forecast(settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> Forecasts:
+    """What steps under other settings would need; all ranks take part in the small steps that tell."""
+    return _loaded_trainer().forecast(settings, small, batch_sizes, most)
 
 
 def save(path: str, options: dict[str, float] | None) -> Stored | None:

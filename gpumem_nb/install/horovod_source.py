@@ -133,7 +133,18 @@ def patch(source: Path, runpath: tuple[str, ...], with_cuda: bool) -> None:
     # Without debug information a compiler takes 1.7 GiB at most, with it 2.4.
     replace(source / "setup.py", "'RelWithDebInfo'", "'Release'")
     add_missing_headers(source)
+    let_python_go_on(source / "horovod/torch/mpi_ops_v2.cc")
     let_ranks_rest(source / "horovod/common/operations.cc")
+
+
+def let_python_go_on(operations: Path) -> None:
+    """What begins a collective does not hold Python's lock (the GIL) while it waits for Horovod's.
+
+    Horovod's own thread holds that one while it shuts down, and lets go of tensors meanwhile, for which torch takes
+    Python's: a rank that began a collective at that moment hung for good, where no interrupt reaches it.
+    """
+    begins = r'(m\.def\("horovod_torch_(?:\w+_async_\w+|join|barrier)",\s*&\w+)\);'
+    replace(operations, begins, r"\g<1>, py::call_guard<py::gil_scoped_release>());")
 
 
 def let_ranks_rest(operations: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import cloudpickle
@@ -13,7 +13,16 @@ from ..cluster.calls import Call
 from ..cluster.ranks import Ranks
 from ..cluster.shield import let_finish
 from ..report import waits
-from ..shared.errors import ClusterDied, GpumemError, InvalidInput, NoSession, RankError, Stalled, WorkloadError
+from ..shared.errors import (
+    ClusterDied,
+    GpumemError,
+    InvalidInput,
+    NoSession,
+    RankError,
+    Stalled,
+    TrainingFailed,
+    WorkloadError,
+)
 from ..shared.progress import Progress
 from ..shared.ranklist import RankChoice, choose_ranks, name_ranks
 from .history import History
@@ -242,7 +251,9 @@ class Foreground:
         self._history.mark("stall", what)
         if left := call.pending():
             return f"{what} {name_ranks(left).capitalize()} could not be interrupted: use %hvd_restart."
-        joined = self._ranks.rejoin(patience_s=2.0)
+        joined = False
+        with suppress(TrainingFailed):
+            joined = self._ranks.rejoin(patience_s=2.0)
         return f"{what} They were freed and {'were joined' if joined else 'will be joined'} again."
 
 

@@ -25,6 +25,7 @@ from .inspection import Inspection
 from .loading import Loading, Origin
 from .logging import Logs
 from .policy import RULES, Policy
+from .predicting import Predicting
 from .snapshot_plan import SnapshotPlan
 from .training import Training
 
@@ -94,6 +95,7 @@ class Lifecycle:
             self.ranks, self.training, history, lambda: self.policy, lambda: self.ended, lambda: self.idle.touch()
         )
         self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
+        self.predicting = Predicting(self.foreground, self.training, self.ranks.infos)
         self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin)
         self.idle = IdleWatch(lambda: self.policy.idle_minutes, self._works, self._stop_idle)
         self.ended = ""

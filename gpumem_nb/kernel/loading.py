@@ -39,12 +39,14 @@ class Unrestored:
     Attributes:
         generation: of the workload.
         snapshots: what can be gone back to, the newest first.
+        named: the one of them that somebody named: which weights are frozen is not for it to say.
         steps, settings: how far training was, and under what.
         up_to_date: whether the newest snapshot is of that very step.
     """
 
     generation: int
     snapshots: tuple[Path, ...]
+    named: Path | None
     steps: int
     settings: Settings
     up_to_date: bool
@@ -60,6 +62,7 @@ class Origin:
         attached: the variables of what was attached instead, by their roles.
         not_kept: why the attached objects cannot be brought back.
         resumed_from: the file that training went on from.
+        named: that file, if somebody named it and no restart took it.
         unrestored: what a restart has yet to bring back.
         seed: of the initial weights, the order of the data and dropout.
         default_seed: of cells' random numbers, and of what is loaded next.
@@ -70,6 +73,7 @@ class Origin:
     attached: dict[str, str | None] | None = None
     not_kept: str = ""
     resumed_from: Path | None = None
+    named: Path | None = None
     unrestored: Unrestored | None = None
     seed: int = DEFAULT_SEED
     default_seed: int = DEFAULT_SEED
@@ -202,7 +206,14 @@ class Loading:
         snapshots = snapshot_folder.newest_first(self._snapshots.folder, generation)
         snapshots += [origin.resumed_from] if origin.resumed_from else []
         snapshots += before.snapshots if before else ()
-        origin.unrestored = Unrestored(generation, tuple(snapshots), steps, self._training.settings, up_to_date)
+        origin.unrestored = Unrestored(
+            generation,
+            tuple(snapshots),
+            origin.named or (before.named if before else None),
+            steps,
+            self._training.settings,
+            up_to_date,
+        )
         return origin.unrestored
 
     def restore(self, lost: Unrestored) -> str:
@@ -221,7 +232,7 @@ class Loading:
         why = "there was no snapshot yet"
         for snapshot in lost.snapshots:
             try:
-                restored = self._resume_from(snapshot, after_restart=True).steps
+                restored = self._resume_from(snapshot, after_restart=snapshot != lost.named).steps
             except StateFileError as error:
                 why = f"no snapshot could be used: {error}"
                 continue
@@ -256,7 +267,8 @@ class Loading:
             raise
         info: WorkloadInfo = call.get()[0]
         info = replace(info, notes=(*info.notes, *call.notes()))
-        self._origin.options, self._origin.seed, self._origin.resumed_from = options, seed, None
+        self._origin.options, self._origin.seed = options, seed
+        self._origin.resumed_from = self._origin.named = None
         self._history.seen_before = 0
         settings = compatibility.adapted(self._training.settings, info)
         self.kept = _kept(compatibility.adapted(Settings(), info), settings)
@@ -283,6 +295,7 @@ class Loading:
         """What must not stop half way, because kernel and ranks would be apart."""
         info: WorkloadInfo = self._foreground.call("resume_apply", after_restart)[0]
         self._origin.resumed_from, self._origin.unrestored, self._origin.seed = source, None, header.seed
+        self._origin.named = None if after_restart else source
         self._history.seen_before = header.position
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
         self._training.apply()

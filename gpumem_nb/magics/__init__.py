@@ -12,12 +12,13 @@ from ..session import current
 from ..shared.errors import NoSession
 from .cells import CellsMagics
 from .looking import LookingMagics
+from .planning import PlanningMagics
 from .ranks import RanksMagics
 from .training import TrainingMagics
 from .workload import WorkloadMagics
 
 _FIRST = 1000  # among IPython's matchers, whose own priorities are below 100
-MAGICS = (RanksMagics, CellsMagics, WorkloadMagics, TrainingMagics, LookingMagics)
+MAGICS = (RanksMagics, CellsMagics, WorkloadMagics, TrainingMagics, LookingMagics, PlanningMagics)
 
 complete_hvd = Completion(
     {

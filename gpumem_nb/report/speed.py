@@ -56,9 +56,13 @@ class Straggler:
 
     @classmethod
     def of(cls, samples: Sequence[Sequence[Sample]]) -> Straggler | None:
-        """Of finished steps, one row a rank; ``None`` while no rank stands out, or where it is not known."""
+        """Under the latest settings, from a row of samples for each rank; ``None`` while no rank stands out."""
         waits = [
-            [one.reduction_s / one.step_s for one in of_rank[-STEPS_JUDGED:] if one.done and one.reduction_s]
+            [
+                one.reduction_s / one.step_s
+                for one in of_rank[-STEPS_JUDGED:]
+                if one.done and one.reduction_s and one.settings_id == of_rank[-1].settings_id
+            ]
             for of_rank in samples
         ]
         if len(waits) < 2 or min(map(len, waits)) < FEWEST_STEPS:

@@ -14,6 +14,7 @@ from ..shared.progress import Progress
 from .cells import RunsCells
 from .logs import WritesLogs
 from .looking import Looks
+from .planning import Predicts
 from .training import Trains
 from .workload import HoldsWorkload
 
@@ -47,7 +48,7 @@ def _check_free(own: Session | None) -> None:
         )
 
 
-class Session(RunsCells, HoldsWorkload, Trains, Looks, WritesLogs):
+class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
     """A running cluster and what is trained on it; made by :func:`start`, ended by :meth:`stop` or a ``with`` block.
 
     Whatever needs the ranks raises ``NoSession`` after :meth:`stop`, ``ClusterDied`` when they are gone, and

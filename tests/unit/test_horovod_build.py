@@ -245,6 +245,9 @@ def test_patched_source_has_the_new_standards_and_headers(tmp_path: Path) -> Non
         "horovod/common/operations.cc": "  bool should_shutdown = false;\n  for (auto id : ids) {\n"
         "    should_shutdown |= response_list.shutdown();\n  }\n  return !should_shutdown;\n",
         "horovod/torch/cuda_util.cc": '  cudalib = dlopen("libcuda.so", RTLD_LAZY);\n',
+        "horovod/torch/mpi_ops_v2.cc": '  m.def("horovod_torch_allreduce_async_torch_IntTensor", &DoAllreduce);\n'
+        '  m.def("horovod_torch_grouped_allreduce_async_torch_cuda_IntTensor",\n        &DoGroupedAllreduce);\n'
+        '  m.def("horovod_torch_join", &DoJoin);\n  m.def("horovod_torch_poll", &PollHandle);\n',
         "horovod/common/message.h": "int64_t size;\n",
         "horovod/common/complete.h": "#include <cstdint>\nint64_t size;\n",
         "third_party/gloo/gloo/types.h": "uint8_t slot;\n",
@@ -259,6 +262,8 @@ def test_patched_source_has_the_new_standards_and_headers(tmp_path: Path) -> Non
     assert "CMAKE_CXX_STANDARD 20" in after["horovod/torch/CMakeLists.txt"]
     assert "distutils" not in after["horovod/torch/CMakeLists.txt"]
     assert after["setup.py"] == "config = 'Debug' if self.debug else 'Release'\n"
+    guarded = after["horovod/torch/mpi_ops_v2.cc"].count(", py::call_guard<py::gil_scoped_release>());")
+    assert guarded == 3, "all but poll, which waits for nothing"
     assert "print(False)" in after["cmake/Modules/FindPytorch.cmake"]
     assert "-std=c++17" in after["third_party/gloo/CMakeLists.txt"]
     assert after["horovod/common/operations.cc"].splitlines() == [

@@ -28,7 +28,7 @@ SMALL, MIDDLE = 2 * MIB, 20 * MIB  # segments for up to 1 MiB, and for up to 10 
 def test_a_trace_is_followed_as_the_caching_allocator_would(
     events: list[int], live: int, live_peak: int, reserved: int
 ) -> None:
-    assert replay(events) == Replayed(live, live_peak, reserved, reserved)
+    assert replay(events) == Replayed(live, live_peak, reserved, reserved, True)
 
 
 @pytest.mark.parametrize(("events", "place"), [([100, -2], 1), ([100, -1, -1], 2), ([0], 0)])

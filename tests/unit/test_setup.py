@@ -174,8 +174,8 @@ def test_another_python_makes_the_environment_anew(checkout: Path) -> None:
     assert "compiler" in one_sentence(run(checkout, "setup", PATH="", TORCH="", HOROVOD_GPU=""))
 
 
-def test_a_second_set_up_waits_for_the_first(checkout: Path) -> None:
-    make_stamp(checkout, setup.torch_choice.choose().requirement)
+def test_a_second_set_up_waits_for_the_first_and_takes_what_it_made(checkout: Path) -> None:
+    make_stamp(checkout, setup.torch_choice.choose().requirement, ingredients="older ones")
     hold = f"import fcntl, sys; lock = open({str(checkout / setup.LOCK.name)!r}, 'a'); fcntl.flock(lock, fcntl.LOCK_EX)"
     command = [sys.executable, "-c", f"{hold}; print('held', flush=True); sys.stdin.read()"]
     environment = os.environ | {"PYTHON": sys.executable, "TORCH": "", "HOROVOD_GPU": ""}
@@ -192,6 +192,8 @@ def test_a_second_set_up_waits_for_the_first(checkout: Path) -> None:
         ) as second:
             assert second.stdout
             assert "Another set-up of this checkout is running" in second.stdout.readline()
+            stamp = checkout / ".venv" / setup.STAMP.name
+            stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"ingredients": setup.fingerprint(checkout)}))
             first.stdin.close()
             assert second.wait(60) == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 from ...memory.device import Device
 from ...memory.leaks.detector import LeakDetector
+from ...memory.prediction.forecast import forecast, largest
 from ...shared.errors import WorkloadError
+from ...shared.forecast import Forecasts
 from ...shared.messages import Chunk, ChunkReply, Evaluated, Failure, Sample, Timeline
 from ...shared.settings import Settings
 from ...shared.workload import Workload, WorkloadInfo
@@ -21,6 +23,7 @@ from ..data.held_out import HeldOut
 from ..data.stream import Stream
 from ..random_state import OwnNumbers, seeded
 from ..together import nudge
+from ..together.agreement import any_rank
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
@@ -31,6 +34,7 @@ from .step import Outcome, Stepper
 from .voting import StepOrder
 
 _HALF_APPLIED = -2  # in place of a chunk's settings_id: going back must apply everything, and nothing of it is proven
+_FORECAST = -3  # neither: its settings are no configuration of their own
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
 
 
@@ -223,6 +227,26 @@ class Trainer:
         if record is None or outcome.ledger is None:
             return None
         return record.timeline(self.stream.rank, self.steps + 1, outcome.ledger)
+
+    def forecast(self, settings: Settings, small: Sequence[int], batch_sizes: Sequence[int], most: int) -> Forecasts:
+        """What steps under other settings would need, from one recorded step at each of the ``small`` batch sizes.
+
+        Those are undone on all ranks. ``most`` is the largest batch size of which the largest that fits is looked for;
+        with 0 none is.
+        """
+        traces = []
+        with self.drawing():
+            for batch_size in small:
+                chunk = Chunk(settings.replace(batch_size=batch_size), _FORECAST, 1, trial=True, ledger_steps=1)
+                failure = self._try_out(chunk).failure
+                record, self._stepper.record = self._stepper.record, None
+                if any_rank(record is None, "forecast"):
+                    return Forecasts(self.steps, self._device.reading(), failure=failure)
+                assert record is not None
+                traces.append(record.trace(batch_size))
+        reading = self._device.reading()
+        of = tuple(forecast(traces, batch_size, reading.limit_bytes) for batch_size in batch_sizes)
+        return Forecasts(self.steps, reading, of, largest(traces, reading.limit_bytes, most) if most else 0)
 
     def _evaluates_now(self, chunk: Chunk) -> bool:
         """Whether the model is evaluated after the latest step; the same on all ranks, which are at the same step."""

@@ -113,6 +113,11 @@ class _Request:
 _request: _Request | None = None
 
 
+def began_s() -> float:
+    """When the request that the main thread works on began, on ``time.monotonic``."""
+    return _request.began_s if _request else 0.0
+
+
 @contextmanager
 def request(what: str, message: Any) -> Iterator[None]:
     """The main thread works on this request; pulses travel beside its answer."""

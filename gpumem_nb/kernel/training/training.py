@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ...cluster.calls import Call
@@ -323,7 +324,8 @@ class Training:
         elif unanswered:
             self._stalls.look_after(unanswered)
         elif not self.busy and not self._closing:
-            self._readings.ask()
+            with suppress(TrainingFailed):  # whoever needs ranks that cannot be joined is told
+                self._readings.ask()
 
     def _send_due(self) -> None:
         """Joining the ranks again may take long, so it comes first and without the lock."""

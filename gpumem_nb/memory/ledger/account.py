@@ -25,6 +25,7 @@ from ...shared.categories import (
 )
 from ...shared.messages import Ledger, Span, Timeline
 from .events import Base, Events
+from .trace import Trace
 
 MOST_MODULES = 40  # in a ledger; the rest is summed up
 MOST_POINTS = 600  # in a timeline
@@ -141,6 +142,63 @@ class Account:
             ledger=ledger,
         )
 
+    def trace(self, batch_size: int) -> Trace:
+        """The step as the list of its allocations."""
+        events, base = self._events, self._observed.base
+        own = np.flatnonzero(~events.foreign)
+        which, bytes_ = self._which[own], events.bytes[own]
+        born, gone, call = self._lives()
+        held = np.bincount(which, -np.minimum(bytes_, 0), len(self._numbers)).astype(np.int64)  # what is released
+        size = np.maximum(held, np.bincount(which, np.maximum(bytes_, 0), len(self._numbers)).astype(np.int64))
+        known = dict(self._from_before())
+        others = [number for number in known if number not in set(self._numbers.tolist())]
+        sizes = np.concatenate([size, np.array([known[number].nbytes for number in others], dtype=np.int64)])
+        codes = np.array([_CODE[known[number].category] for number in others], dtype=np.int64)
+        order = np.argsort(np.concatenate([self._numbers, np.array(others, dtype=np.int64)]), kind="stable")
+        own_calls = np.concatenate([call[0], np.zeros(len(others), dtype=np.int64)])
+        before = np.concatenate([~born, np.ones(len(others), dtype=np.bool_)])
+        scratch = np.concatenate([(call[0] == call[1]) & (call[0] > 0) & born & gone, np.zeros(len(others), np.bool_)])
+        foreign = np.isin(np.arange(len(sizes)), self._which[events.foreign])
+        number = np.empty(len(order), dtype=np.int64)
+        number[order] = np.arange(1, len(order) + 1)
+        marks = self._observed.marks
+        at = np.maximum(0, np.searchsorted([mark.time_ns for mark in marks], events.time_ns[own], side="right") - 1)
+        phases = tuple(dict.fromkeys(mark.phase for mark in marks))
+        modules = tuple(dict.fromkeys(mark.module for mark in marks))
+        phase_of = np.array([phases.index(mark.phase) for mark in marks])
+        module_of = np.array([modules.index(mark.module) for mark in marks])
+        sizes[foreign] = 0
+        highest = int(np.cumsum(np.append(0, events.bytes[events.foreign])).max())
+        live = self._live[:, 0].sum() - base.foreign_bytes
+        seen = int(self._live.sum(axis=0).max())
+        return Trace(
+            batch_size=batch_size,
+            size=sizes[order],
+            category=np.concatenate([self._categories, codes])[order],
+            before=before[order],
+            call=own_calls[order],
+            scratch=scratch[order],
+            event=np.sign(bytes_) * number[which],
+            phase=phase_of[at],
+            module=module_of[at],
+            phases=phases,
+            modules=modules,
+            foreign_bytes=base.foreign_bytes + highest,
+            rest_bytes=max(0, int(live - sizes[before & ~foreign].sum())),
+            exact=self._observed.exact,
+            missing_bytes=0 if self._observed.exact else max(0, events.live_peak_bytes - seen),
+        )
+
+    def _lives(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], _Array]:
+        """Of each allocation: did it come, did it go, and in which operator calls."""
+        events, count = self._events, len(self._numbers)
+        born, gone = np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
+        born[self._which[events.bytes > 0]] = True
+        gone[self._which[events.bytes < 0]] = True
+        call = np.zeros((2, count), dtype=np.int64)
+        call[(events.bytes < 0).astype(np.int64), self._which] = events.call
+        return born, gone, call
+
     def _kept_for_backward(self) -> Iterator[tuple[int, str]]:
         """What forward made and backward freed, and in which module: kept, whether autograd's hooks saw it or not.
 
@@ -158,14 +216,9 @@ class Account:
     def _categorise(self) -> _Array:
         """The code of the category of each allocation that came or went."""
         events = self._events
-        born = np.zeros(len(self._numbers), dtype=np.bool_)
-        born[self._which[events.bytes > 0]] = True
-        gone = np.zeros(len(self._numbers), dtype=np.bool_)
-        gone[self._which[events.bytes < 0]] = True
+        born, gone, call = self._lives()
         foreign = np.zeros(len(self._numbers), dtype=np.bool_)
         foreign[self._which[events.foreign]] = True
-        call = np.zeros((2, len(self._numbers)), dtype=np.int64)  # in which it was asked for, and released
-        call[(events.bytes < 0).astype(np.int64), self._which] = events.call
         inside = (call[0] == call[1]) & (call[0] > 0)
 
         def category(index: int) -> str:

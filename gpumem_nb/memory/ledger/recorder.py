@@ -31,7 +31,8 @@ class Recorder:
     current: Recorder | None = None
 
     def __init__(self, device: Device, *models: nn.Module) -> None:
-        self._names = {id(module): name for model in models for name, module in model.named_modules()}
+        # What belongs to a loss is called by its class.
+        self._names = {id(module): name for model in models[:1] for name, module in model.named_modules()}
         params = [named for model in models for named in model.named_parameters()]
         self._homes = [name.rpartition(".")[0] for name, _ in params]  # the modules that parameters lie in
         self._home_of = {id(param): home for (_, param), home in zip(params, self._homes, strict=True)}

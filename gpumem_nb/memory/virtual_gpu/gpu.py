@@ -217,6 +217,7 @@ def _load(path: Path) -> ctypes.CDLL:
     library.gpumem_log_end.restype = None
     library.gpumem_allocation.argtypes, library.gpumem_allocation.restype = [ctypes.c_void_p], ctypes.c_uint64
     library.gpumem_empty_cache.restype = None
-    library.gpumem_replay.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, ctypes.c_void_p]
+    events = ctypes.POINTER(ctypes.c_int64)
+    library.gpumem_replay.argtypes = [events, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p]
     library.gpumem_replay.restype = ctypes.c_size_t
     return library

@@ -14,14 +14,17 @@ extern "C" struct GpumemReplayed {  // bytes
   uint64_t live_peak;
   uint64_t reserved;
   uint64_t reserved_peak;
+  uint64_t over_limit;  // allocations that the limit would not have allowed, even with free segments given back
 };
 
 // An event n > 0 allocates n bytes, an event -k releases the k-th allocation, counted from 1. Returns how many events
-// could be followed: fewer than given when one releases what is not there.
-extern "C" size_t gpumem_replay(const int64_t* events, size_t count, GpumemReplayed* out) {
+// could be followed: fewer than given when one releases what is not there. With a limit (0: none) free segments are
+// given back where it would be passed, and what passes it all the same is counted and allocated.
+extern "C" size_t gpumem_replay(const int64_t* events, size_t count, uint64_t limit, GpumemReplayed* out) {
   gpumem::CachingModel cache;
   std::vector<std::pair<gpumem::Block*, uint64_t>> allocations;
-  uint64_t live = 0, live_peak = 0;
+  uint64_t live = 0, live_peak = 0, over_limit = 0;
+  const auto passes = [&](size_t size) { return limit && cache.reserved + gpumem::segment_size(size) > limit; };
   size_t followed = 0;
   for (; followed < count; ++followed) {
     const int64_t event = events[followed];
@@ -29,6 +32,8 @@ extern "C" size_t gpumem_replay(const int64_t* events, size_t count, GpumemRepla
       const auto nbytes = static_cast<uint64_t>(event);
       const size_t size = gpumem::block_size(nbytes);
       gpumem::Block* block = cache.from_cache(size);
+      if (!block && passes(size)) cache.release_free_segments();
+      if (!block && passes(size)) ++over_limit;
       allocations.emplace_back(block ? block : cache.from_new_segment(size), nbytes);
       live += nbytes;
       live_peak = std::max(live_peak, live);
@@ -39,7 +44,7 @@ extern "C" size_t gpumem_replay(const int64_t* events, size_t count, GpumemRepla
     cache.give_back(std::exchange(allocations[place].first, nullptr));
     live -= allocations[place].second;
   }
-  *out = {live, live_peak, cache.reserved, cache.reserved_peak};
+  *out = {live, live_peak, cache.reserved, cache.reserved_peak, over_limit};
   for (const auto& [block, nbytes] : allocations) {
     if (block) cache.give_back(block);
   }

@@ -17,39 +17,49 @@ from .gpu import library
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay ended with and its peaks; ``live_bytes`` as asked for, not rounded."""
+    """What a replay ended with and its peaks; ``live_bytes`` as asked for, not rounded.
+
+    ``within_limit``: whether the limit would have allowed every allocation, perhaps with free segments given back.
+    """
 
     live_bytes: int
     live_peak_bytes: int
     reserved_bytes: int
     reserved_peak_bytes: int
+    within_limit: bool
 
 
 class _CReplayed(ctypes.Structure):
     """``GpumemReplayed`` of replay.cpp."""
 
-    _fields_ = [(name, ctypes.c_uint64) for name in ("live", "live_peak", "reserved", "reserved_peak")]
+    _fields_ = [(name, ctypes.c_uint64) for name in ("live", "live_peak", "reserved", "reserved_peak", "over_limit")]
     live: int
     live_peak: int
     reserved: int
     reserved_peak: int
+    over_limit: int
 
 
-def replay(events: Sequence[int]) -> Replayed:
-    """Follow recorded events with an empty cache and without limit; tensors of this process are not touched.
+def replay(events: Sequence[int], limit_bytes: int | None = None) -> Replayed:
+    """Follow recorded events with an empty cache; tensors of this process are not touched.
+
+    Args:
+        events: what was allocated and released.
+        limit_bytes: of what may be reserved; ``None`` for no limit.
 
     Raises:
         InvalidInput: an event that releases what is not allocated.
         SetupError: the virtual GPU's library cannot be built.
     """
     out = _CReplayed()
-    followed = library().gpumem_replay((ctypes.c_int64 * len(events))(*events), len(events), ctypes.byref(out))
+    given = (ctypes.c_int64 * len(events))(*events)
+    followed = library().gpumem_replay(given, len(events), limit_bytes or 0, ctypes.byref(out))
     if followed < len(events):
         raise InvalidInput(
             f"The trace cannot be followed: event {followed} is {events[followed]}, which releases nothing that is "
             "allocated. n > 0 allocates n bytes, -k releases the k-th allocation."
         )
-    return Replayed(out.live, out.live_peak, out.reserved, out.reserved_peak)
+    return Replayed(out.live, out.live_peak, out.reserved, out.reserved_peak, not out.over_limit)
 
 
 def events_of(before: Mapping[str, Any], after: Mapping[str, Any], device: int) -> list[int]:

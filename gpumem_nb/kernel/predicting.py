@@ -1,0 +1,121 @@
+"""Asks the ranks what other settings would need, by small steps that are undone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..planning.prediction import Prediction, worst
+from ..planning.what_if import WhatIf, single_flips
+from ..shared.errors import InvalidInput, WorkloadError
+from ..shared.forecast import Forecasts
+from ..shared.messages import RankInfo
+from ..shared.settings import Settings
+from . import compatibility
+from .foreground import Foreground
+from .training import Training
+
+SMALL = (2, 4)
+"""Batch sizes of the steps from which all larger ones follow; see docs/prediction.md."""
+MICRO_BATCHES = 2  # show a step's peak: from the second one on, gradients lie beside the activations
+MOST_BATCH = 2**20  # of the batch sizes that are looked through where the data set none
+
+
+class Predicting:
+    """Predicts the memory of settings for what is loaded; training goes on afterwards as if nothing had been.
+
+    Args:
+        ranks: of the cluster.
+    """
+
+    def __init__(self, foreground: Foreground, training: Training, ranks: Sequence[RankInfo]) -> None:
+        self._foreground = foreground
+        self._training = training
+        self._ranks = ranks
+
+    def predict(self, knobs: dict[str, Any]) -> Prediction:
+        """What the present settings with these changes would need.
+
+        Raises:
+            InvalidInput: an unknown knob, or a value that cannot be used with what is loaded.
+            WorkloadError: nothing is loaded, or a small step failed for another reason than memory.
+        """
+        began_s = time.perf_counter()
+        settings = self._checked(knobs)
+        small = self._small(settings.batch_size)
+        answers = self._ask(settings, small, [settings.batch_size], 0)
+        return self._prediction(settings, answers, small, time.perf_counter() - began_s)
+
+    def what_if(self) -> WhatIf:
+        """Every single flip from the present settings that can be used with what is loaded.
+
+        Raises:
+            WorkloadError: nothing is loaded, or a small step failed for another reason than memory.
+        """
+        flips = []
+        for knobs in single_flips(self._training.settings):
+            with suppress(InvalidInput):
+                flips.append(self.predict(knobs))
+        return WhatIf(self.predict({}), tuple(flips))
+
+    def largest_batch(self, knobs: dict[str, Any]) -> int:
+        """The largest ``batch_size`` that fits every rank, error included, with these changes; 0 if none does.
+
+        Raises: as :meth:`predict`.
+        """
+        workload = self._loaded()
+        if workload.data.batched:
+            raise InvalidInput("The data bring micro-batches of their own: their size is not for a knob to say.")
+        settings = self._checked(knobs | {"batch_size": 1})
+        most = MOST_BATCH if workload.dataset_len is None else workload.dataset_len // len(self._ranks)
+        answers = self._ask(settings, list(SMALL), [], max(1, most // settings.accumulation_steps))
+        if any(answer.failure for answer in answers):
+            failure = next(answer.failure for answer in answers if answer.failure)
+            if failure.kind != "oom":
+                raise WorkloadError(f"The largest batch could not be found: {failure.message}")
+            return 0
+        return min(answer.largest for answer in answers)
+
+    def _loaded(self) -> Any:
+        self._foreground.check_loaded()
+        return self._training.workload
+
+    def _checked(self, knobs: dict[str, Any]) -> Settings:
+        workload = self._loaded()
+        settings = self._training.settings.replace(**knobs)
+        compatibility.check(settings, workload, len(self._ranks))
+        return settings
+
+    def _small(self, batch_size: int) -> list[int]:
+        """The batch sizes to try: the very one if it is small, or if the data bring their own."""
+        workload = self._training.workload
+        batched = workload is not None and workload.data.batched
+        return [batch_size] if batched or batch_size <= max(SMALL) else list(SMALL)
+
+    def _ask(self, settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> list[Forecasts]:
+        tried = settings.replace(accumulation_steps=min(settings.accumulation_steps, MICRO_BATCHES))
+        with self._foreground.interruptible():
+            self._training.apply()
+        call = self._training.ask_alone("forecast", tried, small, batch_sizes, most)
+        answers: list[Forecasts] = self._foreground.finish(call).get()
+        return answers
+
+    def _prediction(self, settings: Settings, answers: list[Forecasts], small: list[int], seconds: float) -> Prediction:
+        for answer in answers:
+            if answer.failure:
+                raise WorkloadError(
+                    f"A step with batch_size={small[0]}, from which larger ones follow, failed: "
+                    f"{answer.failure.message}"
+                )
+        readings = [answer.reading for answer in answers]
+        beside = [
+            None if reading.device_used_bytes is None else reading.device_used_bytes - reading.reserved_bytes
+            for reading in readings
+        ]
+        limits = [reading.limit_bytes for reading in readings]
+        sizes = " and ".join(map(str, small))
+        steps = "a step" if len(small) == 1 else "steps"
+        basis = f"{answers[0].of[0].how} from {steps} with batch_size {sizes}, undone after step {answers[0].steps}"
+        return worst([answer.of[0] for answer in answers], limits, beside, settings, basis, seconds)

@@ -1,0 +1,122 @@
+"""A step as the list of its allocations, apart from tensors and addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one step of the computing thread allocated and released, and what was there before it.
+
+    An allocation has one place in ``size``, ``category``, ``before``, ``call`` and ``scratch``, in the order in which
+    they came to be; an event has one place in ``event``, ``phase`` and ``module``.
+
+    Attributes:
+        batch_size: samples of a micro-batch.
+        size: bytes of each allocation.
+        category: of each, as the index in :data:`gpumem_nb.shared.categories.CATEGORIES`.
+        before: whether it was there when the step began.
+        call: the outermost operator call in which it was asked for; 0 outside of operators.
+        scratch: whether it was asked for and released within one operator call.
+        event: ``k`` for the allocation of number k, counted from 1, and ``-k`` for its release, in order of time.
+        phase: the part of the step in which each event came, as an index in ``phases``.
+        module: the module that ran, as an index in ``modules``.
+        phases, modules: their names.
+        foreign_bytes: the most that other threads (Horovod's) held.
+        rest_bytes: what was there when the step began and is in no allocation that is known.
+        exact: whether every allocation was seen, also those inside operators.
+        missing_bytes: of the allocator's own peak, those that were not seen; 0 where all were.
+    """
+
+    batch_size: int
+    size: Ints
+    category: Ints
+    before: NDArray[np.bool_]
+    call: Ints
+    scratch: NDArray[np.bool_]
+    event: Ints
+    phase: Ints
+    module: Ints
+    phases: tuple[str, ...]
+    modules: tuple[str, ...]
+    foreign_bytes: int
+    rest_bytes: int
+    exact: bool
+    missing_bytes: int
+
+    @property
+    def change(self) -> Ints:
+        """Bytes by which each event changes what is live."""
+        change: Ints = np.sign(self.event) * self.size[np.abs(self.event) - 1]
+        return change
+
+    def settled(self, state: int) -> Trace:
+        """The same step once the optimizer has its state: what is of that category and stays was there before.
+
+        An optimizer makes its state in its first update, after the peak of most steps; from then on it is there during
+        forward and backward.
+        """
+        released = np.zeros(len(self.size), dtype=np.bool_)
+        released[-self.event[self.event < 0] - 1] = True
+        new = (self.category == state) & ~self.before & ~released
+        kept = ~new[np.abs(self.event) - 1]
+        return replace(
+            self, before=self.before | new, event=self.event[kept], phase=self.phase[kept], module=self.module[kept]
+        )
+
+    def without_scratch(self) -> Trace:
+        """The same with one allocation for all that an operator call needs inside, as large as that was at its most.
+
+        How often an operator asks for memory may depend on the batch size; how often operators are called does not.
+        """
+        place = np.abs(self.event) - 1
+        inside = self.scratch[place]
+        calls = self.call[place]
+        size, keep = self.size.copy(), np.ones(len(self.event), dtype=np.bool_)
+        stays = ~self.scratch
+        for call in np.unique(calls[inside]):
+            of_call = np.flatnonzero(inside & (calls == call))
+            held = np.cumsum(self.change[of_call])
+            highest = int(held.argmax())
+            first = place[of_call[0]]  # stands for all of them, from the first one's birth to the last one's end
+            size[first] = held[highest]
+            stays[first] = True
+            keep[of_call] = False
+            keep[of_call[highest]] = True
+        return self._of(size, stays, keep)
+
+    def _of(self, size: Ints, stays: NDArray[np.bool_], keep: NDArray[np.bool_]) -> Trace:
+        """With these allocations and events only; scratch comes and goes in the place of its one event that is kept."""
+        number = np.cumsum(stays)  # the new numbers of allocations
+        place = np.abs(self.event) - 1
+        first = {int(self.call[at]): at for at in np.flatnonzero(stays & self.scratch)}
+        event: list[int] = []
+        phase: list[int] = []
+        module: list[int] = []
+        for at in np.flatnonzero(keep):
+            allocation = place[at]
+            if self.scratch[allocation]:
+                new = int(number[first[int(self.call[allocation])]])
+                events = [new, -new]
+            else:
+                events = [int(np.sign(self.event[at]) * number[allocation])]
+            event += events
+            phase += [int(self.phase[at])] * len(events)
+            module += [int(self.module[at])] * len(events)
+        return replace(
+            self,
+            size=size[stays],
+            category=self.category[stays],
+            before=self.before[stays],
+            call=self.call[stays],
+            scratch=self.scratch[stays],
+            event=np.array(event, dtype=np.int64),
+            phase=np.array(phase, dtype=np.int64),
+            module=np.array(module, dtype=np.int64),
+        )

@@ -1,0 +1,119 @@
+"""From a step's trace to its peaks: live bytes by adding up, reserved bytes by replaying it."""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+
+from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OPTIMIZER_STATE, OTHER
+from ...shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED, Forecast
+from ..ledger.trace import Trace
+from ..virtual_gpu.replay import replay
+from .scaling import Unpaired, paired, scaled
+
+STEPS = 3  # replayed one after another: the second finds the segments of the first, and the third changes little
+_CODE = {category: code for code, category in enumerate(CATEGORIES)}
+
+
+def forecast(traces: list[Trace], batch_size: int, limit_bytes: int | None) -> Forecast:
+    """What a step needs at this batch size, from one step recorded at it, or two at smaller ones.
+
+    Args:
+        traces: of steps that differ in nothing but the batch size.
+        limit_bytes: what may be reserved; ``None`` for no limit.
+    """
+    known = [trace.settled(_CODE[OPTIMIZER_STATE]) for trace in traces]
+    at_it = next((trace for trace in known if trace.batch_size == batch_size), None)
+    if at_it is not None:
+        return _of(at_it, limit_bytes, RECORDED)
+    small, large = known
+    try:
+        small, large, whole = paired(small, large)
+    except Unpaired:
+        return _by_peaks(known, batch_size, limit_bytes)
+    return _of(scaled(small, large, batch_size), limit_bytes, SCALED if whole else BY_OPERATORS)
+
+
+def largest(traces: list[Trace], limit_bytes: int | None, most: int) -> int:
+    """The largest batch size up to ``most`` that fits with what a forecast may be wrong by; 0 if none does."""
+    if limit_bytes is None:
+        return most
+
+    def fits(batch_size: int) -> bool:
+        expected = forecast(traces, batch_size, limit_bytes)
+        return forecast(traces, batch_size, round(limit_bytes * (1 - expected.error))).fits
+
+    return bisect.bisect_left(range(1, most + 1), True, key=lambda batch_size: not fits(batch_size))
+
+
+def _of(trace: Trace, limit_bytes: int | None, how: str) -> Forecast:
+    base = np.bincount(trace.category[trace.before], trace.size[trace.before], len(CATEGORIES)).astype(np.int64)
+    base[_CODE[COMMUNICATION]] += trace.foreign_bytes
+    base[_CODE[OTHER]] += trace.rest_bytes
+    live = np.concatenate([[0], np.cumsum(trace.change)]) + base.sum()
+    peak = int(live.argmax())
+    place = np.abs(trace.event[:peak]) - 1
+    change = np.bincount(trace.category[place], trace.change[:peak], len(CATEGORIES)).astype(np.int64)
+    at_peak = base + change
+    at_peak[_CODE[INSIDE_OPERATORS]] += trace.missing_bytes
+    events = _replayable(trace)
+    without_limit = replay(events)
+    fits = limit_bytes is None or without_limit.reserved_peak_bytes <= limit_bytes
+    at = max(0, peak - 1)
+    return Forecast(
+        live_peak_bytes=int(at_peak.sum()),
+        reserved_peak_bytes=max(without_limit.reserved_peak_bytes, int(at_peak.sum())),
+        fits=fits or replay(events, limit_bytes).within_limit,
+        at_peak={category: int(size) for category, size in zip(CATEGORIES, at_peak, strict=True) if size},
+        phase=trace.phases[trace.phase[at]] if len(trace.event) else "",
+        module=trace.modules[trace.module[at]] if len(trace.event) else "",
+        how=how,
+    )
+
+
+def _by_peaks(traces: list[Trace], batch_size: int, limit_bytes: int | None) -> Forecast:
+    """A straight line through two peaks, for steps that do not ask for the same tensors."""
+    small, large = (_of(trace, None, BY_PEAKS) for trace in traces)
+    share = (batch_size - traces[1].batch_size) / (traces[1].batch_size - traces[0].batch_size)
+
+    def line(first: int, second: int) -> int:
+        return max(0, round(second + (second - first) * share))
+
+    reserved = line(small.reserved_peak_bytes, large.reserved_peak_bytes)
+    at_peak = {
+        category: size
+        for category in CATEGORIES
+        if (size := line(small.at_peak.get(category, 0), large.at_peak.get(category, 0)))
+    }
+    live = sum(at_peak.values())
+    fits = limit_bytes is None or reserved <= limit_bytes
+    return Forecast(live, max(live, reserved), fits, at_peak, large.phase, large.module, BY_PEAKS)
+
+
+def _replayable(trace: Trace) -> list[int]:
+    """The trace for the replay: what was there, and then the step several times over.
+
+    What a step leaves is released when the next one begins, and what it took away is there again.
+    """
+    numbers = dict[int, int]()  # of what is held, by its place in the trace
+    events = [int(size) for size in (trace.rest_bytes, trace.foreign_bytes) if size]
+    made = len(events)
+    held: list[int] = np.flatnonzero(trace.before & (trace.size > 0)).tolist()
+    for _ in range(STEPS):
+        for place in held:
+            if place not in numbers:
+                made += 1
+                numbers[place] = made
+                events.append(int(trace.size[place]))
+        for event in trace.event.tolist():
+            place = abs(event) - 1
+            if event > 0 and trace.size[place]:
+                made += 1
+                numbers[place] = made
+                events.append(int(trace.size[place]))
+            elif event < 0 and place in numbers:
+                events.append(-numbers.pop(place))
+        for place in [place for place in numbers if not trace.before[place]]:
+            events.append(-numbers.pop(place))
+    return events

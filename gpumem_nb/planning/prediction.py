@@ -1,0 +1,116 @@
+"""A prediction: what a step under some settings needs on the rank that has least room, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from ..shared.forecast import Forecast
+from ..shared.settings import Settings
+from ..shared.units import format_bytes
+
+FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+SEGMENT_BYTES = 2 * 2**20  # the caching allocator reserves no less at a time, so no error is smaller
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step under these settings would need, in bytes, on the rank that has least room for it.
+
+    Attributes:
+        settings: what it is about.
+        live_peak_bytes: the highest live bytes.
+        reserved_peak_bytes: what the caching allocator would hold for them, beginning with an empty cache.
+        device_bytes: of the whole device; ``None`` where that is not known.
+        low_bytes, high_bytes: between which reserved bytes will be in 95 % of cases.
+        limit_bytes: of the rank; ``None`` without one.
+        verdict: ``fits``, ``tight`` (the limit lies within the error) or ``does not fit``.
+        categories: live bytes at the peak by category; they add up to ``live_peak_bytes``.
+        phase, module: what runs at the peak.
+        step_s, samples_per_s: not predicted yet: ``None``.
+        basis: what it was found from, in words.
+        seconds: what predicting took.
+    """
+
+    settings: Settings
+    live_peak_bytes: int
+    reserved_peak_bytes: int
+    device_bytes: int | None
+    low_bytes: int
+    high_bytes: int
+    limit_bytes: int | None
+    verdict: str
+    categories: Mapping[str, int]
+    phase: str
+    module: str
+    basis: str
+    seconds: float
+    step_s: float | None = None
+    samples_per_s: float | None = None
+
+    def __str__(self) -> str:
+        limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
+        largest = sorted(self.categories.items(), key=lambda entry: -entry[1])[:3]
+        parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in largest)
+        where = f" in {self.phase}" if self.phase else ""
+        return (
+            f"{self.verdict}: live peak {format_bytes(self.live_peak_bytes)}{where} ({parts}), reserved "
+            f"{format_bytes(self.reserved_peak_bytes)}{limit} "
+            f"({format_bytes(self.low_bytes)} to {format_bytes(self.high_bytes)}); {self.basis}"
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def worst(
+    forecasts: Sequence[Forecast],
+    limits: Sequence[int | None],
+    device_bytes: Sequence[int | None],
+    settings: Settings,
+    basis: str,
+    seconds: float,
+) -> Prediction:
+    """That of the rank with least room; all sequences are in rank order.
+
+    Args:
+        forecasts: what each rank expects.
+        limits: of the ranks.
+        device_bytes: what is used of each device besides reserved bytes, as now.
+        settings: what the forecasts are about.
+        basis: what they were found from.
+        seconds: what finding them took.
+    """
+
+    def share(rank: int) -> float:
+        return forecasts[rank].reserved_peak_bytes / (limits[rank] or 1)
+
+    rank = max(range(len(forecasts)), key=share)
+    one, limit, beside = forecasts[rank], limits[rank], device_bytes[rank]
+    error = max(round(one.error * one.reserved_peak_bytes), SEGMENT_BYTES)
+    low, high = max(one.live_peak_bytes, one.reserved_peak_bytes - error), one.reserved_peak_bytes + error
+    return Prediction(
+        settings=settings,
+        live_peak_bytes=one.live_peak_bytes,
+        reserved_peak_bytes=one.reserved_peak_bytes,
+        device_bytes=None if beside is None else one.reserved_peak_bytes + beside,
+        low_bytes=low,
+        high_bytes=high,
+        limit_bytes=limit,
+        verdict=verdict(low, high, limit, one.fits),
+        categories=one.at_peak,
+        phase=one.phase,
+        module=one.module,
+        basis=basis,
+        seconds=seconds,
+    )
+
+
+def verdict(low_bytes: int, high_bytes: int, limit_bytes: int | None, fits: bool) -> str:
+    """In a word: does what lies between these bounds fit? ``fits``: it would with cached segments given back."""
+    if limit_bytes is None or high_bytes <= limit_bytes:
+        return FITS
+    return DOES_NOT_FIT if low_bytes > limit_bytes and not fits else TIGHT

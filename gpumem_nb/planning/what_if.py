@@ -1,0 +1,91 @@
+"""Every single flip from the present settings, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..report.differences import arrows
+from ..report.tables import Table
+from ..shared.knobs import KNOBS
+from ..shared.settings import Settings
+from ..shared.units import format_bytes
+from .prediction import Prediction
+
+UNMOVED = 0.005  # of the live peak: what changes it by less says nothing about memory
+
+
+def single_flips(settings: Settings) -> Iterator[dict[str, Any]]:
+    """Each knob that moves memory with each of its other values; of numbers, twice and half of what they are."""
+    for name, knob in KNOBS.items():
+        if not knob.moves:
+            continue
+        now = getattr(settings, name)
+        values: Sequence[Any] = knob.choices
+        if not values and isinstance(now, int) and not isinstance(now, bool):
+            values = [now * 2, *([now // 2] if now > 1 else [])]
+        yield from ({name: value} for value in values if value != now)
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What each flip would need beside what is needed now.
+
+    Attributes:
+        now: the present settings.
+        flips: the others.
+    """
+
+    now: Prediction
+    flips: tuple[Prediction, ...]
+
+    def frame(self) -> Any:
+        """A pandas DataFrame with one row a flip, the present settings first."""
+        import pandas as pd  # takes long to import
+
+        return pd.DataFrame(
+            {
+                "flip": self._flip(one),
+                "verdict": one.verdict,
+                "live_peak_bytes": one.live_peak_bytes,
+                "reserved_peak_bytes": one.reserved_peak_bytes,
+                "low_bytes": one.low_bytes,
+                "high_bytes": one.high_bytes,
+                "limit_bytes": one.limit_bytes,
+                "same_mathematics": one.settings.same_mathematics(self.now.settings),
+            }
+            for one in (self.now, *self.flips)
+        )
+
+    def __str__(self) -> str:
+        return str(self._table)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self._table.html()
+
+    @property
+    def _table(self) -> Table:
+        rows = tuple(
+            (
+                self._flip(one),
+                one.verdict,
+                format_bytes(one.live_peak_bytes),
+                self._change(one),
+                format_bytes(one.reserved_peak_bytes),
+                "yes" if one.settings.same_mathematics(self.now.settings) else "no",
+            )
+            for one in (self.now, *self.flips)
+        )
+        limit = format_bytes(self.now.limit_bytes) if self.now.limit_bytes else "n/a"
+        headings = ("flip", "verdict", "live peak", "change", "reserved", "same mathematics")
+        return Table(f"What if (limit {limit})", headings, rows, frozenset({"flip", "verdict", "same mathematics"}))
+
+    def _flip(self, one: Prediction) -> str:
+        return arrows(self.now.settings, one.settings) or "as it is"
+
+    def _change(self, one: Prediction) -> str:
+        share = one.live_peak_bytes / max(1, self.now.live_peak_bytes) - 1
+        return "" if abs(share) < UNMOVED else f"{100 * share:+.0f} %".replace("-", "−")

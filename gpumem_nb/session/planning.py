@@ -1,0 +1,41 @@
+"""What will happen if: before a flip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kernel.lifecycle import Lifecycle
+from ..planning.prediction import Prediction
+from ..planning.what_if import WhatIf
+
+
+class Predicts:
+    """The part of a session that says what other settings would need."""
+
+    _life: Lifecycle
+
+    def predict(self, **knobs: Any) -> Prediction:
+        """What the present settings with these changes would need, and whether it fits the rank with least room.
+
+        Found by small steps on all ranks that are undone; training goes on afterwards.
+
+        Raises:
+            InvalidInput: an unknown knob, or a value that cannot be used with what is loaded.
+            WorkloadError: nothing is loaded, or a small step failed.
+        """
+        return self._life.predicting.predict(knobs)
+
+    def largest_batch(self, **knobs: Any) -> int:
+        """The largest ``batch_size`` that fits every rank with these changes, the error included; 0 if none does.
+
+        Raises: as :meth:`predict`, and ``InvalidInput`` where the data bring micro-batches of their own.
+        """
+        return self._life.predicting.largest_batch(knobs)
+
+    def what_if(self) -> WhatIf:
+        """Every single flip from here: what it would need, and whether it fits.
+
+        Raises:
+            WorkloadError: nothing is loaded, or a small step failed.
+        """
+        return self._life.predicting.what_if()

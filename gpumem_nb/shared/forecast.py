@@ -1,0 +1,59 @@
+"""What a rank expects of a step that was not taken yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .messages import Failure, Reading
+
+RECORDED, SCALED, BY_OPERATORS, BY_PEAKS = "recorded", "scaled", "scaled by operators", "through two peaks"
+ERRORS = {RECORDED: 0.02, SCALED: 0.02, BY_OPERATORS: 0.05, BY_PEAKS: 0.15}
+"""By how it was found: the share by which reserved bytes came out higher or lower in 95 % of cases, or less often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The memory of a step on one rank, as its own small steps tell, in bytes.
+
+    Attributes:
+        live_peak_bytes: the highest live bytes, to which ``at_peak`` adds up by category.
+        reserved_peak_bytes: what the caching allocator would hold from the device, beginning with an empty cache.
+        fits: whether it stays within the rank's limit, perhaps after cached segments were given back.
+        at_peak: live bytes at the peak by category.
+        phase, module: what runs at the peak.
+        how: ``recorded`` (a step of this very batch size), ``scaled`` (two smaller ones, allocation by allocation),
+            ``scaled by operators`` (each operator's own memory as a whole) or ``through two peaks``.
+    """
+
+    live_peak_bytes: int
+    reserved_peak_bytes: int
+    fits: bool
+    at_peak: Mapping[str, int]
+    phase: str
+    module: str
+    how: str
+
+    @property
+    def error(self) -> float:
+        """The share by which reserved bytes may come out higher or lower."""
+        return ERRORS[self.how]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecasts:
+    """What one rank answers.
+
+    Attributes:
+        steps: that were done by then.
+        reading: of the rank's device.
+        of: a forecast for each batch size that was asked for; none when a small step could not be done on some rank.
+        largest: the largest batch size that fits, if that was asked; 0 if none does.
+        failure: why this rank could not do a small step.
+    """
+
+    steps: int
+    reading: Reading
+    of: tuple[Forecast, ...] = ()
+    largest: int = 0
+    failure: Failure | None = None
