@@ -190,22 +190,19 @@ def test_a_collective_that_begins_while_horovod_ends_fails_and_does_not_hang(imp
     for turn in range(5):
         session.run(
             f"""
-import threading
 from horovod.common.exceptions import HorovodInternalError
 from gpumem_nb.internals import horovod_internals
-many = range(3000 if rank == 0 else 0)  # which rank 1 never begins
-waiting = [hvd.allreduce_async_(torch.ones(1), name=f"never.{turn}.{{number}}") for number in many]
+held = [torch.ones(1) for _ in range(3000 if rank == 0 else 0)]  # rank 1 never begins these
+waiting = [hvd.allreduce_async_(one, name=f"never.{turn}.{{number}}") for number, one in enumerate(held)]
 hvd.allreduce(torch.zeros(1), name="begun.{turn}")
-ending = threading.Thread(target=horovod_internals.end_threads, daemon=True)
-ending.start()
 number = 0
 try:
-    while rank == 0:
+    while rank == 0:  # until rank 1 has ended it
         number += 1
         hvd.allreduce_async_(torch.ones(1), name=f"more.{turn}.{{number}}")
 except HorovodInternalError:
     pass
-ending.join()
+horovod_internals.end_threads()
 """,
             timeout=HANG_S,
         )
