@@ -1,8 +1,13 @@
-"""In which order tests of ranks run: ranks are started again as rarely as can be."""
+"""In which order tests of ranks run: ranks are started again as rarely as can be; and the shell for magics."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+import gpumem_nb
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -14,3 +19,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _number_shared(item: pytest.Item) -> int:
     fixtures = getattr(item, "fixturenames", ())
     return 4 if "four_ranks" in fixtures else 2 if "two_ranks" in fixtures else 0
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    """IPython with the magics."""
+    shell = InteractiveShell.instance()
+    gpumem_nb.load_ipython_extension(shell)
+    yield shell
+    InteractiveShell.clear_instance()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from jupyter_client.manager import start_new_kernel
 
-import gpumem_nb
 from gpumem_nb.session import Session, current
 from gpumem_nb.shared.errors import GpumemError, RankError, StateFileError
 from tests import internals
@@ -23,16 +21,8 @@ pytestmark = pytest.mark.cluster
 
 MAGICS = (
     "start status push pull load attach seed sync set train play pause eval panel memory runs log save resume "
-    "interrupt restart stop check"
+    "interrupt restart stop check predict what_if"
 )
-
-
-@pytest.fixture(scope="module")
-def shell() -> Iterator[InteractiveShell]:
-    shell = InteractiveShell.instance()
-    gpumem_nb.load_ipython_extension(shell)
-    yield shell
-    InteractiveShell.clear_instance()
 
 
 def run(shell: InteractiveShell, cell: str) -> Any:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from ...memory.device import Device
 from ...memory.leaks.detector import LeakDetector
-from ...memory.prediction.forecast import forecast, largest
+from ...memory.ledger.trace import Trace
+from ...memory.prediction.forecast import comparable, forecast, largest
 from ...shared.errors import WorkloadError
 from ...shared.forecast import Forecasts
 from ...shared.messages import Chunk, ChunkReply, Evaluated, Failure, Sample, Timeline
@@ -34,6 +35,7 @@ from .step import Outcome, Stepper
 from .voting import StepOrder
 
 _HALF_APPLIED = -2  # in place of a chunk's settings_id: going back must apply everything, and nothing of it is proven
+FORECAST_ATTEMPTS = 2  # a model's very first step may make what later ones find
 _FORECAST = -3  # neither: its settings are no configuration of their own
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
 
@@ -234,16 +236,20 @@ class Trainer:
         Those are undone on all ranks. ``most`` is the largest batch size of which the largest that fits is looked for;
         with 0 none is.
         """
-        traces = []
+        traces: list[Trace] = []
         with self.drawing():
-            for batch_size in small:
-                chunk = Chunk(settings.replace(batch_size=batch_size), _FORECAST, 1, trial=True, ledger_steps=1)
-                failure = self._try_out(chunk).failure
-                record, self._stepper.record = self._stepper.record, None
-                if any_rank(record is None, "forecast"):
-                    return Forecasts(self.steps, self._device.reading(), failure=failure)
-                assert record is not None
-                traces.append(record.trace(batch_size))
+            for _ in range(FORECAST_ATTEMPTS):
+                traces.clear()
+                for batch_size in small:
+                    chunk = Chunk(settings.replace(batch_size=batch_size), _FORECAST, 1, trial=True, ledger_steps=1)
+                    failure = self._try_out(chunk).failure
+                    record, self._stepper.record = self._stepper.record, None
+                    if any_rank(record is None, "forecast"):
+                        return Forecasts(self.steps, self._device.reading(), failure=failure)
+                    assert record is not None
+                    traces.append(record.trace(batch_size))
+                if not any_rank(not comparable(traces), "forecast again"):
+                    break
         reading = self._device.reading()
         of = tuple(forecast(traces, batch_size, reading.limit_bytes) for batch_size in batch_sizes)
         return Forecasts(self.steps, reading, of, largest(traces, reading.limit_bytes, most) if most else 0)

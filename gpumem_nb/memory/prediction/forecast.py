@@ -35,6 +35,15 @@ def forecast(traces: list[Trace], batch_size: int, limit_bytes: int | None) -> F
     return _of(scaled(small, large, batch_size), limit_bytes, SCALED if whole else BY_OPERATORS)
 
 
+def comparable(traces: list[Trace]) -> bool:
+    """Whether larger steps follow from these allocation by allocation."""
+    try:
+        paired(traces[0], traces[-1])
+    except Unpaired:
+        return False
+    return True
+
+
 def largest(traces: list[Trace], limit_bytes: int | None, most: int) -> int:
     """The largest batch size up to ``most`` that fits with what a forecast may be wrong by; 0 if none does."""
     if limit_bytes is None:

@@ -1,0 +1,151 @@
+"""What a flip will need is said before it is made, for models that nobody prepared, and asking changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS
+from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from tests.conftest import weights
+
+pytestmark = pytest.mark.cluster
+
+EMPTY = "from gpumem_nb.memory.virtual_gpu.gpu import library; library().gpumem_empty_cache()"
+OWN = """
+import torch
+from torch import nn
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Conv2d(3, 12, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(12)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(12, 3, 24, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(12, 5)
+    def forward(self, x):
+        x = torch.relu(self.norm(self.down(x))).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+torch.manual_seed(0)
+mixed = Mixed()
+images = [(torch.randn(3, 16, 16), torch.tensor(index % 5)) for index in range(256)]
+criterion = nn.CrossEntropyLoss()
+"""
+
+
+@pytest.fixture
+def own(two_ranks: Session) -> Session:
+    two_ranks.run(OWN)
+    two_ranks.attach(model="mixed", loss="criterion", data="images")
+    two_ranks.set(precision="fp32", checkpointing="none", batch_size=8, accumulation_steps=1, optimizer="adamw")
+    return two_ranks
+
+
+def measured(session: Session, **knobs: Any) -> tuple[int, int]:
+    """Live and reserved peak of the rank that has most, of the steps after the first under these settings."""
+    session.set(**knobs)
+    session.train(2)
+    session.run(EMPTY)
+    frame = session.train(2).frame()
+    return int(frame.live_peak_bytes.max()), int(frame.reserved_peak_bytes.max())
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"batch_size": 32},
+        {"batch_size": 48, "precision": "bf16"},
+        {"batch_size": 32, "checkpointing": "blocks"},
+        {"batch_size": 16, "accumulation_steps": 3, "optimizer": "momentum"},
+        {"batch_size": 3},
+    ],
+    ids=str,
+)
+def test_a_flip_needs_what_was_predicted(own: Session, knobs: dict[str, Any]) -> None:
+    before = own.predict(**knobs)
+    live, reserved = measured(own, **knobs)
+    assert before.live_peak_bytes == pytest.approx(live, rel=0.01)
+    assert before.low_bytes <= reserved <= before.high_bytes
+    assert before.verdict == FITS
+    assert sum(before.categories.values()) == before.live_peak_bytes
+
+
+def test_asking_changes_nothing_that_is_trained(own: Session) -> None:
+    losses = own.train(3).frame().groupby("step").loss.mean().tolist()
+    own.attach(model="mixed", loss="criterion", data="images")
+    own.run(OWN)
+    own.attach(model="mixed", loss="criterion", data="images")
+    disturbed = []
+    for _ in range(3):
+        own.predict(batch_size=64, precision="bf16", checkpointing="sqrt", optimizer="sgd")
+        disturbed += own.train(1).frame().groupby("step").loss.mean().tolist()
+    assert disturbed == losses
+    assert len(weights(own)) == 1
+    assert own.settings.batch_size == 8
+
+
+def test_what_does_not_fit_is_said_before_and_the_largest_that_does_fits(own: Session) -> None:
+    huge = own.predict(batch_size=128, accumulation_steps=1)
+    largest = own.largest_batch()
+    if huge.verdict == DOES_NOT_FIT:
+        assert largest < 128
+    assert own.predict(batch_size=largest).verdict == FITS
+    own.set(batch_size=largest)
+    assert own.train(2).notes == []
+
+
+def test_training_goes_on_while_somebody_asks(own: Session) -> None:
+    own.play()
+    predicted = [own.predict(batch_size=size).live_peak_bytes for size in (16, 32, 64)]
+    assert predicted == sorted(predicted)
+    assert own.playing
+    own.pause()
+    assert own.history.rescue is None
+
+
+def test_every_single_flip_is_in_the_table(own: Session) -> None:
+    table = own.what_if()
+    flips = table.frame().set_index("flip")
+    assert flips.loc["checkpointing none → blocks"].live_peak_bytes < flips.loc["as it is"].live_peak_bytes
+    assert flips.loc["batch_size 8 → 16"].live_peak_bytes > flips.loc["as it is"].live_peak_bytes
+    assert flips.loc["checkpointing none → blocks"].same_mathematics
+    assert not flips.loc["precision fp32 → bf16"].same_mathematics
+    assert "checkpointing none → blocks" in str(table)
+    assert own.settings.batch_size == 8
+
+
+def test_what_cannot_be_predicted_is_a_sentence(own: Session, shell: InteractiveShell) -> None:
+    with pytest.raises(InvalidInput, match="did you mean 'precision'"):
+        own.predict(precison="bf16")
+    with pytest.raises(InvalidInput, match="larger than the dataset"):
+        own.predict(batch_size=10_000)
+    with pytest.raises(UsageError, match="did you mean 'bf16'"):
+        shell.run_line_magic("hvd_predict", "precision=bf61")
+    own.run("def broken(outputs, targets):\n    raise ZeroDivisionError('on purpose')\nimages_too = images")
+    own.attach(model="mixed", loss="broken", data="images_too")
+    with pytest.raises(WorkloadError, match=r"from which larger ones follow, failed: .*on purpose"):
+        own.predict()
+
+
+def test_by_magic(own: Session, shell: InteractiveShell) -> None:
+    predicted = shell.run_line_magic("hvd_predict", "batch_size=32 checkpointing=blocks")
+    assert str(predicted).startswith("fits: live peak ")
+    assert "undone after step" in str(predicted)
+    assert isinstance(shell.run_line_magic("hvd_predict", "--largest-batch"), int)
+    assert "same mathematics" in str(shell.run_line_magic("hvd_what_if", ""))
+
+
+def test_ready_made_models_are_predicted_too(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    for knobs in ({"batch_size": 64}, {"batch_size": 64, "checkpointing": "sqrt", "precision": "bf16"}):
+        predicted = session.predict(**knobs)
+        live, _ = measured(session, **knobs)
+        assert predicted.live_peak_bytes == pytest.approx(live, rel=0.01)
