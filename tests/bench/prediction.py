@@ -1,0 +1,185 @@
+"""Predicted against measured memory, on one rank, of flips of ready-made and other people's models.
+
+``python -m tests.bench.prediction`` writes docs/prediction.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpumem_nb
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
+from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import GpumemError
+from gpumem_nb.shared.units import format_bytes
+
+REPORT = Path(__file__).parents[2] / "docs" / "prediction.md"
+MARKER = "<!-- the rest is written by python -m tests.bench.prediction -->\n"
+LIMIT_MIB = 1024
+EMPTY = "from gpumem_nb.memory.virtual_gpu.gpu import library; library().gpumem_empty_cache()"
+SEQUENCES = """
+import torch
+torch.manual_seed(0)
+ids = torch.randint(0, 200, (256, 48))
+data = [{"input_ids": row, "labels": row} for row in ids]
+labelled = [{"input_ids": row, "labels": torch.tensor(int(row[0]) % 2)} for row in ids]
+pictures = [{"pixel_values": torch.randn(3, 32, 32), "labels": torch.tensor(index % 4)} for index in range(256)]
+"""
+# Small configurations of models that nothing here was calibrated on: (name, code that defines ``net``, data).
+OTHERS = (
+    ("GPT-2", "from transformers import GPT2Config as C, GPT2LMHeadModel as M\n"
+     "net = M(C(vocab_size=200, n_positions=64, n_embd=64, n_layer=4, n_head=4, use_cache=False))", "data"),
+    ("Llama", "from transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+     "net = M(C(vocab_size=200, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, "
+     "use_cache=False))", "data"),
+    ("OPT", "from transformers import OPTConfig as C, OPTForCausalLM as M\n"
+     "net = M(C(vocab_size=200, hidden_size=64, ffn_dim=128, num_hidden_layers=4, num_attention_heads=4, "
+     "max_position_embeddings=64, word_embed_proj_dim=64, use_cache=False))", "data"),
+    ("BERT", "from transformers import BertConfig as C, BertForSequenceClassification as M\n"
+     "net = M(C(vocab_size=200, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128))",
+     "labelled"),
+    ("DistilBERT", "from transformers import DistilBertConfig as C, DistilBertForSequenceClassification as M\n"
+     "net = M(C(vocab_size=200, dim=64, n_layers=4, n_heads=4, hidden_dim=128))", "labelled"),
+    ("ViT", "from transformers import ViTConfig as C, ViTForImageClassification as M\n"
+     "net = M(C(image_size=32, patch_size=4, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, "
+     "intermediate_size=128, num_labels=4))", "pictures"),
+    ("ResNet", "from transformers import ResNetConfig as C, ResNetForImageClassification as M\n"
+     "net = M(C(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type='basic', num_labels=4))",
+     "pictures"),
+)  # fmt: skip
+READY = ("digits-resnet", "digits-separable", "text-gpt")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One flip: what was said before it and what came; bytes are ``None`` where it ran out of memory."""
+
+    model: str
+    predicted: Prediction
+    live: int | None
+    reserved: int | None
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Of the live and the reserved peak, as shares of what came."""
+        assert self.live
+        assert self.reserved
+        return self.predicted.live_peak_bytes / self.live - 1, self.predicted.reserved_peak_bytes / self.reserved - 1
+
+
+def main() -> int:
+    """Measure all and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the flips, and no page")
+    args = parser.parse_args()
+    cases: list[Case] = []
+    with gpumem_nb.start(1, device="cpu", memory_limit=f"{LIMIT_MIB}MiB") as session:
+        for name in loaded(session):
+            for number, knobs in enumerate(flips()):
+                if not args.quick or number % 10 == 0:
+                    case = measure(session, name, knobs)
+                    cases.append(case)
+                    print(f"{name} {knobs}: {words(case)}", flush=True)
+    text = report(cases)
+    print(text)
+    if not args.quick:
+        REPORT.write_text(REPORT.read_text().partition(MARKER)[0] + MARKER + text)
+    return 0
+
+
+def loaded(session: Session) -> Iterator[str]:
+    """Load one model after another."""
+    for name in READY:
+        session.load(name)
+        yield name
+    session.run(SEQUENCES)
+    for name, code, data in OTHERS:
+        session.run(f"torch.manual_seed(0)\n{code}")
+        session.attach(model="net", data=data)
+        yield name
+
+
+def flips() -> Iterator[dict[str, Any]]:
+    """Settings whose batch is up to 32 times that of the larger small step."""
+    for precision, checkpointing, optimizer in itertools.product(
+        ("fp32", "bf16"), ("none", "blocks", "sqrt"), ("adamw", "sgd")
+    ):
+        for batch_size, accumulation_steps in ((16, 1), (32, 2), (128, 1)):
+            yield {
+                "precision": precision,
+                "checkpointing": checkpointing,
+                "optimizer": optimizer,
+                "batch_size": batch_size,
+                "accumulation_steps": accumulation_steps,
+            }
+
+
+def measure(session: Session, model: str, knobs: dict[str, Any]) -> Case:
+    """Predict, flip, and look at the steps after the first, which finds an empty cache."""
+    predicted = session.predict(**knobs)
+    try:
+        session.set(**knobs)
+        session.train(2)
+        session.run(EMPTY)
+        run = session.train(2)
+    except GpumemError:
+        return Case(model, predicted, None, None)
+    if session.settings.batch_size != knobs["batch_size"]:  # out of memory, and back
+        return Case(model, predicted, None, None)
+    frame = run.frame()
+    return Case(model, predicted, int(frame.live_peak_bytes.max()), int(frame.reserved_peak_bytes.max()))
+
+
+def words(case: Case) -> str:
+    """One line of the log."""
+    if case.live is None:
+        return f"{case.predicted.verdict}, and ran out of memory"
+    live, reserved = case.errors
+    return f"live {100 * live:+.3f} %, reserved {100 * reserved:+.2f} %, {case.predicted.seconds:.2f} s"
+
+
+def report(cases: Sequence[Case]) -> str:
+    """The figures as Markdown."""
+    rows = ["| model | flips | live, median | live, p95 | reserved, median | reserved, p95 | within low to high |",
+            "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for name in [*dict.fromkeys(case.model for case in cases), ""]:
+        of_model = [case for case in cases if name in ("", case.model) and case.live is not None]
+        rows.append(_row(name or "all", of_model))
+    wrong = [case for case in cases if case.live is None and case.predicted.verdict == FITS]
+    wrong += [case for case in cases if case.live is not None and case.predicted.verdict == DOES_NOT_FIT]
+    took = sorted(case.predicted.seconds for case in cases)
+    return "\n".join(
+        [
+            f"{time.strftime('%d %B %Y')}, torch {importlib.metadata.version('torch')}, Python "
+            f"{platform.python_version()}, one rank, virtual GPU of {format_bytes(LIMIT_MIB * 2**20)}, {len(cases)} flips.",
+            "",
+            *rows,
+            "",
+            f"Wrong verdicts: {len(wrong)} of {len(cases)}. A prediction took {took[len(took) // 2]:.2f} s in the "
+            f"median, {took[int(0.95 * len(took))]:.2f} s at the 95th percentile.",
+            "",
+        ]
+    )
+
+
+def _row(name: str, cases: Sequence[Case]) -> str:
+    live, reserved = (sorted(abs(case.errors[which]) for case in cases) for which in range(2))
+    within = sum(case.predicted.low_bytes <= (case.reserved or 0) <= case.predicted.high_bytes for case in cases)
+
+    def at(values: list[float], share: float) -> str:
+        return f"{100 * values[min(len(values) - 1, int(share * len(values)))]:.3f} %"
+
+    figures = [at(live, 0.5), at(live, 0.95), at(reserved, 0.5), at(reserved, 0.95)]
+    return f"| {name} | {len(cases)} | {' | '.join(figures)} | {100 * within / max(1, len(cases)):.0f} % |"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,101 @@
+"""Steps scaled from small ones, replayed, and judged: on traces made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gpumem_nb.memory.ledger.trace import Trace
+from gpumem_nb.memory.prediction.forecast import forecast, largest
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, verdict, worst
+from gpumem_nb.shared.categories import ACTIVATIONS, CATEGORIES, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
+from gpumem_nb.shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED, Forecast
+from gpumem_nb.shared.settings import Settings
+
+MIB = 2**20
+CODE = {category: code for code, category in enumerate(CATEGORIES)}
+
+
+def trace(batch_size: int, scratch: int = 1) -> Trace:
+    """Weights of 1 MiB; activations of 1 MiB a sample, scratch in one operator, then a temporary of 20 MiB."""
+    size = [MIB, batch_size * MIB, *[batch_size * MIB // 4] * scratch, 20 * MIB]
+    inside = list(range(3, 3 + scratch))
+    last = 3 + scratch
+    event = [2, *[sign * one for one in inside for sign in (1, -1)], -2, last, -last]
+    return Trace(
+        batch_size=batch_size,
+        size=np.array(size),
+        category=np.array([CODE[PARAMETERS], CODE[ACTIVATIONS], *[CODE[TEMPORARIES]] * (scratch + 1)]),
+        before=np.array([True, *[False] * (scratch + 2)]),
+        call=np.array([0, 1, *[2] * scratch, 0]),
+        scratch=np.array([False, False, *[True] * scratch, False]),
+        event=np.array(event),
+        phase=np.array([0] * (2 * scratch + 2) + [1, 1]),
+        module=np.zeros(len(event), dtype=np.int64),
+        phases=("forward", "update"),
+        modules=("net",),
+        foreign_bytes=0,
+        rest_bytes=0,
+        exact=True,
+        missing_bytes=0,
+    )
+
+
+def test_a_step_of_that_very_size_is_taken_as_it_is() -> None:
+    found = forecast([trace(2)], 2, None)
+    assert (found.how, found.live_peak_bytes, found.phase) == (RECORDED, 21 * MIB, "update")
+    assert found.at_peak == {PARAMETERS: MIB, TEMPORARIES: 20 * MIB}
+
+
+def test_the_peak_of_a_larger_step_may_lie_elsewhere_than_that_of_the_small_ones() -> None:
+    found = forecast([trace(2), trace(4)], 64, None)
+    assert (found.how, found.live_peak_bytes, found.phase) == (SCALED, (1 + 64 + 16) * MIB, "forward")
+    assert found.reserved_peak_bytes >= found.live_peak_bytes
+
+
+def test_operators_that_ask_more_often_in_larger_steps_are_taken_as_a_whole() -> None:
+    found = forecast([trace(2, scratch=1), trace(4, scratch=3)], 64, None)
+    assert (found.how, found.live_peak_bytes) == (BY_OPERATORS, (1 + 64 + 16) * MIB)
+
+
+def test_steps_that_have_nothing_in_common_are_continued_by_their_peaks() -> None:
+    other = trace(4)
+    other = replace(other, before=~other.before)
+    assert forecast([trace(2), other], 64, None).how == BY_PEAKS
+
+
+def test_an_optimizer_has_its_state_from_the_second_step_on() -> None:
+    first = trace(2)
+    made = replace(first, category=np.where(first.size == 20 * MIB, CODE[OPTIMIZER_STATE], first.category))
+    kept = replace(made, event=made.event[:-1], phase=made.phase[:-1], module=made.module[:-1])
+    found = forecast([kept], 2, None)
+    assert found.live_peak_bytes == (1 + 20 + 2) * MIB + MIB // 2
+    assert found.phase == "forward"
+
+
+def test_the_largest_batch_is_the_last_that_fits_with_its_error() -> None:
+    small = [trace(2), trace(4)]
+    limit = 100 * MIB
+    most = largest(small, limit, 1000)
+    assert forecast(small, most, round(limit * 0.98)).fits
+    assert not forecast(small, most + 1, round(limit * 0.98)).fits
+    assert largest(small, None, 1000) == 1000
+    assert largest(small, 10 * MIB, 1000) == 0
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "fits", "word"),
+    [(90, 99, True, FITS), (90, 101, True, TIGHT), (101, 120, True, TIGHT), (101, 120, False, DOES_NOT_FIT)],
+)
+def test_the_verdict_is_tight_where_the_limit_lies_within_the_error(low: int, high: int, fits: bool, word: str) -> None:
+    assert verdict(low, high, 100, fits) == word
+    assert verdict(low, high, None, fits) == FITS
+
+
+def test_the_rank_with_least_room_counts() -> None:
+    forecasts = [Forecast(size * MIB, size * MIB, True, {ACTIVATIONS: size * MIB}, "", "", SCALED) for size in (50, 40)]
+    found = worst(forecasts, [200 * MIB, 100 * MIB], [None, None], Settings(), "by hand", 0.0)
+    assert (found.live_peak_bytes, found.limit_bytes, found.device_bytes) == (40 * MIB, 100 * MIB, None)
+    assert "fits: live peak 40.0 MiB" in str(found)
