@@ -159,7 +159,8 @@ def report(cases: Sequence[Case]) -> str:
     return "\n".join(
         [
             f"{time.strftime('%d %B %Y')}, torch {importlib.metadata.version('torch')}, Python "
-            f"{platform.python_version()}, one rank, virtual GPU of {format_bytes(LIMIT_MIB * 2**20)}, {len(cases)} flips.",
+            f"{platform.python_version()}, one rank, virtual GPU of {format_bytes(LIMIT_MIB * 2**20)}, "
+            f"{len(cases)} flips.",
             "",
             *rows,
             "",

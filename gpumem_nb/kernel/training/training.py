@@ -292,8 +292,6 @@ class Training:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
 
-    # The thread -------------------------------------------------------------------------------------------------
-
     def _work(self) -> None:
         with self._state.bell.listening() as news:
             while not self._closing:
