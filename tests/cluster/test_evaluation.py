@@ -144,10 +144,11 @@ def test_without_validation_data_it_is_said_what_to_give(own: Session) -> None:
     own.run(
         """
 class Noisy(torch.utils.data.Dataset):
+    own = torch.Generator()
     def __len__(self):
         return 20
     def __getitem__(self, index):
-        return torch.zeros(8) + (rank and torch.rand(())), 0
+        return torch.zeros(8) + (rank and torch.rand((), generator=self.own)), 0
 held = Noisy()
 """
     )

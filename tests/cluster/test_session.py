@@ -340,7 +340,7 @@ class Slow:
     def __len__(self):
         while not pathlib.Path({str(go)!r}).exists():
             time.sleep(0.01)
-        return 8
+        return 64
     def __getitem__(self, index):
         return torch.ones(1)
 slow, layer = Slow(), torch.nn.Linear(1, 1)
@@ -357,7 +357,7 @@ def mean(model, batch):
 
     with two_ranks.telling(progress):
         two_ranks.attach(model="layer", data="slow", loss="mean")
-    assert next(filter(None, told)) == "all ranks are in attach"
+    assert "attaching a model" in next(filter(None, told))
     assert two_ranks.train(1).steps == 1
     go.unlink()
 
