@@ -319,3 +319,19 @@ def test_what_works_but_not_as_one_may_think_is_said_once() -> None:
     trainer.live.own_optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
     assert "The optimizer has step hooks: they run for updates that count" in trainer.info().notes[2]
     assert trainer.info().notes[0].startswith("Batch norm takes its statistics from each rank's own micro-batches")
+
+
+def test_weights_that_only_the_loss_knows_are_told_of_once() -> None:
+    head = nn.Linear(4, 1)
+
+    def forward(model: Any, batch: Any) -> Any:
+        return head(model(batch[0])).mean()
+
+    assert "uses weights that nothing trains here (2, the first of shape (1, 4))" in " ".join(
+        attached(nn.Linear(4, 4), forward).info().notes
+    )
+    net = nn.Linear(4, 4)
+    own = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)
+    assert "nothing trains" not in " ".join(attached(net, forward, own).info().notes)
+    head.requires_grad_(False)
+    assert "nothing trains" not in " ".join(attached(nn.Linear(4, 4), forward).info().notes)

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 
 from ...internals.torch_internals import has_step_hooks
 from .live_model import LiveModel
 from .parts import in_groups
+from .python_state import PythonState
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def notes(live: LiveModel, ranks: int) -> tuple[str, ...]:
-    """Sentences about this model on that many ranks."""
+def notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[str, ...]:
+    """Sentences about this model and its loss on that many ranks."""
     said = []
     if ranks > 1 and any(isinstance(module, _BATCH_NORMS) for module in live.parts.modules()):
         said.append(
             "Batch norm takes its statistics from each rank's own micro-batches, so running means and variances differ "
             "from rank to rank; weights do not."
+        )
+    trained = set(map(id, live.parts.parameters()))
+    given = getattr(loss, "criterion", loss)
+    used = [weight for _, weight in PythonState(lambda: (given,)).weights() if weight.requires_grad]
+    if strangers := [weight for weight in used if id(weight) not in trained]:
+        said.append(
+            f"The loss uses weights that nothing trains here ({len(strangers)}, the first of shape "
+            f"{tuple(strangers[0].shape)}). If they are to be trained, make what holds them a part of the model, or "
+            "give them to the optimizer."
         )
     if live.own_optimizer:
         held = set(map(id, in_groups(live.own_optimizer)))

@@ -125,7 +125,7 @@ class Trainer:
             blocks=len(self.live.blocks),
             own_optimizer=type(own).__name__ if own else None,
             own_learning_rate=named_rate(own) if own else None,
-            notes=(*notes, *model_notes(self.live, self.stream.size)),
+            notes=(*notes, *model_notes(self.live, self.workload.loss, self.stream.size)),
             data=data,
             eval_len=self._evaluator.length if self._evaluator else None,
         )
