@@ -43,6 +43,7 @@ def as_metric(metric: Any, name: str) -> Callable[[Any, Any], Any]:
         given = of_batch(model, batch)
         return given if isinstance(given, Mapping) else {name: given}
 
+    named.criterion = getattr(of_batch, "criterion", of_batch)  # type: ignore[attr-defined]  # what was attached
     return named
 
 

@@ -235,6 +235,16 @@ def test_a_criterion_with_state_of_its_own_is_left_as_it_was_too(device: Device)
     assert (criterion.scale.item(), criterion.training, modes()) == (1.0, True, {False})
 
 
+def test_a_metric_that_is_a_module_evaluates_too_and_is_left_as_it_was(device: Device) -> None:
+    names = {"model": "net", "data": "data", "loss": "criterion", "eval_data": "data", "metric": "metric"}
+    there = {"net": Net(), "data": samples(9), "criterion": nn.CrossEntropyLoss(), "metric": (metric := Counting())}
+    workload = attached(names, there)
+    one = trainer(device, samples(9), workload.metric)
+    modes()
+    assert evaluated(one).failure is None
+    assert (metric.scale.item(), metric.training, modes()) == (1.0, True, {False})
+
+
 class Bad(Dataset[Any]):
     def __len__(self) -> int:
         return 9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...memory.device import Device
 from ...shared.errors import WorkloadError
@@ -28,7 +28,6 @@ from .ambient import Ambient
 from .blame import failure_of
 from .live_model import LiveModel
 from .own_loss import micro_batches
-from .parts import Parts
 from .precision import autocast
 from .undo import ForwardState, ForwardUndo
 
@@ -65,7 +64,9 @@ class Evaluator:
         self._workload = workload
         self._held_out = held_out
         self.length = len(held_out)
-        self._forward = ForwardState(live.parts.named.values(), workload.loss)
+        metric = getattr(workload.metric, "criterion", workload.metric)
+        self._metric = (metric.to(device.torch_device),) if isinstance(metric, nn.Module) else ()
+        self._forward = ForwardState((*live.parts.named.values(), *self._metric), workload.loss)
         self._device = device
         self._rank, self._size = rank, size
 
@@ -82,7 +83,7 @@ class Evaluator:
         try:
             collectives.check()
             if failure is None:
-                with left_as_it_was(self._live.parts, self._forward), interruptible():
+                with left_as_it_was(self._modules(), self._forward), interruptible():
                     sums, samples = self._sum_up()
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self._failure(error)
@@ -98,6 +99,12 @@ class Evaluator:
             return None, failure
         seconds, peak_bytes = time.perf_counter() - began_s, self._device.reading().live_peak_bytes
         return Found(samples, sums, seconds, peak_bytes), None
+
+    def _modules(self) -> Iterator[nn.Module]:
+        """Everything that takes part, a metric that is a module included."""
+        yield from self._live.parts.modules()
+        for metric in self._metric:
+            yield from metric.modules()
 
     def _sum_up(self) -> tuple[dict[str, float], int]:
         """The sums of all numbers over this rank's samples, and how many these are."""
@@ -139,12 +146,12 @@ class Evaluator:
 
 
 @contextmanager
-def left_as_it_was(parts: Parts, forward: ForwardState) -> Iterator[None]:
-    """All modules in eval mode inside; modes, buffers, what a forward pass keeps and random numbers as before.
+def left_as_it_was(modules: Iterable[nn.Module], forward: ForwardState) -> Iterator[None]:
+    """All of these in eval mode inside; modes, buffers, what a forward pass keeps and random numbers as before.
 
     Modes are set module by module and not by ``eval()``, which some models use to change their weights.
     """
-    modes = [(module, module.training) for module in parts.modules()]
+    modes = [(module, module.training) for module in modules]
     before = ForwardUndo(forward)
     try:
         for module, _ in modes:
