@@ -6,11 +6,14 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import horovod.torch as hvd
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpumem_nb.engine.data.iterables import IterableStream
+from gpumem_nb.engine.data.sameness import agree, look_at
 from gpumem_nb.engine.data.source import source_of
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
@@ -160,3 +163,22 @@ def test_an_iterator_that_failed_is_begun_again_at_its_place() -> None:
         list(stream.micro_batches(3, 1))
     data.healthy = True
     assert step([stream], 3) == [4, 5, 6]
+
+
+class OwnEpochs(IterableDataset[Any]):
+    """Shuffles by a count of its own, which no seed sets."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.passes += 1
+        order = torch.randperm(50, generator=torch.Generator().manual_seed(self.passes))
+        return iter(order.float().unbind())
+
+
+def test_an_iterable_whose_passes_nobody_can_repeat_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: tensor)
+    for data, told in ((OwnEpochs(), True), (Lines(50), False), (Lines(50, shuffled=True), False)):
+        stream = source_of(data).stream(0, 1)
+        agree(stream, look_at(stream))
+        assert any("each pass over the data gives other samples" in note for note in stream.notes) == told

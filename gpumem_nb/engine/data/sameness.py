@@ -29,6 +29,13 @@ _UNSTEADY = (
 )
 
 
+_UNSTEADY_PASS = (
+    "each pass over the data gives other samples, with equal random numbers too, so it cannot be checked that all "
+    "ranks hold the same, and after a failed read, a resume or a restart some samples come again and others not. Let "
+    "the data have a set_epoch(n), and shuffle by that number"
+)
+
+
 class Look(NamedTuple):
     """What was seen of one rank's data, in numbers that can be compared."""
 
@@ -102,7 +109,7 @@ def agree(stream: Stream, look: Look) -> None:
         what = f"samples on rank {different} are not those on rank 0"
         raise WorkloadError(f"The ranks hold different data: {what}. {_DEFINE_ALIKE}")
     if not steady:
-        stream.notes = (*stream.notes, _UNSTEADY)
+        stream.notes = (*stream.notes, _UNSTEADY_PASS if stream.length is None else _UNSTEADY)
     stream.draws = any(other.draws for other in seen)
 
 
@@ -117,8 +124,9 @@ def _look_at_items(stream: IterableStream) -> Look:
         if not items:
             raise WorkloadError("The data gave nothing when it was iterated over. Give it at least one sample.")
         draws = _collating_draws(stream.collate, items[:1] if stream.info.batched else items)
+        digest, again = _digest(items), _digest(stream.first_items(_LOOKED_AT))
     _take_batch_size(stream, items)
-    return Look(0, 0, _digest(items), steady=True, draws=draws)
+    return Look(0, 0, digest, digest == again, draws)
 
 
 def _fetched(dataset: Any, indices: list[Any]) -> tuple[list[Any], int, bool]:
