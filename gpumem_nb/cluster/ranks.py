@@ -117,6 +117,7 @@ class Ranks:
 
         Raises:
             TrainingFailed: they could not be joined.
+            ClusterDied: they are gone.
         """
         deadline = time.monotonic() + patience_s
         while self._joining or self._separated():

@@ -66,7 +66,12 @@ def check_number(n: int) -> None:
 
 
 def choose(n: int | None, device: str) -> tuple[int, str]:
-    """The number of ranks and their kind of device (``cuda`` or ``cpu``), checked against the machine."""
+    """The number of ranks and their kind of device (``cuda`` or ``cpu``), checked against the machine.
+
+    Raises:
+        InvalidInput: no number of ranks, or no kind of device.
+        StartError: the machine has no such devices, or too little memory.
+    """
     if device not in DEVICES:
         raise InvalidInput(f"device={device!r} is not known. Allowed: {', '.join(DEVICES)}.")
     if n is not None:

@@ -18,6 +18,9 @@ def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> W
         names: variable names under the keys ``model``, ``data`` and optionally ``loss``, ``optimizer``,
             ``scheduler``, ``eval_data`` and ``metric``.
         namespace: the rank's variables.
+
+    Raises:
+        WorkloadError: there is no such variable, or what it holds cannot be trained.
     """
     found = {role: _look_up(role, name, namespace) for role, name in names.items() if name is not None}
     if "scheduler" in found and "optimizer" not in found:

@@ -131,7 +131,11 @@ def set_stall_limit(seconds: float) -> None:
 
 
 def check_sharing(ranks: int, gpus: int, nccl: bool) -> None:
-    """Refuse more ranks than GPUs on a host where Horovod was built on NCCL, which allows one rank a GPU."""
+    """Refuse more ranks than GPUs on a host where Horovod was built on NCCL, which allows one rank a GPU.
+
+    Raises:
+        StartError: there are more ranks than GPUs.
+    """
     if nccl and ranks > gpus:
         raise StartError(
             f"{ranks} ranks cannot share {gpus} GPU{'s' * (gpus != 1)} with this Horovod, because NCCL allows one rank "
@@ -289,7 +293,11 @@ def push(variables: dict[str, Any]) -> None:
 
 
 def pull(name: str) -> Any:
-    """The value of a variable here."""
+    """The value of a variable here.
+
+    Raises:
+        WorkloadError: there is no such variable.
+    """
     if name not in namespace():
         raise WorkloadError(f"There is no variable {name!r} on rank {hvd.rank()}.")
     return namespace()[name]

@@ -110,7 +110,11 @@ def pinned_compiler() -> str | None:
 
 
 def install(requirement: str) -> None:
-    """Put the compiler into this environment, beside the libraries that torch brought."""
+    """Put the compiler into this environment, beside the libraries that torch brought.
+
+    Raises:
+        SetupError: pip could not.
+    """
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     try:
         with long_step(f"Installing torch's CUDA compiler, {requirement}"):

@@ -37,7 +37,11 @@ RECIPE = 5
 
 
 def cache_folder() -> Path:
-    """Where wheels, their logs and the source are kept."""
+    """Where wheels, their logs and the source are kept.
+
+    Raises:
+        SetupError: it cannot be made.
+    """
     folder = platformdirs.user_cache_path("gpumem_nb") / "horovod"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +54,11 @@ def cache_folder() -> Path:
 
 @contextmanager
 def only_builder(cache: Path) -> Iterator[None]:
-    """Hold the cache: a second builder waits and then finds the first one's wheel."""
+    """Hold the cache: a second builder waits and then finds the first one's wheel.
+
+    Raises:
+        SetupError: the cache cannot be written.
+    """
     lock = filelock.FileLock(cache / "lock")
     try:
         lock.acquire(timeout=0)
@@ -95,7 +103,11 @@ def is_installed(wheel: Path) -> bool:
 
 
 def install(wheel: Path) -> None:
-    """Put the wheel into this environment in place of whatever Horovod was there."""
+    """Put the wheel into this environment in place of whatever Horovod was there.
+
+    Raises:
+        SetupError: pip could not.
+    """
     command = [
         sys.executable,
         "-m",

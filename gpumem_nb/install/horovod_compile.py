@@ -64,7 +64,11 @@ def require_tools(target: Target) -> None:
 
 
 def require_compiler() -> None:
-    """A C++ compiler and make, on the user's own PATH."""
+    """A C++ compiler and make, on the user's own PATH.
+
+    Raises:
+        SetupError: one of them is missing.
+    """
     named = os.environ.get("CXX")
     names = [named.split()[0]] if named else ["c++", "g++", "clang++"]
     if not any(shutil.which(name) for name in names):
@@ -75,7 +79,11 @@ def require_compiler() -> None:
 
 
 def require_disk(folder: Path) -> None:
-    """Enough free space for a build under ``folder``."""
+    """Enough free space for a build under ``folder``.
+
+    Raises:
+        SetupError: there is too little.
+    """
     free_gib = shutil.disk_usage(folder).free / 2**30
     if free_gib < FREE_GIB_NEEDED:
         raise SetupError(
@@ -115,6 +123,9 @@ def cuda_environment(target: Target, scratch: Path) -> dict[str, str]:
     """What a CUDA build adds. Horovod looks for CUDA_HOME through torch and calls nvcc for its own kernels.
 
     A staged build has no GPU operations but still knows of CUDA, and reduces GPU tensors through the CPU.
+
+    Raises:
+        SetupError: something that the build needs is missing.
     """
     home = str(cuda_toolkit.obtain(target.cuda, scratch))
     variables = {
@@ -173,7 +184,11 @@ def build_wheel(target: Target, cache: Path, destination: Path) -> Path:
 
 
 def run_build(source: Path, into: Path, environment: dict[str, str], log: Path) -> None:
-    """Run pip on the patched source. A build that is interrupted or takes too long leaves no compiler running."""
+    """Run pip on the patched source. A build that is interrupted or takes too long leaves no compiler running.
+
+    Raises:
+        SetupError: it failed or took too long.
+    """
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "--no-cache-dir"]
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -39,7 +39,11 @@ def fetch(cache: Path) -> Path:
 
 
 def download(folder: Path) -> None:
-    """Let pip download the sdist. It checks the hash before it runs anything out of the archive."""
+    """Let pip download the sdist. It checks the hash before it runs anything out of the archive.
+
+    Raises:
+        SetupError: it could not be had.
+    """
     wanted = folder / "wanted.txt"
     wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
@@ -73,7 +77,11 @@ def explain_download(output: str) -> str:
 
 
 def verify(path: Path) -> None:
-    """Refuse any other file than the one this recipe was made for."""
+    """Refuse any other file than the one this recipe was made for.
+
+    Raises:
+        SetupError: it is another one.
+    """
     if digest(path) != SHA256:
         raise SetupError(hash_mismatch(str(path)))
 
@@ -161,7 +169,11 @@ def let_ranks_rest(operations: Path) -> None:
 
 
 def replace(path: Path, pattern: str, by: str) -> None:
-    """Replace a pattern that must be there: a silent miss would build something else than was tested."""
+    """Replace a pattern that must be there: a silent miss would build something else than was tested.
+
+    Raises:
+        SetupError: it is not there.
+    """
     text, count = re.subn(pattern, by, path.read_text())
     if not count:
         raise SetupError(f"The patch for {path.name} does not fit Horovod {VERSION}; please report this with the log.")

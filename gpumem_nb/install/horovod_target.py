@@ -78,7 +78,11 @@ def detect(gpu: str, recipe: int) -> Target:
 
 
 def find_torch() -> Path:
-    """The folder of the installed torch, found without importing it (an import costs a second and a lot of memory)."""
+    """The folder of the installed torch, found without importing it (an import costs a second and a lot of memory).
+
+    Raises:
+        SetupError: there is none.
+    """
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise SetupError("PyTorch is not installed in this environment. Install it with: python -m pip install torch")
@@ -97,6 +101,9 @@ def choose_gpu_mode(asked: str, cuda: str | None) -> str:
 
     A package index may bring torch's CUDA build to a machine without any GPU: there Horovod needs no CUDA either. Where
     there is a single GPU, ranks have to share it, which NCCL refuses.
+
+    Raises:
+        SetupError: the mode is not known, or does not suit this torch.
     """
     if asked not in GPU_MODES:
         raise SetupError(f"--gpu {asked} is unknown. Allowed: {', '.join(GPU_MODES)}")
@@ -161,6 +168,9 @@ def cuda_capabilities() -> str:
     """The visible devices' compute capabilities as Horovod wants them (``80,90``); ``HOROVOD_BUILD_CUDA_CC_LIST`` wins.
 
     Horovod's own list holds old ones that nvcc 13 no longer knows. Without a visible device it cannot be guessed.
+
+    Raises:
+        SetupError: torch cannot ask the GPUs, or sees none.
     """
     named = os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST")
     if named:

@@ -9,7 +9,11 @@ from ..shared.workload import WorkloadInfo
 
 
 def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
-    """Refuse settings under which this workload cannot be trained on that many ranks."""
+    """Refuse settings under which this workload cannot be trained on that many ranks.
+
+    Raises:
+        InvalidInput: saying why, and what is allowed.
+    """
     global_batch = settings.samples_per_rank * ranks
     if workload.dataset_len is not None and global_batch > workload.dataset_len:
         raise InvalidInput(
@@ -23,7 +27,11 @@ def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
 
 
 def check_held_out(workload: WorkloadInfo) -> None:
-    """Refuse to evaluate where there is nothing to evaluate on."""
+    """Refuse to evaluate where there is nothing to evaluate on.
+
+    Raises:
+        InvalidInput: saying how to name some.
+    """
     if workload.eval_len is None:
         raise InvalidInput(
             f"{workload.name} has no validation data. Name some: %hvd_attach model=… data=… eval_data=val_set, or "

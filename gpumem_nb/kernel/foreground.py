@@ -92,7 +92,12 @@ class Foreground:
             self._told = before
 
     def check_alive(self) -> None:
-        """Raise for ranks that are gone."""
+        """Raise for ranks that are gone.
+
+        Raises:
+            NoSession: they were stopped.
+            ClusterDied: they have ended otherwise.
+        """
         let_finish(RESUMING)
         ended = self._ended()
         if ended == "stopped":
@@ -102,7 +107,11 @@ class Foreground:
         self._touch()
 
     def check_loaded(self) -> None:
-        """Raise when there is nothing to train."""
+        """Raise when there is nothing to train.
+
+        Raises:
+            WorkloadError: there is nothing.
+        """
         self.check_alive()
         if self._training.workload is None:
             raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
@@ -129,7 +138,12 @@ class Foreground:
         ranks: RankChoice,
         timeout: float | None,
     ) -> list[Any]:
-        """Run code, or any function, on ranks; its results in rank order."""
+        """Run code, or any function, on ranks; its results in rank order.
+
+        Raises:
+            InvalidInput: neither code nor a function, or code that is not Python.
+            RankError: it failed on a rank.
+        """
         if isinstance(code_or_function, str):
             return self.run_cell(code_or_function, "<code>", "value", False, ranks, timeout).get()
         if not callable(code_or_function):
@@ -139,7 +153,11 @@ class Foreground:
         return self._finished(self._ranks.call_function(blob, choose_ranks(ranks, self._ranks.size)), timeout).get()
 
     def push(self, variables: Mapping[str, Any], ranks: RankChoice) -> None:
-        """Define variables on ranks."""
+        """Define variables on ranks.
+
+        Raises:
+            InvalidInput: a name that is none.
+        """
         for name in variables:
             if not isinstance(name, str) or not name.isidentifier():
                 raise InvalidInput(f"{name!r} is not a variable name.")
@@ -159,6 +177,10 @@ class Foreground:
         """Run code on ranks; returns the finished call.
 
         ``title`` gets a number of its own, so that a traceback shows this code's lines and no other's.
+
+        Raises:
+            InvalidInput: the code is not Python.
+            RankError: it failed on a rank.
         """
         self._tell_surroundings()
         title = f"{title.removesuffix('>')} {next(self._numbers)}>"
@@ -172,7 +194,12 @@ class Foreground:
     def finish(
         self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None
     ) -> Call:
-        """Wait for a call. The first error is raised at once; an interrupt or a time-out reaches the ranks."""
+        """Wait for a call. The first error is raised at once; an interrupt or a time-out reaches the ranks.
+
+        Raises:
+            RankError: the first error of a rank; ``Stalled`` if ranks had waited for others in it.
+            ClusterDied: a rank that others wait for cannot be freed.
+        """
         self._training.make_way()
         with self.interruptible(lambda: self._ranks.interrupt_until(call.finished), call.pending):
             try:
@@ -258,7 +285,11 @@ class Foreground:
 
 
 def pickled(value: Any, what: str) -> bytes:
-    """A value as it travels; ``what`` it is called when it cannot."""
+    """A value as it travels; ``what`` it is called when it cannot.
+
+    Raises:
+        WorkloadError: it cannot travel.
+    """
     try:
         return cloudpickle.dumps(value)  # type: ignore[no-any-return]
     except GpumemError:

@@ -102,7 +102,12 @@ class Loading:
         self._origin = origin
 
     def load(self, name_or_workload: str | Workload, options: dict[str, Any], seed: int | str | None) -> WorkloadInfo:
-        """Load a workload; training starts afresh."""
+        """Load a workload; training starts afresh.
+
+        Raises:
+            InvalidInput: an unknown name or option, or nothing that could be loaded.
+            RankError: it failed on a rank.
+        """
         chosen, number = None, self._seed(seed)
         if isinstance(name_or_workload, str):
             workload = catalog.make(name_or_workload, **options)

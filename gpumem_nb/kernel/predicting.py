@@ -63,7 +63,9 @@ class Predicting:
     def largest_batch(self, knobs: dict[str, Any]) -> int:
         """The largest ``batch_size`` that fits every rank, error included, with these changes; 0 if none does.
 
-        Raises: as :meth:`predict`.
+        Raises:
+            InvalidInput: as :meth:`predict`, and where the data bring micro-batches of their own.
+            WorkloadError: as :meth:`predict`.
         """
         workload = self._loaded()
         if workload.data.batched:

@@ -75,7 +75,11 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def set_limit(self, limit: int | None) -> None:
-        """Move the limit of this process, in bytes of reserved memory; ``None`` for the whole GPU."""
+        """Move the limit of this process, in bytes of reserved memory; ``None`` for the whole GPU.
+
+        Raises:
+            InvalidInput: less than is held, or more than the GPU has.
+        """
         if limit is not None and limit > self._total:
             raise InvalidInput(
                 f"A memory limit of {format_bytes(limit)} is more than {self.name} has: "

@@ -28,7 +28,9 @@ class Predicts:
     def largest_batch(self, **knobs: Any) -> int:
         """The largest ``batch_size`` that fits every rank with these changes, the error included; 0 if none does.
 
-        Raises: as :meth:`predict`, and ``InvalidInput`` where the data bring micro-batches of their own.
+        Raises:
+            InvalidInput: as :meth:`predict`, and where the data bring micro-batches of their own.
+            WorkloadError: as :meth:`predict`.
         """
         return self._life.predicting.largest_batch(knobs)
 

@@ -31,7 +31,11 @@ class RemoteHosts:
         self.hosts: list[RemoteHost] = []
 
     def open(self, deadline: float) -> None:
-        """Reach every host."""
+        """Reach every host.
+
+        Raises:
+            StartError: one cannot be reached, or reaches this machine at another address than the others.
+        """
         for host in self._all:
             if not host.here:
                 self.hosts.append(RemoteHost(host, self._profile / f"ssh-{host.name}.txt", self._opening))

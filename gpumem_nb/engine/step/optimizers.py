@@ -42,7 +42,11 @@ def from_torch(optimizer: Optimizer) -> bool:
 
 
 def set_implementation(optimizer: Optimizer, name: str) -> None:
-    """Compute the same update in another way from the next step on; the state stays."""
+    """Compute the same update in another way from the next step on; the state stays.
+
+    Raises:
+        WorkloadError: this optimizer has no such implementation.
+    """
     made_with = {flag: optimizer.defaults.get(flag) for flag in ("foreach", "fused")}
     flags = _IMPLEMENTATION_FLAGS.get(name, made_with)
     for group in optimizer.param_groups:

@@ -47,7 +47,11 @@ def save(objects: dict[str, Any], path: Path, space: int) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The objects that :func:`save` wrote. The file lies in a folder that its owner alone can write to."""
+    """The objects that :func:`save` wrote. The file lies in a folder that its owner alone can write to.
+
+    Raises:
+        StateFileError: they cannot be made again.
+    """
     try:
         return cloudpickle.loads(path.read_bytes())  # type: ignore[no-any-return]
     except Exception as error:

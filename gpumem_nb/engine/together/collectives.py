@@ -46,7 +46,11 @@ def join(on_cpu: bool) -> set[int]:
 
 
 def join_again() -> set[int]:
-    """Join the other ranks again after Horovod was shut down, whoever did it. All ranks must come here."""
+    """Join the other ranks again after Horovod was shut down, whoever did it. All ranks must come here.
+
+    Raises:
+        Separated: Horovod could not be shut down yet.
+    """
     global _freeing, _freed_from, _left
     if _freeing is not None:
         _freeing.join(_FREEING_PATIENCE_S)

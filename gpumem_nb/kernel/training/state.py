@@ -72,7 +72,11 @@ class TrainingState:
         self.failure = failure or self.failure
 
     def raise_failure(self) -> None:
-        """Raise what training stopped for, if it did."""
+        """Raise what training stopped for, if it did.
+
+        Raises:
+            TrainingFailed: that, or whatever else it was.
+        """
         if isinstance(self.failure, Rescue):
             raise TrainingFailed(str(self.failure))
         if self.failure:

@@ -168,7 +168,7 @@ class Training:
             return self._in_flight.holds(call) or self._failures.trying_out
 
     def play(self, steps: float = math.inf) -> None:
-        """Train in the background, for some steps or until :meth:`pause`."""
+        """Train for some steps or until :meth:`pause`; raises ``TrainingFailed`` if a rank is stuck since a stall."""
         with self._state.locked():
             if self._stalls.stuck and self.waiting_for():
                 raise TrainingFailed(self._stalls.stuck)
