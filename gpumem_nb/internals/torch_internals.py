@@ -14,6 +14,8 @@
 - Optimizers: the dicts of step hooks, of one optimizer and of all (to hold hooks back and run them later),
   ``_step_supports_amp_scaling`` (whether a gradient scaler hands its scale to a fused kernel), and the attributes in
   which it does so.
+- Schedulers of schedulers: ``_schedulers``, in them and in their state. Data loaders: the module of their handler of
+  SIGCHLD.
 - ``torch._foreach_norm`` (the norms of many tensors in few kernels; ``nn.utils.get_total_norm`` came after torch 2.4).
 - The CUDA allocator's history (``torch.cuda.memory._record_memory_history``, ``_dump_snapshot``), which torch documents
   as it is, underscore and all.
@@ -49,6 +51,9 @@ CHECKED_WITH = ("2.13.0",)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Update = tuple[tuple[Any, ...], dict[str, Any]]
 """What an optimizer hands to its step hooks: the arguments of ``step``."""
+
+CHAINED = "_schedulers"
+"""Under which a scheduler of schedulers keeps them, and their states in its own."""
 
 _OUTSIDE_BACKWARD = -1
 _TORCH = Path(torch.__file__).parent
@@ -99,6 +104,17 @@ def is_compiled(module: nn.Module) -> bool:
         or module._compiled_call_impl is not None
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
     )
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was applied to; any other module itself."""
+    inside: nn.Module = getattr(module, "_orig_mod", module)
+    return inside
+
+
+def is_handler_of_loaders(handler: object) -> bool:
+    """Whether a handler of a signal is the one by which torch's data loaders notice workers that ended."""
+    return str(getattr(handler, "__module__", "")).startswith("torch.utils.data._utils.signal_handling")
 
 
 def dynamo_is_there() -> bool:

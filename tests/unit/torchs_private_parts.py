@@ -98,6 +98,19 @@ def compiled_modules() -> None:
     forward.forward = torch.compile(forward.forward, backend="eager")  # type: ignore[method-assign]
     for module in (torch.compile(compiled, backend="eager"), in_place, forward):
         must(torch_internals.is_compiled(module), "a compiled module is not known")  # type: ignore[arg-type]
+    wrapped: Any = torch.compile(compiled, backend="eager")
+    must(torch_internals.uncompiled(wrapped) is compiled, "what was compiled lies elsewhere")
+
+
+@checks("torch", "_schedulers of ChainedScheduler, and torch.utils.data._utils.signal_handling")
+def schedulers_and_loaders() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    inner = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    outer = torch.optim.lr_scheduler.ChainedScheduler([inner], optimizer)
+    must(list(vars(outer)[torch_internals.CHAINED]) == [inner], "schedulers lie elsewhere")
+    must(torch_internals.CHAINED in outer.state_dict(), "their states lie elsewhere")
+    handler = torch.utils.data._utils.signal_handling._set_SIGCHLD_handler
+    must(torch_internals.is_handler_of_loaders(handler), "the handler lies elsewhere")
 
 
 class Doubled(torch.autograd.Function):

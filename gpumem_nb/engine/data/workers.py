@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ...internals.torch_internals import is_handler_of_loaders
 from ...shared.errors import WorkloadError, text_of
 from .fetching import Fetcher, FromWorker, Task
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from .stream import Loading
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-_TORCHS_HANDLERS = "torch.utils.data"
 _PATIENCE_S = 1.0
 _PERHAPS: dict[int, str] = {
     signal.SIGKILL: " (the system may be short of memory)",
@@ -195,12 +195,11 @@ def _signals_left_alone() -> Iterator[None]:
     try:
         yield
     finally:
-        if _is_torchs(signal.getsignal(signal.SIGCHLD)) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL if _is_torchs(before) else before)
-
-
-def _is_torchs(handler: object) -> bool:
-    return str(getattr(handler, "__module__", "")).startswith(_TORCHS_HANDLERS)
+        if (
+            is_handler_of_loaders(signal.getsignal(signal.SIGCHLD))
+            and threading.current_thread() is threading.main_thread()
+        ):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if is_handler_of_loaders(before) else before)
 
 
 def _ended(process: multiprocessing.process.BaseProcess) -> str:

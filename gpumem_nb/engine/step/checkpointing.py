@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...internals.torch_internals import func_transforms_allowed, hooks_are_allowed, is_compiled, not_compiled
+from ...internals.torch_internals import (
+    func_transforms_allowed,
+    hooks_are_allowed,
+    is_compiled,
+    not_compiled,
+    uncompiled,
+)
 from ...shared.errors import WorkloadError
 from .block_state import BlockState
 from .draws import Draws
@@ -158,7 +164,7 @@ def _refuse_what_is_compiled_around(model: nn.Module, blocks: list[nn.Module]) -
     for module in filter(is_compiled, model.modules()):
         inside = {id(part) for part in module.modules() if part is not module}
         if any(id(block) in inside for block in blocks):
-            name = type(getattr(module, "_orig_mod", module)).__name__
+            name = type(uncompiled(module)).__name__
             raise WorkloadError(
                 f"checkpointing cannot recompute blocks of the {name} that torch.compile compiled as a whole. Compile "
                 "its blocks instead, each by block.compile(), or use checkpointing=none."

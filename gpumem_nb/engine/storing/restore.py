@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...internals.torch_internals import CHAINED
 from ...memory.device import Device
 from ...shared import state_file
 from ...shared.errors import StateFileError
@@ -153,9 +154,9 @@ def taken_back(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
     """A scheduler's stored state as it takes it: a file holds plain dicts, and some schedulers count in a Counter."""
     counters = {name for name, value in vars(scheduler).items() if isinstance(value, Counter)}
     taken = {name: Counter(value) if name in counters else value for name, value in state.items()}
-    if "_schedulers" in state:
-        chained = zip(vars(scheduler)["_schedulers"], state["_schedulers"], strict=True)
-        taken["_schedulers"] = [taken_back(*pair) for pair in chained]
+    if CHAINED in state:
+        chained = zip(vars(scheduler)[CHAINED], state[CHAINED], strict=True)
+        taken[CHAINED] = [taken_back(*pair) for pair in chained]
     return taken
 
 
