@@ -66,7 +66,7 @@ def nothing_left() -> Iterator[None]:
     if session is not None and not session.ended:
         before |= {who.pid for who in internals.processes_of(session)}
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    _, alive = psutil.wait_procs([process for process in left if not lives_with_the_runner(process)], timeout=5)
+    _, alive = psutil.wait_procs([process for process in left if not lives_with_the_runner(process)], timeout=HANG_S)
     running = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert not running, [process.cmdline() for process in running]
 

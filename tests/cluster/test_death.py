@@ -115,10 +115,7 @@ def test_a_death_is_noticed_named_and_cleaned_up(
 
 
 def wait_for_output(session: Session) -> None:
-    deadline = time.monotonic() + 20
-    while "almost there" not in internals.printed_so_far(session):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: "almost there" in internals.printed_so_far(session))
 
 
 def test_a_rank_that_exits_by_itself_is_named_with_its_code_and_starting_after_a_death_needs_no_stop(

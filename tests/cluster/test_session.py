@@ -16,6 +16,7 @@ import gpumem_nb
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError, InvalidInput, RankError, WorkloadError
 from tests.conftest import weights
+from tests.timing import HANG_S
 
 pytestmark = pytest.mark.cluster
 
@@ -55,7 +56,7 @@ def test_the_first_error_is_raised_without_waiting_for_the_others(two_ranks: Ses
 def test_a_time_out_interrupts_the_ranks(two_ranks: Session) -> None:
     with pytest.raises(TimeoutError, match=r"ranks 0-1 did not answer within 0\.5 s"):
         two_ranks.run("while True: pass", timeout=0.5)
-    assert two_ranks.run("rank", timeout=10) == [0, 1]
+    assert two_ranks.run("rank", timeout=HANG_S) == [0, 1]
 
 
 def test_variables_go_there_and_back(two_ranks: Session) -> None:

@@ -16,6 +16,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.cluster_records import await_end
 from gpumem_nb.shared.processes import Identity, identify
 from tests import internals
+from tests.timing import HANG_S
 
 pytestmark = pytest.mark.cluster
 BEAT_MS = 10  # at this pace the controller of old dropped an engine after 100 misses, in 1 s
@@ -67,14 +68,14 @@ def test_a_controller_that_is_silent_ends_nobody(session: Session) -> None:
     limits = session.run(HURRY)
     with stopped([process.pid for process in controller_of(session)]):
         assert not await_end(ranks_of(session)[:1], LONG_S)
-    assert session.run("rank", timeout=30) == [0, 1]
+    assert session.run("rank", timeout=HANG_S) == [0, 1]
     assert limits == [0, 0], "engines expect no heartbeat"
 
 
 def test_a_rank_that_is_silent_stays_registered(session: Session) -> None:
     with stopped([session.ranks[1].pid]):
         assert not await_end(ranks_of(session)[:1], LONG_S)
-    assert session.run("rank", timeout=30) == [0, 1]
+    assert session.run("rank", timeout=HANG_S) == [0, 1]
 
 
 def test_silence_may_last_ten_minutes(session: Session) -> None:

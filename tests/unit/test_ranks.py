@@ -11,6 +11,7 @@ import pytest
 from gpumem_nb.cluster.ranks import Ranks
 from gpumem_nb.shared.errors import ClusterDied, RankError, TrainingFailed
 from tests.internals import ranks_without_processes
+from tests.timing import HANG_S
 
 APART = SimpleNamespace()
 
@@ -74,7 +75,7 @@ def test_a_death_ends_the_waiting_for_ranks_that_are_to_be_joined() -> None:
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     some.stop()  # no answer will come any more
-    waiting.join(20)
+    waiting.join(HANG_S)
     assert said == ["The ranks were ended. Start again with %hvd_restart."]
     assert posted == []
 
