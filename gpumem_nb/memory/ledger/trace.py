@@ -70,16 +70,21 @@ class Trace:
             self, before=self.before | new, event=self.event[kept], phase=self.phase[kept], module=self.module[kept]
         )
 
-    def without_scratch(self) -> Trace:
-        """The same with one allocation for all that an operator call needs inside, as large as that was at its most.
+    def scratch_in_calls(self, calls: int) -> Ints:
+        """How many times each operator call asked for memory that it released itself, of so many calls."""
+        return np.bincount(self.call[self.scratch], minlength=calls + 1)
+
+    def without_scratch(self, of: NDArray[np.bool_]) -> Trace:
+        """The same with one allocation for all that these operator calls need inside, as large as that was at its most.
 
         How often an operator asks for memory may depend on the batch size; how often operators are called does not.
         """
         place = np.abs(self.event) - 1
-        inside = self.scratch[place]
+        inside = self.scratch[place] & of[self.call[place]]
         calls = self.call[place]
         size, keep = self.size.copy(), np.ones(len(self.event), dtype=np.bool_)
-        stays = ~self.scratch
+        collapsed = self.scratch & of[self.call]
+        stays = ~collapsed
         for call in np.unique(calls[inside]):
             of_call = np.flatnonzero(inside & (calls == call))
             held = np.cumsum(self.change[of_call])
@@ -89,19 +94,19 @@ class Trace:
             stays[first] = True
             keep[of_call] = False
             keep[of_call[highest]] = True
-        return self._of(size, stays, keep)
+        return self._of(size, stays, keep, collapsed)
 
-    def _of(self, size: Ints, stays: NDArray[np.bool_], keep: NDArray[np.bool_]) -> Trace:
-        """With these allocations and events only; scratch comes and goes in the place of its one event that is kept."""
+    def _of(self, size: Ints, stays: NDArray[np.bool_], keep: NDArray[np.bool_], collapsed: NDArray[np.bool_]) -> Trace:
+        """With these allocations and events only; what is collapsed comes and goes at its one event that is kept."""
         number = np.cumsum(stays)  # the new numbers of allocations
         place = np.abs(self.event) - 1
-        first = {int(self.call[at]): at for at in np.flatnonzero(stays & self.scratch)}
+        first = {int(self.call[at]): at for at in np.flatnonzero(stays & collapsed)}
         event: list[int] = []
         phase: list[int] = []
         module: list[int] = []
         for at in np.flatnonzero(keep):
             allocation = place[at]
-            if self.scratch[allocation]:
+            if collapsed[allocation]:
                 new = int(number[first[int(self.call[allocation])]])
                 events = [new, -new]
             else:

@@ -26,7 +26,9 @@ def paired(small: Trace, large: Trace) -> tuple[Trace, Trace, bool]:
     """
     if _alike(small, large):
         return small, large, True
-    small, large = small.without_scratch(), large.without_scratch()
+    calls = int(max(small.call.max(initial=0), large.call.max(initial=0)))
+    differs = small.scratch_in_calls(calls) != large.scratch_in_calls(calls)
+    small, large = small.without_scratch(differs), large.without_scratch(differs)
     if _alike(small, large):
         return small, large, False
     raise Unpaired
