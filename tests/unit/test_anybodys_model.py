@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer, SparseAdam
 
+from gpumem_nb.engine import cells
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import WorkloadError
@@ -335,3 +336,11 @@ def test_weights_that_only_the_loss_knows_are_told_of_once() -> None:
     assert "nothing trains" not in " ".join(attached(net, forward, own).info().notes)
     head.requires_grad_(False)
     assert "nothing trains" not in " ".join(attached(nn.Linear(4, 4), forward).info().notes)
+
+
+def test_batch_norm_that_a_cell_synchronises_is_refused() -> None:
+    one = attached(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    assert one.run(Chunk(Settings(batch_size=4), 1, 1)).failure is None
+    one.live.model[1] = nn.SyncBatchNorm.convert_sync_batchnorm(one.live.model[1])  # type: ignore[index, operator]
+    cells.one_more()
+    assert "SyncBatchNorm (1) averages over torch.distributed" in told(one.run(Chunk(Settings(batch_size=4), 1, 1)))

@@ -31,11 +31,11 @@ def checked_model(model: Any) -> nn.Module:
     return model
 
 
-def check_tensors(module: nn.Module) -> None:
-    """Refuse a module that ranks cannot hold alike.
+def check_modules(module: nn.Module) -> None:
+    """Refuse a module that would do something else on ranks than it says.
 
     Raises:
-        WorkloadError: it has lazy layers, weights without data or in a sparse form, or a ``SyncBatchNorm``.
+        WorkloadError: it has a ``SyncBatchNorm``.
     """
     for name, one in module.named_modules():
         if isinstance(one, nn.SyncBatchNorm):
@@ -44,6 +44,15 @@ def check_tensors(module: nn.Module) -> None:
                 "here, so each rank would normalise by itself. Use nn.BatchNorm, whose statistics are each rank's own, "
                 "or nn.GroupNorm, which keeps none."
             )
+
+
+def check_tensors(module: nn.Module) -> None:
+    """Refuse a module that ranks cannot hold alike.
+
+    Raises:
+        WorkloadError: it has lazy layers, weights without data or in a sparse form, or a ``SyncBatchNorm``.
+    """
+    check_modules(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise WorkloadError(

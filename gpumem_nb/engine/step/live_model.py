@@ -22,7 +22,7 @@ from ..together.agreement import same_everywhere
 from ..together.interrupts import interruptible
 from . import optimizers
 from .checkpointing import Checkpointing, find_blocks
-from .checks import check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler
+from .checks import check_modules, check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler
 from .modes import Modes
 from .parts import Parts, in_groups
 from .rates import Rates, named_rate
@@ -186,10 +186,10 @@ class LiveModel:
         """Weights that came into the model meanwhile must be trained, or frozen: nobody would notice otherwise.
 
         Raises:
-            WorkloadError: naming the first that no optimizer has, or a module that ranks cannot hold alike.
+            WorkloadError: naming the first that no optimizer has, or a ``SyncBatchNorm``.
         """
         for part in self.parts.named.values():
-            check_tensors(part)
+            check_modules(part)
         trained = set(map(id, self._trained()))
         for name, param in self.parts.named_parameters():
             known = self._known.get(id(param), lambda: None)() is param
