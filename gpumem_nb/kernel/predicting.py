@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..planning.prediction import Prediction, worst
+from ..planning.prediction import Prediction, out_of_memory, worst
 from ..planning.what_if import WhatIf, single_flips
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.forecast import Forecasts
@@ -46,19 +46,24 @@ class Predicting:
         settings = self._checked(knobs)
         small = self._small(settings.batch_size)
         answers = self._ask(settings, small, [settings.batch_size], 0)
-        return self._prediction(settings, answers, small, time.perf_counter() - began_s)
+        seconds = time.perf_counter() - began_s
+        if answer := self._ran_out(answers):
+            assert answer.failure
+            limit = answer.reading.limit_bytes
+            return out_of_memory(answer.failure, answer.failed_batch, limit, settings, seconds)
+        return self._prediction(settings, answers, small, seconds)
 
     def what_if(self) -> WhatIf:
-        """Every single flip from the present settings that can be used with what is loaded.
+        """Every single flip from the present settings; those that cannot be used with what is loaded are left out.
 
         Raises:
-            WorkloadError: nothing is loaded, or a small step failed for another reason than memory.
+            WorkloadError: nothing is loaded, or a small step under the present settings failed, but not for memory.
         """
-        flips = []
+        now, flips = self.predict({}), []
         for knobs in single_flips(self._training.settings):
-            with suppress(InvalidInput):
+            with suppress(InvalidInput, WorkloadError):
                 flips.append(self.predict(knobs))
-        return WhatIf(self.predict({}), tuple(flips))
+        return WhatIf(now, tuple(flips))
 
     def largest_batch(self, knobs: dict[str, Any]) -> int:
         """The largest ``batch_size`` that fits every rank, error included, with these changes; 0 if none does.
@@ -71,14 +76,13 @@ class Predicting:
         if workload.data.batched:
             raise InvalidInput("The data bring micro-batches of their own: their size is not for a knob to say.")
         settings = self._checked(knobs | {"batch_size": 1})
-        most = MOST_BATCH if workload.dataset_len is None else workload.dataset_len // len(self._ranks)
-        answers = self._ask(settings, list(SMALL), [], max(1, most // settings.accumulation_steps))
-        if any(answer.failure for answer in answers):
-            failure = next(answer.failure for answer in answers if answer.failure)
-            if failure.kind != "oom":
-                raise WorkloadError(f"The largest batch could not be found: {failure.message}")
-            return 0
-        return min(answer.largest for answer in answers)
+        samples = MOST_BATCH if workload.dataset_len is None else workload.dataset_len // len(self._ranks)
+        most = max(1, samples // settings.accumulation_steps)
+        for small in (list(SMALL), [1, 2], [1]):
+            answers = self._ask(settings, small, [], most if len(small) > 1 else 1)
+            if not self._ran_out(answers):
+                return min(answer.largest for answer in answers)
+        return 0
 
     def _loaded(self) -> Any:
         self._foreground.check_loaded()
@@ -104,13 +108,18 @@ class Predicting:
         answers: list[Forecasts] = self._foreground.finish(call).get()
         return answers
 
-    def _prediction(self, settings: Settings, answers: list[Forecasts], small: list[int], seconds: float) -> Prediction:
-        for answer in answers:
-            if answer.failure:
+    def _ran_out(self, answers: list[Forecasts]) -> Forecasts | None:
+        """The answer of a rank that ran out of memory in a small step; raises if any failed for another reason."""
+        failed = [answer for answer in answers if answer.failure]
+        for answer in failed:
+            if answer.failure and answer.failure.kind != "oom":
                 raise WorkloadError(
-                    f"A step with batch_size={small[0]}, from which larger ones follow, failed: "
+                    f"A step with batch_size={answer.failed_batch}, from which larger ones follow, failed: "
                     f"{answer.failure.message}"
                 )
+        return failed[0] if failed else None
+
+    def _prediction(self, settings: Settings, answers: list[Forecasts], small: list[int], seconds: float) -> Prediction:
         readings = [answer.reading for answer in answers]
         beside = [
             None if reading.device_used_bytes is None else reading.device_used_bytes - reading.reserved_bytes
@@ -119,5 +128,5 @@ class Predicting:
         limits = [reading.limit_bytes for reading in readings]
         sizes = " and ".join(map(str, small))
         steps = "a step" if len(small) == 1 else "steps"
-        basis = f"{answers[0].of[0].how} from {steps} with batch_size {sizes}, undone after step {answers[0].steps}"
+        basis = f"from {steps} with batch_size {sizes}, undone after step {answers[0].steps}"
         return worst([answer.of[0] for answer in answers], limits, beside, settings, basis, seconds)

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from ..shared.categories import OTHER
 from ..shared.forecast import Forecast
+from ..shared.messages import Failure
 from ..shared.settings import Settings
 from ..shared.units import format_bytes
 
@@ -91,7 +93,8 @@ def worst(
     rank = max(range(len(forecasts)), key=share)
     one, limit, beside = forecasts[rank], limits[rank], device_bytes[rank]
     error = max(round(one.error * one.reserved_peak_bytes), SEGMENT_BYTES)
-    low, high = max(one.live_peak_bytes, one.reserved_peak_bytes - error), one.reserved_peak_bytes + error
+    least = round(one.live_peak_bytes * (1 - one.error))
+    low, high = max(least, one.reserved_peak_bytes - error), one.reserved_peak_bytes + error
     return Prediction(
         settings=settings,
         live_peak_bytes=one.live_peak_bytes,
@@ -104,7 +107,29 @@ def worst(
         categories=one.at_peak,
         phase=one.phase,
         module=one.module,
-        basis=basis,
+        basis=f"{one.how} {basis}",
+        seconds=seconds,
+    )
+
+
+def out_of_memory(
+    failure: Failure, batch_size: int, limit_bytes: int | None, settings: Settings, seconds: float
+) -> Prediction:
+    """That of settings under which not even a small step could be done."""
+    needed = (limit_bytes or 0) + (failure.asked_bytes or 0) - (failure.free_bytes or 0)
+    return Prediction(
+        settings=settings,
+        live_peak_bytes=needed,
+        reserved_peak_bytes=needed,
+        device_bytes=None,
+        low_bytes=needed,
+        high_bytes=needed,
+        limit_bytes=limit_bytes,
+        verdict=DOES_NOT_FIT,
+        categories={OTHER: needed},
+        phase=failure.phase,
+        module=failure.module,
+        basis=f"at least, because a step with batch_size={batch_size} ran out of memory",
         seconds=seconds,
     )
 

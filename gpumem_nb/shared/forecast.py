@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from .messages import Failure, Reading
 
 RECORDED, SCALED, BY_OPERATORS, BY_PEAKS = "recorded", "scaled", "scaled by operators", "through two peaks"
-ERRORS = {RECORDED: 0.02, SCALED: 0.02, BY_OPERATORS: 0.05, BY_PEAKS: 0.15}
+VARYING = "roughly, because samples differ in size,"
+ERRORS = {RECORDED: 0.02, SCALED: 0.02, BY_OPERATORS: 0.05, BY_PEAKS: 0.15, VARYING: 0.5}
 """By how it was found: the share by which reserved bytes came out higher or lower in 95 % of cases, or less often."""
 
 
@@ -23,7 +24,8 @@ class Forecast:
         at_peak: live bytes at the peak by category.
         phase, module: what runs at the peak.
         how: ``recorded`` (a step of this very batch size), ``scaled`` (two smaller ones, allocation by allocation),
-            ``scaled by operators`` (each operator's own memory as a whole) or ``through two peaks``.
+            ``scaled by operators`` (some operators' own memory as a whole), ``through two peaks``, or roughly, where
+            samples differ in size.
     """
 
     live_peak_bytes: int
@@ -50,6 +52,7 @@ class Forecasts:
         of: a forecast for each batch size that was asked for; none when a small step could not be done on some rank.
         largest: the largest batch size that fits, if that was asked; 0 if none does.
         failure: why this rank could not do a small step.
+        failed_batch: the batch size of the small step that could not be done; 0 if all could.
     """
 
     steps: int
@@ -57,3 +60,4 @@ class Forecasts:
     of: tuple[Forecast, ...] = ()
     largest: int = 0
     failure: Failure | None = None
+    failed_batch: int = 0

@@ -9,9 +9,17 @@ import pytest
 
 from gpumem_nb.memory.ledger.trace import Trace
 from gpumem_nb.memory.prediction.forecast import forecast, largest
+from gpumem_nb.memory.prediction.scaling import SmallSteps
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, verdict, worst
-from gpumem_nb.shared.categories import ACTIVATIONS, CATEGORIES, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
-from gpumem_nb.shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED, Forecast
+from gpumem_nb.shared.categories import (
+    ACTIVATIONS,
+    CATEGORIES,
+    INPUTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    TEMPORARIES,
+)
+from gpumem_nb.shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED, VARYING, Forecast
 from gpumem_nb.shared.settings import Settings
 
 MIB = 2**20
@@ -44,39 +52,51 @@ def trace(batch_size: int, scratch: int = 1) -> Trace:
 
 
 def test_a_step_of_that_very_size_is_taken_as_it_is() -> None:
-    found = forecast([trace(2)], 2, None)
+    found = forecast(SmallSteps([trace(2)]), 2, None)
     assert (found.how, found.live_peak_bytes, found.phase) == (RECORDED, 21 * MIB, "update")
     assert found.at_peak == {PARAMETERS: MIB, TEMPORARIES: 20 * MIB}
 
 
 def test_the_peak_of_a_larger_step_may_lie_elsewhere_than_that_of_the_small_ones() -> None:
-    found = forecast([trace(2), trace(4)], 64, None)
+    found = forecast(SmallSteps([trace(2), trace(4)]), 64, None)
     assert (found.how, found.live_peak_bytes, found.phase) == (SCALED, (1 + 64 + 16) * MIB, "forward")
     assert found.reserved_peak_bytes >= found.live_peak_bytes
 
 
 def test_operators_that_ask_more_often_in_larger_steps_are_taken_as_a_whole() -> None:
-    found = forecast([trace(2, scratch=1), trace(4, scratch=3)], 64, None)
+    found = forecast(SmallSteps([trace(2, scratch=1), trace(4, scratch=3)]), 64, None)
     assert (found.how, found.live_peak_bytes) == (BY_OPERATORS, (1 + 64 + 16) * MIB)
 
 
 def test_steps_that_have_nothing_in_common_are_continued_by_their_peaks() -> None:
     other = trace(4)
     other = replace(other, before=~other.before)
-    assert forecast([trace(2), other], 64, None).how == BY_PEAKS
+    assert forecast(SmallSteps([trace(2), other]), 64, None).how == BY_PEAKS
+
+
+def test_samples_of_different_sizes_are_told_of_with_a_large_error() -> None:
+    small, large = (
+        replace(one, category=np.where(one.category == CODE[ACTIVATIONS], CODE[INPUTS], one.category))
+        for one in (trace(2), trace(4))
+    )
+    assert forecast(SmallSteps([small, large]), 64, None).how == SCALED
+    longer = replace(large, size=np.where(large.category == CODE[INPUTS], 5 * large.size, large.size))
+    found = forecast(SmallSteps([small, longer]), 64, None)
+    assert found.how == VARYING
+    assert found.live_peak_bytes >= 5 * 64 * MIB
 
 
 def test_an_optimizer_has_its_state_from_the_second_step_on() -> None:
     first = trace(2)
     made = replace(first, category=np.where(first.size == 20 * MIB, CODE[OPTIMIZER_STATE], first.category))
     kept = replace(made, event=made.event[:-1], phase=made.phase[:-1], module=made.module[:-1])
-    found = forecast([kept], 2, None)
+    found = forecast(SmallSteps([kept]), 2, None)
     assert found.live_peak_bytes == (1 + 20 + 2) * MIB + MIB // 2
     assert found.phase == "forward"
 
 
 def test_the_largest_batch_is_the_last_that_fits_with_its_error() -> None:
-    small = [trace(2), trace(4)]
+    small = SmallSteps([trace(2), trace(4)])
     limit = 100 * MIB
     most = largest(small, limit, 1000)
     assert forecast(small, most, round(limit * 0.98)).fits

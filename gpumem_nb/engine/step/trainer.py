@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from ...memory.device import Device
 from ...memory.leaks.detector import LeakDetector
 from ...memory.ledger.trace import Trace
-from ...memory.prediction.forecast import comparable, forecast, largest
+from ...memory.prediction.forecast import forecast, largest
+from ...memory.prediction.scaling import SmallSteps
 from ...shared.errors import WorkloadError
-from ...shared.forecast import Forecasts
+from ...shared.forecast import BY_PEAKS, Forecasts
 from ...shared.messages import Chunk, ChunkReply, Evaluated, Failure, Sample, Timeline
 from ...shared.settings import Settings
 from ...shared.workload import Workload, WorkloadInfo
@@ -36,6 +37,7 @@ from .voting import StepOrder
 
 _HALF_APPLIED = -2  # in place of a chunk's settings_id: going back must apply everything, and nothing of it is proven
 FORECAST_ATTEMPTS = 2  # a model's very first step may make what later ones find
+_TO_BE_APPLIED = -4  # nor this: no chunk has it
 _FORECAST = -3  # neither: its settings are no configuration of their own
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
 
@@ -236,23 +238,38 @@ class Trainer:
         Those are undone on all ranks. ``most`` is the largest batch size of which the largest that fits is looked for;
         with 0 none is.
         """
+        scaler_state = self.live.scaler.state_dict()
+        try:
+            # A scale that has yet to settle would let fp16 skip the update, and with it the optimizer's state.
+            self.live.replace_scaler(scaler_state | ({"scale": 1.0} if scaler_state else {}))
+            with self.drawing():
+                traces, failure, failed_batch = self._small_steps(settings, small)
+        finally:
+            self.live.replace_scaler(scaler_state)
+        reading, room = self._device.reading(), self._device.room()
+        if failed_batch:
+            return Forecasts(self.steps, reading, failure=failure, failed_batch=failed_batch)
+        limit = None if room is None else reading.reserved_bytes + room
+        steps = SmallSteps(traces)
+        of = tuple(forecast(steps, batch_size, limit) for batch_size in batch_sizes)
+        return Forecasts(self.steps, reading, of, largest(steps, limit, most) if most else 0)
+
+    def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[list[Trace], Failure | None, int]:
+        """One step of each size, undone: what they allocated, or what went wrong here if anything did, and at which."""
         traces: list[Trace] = []
-        with self.drawing():
-            for _ in range(FORECAST_ATTEMPTS):
-                traces.clear()
-                for batch_size in small:
-                    chunk = Chunk(settings.replace(batch_size=batch_size), _FORECAST, 1, trial=True, ledger_steps=1)
-                    failure = self._try_out(chunk).failure
-                    record, self._stepper.record = self._stepper.record, None
-                    if any_rank(record is None, "forecast"):
-                        return Forecasts(self.steps, self._device.reading(), failure=failure)
-                    assert record is not None
-                    traces.append(record.trace(batch_size))
-                if not any_rank(not comparable(traces), "forecast again"):
-                    break
-        reading = self._device.reading()
-        of = tuple(forecast(traces, batch_size, reading.limit_bytes) for batch_size in batch_sizes)
-        return Forecasts(self.steps, reading, of, largest(traces, reading.limit_bytes, most) if most else 0)
+        for _ in range(FORECAST_ATTEMPTS):
+            traces.clear()
+            for batch_size in small:
+                chunk = Chunk(settings.replace(batch_size=batch_size), _FORECAST, 1, trial=True, ledger_steps=1)
+                failure = self._try_out(chunk).failure
+                record, self._stepper.record = self._stepper.record, None
+                if any_rank(record is None, "forecast"):
+                    return [], failure, batch_size
+                assert record is not None
+                traces.append(record.trace(batch_size))
+            if not any_rank(SmallSteps(traces).how == BY_PEAKS, "forecast again"):
+                break
+        return traces, None, 0
 
     def _evaluates_now(self, chunk: Chunk) -> bool:
         """Whether the model is evaluated after the latest step; the same on all ranks, which are at the same step."""
@@ -272,11 +289,11 @@ class Trainer:
     def _try_out(self, chunk: Chunk) -> ChunkReply:
         """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""
         settings, settings_id = self.live.settings, self._settings_id
-        flipped = self._flipped
+        flipped, recorded_steps = self._flipped, self._recorded_steps
         outcome, sample = self._step(self._apply(chunk), chunk)
-        self._settings_id = -1  # whatever of it could be applied is taken back
+        self._settings_id = _TO_BE_APPLIED  # whatever of it could be applied is taken back
         self._apply(Chunk(settings, settings_id, 0))
-        self._flipped = flipped
+        self._flipped, self._recorded_steps = flipped, recorded_steps
         return ChunkReply(self.stream.rank, (sample,), self._device.reading(), outcome.failure)
 
     def _apply(self, chunk: Chunk) -> Failure | None:

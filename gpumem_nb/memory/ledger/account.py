@@ -151,7 +151,8 @@ class Account:
         held = np.bincount(which, -np.minimum(bytes_, 0), len(self._numbers)).astype(np.int64)  # what is released
         size = np.maximum(held, np.bincount(which, np.maximum(bytes_, 0), len(self._numbers)).astype(np.int64))
         known = dict(self._from_before())
-        others = [number for number in known if number not in set(self._numbers.tolist())]
+        there = set(self._numbers.tolist())
+        others = [number for number in known if number not in there]
         sizes = np.concatenate([size, np.array([known[number].nbytes for number in others], dtype=np.int64)])
         codes = np.array([_CODE[known[number].category] for number in others], dtype=np.int64)
         order = np.argsort(np.concatenate([self._numbers, np.array(others, dtype=np.int64)]), kind="stable")

@@ -84,10 +84,10 @@ class Trace:
         calls = self.call[place]
         size, keep = self.size.copy(), np.ones(len(self.event), dtype=np.bool_)
         collapsed = self.scratch & of[self.call]
-        stays = ~collapsed
+        stays, change = ~collapsed, self.change
         for call in np.unique(calls[inside]):
             of_call = np.flatnonzero(inside & (calls == call))
-            held = np.cumsum(self.change[of_call])
+            held = np.cumsum(change[of_call])
             highest = int(held.argmax())
             first = place[of_call[0]]  # stands for all of them, from the first one's birth to the last one's end
             size[first] = held[highest]

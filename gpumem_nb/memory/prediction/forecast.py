@@ -6,52 +6,40 @@ import bisect
 
 import numpy as np
 
-from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OPTIMIZER_STATE, OTHER
-from ...shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED, Forecast
+from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OTHER
+from ...shared.forecast import BY_PEAKS, RECORDED, Forecast
 from ..ledger.trace import Trace
 from ..virtual_gpu.replay import replay
-from .scaling import Unpaired, paired, scaled
+from .scaling import SmallSteps
 
 STEPS = 3  # replayed one after another: the second finds the segments of the first, and the third changes little
 _CODE = {category: code for code, category in enumerate(CATEGORIES)}
 
 
-def forecast(traces: list[Trace], batch_size: int, limit_bytes: int | None) -> Forecast:
-    """What a step needs at this batch size, from one step recorded at it, or two at smaller ones.
+def forecast(steps: SmallSteps, batch_size: int, limit_bytes: int | None) -> Forecast:
+    """What a step needs at this batch size.
 
     Args:
-        traces: of steps that differ in nothing but the batch size.
+        steps: one recorded at it, or two at smaller ones.
+        batch_size: samples of a micro-batch.
         limit_bytes: what may be reserved; ``None`` for no limit.
     """
-    known = [trace.settled(_CODE[OPTIMIZER_STATE]) for trace in traces]
-    at_it = next((trace for trace in known if trace.batch_size == batch_size), None)
-    if at_it is not None:
-        return _of(at_it, limit_bytes, RECORDED)
-    small, large = known
-    try:
-        small, large, whole = paired(small, large)
-    except Unpaired:
-        return _by_peaks(known, batch_size, limit_bytes)
-    return _of(scaled(small, large, batch_size), limit_bytes, SCALED if whole else BY_OPERATORS)
+    recorded = steps.recorded_at(batch_size)
+    if recorded is not None:
+        return _of(recorded, limit_bytes, RECORDED)
+    if steps.how == BY_PEAKS:
+        return _by_peaks(steps.traces, batch_size, limit_bytes)
+    return _of(steps.continued(batch_size), limit_bytes, steps.how)
 
 
-def comparable(traces: list[Trace]) -> bool:
-    """Whether larger steps follow from these allocation by allocation."""
-    try:
-        paired(traces[0], traces[-1])
-    except Unpaired:
-        return False
-    return True
-
-
-def largest(traces: list[Trace], limit_bytes: int | None, most: int) -> int:
+def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
     """The largest batch size up to ``most`` that fits with what a forecast may be wrong by; 0 if none does."""
     if limit_bytes is None:
         return most
 
     def fits(batch_size: int) -> bool:
-        expected = forecast(traces, batch_size, limit_bytes)
-        return forecast(traces, batch_size, round(limit_bytes * (1 - expected.error))).fits
+        expected = forecast(steps, batch_size, None)
+        return forecast(steps, batch_size, round(limit_bytes * (1 - expected.error))).fits
 
     return bisect.bisect_left(range(1, most + 1), True, key=lambda batch_size: not fits(batch_size))
 

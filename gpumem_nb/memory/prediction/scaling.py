@@ -7,54 +7,75 @@ step, where a line through two peaks would miss it by up to 9 % (docs/prediction
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from ...shared.categories import CATEGORIES, INPUTS, OPTIMIZER_STATE
+from ...shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED, VARYING
 from ..ledger.trace import Ints, Trace
 
-
-class Unpaired(Exception):
-    """Two steps did not ask for the same tensors."""
+_CODE = {category: code for code, category in enumerate(CATEGORIES)}
 
 
-def paired(small: Trace, large: Trace) -> tuple[Trace, Trace, bool]:
-    """The two steps with an allocation of one for each of the other, and whether operators' scratch was left whole.
+class SmallSteps:
+    """Recorded steps that differ in nothing but the batch size, ready to be continued.
 
-    Raises:
-        Unpaired: they differ even outside of operators.
+    Attributes:
+        traces: those steps, once the optimizer has its state; two of them with an allocation of one for each of the
+            other, unless ``how`` is ``BY_PEAKS``.
+        how: larger steps follow from them.
     """
+
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        self.traces = [trace.settled(_CODE[OPTIMIZER_STATE]) for trace in traces]
+        self.how = RECORDED
+        if len(self.traces) > 1:
+            small, large, self.how = _paired(*self.traces)
+            self.traces = [small, large]
+
+    def recorded_at(self, batch_size: int) -> Trace | None:
+        """The step of that very size, if it is one of these."""
+        return next((trace for trace in self.traces if trace.batch_size == batch_size), None)
+
+    def continued(self, batch_size: int) -> Trace:
+        """The step at another batch size, in the order of the larger one."""
+        small, large = self.traces
+        run = large.batch_size - small.batch_size
+
+        def line(first: Ints, second: Ints) -> Ints:
+            if self.how == VARYING:  # nobody knows which samples will come: what the larger of both took for each
+                each = np.maximum(first / small.batch_size, second / large.batch_size)
+                values = np.where(first == second, first, np.rint(each * batch_size))
+            else:
+                values = np.maximum(0, np.rint(second + (second - first) * (batch_size - large.batch_size) / run))
+            whole: Ints = values.astype(np.int64)
+            return whole
+
+        rest, missing = line(
+            np.array([small.rest_bytes, small.missing_bytes]), np.array([large.rest_bytes, large.missing_bytes])
+        ).tolist()
+        return replace(
+            large,
+            batch_size=batch_size,
+            size=line(small.size, large.size),
+            foreign_bytes=max(small.foreign_bytes, large.foreign_bytes),
+            rest_bytes=rest,
+            missing_bytes=missing,
+        )
+
+
+def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str]:
+    """The two steps allocation by allocation as far as that can be, and how larger ones follow from them."""
     if _alike(small, large):
-        return small, large, True
+        return small, large, VARYING if _vary(small, large) else SCALED
     calls = int(max(small.call.max(initial=0), large.call.max(initial=0)))
     differs = small.scratch_in_calls(calls) != large.scratch_in_calls(calls)
-    small, large = small.without_scratch(differs), large.without_scratch(differs)
-    if _alike(small, large):
-        return small, large, False
-    raise Unpaired
-
-
-def scaled(small: Trace, large: Trace, batch_size: int) -> Trace:
-    """The step at another batch size, in the order of the ``large`` one; both must be :func:`paired`."""
-    run = large.batch_size - small.batch_size
-    share = (batch_size - large.batch_size) / run
-
-    def line(first: Ints, second: Ints) -> Ints:
-        values: Ints = np.maximum(0, np.rint(second + (second - first) * share)).astype(np.int64)
-        return values
-
-    rest, missing = (
-        int(line(np.array([first]), np.array([second]))[0])
-        for first, second in ((small.rest_bytes, large.rest_bytes), (small.missing_bytes, large.missing_bytes))
-    )
-    return replace(
-        large,
-        batch_size=batch_size,
-        size=line(small.size, large.size),
-        foreign_bytes=max(small.foreign_bytes, large.foreign_bytes),
-        rest_bytes=rest,
-        missing_bytes=missing,
-    )
+    first, second = small.without_scratch(differs), large.without_scratch(differs)
+    if _alike(first, second):
+        return first, second, VARYING if _vary(first, second) else BY_OPERATORS
+    return small, large, BY_PEAKS
 
 
 def _alike(small: Trace, large: Trace) -> bool:
@@ -64,3 +85,10 @@ def _alike(small: Trace, large: Trace) -> bool:
         and np.array_equal(small.call > 0, large.call > 0)
         and len(small.event) == len(large.event)
     )
+
+
+def _vary(small: Trace, large: Trace) -> bool:
+    """Whether samples are of different sizes, such as texts padded to the longest: then bytes lie on no line."""
+    inputs = (small.category == _CODE[INPUTS]) & ~small.before
+    of_samples = inputs & (small.size != large.size)
+    return not np.array_equal(small.size[of_samples] * large.batch_size, large.size[of_samples] * small.batch_size)
