@@ -102,6 +102,7 @@ def soak(minutes: float, dice: random.Random) -> Iterator[Tally]:
             tally.flips += 1
         fault = dice.choices(FAULTS, [WEIGHTS[fault.ends] for fault in FAULTS])[0]
         situation = dice.choice(SITUATIONS)
+        print(f"{fault.name}, {situation}", flush=True)  # should it end here, this is what it ended on
         took_s, lost = inject(session, fault.at_a_random_moment(dice), situation)
         tally.times[fault.name].append(took_s)
         tally.lost[fault.name] += lost
