@@ -48,18 +48,25 @@ INGREDIENTS = (
 
 def set_up() -> int:
     """Make the environment, unless its stamp says that it is there already."""
-    known = read_stamp()
-    if known and known == wanted_state(known, torch_for(known)) and not must_be_remade(known):
-        return 0
-    with alone():
-        make_all()
+    torch = torch_for(read_stamp())
+    if not is_complete(torch):
+        with alone():
+            if not is_complete(torch):  # which another set-up has seen to meanwhile
+                make_all(torch)
     return 0
+
+
+def is_complete(torch: Choice) -> bool:
+    """Whether everything is there, with this torch."""
+    known = read_stamp()
+    return known == wanted_state(known, torch) and not must_be_remade(known)
 
 
 def wanted_state(known: dict[str, Any], torch: Choice) -> dict[str, Any]:
     """What a complete environment's stamp says."""
-    made = {"ingredients": fingerprint(ROOT), "gpu": horovod_gpu()}
-    return made | {
+    return {
+        "ingredients": fingerprint(ROOT),
+        "gpu": horovod_gpu(),
         "torch": torch.requirement,
         "root": str(ROOT),
         "named": was_named(known),
@@ -67,13 +74,10 @@ def wanted_state(known: dict[str, Any], torch: Choice) -> dict[str, Any]:
     }
 
 
-def make_all() -> None:
+def make_all(torch: Choice) -> None:
     """Everything that is not there yet, one step after another."""
     known = read_stamp()
-    torch, remake = torch_for(known), must_be_remade(known)
-    state = wanted_state(known, torch)
-    if known == state and not remake:
-        return  # another set-up has made it meanwhile
+    state, remake = wanted_state(known, torch), must_be_remade(known)
     started = time.monotonic()
     print(f"Setting up with {torch.requirement}: {torch.why}.", flush=True)
     check_disk(ROOT, REST_GIB if known.get("torch") == torch.requirement else needed_gib(torch.requirement))

@@ -214,9 +214,8 @@ class Ranks:
     def _await_joined(self, joining: Call) -> None:
         try:
             joining.get(REJOIN_PATIENCE_S)
-        except (
-            TimeoutError
-        ) as error:  # they are slow or stopped, not dead: whoever comes next waits for the same answer
+        except TimeoutError as error:
+            # They are slow or stopped, not dead: whoever comes next waits for the same answer.
             raise TrainingFailed(_NOT_JOINED.format(error)) from None
         except RankError as error:
             self._end_joining(joining)  # the ranks say that they are still apart: whoever comes next tries once more

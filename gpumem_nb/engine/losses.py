@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..shared.errors import WorkloadError
 from .step.own_loss import OwnLoss
+from .step.parts import as_given
 from .step.undo import ForwardState, ForwardUndo
 
 _NAMED = {"loss": "A criterion", "metric": "A metric of outputs and targets"}
@@ -43,7 +44,7 @@ def as_metric(metric: Any, name: str) -> Callable[[Any, Any], Any]:
         given = of_batch(model, batch)
         return given if isinstance(given, Mapping) else {name: given}
 
-    named.criterion = getattr(of_batch, "criterion", of_batch)  # type: ignore[attr-defined]  # what was attached
+    named.criterion = as_given(of_batch)  # type: ignore[attr-defined]  # what was attached
     return named
 
 

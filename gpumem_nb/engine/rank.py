@@ -44,6 +44,7 @@ from . import building, surroundings
 from .attach import attached
 from .names import OfferedNames, taken
 from .random_state import seed_all
+from .step.parts import as_given
 from .step.trainer import Trainer
 from .storing import attached_objects, capture, restore
 from .storing.snapshots import Snapshots
@@ -173,8 +174,7 @@ def offer_trained() -> Iterator[object]:
     if _trainer is None:
         return iter(())
     _offer(_trainer)
-    loss = _trainer.workload.loss
-    return chain(_trainer.live.parts.modules(), (getattr(loss, "criterion", loss), _trainer.stream.dataset))
+    return chain(_trainer.live.parts.modules(), (as_given(_trainer.workload.loss), _trainer.stream.dataset))
 
 
 def loaded() -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pynvml
 
+from ..shared import gpus
 from ..shared.errors import SetupError
 from .mpi_tools import mpi_library_folders, mpi_version, require_tool
 
@@ -114,10 +115,10 @@ def choose_gpu_mode(asked: str, cuda: str | None) -> str:
             )
         return "none"
     if asked == "auto":
-        gpus = gpus_wanted()
-        if not gpus:
+        wanted = gpus_wanted()
+        if not wanted:
             return "none"
-        return "nccl" if nccl_folder() and gpus > 1 else "staged"
+        return "nccl" if nccl_folder() and wanted > 1 else "staged"
     if asked == "nccl" and nccl_folder() is None:
         raise SetupError(
             "NCCL's headers were not found. "
@@ -136,17 +137,12 @@ def gpus_wanted() -> int:
     if os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
         return 2
     try:
-        pynvml.nvmlInit()
+        with gpus.opened():
+            return int(pynvml.nvmlDeviceGetCount())
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return 0
-    except pynvml.NVMLError as error:
+    except gpus.ERRORS as error:
         raise SetupError(NO_ANSWER.format(error)) from None
-    try:
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError as error:
-        raise SetupError(NO_ANSWER.format(error)) from None
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def nccl_folder() -> Path | None:

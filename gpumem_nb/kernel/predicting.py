@@ -16,10 +16,10 @@ from ..shared.settings import Settings
 from . import compatibility
 from .foreground import Foreground
 from .training import Training
+from .tryout import shortened
 
 SMALL = (2, 4)
 """Batch sizes of the steps from which all larger ones follow; see docs/prediction.md."""
-MICRO_BATCHES = 2  # show a step's peak: from the second one on, gradients lie beside the activations
 MOST_BATCH = 2**20  # of the batch sizes that are looked through where the data set none
 
 
@@ -101,10 +101,9 @@ class Predicting:
         return [batch_size] if batched or batch_size <= max(SMALL) else list(SMALL)
 
     def _ask(self, settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> list[Forecasts]:
-        tried = settings.replace(accumulation_steps=min(settings.accumulation_steps, MICRO_BATCHES))
         with self._foreground.interruptible():
             self._training.apply()
-        call = self._training.ask_alone("forecast", tried, small, batch_sizes, most)
+        call = self._training.ask_alone("forecast", shortened(settings), small, batch_sizes, most)
         answers: list[Forecasts] = self._foreground.finish(call).get()
         return answers
 

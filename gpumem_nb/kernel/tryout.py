@@ -18,6 +18,11 @@ PATIENCE_S = 5.0
 MICRO_BATCHES = 2  # show a step's peak: from the second one on, gradients lie beside the activations
 
 
+def shortened(settings: Settings) -> Settings:
+    """The same with as few micro-batches as show a step's peak."""
+    return settings.replace(accumulation_steps=min(settings.accumulation_steps, MICRO_BATCHES))
+
+
 class Tryout:
     """Candidates in place of settings that ran out of memory, the mildest first.
 
@@ -46,7 +51,7 @@ class Tryout:
         long is left out.
         """
         for candidate in itertools.chain(self._mild, [] if self.rescue.fits else self._ladder):
-            trial = candidate.replace(accumulation_steps=min(candidate.accumulation_steps, MICRO_BATCHES))
+            trial = shortened(candidate)
             if self._sample_s * trial.samples_per_rank <= self._until_s - time.monotonic():
                 self._candidate = candidate
                 return trial

@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gpumem_nb.memory.ledger.trace import Trace
+from gpumem_nb.memory.ledger.trace import CODE, Trace
 from gpumem_nb.memory.prediction.forecast import forecast, largest
 from gpumem_nb.memory.prediction.scaling import SmallSteps
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, verdict, worst
 from gpumem_nb.shared.categories import (
     ACTIVATIONS,
-    CATEGORIES,
     INPUTS,
     OPTIMIZER_STATE,
     PARAMETERS,
@@ -23,7 +22,6 @@ from gpumem_nb.shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED, 
 from gpumem_nb.shared.settings import Settings
 
 MIB = 2**20
-CODE = {category: code for code, category in enumerate(CATEGORIES)}
 
 
 def trace(batch_size: int, scratch: int = 1) -> Trace:
@@ -46,7 +44,6 @@ def trace(batch_size: int, scratch: int = 1) -> Trace:
         modules=("net",),
         foreign_bytes=0,
         rest_bytes=0,
-        exact=True,
         missing_bytes=0,
     )
 

@@ -28,6 +28,7 @@ from .ambient import Ambient
 from .blame import failure_of
 from .live_model import LiveModel
 from .own_loss import micro_batches
+from .parts import as_given
 from .precision import autocast
 from .undo import ForwardState, ForwardUndo
 
@@ -64,7 +65,7 @@ class Evaluator:
         self._workload = workload
         self._held_out = held_out
         self.length = len(held_out)
-        metric = getattr(workload.metric, "criterion", workload.metric)
+        metric = as_given(workload.metric)
         self._metric = (metric.to(device.torch_device),) if isinstance(metric, nn.Module) else ()
         self._forward = ForwardState((*live.parts.named.values(), *self._metric), workload.loss)
         self._device = device

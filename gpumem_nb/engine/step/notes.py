@@ -9,7 +9,7 @@ from torch import nn
 
 from ...internals.torch_internals import has_step_hooks
 from .live_model import LiveModel
-from .parts import in_groups
+from .parts import as_given, in_groups
 from .python_state import PythonState
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -24,7 +24,7 @@ def notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[str, .
             "from rank to rank; weights do not."
         )
     trained = set(map(id, live.parts.parameters()))
-    given = getattr(loss, "criterion", loss)
+    given = as_given(loss)
     used = [weight for _, weight in PythonState(lambda: (given,)).weights() if weight.requires_grad]
     if strangers := [weight for weight in used if id(weight) not in trained]:
         said.append(

@@ -13,6 +13,11 @@ CRITERION = "loss."
 LOOSE = "optimizer."
 
 
+def as_given(function: Any) -> Any:
+    """What somebody gave as loss or metric, inside of what was made of it here; any other function itself."""
+    return getattr(function, "criterion", function)
+
+
 class Parts:
     """The modules that take part in a step, and the tensors in them by name.
 
@@ -25,7 +30,7 @@ class Parts:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
         self.named: dict[str, nn.Module] = {"": model}
-        criterion = loss if isinstance(loss, nn.Module) else getattr(loss, "criterion", None)
+        criterion = loss if isinstance(loss, nn.Module) else as_given(loss)
         if isinstance(criterion, nn.Module):
             self.named[CRITERION] = criterion
         self._optimizers: list[Optimizer] = []

@@ -17,6 +17,7 @@ from ..copies import host_copy, overwrite
 from ..random_state import RandomState
 from . import optimizers
 from .changing import Before, Changing, Key, can_be_filled
+from .parts import as_given
 from .python_state import PythonState, Taken
 from .reachable import Reachable
 
@@ -55,7 +56,7 @@ class ForwardState:
 
     def __init__(self, parts: Iterable[nn.Module], loss: Callable[..., Any]) -> None:
         self._parts = roots = tuple(parts)
-        given = getattr(loss, "criterion", None)  # what somebody attached, inside of what calls it
+        given = as_given(loss)
         self.python = PythonState(lambda: (*roots, loss, given))  # not by way of self: a circle would keep the model
         self._changing = Changing(_copy, _LARGEST_BYTES)
         self._fresh: list[Before] = []

@@ -25,7 +25,7 @@ from ...shared.categories import (
 )
 from ...shared.messages import Ledger, Span, Timeline
 from .events import Base, Events
-from .trace import Trace
+from .trace import CODE, Trace
 
 MOST_MODULES = 40  # in a ledger; the rest is summed up
 MOST_POINTS = 600  # in a timeline
@@ -33,7 +33,6 @@ REST = "…"
 # Whom an allocation belongs to when several claim it: the first one.
 _CLAIMS = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, COMMUNICATION, INPUTS, CASTS, ACTIVATIONS)
 _PRECEDENCE = {category: place for place, category in enumerate(_CLAIMS)}
-_CODE = {category: code for code, category in enumerate(CATEGORIES)}
 _LASTING = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, COMMUNICATION, INPUTS)
 _Array = NDArray[np.int64]
 
@@ -131,7 +130,7 @@ class Account:
         total, began_ns = self._live.sum(axis=0), self._observed.began_ns
         shown = np.unique([0, *_highest(total, MOST_POINTS), self._peak, len(total) - 1])
         times = [(self._time_ns(index) - began_ns) / 1e6 for index in shown]
-        live = {name: tuple(self._live[code, shown].tolist()) for name, code in _CODE.items()}
+        live = {name: tuple(self._live[code, shown].tolist()) for name, code in CODE.items()}
         return Timeline(
             rank=rank,
             step=step,
@@ -154,7 +153,7 @@ class Account:
         there = set(self._numbers.tolist())
         others = [number for number in known if number not in there]
         sizes = np.concatenate([size, np.array([known[number].nbytes for number in others], dtype=np.int64)])
-        codes = np.array([_CODE[known[number].category] for number in others], dtype=np.int64)
+        codes = np.array([CODE[known[number].category] for number in others], dtype=np.int64)
         order = np.argsort(np.concatenate([self._numbers, np.array(others, dtype=np.int64)]), kind="stable")
         own_calls = np.concatenate([call[0], np.zeros(len(others), dtype=np.int64)])
         before = np.concatenate([~born, np.ones(len(others), dtype=np.bool_)])
@@ -186,7 +185,6 @@ class Account:
             modules=modules,
             foreign_bytes=base.foreign_bytes + highest,
             rest_bytes=max(0, int(live - sizes[before & ~foreign].sum())),
-            exact=self._observed.exact,
             missing_bytes=0 if self._observed.exact else max(0, events.live_peak_bytes - seen),
         )
 
@@ -233,15 +231,15 @@ class Account:
                 return OTHER
             return INSIDE_OPERATORS if inside[index] else TEMPORARIES
 
-        return np.array([_CODE[category(index)] for index in range(len(self._numbers))], dtype=np.int64)
+        return np.array([CODE[category(index)] for index in range(len(self._numbers))], dtype=np.int64)
 
     def _base(self) -> _Array:
         """Live bytes by category before the first event."""
         base = np.zeros(len(CATEGORIES), dtype=np.int64)
         for _, claim in self._from_before():
-            base[_CODE[claim.category]] += claim.nbytes
-        base[_CODE[COMMUNICATION]] += self._observed.base.foreign_bytes
-        base[_CODE[OTHER]] = self._observed.base.live_bytes - base.sum()
+            base[CODE[claim.category]] += claim.nbytes
+        base[CODE[COMMUNICATION]] += self._observed.base.foreign_bytes
+        base[CODE[OTHER]] = self._observed.base.live_bytes - base.sum()
         return base
 
     def _from_before(self) -> Iterator[tuple[int, Claim]]:

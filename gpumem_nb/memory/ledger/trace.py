@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ...shared.categories import CATEGORIES, OPTIMIZER_STATE
+
 Ints = NDArray[np.int64]
+CODE = {category: code for code, category in enumerate(CATEGORIES)}
+"""A category as a number: its place in :data:`gpumem_nb.shared.categories.CATEGORIES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,7 @@ class Trace:
     Attributes:
         batch_size: samples of a micro-batch.
         size: bytes of each allocation.
-        category: of each, as the index in :data:`gpumem_nb.shared.categories.CATEGORIES`.
+        category: of each, as its :data:`CODE`.
         before: whether it was there when the step began.
         call: the outermost operator call in which it was asked for; 0 outside of operators.
         scratch: whether it was asked for and released within one operator call.
@@ -30,7 +34,6 @@ class Trace:
         phases, modules: their names.
         foreign_bytes: the most that other threads (Horovod's) held.
         rest_bytes: what was there when the step began and is in no allocation that is known.
-        exact: whether every allocation was seen, also those inside operators.
         missing_bytes: of the allocator's own peak, those that were not seen; 0 where all were.
     """
 
@@ -47,7 +50,6 @@ class Trace:
     modules: tuple[str, ...]
     foreign_bytes: int
     rest_bytes: int
-    exact: bool
     missing_bytes: int
 
     @property
@@ -56,15 +58,15 @@ class Trace:
         change: Ints = np.sign(self.event) * self.size[np.abs(self.event) - 1]
         return change
 
-    def settled(self, state: int) -> Trace:
-        """The same step once the optimizer has its state: what is of that category and stays was there before.
+    def settled(self) -> Trace:
+        """The same step once the optimizer has its state: what it makes of that and keeps was there before.
 
         An optimizer makes its state in its first update, after the peak of most steps; from then on it is there during
         forward and backward.
         """
         released = np.zeros(len(self.size), dtype=np.bool_)
         released[-self.event[self.event < 0] - 1] = True
-        new = (self.category == state) & ~self.before & ~released
+        new = (self.category == CODE[OPTIMIZER_STATE]) & ~self.before & ~released
         kept = ~new[np.abs(self.event) - 1]
         return replace(
             self, before=self.before | new, event=self.event[kept], phase=self.phase[kept], module=self.module[kept]

@@ -7,13 +7,12 @@ import bisect
 import numpy as np
 
 from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OTHER
-from ...shared.forecast import BY_PEAKS, RECORDED, Forecast
-from ..ledger.trace import Trace
+from ...shared.forecast import BY_PEAKS, ERRORS, RECORDED, Forecast
+from ..ledger.trace import CODE, Trace
 from ..virtual_gpu.replay import replay
 from .scaling import SmallSteps
 
 STEPS = 3  # replayed one after another: the second finds the segments of the first, and the third changes little
-_CODE = {category: code for code, category in enumerate(CATEGORIES)}
 
 
 def forecast(steps: SmallSteps, batch_size: int, limit_bytes: int | None) -> Forecast:
@@ -38,22 +37,21 @@ def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
         return most
 
     def fits(batch_size: int) -> bool:
-        expected = forecast(steps, batch_size, None)
-        return forecast(steps, batch_size, round(limit_bytes * (1 - expected.error))).fits
+        return forecast(steps, batch_size, round(limit_bytes * (1 - ERRORS[steps.how_at(batch_size)]))).fits
 
     return bisect.bisect_left(range(1, most + 1), True, key=lambda batch_size: not fits(batch_size))
 
 
 def _of(trace: Trace, limit_bytes: int | None, how: str) -> Forecast:
     base = np.bincount(trace.category[trace.before], trace.size[trace.before], len(CATEGORIES)).astype(np.int64)
-    base[_CODE[COMMUNICATION]] += trace.foreign_bytes
-    base[_CODE[OTHER]] += trace.rest_bytes
-    live = np.concatenate([[0], np.cumsum(trace.change)]) + base.sum()
+    base[CODE[COMMUNICATION]] += trace.foreign_bytes
+    base[CODE[OTHER]] += trace.rest_bytes
+    change = trace.change
+    live = np.concatenate([[0], np.cumsum(change)]) + base.sum()
     peak = int(live.argmax())
     place = np.abs(trace.event[:peak]) - 1
-    change = np.bincount(trace.category[place], trace.change[:peak], len(CATEGORIES)).astype(np.int64)
-    at_peak = base + change
-    at_peak[_CODE[INSIDE_OPERATORS]] += trace.missing_bytes
+    at_peak = base + np.bincount(trace.category[place], change[:peak], len(CATEGORIES)).astype(np.int64)
+    at_peak[CODE[INSIDE_OPERATORS]] += trace.missing_bytes
     events = _replayable(trace)
     without_limit = replay(events)
     fits = limit_bytes is None or without_limit.reserved_peak_bytes <= limit_bytes

@@ -12,11 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...shared.categories import CATEGORIES, INPUTS, OPTIMIZER_STATE
+from ...shared.categories import INPUTS
 from ...shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED, VARYING
-from ..ledger.trace import Ints, Trace
-
-_CODE = {category: code for code, category in enumerate(CATEGORIES)}
+from ..ledger.trace import CODE, Ints, Trace
 
 
 class SmallSteps:
@@ -29,11 +27,15 @@ class SmallSteps:
     """
 
     def __init__(self, traces: Sequence[Trace]) -> None:
-        self.traces = [trace.settled(_CODE[OPTIMIZER_STATE]) for trace in traces]
+        self.traces = [trace.settled() for trace in traces]
         self.how = RECORDED
         if len(self.traces) > 1:
             small, large, self.how = _paired(*self.traces)
             self.traces = [small, large]
+
+    def how_at(self, batch_size: int) -> str:
+        """How a step of this size is found."""
+        return RECORDED if self.recorded_at(batch_size) else self.how
 
     def recorded_at(self, batch_size: int) -> Trace | None:
         """The step of that very size, if it is one of these."""
@@ -89,6 +91,6 @@ def _alike(small: Trace, large: Trace) -> bool:
 
 def _vary(small: Trace, large: Trace) -> bool:
     """Whether samples are of different sizes, such as texts padded to the longest: then bytes lie on no line."""
-    inputs = (small.category == _CODE[INPUTS]) & ~small.before
+    inputs = (small.category == CODE[INPUTS]) & ~small.before
     of_samples = inputs & (small.size != large.size)
     return not np.array_equal(small.size[of_samples] * large.batch_size, large.size[of_samples] * small.batch_size)
