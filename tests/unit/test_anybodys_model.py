@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -344,3 +345,20 @@ def test_batch_norm_that_a_cell_synchronises_is_refused() -> None:
     one.live.model[1] = nn.SyncBatchNorm.convert_sync_batchnorm(one.live.model[1])  # type: ignore[index, operator]
     cells.one_more()
     assert "SyncBatchNorm (1) averages over torch.distributed" in told(one.run(Chunk(Settings(batch_size=4), 1, 1)))
+
+
+@pytest.mark.parametrize("trial_id", [-1, -2, -3, -4])
+def test_a_trial_is_of_its_own_settings_whatever_was_half_applied_before(trial_id: int) -> None:
+    sizes = SimpleQueue[int]()  # a list would be put back
+
+    def seen(model: Any, batch: Any) -> Any:
+        sizes.put(len(batch[0]))
+        return model(batch[0]).mean()
+
+    one = attached(nn.Linear(4, 1), seen)
+    assert one.run(Chunk(Settings(batch_size=4), 1, 1)).failure is None
+    assert one.run(Chunk(Settings(batch_size=4, checkpointing="blocks"), 2, 1)).failure  # it has no blocks
+    assert one.run(Chunk(Settings(batch_size=2), trial_id, 1, trial=True)).failure is None
+    assert one.run(Chunk(Settings(batch_size=4), 3, 1)).failure is None
+    assert [sizes.get_nowait() for _ in range(sizes.qsize())] == [4, 2, 4]
+    assert one.live.settings == Settings(batch_size=4)

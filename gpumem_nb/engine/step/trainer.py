@@ -35,10 +35,9 @@ from .rates import named_rate
 from .step import Outcome, Stepper
 from .voting import StepOrder
 
-_HALF_APPLIED = -2  # in place of a chunk's settings_id: going back must apply everything, and nothing of it is proven
+# In place of a chunk's settings_id, for what is half applied or asked for a forecast: nothing of it is proven.
+_NO_CONFIGURATION = -2
 FORECAST_ATTEMPTS = 2  # a model's very first step may make what later ones find
-_TO_BE_APPLIED = -4  # nor this: no chunk has it
-_FORECAST = -3  # neither: its settings are no configuration of their own
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
 
 
@@ -260,7 +259,7 @@ class Trainer:
         for _ in range(FORECAST_ATTEMPTS):
             traces.clear()
             for batch_size in small:
-                chunk = Chunk(settings.replace(batch_size=batch_size), _FORECAST, 1, trial=True, ledger_steps=1)
+                chunk = Chunk(settings.replace(batch_size=batch_size), _NO_CONFIGURATION, 1, trial=True, ledger_steps=1)
                 failure = self._try_out(chunk).failure
                 record, self._stepper.record = self._stepper.record, None
                 if any_rank(record is None, "forecast"):
@@ -291,23 +290,25 @@ class Trainer:
         settings, settings_id = self.live.settings, self._settings_id
         flipped, recorded_steps = self._flipped, self._recorded_steps
         outcome, sample = self._step(self._apply(chunk), chunk)
-        self._settings_id = _TO_BE_APPLIED  # whatever of it could be applied is taken back
-        self._apply(Chunk(settings, settings_id, 0))
+        self._apply(Chunk(settings, settings_id, 0, trial=True))  # whatever of it could be applied is taken back
         self._flipped, self._recorded_steps = flipped, recorded_steps
         return ChunkReply(self.stream.rank, (sample,), self._device.reading(), outcome.failure)
 
     def _apply(self, chunk: Chunk) -> Failure | None:
-        """Switch to the chunk's settings, or say why it cannot be done."""
+        """Switch to the chunk's settings, or say why it cannot be done.
+
+        Only of a chunk that is no trial does its ``settings_id`` tell that they are in use already.
+        """
         self._stepper.phase = "settings"
         try:
             self.live.resume_modes()
             self.stream.load_with(chunk.settings)
-            if chunk.settings_id == self._settings_id:
+            if chunk.settings_id == self._settings_id and not chunk.trial:
                 return None
             changed = chunk.settings != self.live.settings
             self.live.apply(chunk.settings)
         except BaseException as error:
-            self._settings_id = _HALF_APPLIED
+            self._settings_id = _NO_CONFIGURATION
             return self._stepper.failure(error)
         self._settings_id = chunk.settings_id
         self._flipped, self._recorded_steps = self._flipped or changed, 0
