@@ -95,6 +95,8 @@ class Watch:
         first = launcher.starter if launcher.starter in gone else gone[0]
         assert not isinstance(first, RemoteHost), "it would be lost"
         how = launcher.exit_code(first) if isinstance(first, Identity) else None
+        if first in self._ranks:
+            return self._explain_rank(self._ranks.index(first), how, kills)
         return autopsy.explain(self._names[first], first.pid, how, kills, "")
 
     def _explain_rank(self, rank: int, code: int | None, oom_kills: int | None) -> str:

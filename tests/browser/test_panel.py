@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Locator, expect
 
 from gpumem_nb.shared.categories import CATEGORIES
 from tests.internals import folders_expression
@@ -326,13 +326,16 @@ def test_a_reloaded_page_shows_the_same_and_goes_on(panel: PanelPage) -> None:
 
 
 def test_theme_switch_recolours_text_and_grid_at_once(panel: PanelPage) -> None:
-    colour = "element => getComputedStyle(element)"
+    def colour(part: Locator, name: str) -> str:
+        # Charts are drawn anew at any moment: what has just left the page has no style.
+        return until(lambda: str(part.evaluate("(element, name) => getComputedStyle(element)[name]", name)))
+
     parts = {
         "fill": panel.page.locator(".gpumem-panel .ytick text").first,
         "stroke": panel.page.locator(".gpumem-panel .gridlayer path").first,
         "color": panel.status,
     }
-    light = {name: part.evaluate(f"{colour}.{name}") for name, part in parts.items()}
+    light = {name: colour(part, name) for name, part in parts.items()}
     # A theme's name is there a moment before its colours.
     panel.notebook.theme("JupyterLab Dark")
     for name, part in parts.items():

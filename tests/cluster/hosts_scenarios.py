@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -147,10 +148,23 @@ def dies_with_a_rank_or_a_host_and_says_which() -> None:
     )
     nothing_is_left(kept, within_s=5)
     session.restart()
+    kept, pid = traces(session), session.ranks[1].pid
+    says(session, rf"Rank 1 \(pid {pid} on host b\) has ended", lambda: ends_unseen(session))
+    nothing_is_left(kept, within_s=GONE_S)
+    session.restart()
     kept = traces(session)
     says(session, r"Host b \(rank 1\) gave no sign of life", lambda: on_b("ip", "link", "set", "veth-b", "down"))
     nothing_is_left(kept, within_s=GONE_S)
     session.stop()
+
+
+def ends_unseen(session: Session) -> None:
+    """Rank 1 ends, and none of those who could say how gets to it."""
+    os.kill(session.ranks[0].pid, signal.SIGSTOP)
+    for line in on_b("ps", "-eo", "pid,comm").splitlines():
+        if "prted" in line:
+            on_b("kill", "-STOP", line.split()[0])
+    on_b("kill", "-9", str(session.ranks[1].pid))
 
 
 def says(session: Session, sentence: str, strike: Callable[[], object]) -> None:
