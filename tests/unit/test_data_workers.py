@@ -124,6 +124,25 @@ def test_a_bad_sample_is_named_or_skipped_by_workers_too(workers: int, make: Mak
     assert stream.take_skipped() == ("sample 7 of the data failed: OSError: unreadable",)
 
 
+def test_a_worker_is_named_whose_connection_broke_a_moment_before_it_has_ended(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = make(num_workers=1)
+    for _ in range(2):
+        take(stream)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    pid = worker.pid
+
+    def broken(iterator: Any) -> None:
+        os.kill(pid, signal.SIGKILL)
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._next_data", broken)
+    with pytest.raises(WorkloadError, match=rf"A data worker \(pid {pid}\) was ended by SIGKILL"):
+        take(stream)
+
+
 def test_a_worker_that_dies_is_named_and_the_next_step_has_new_ones(make: Make) -> None:
     stream, plain = make(num_workers=1, prefetch_factor=1), make()
     for _ in range(2):

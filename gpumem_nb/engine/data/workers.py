@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,11 +107,19 @@ class Workers:
         try:
             yield
         except BaseException as error:
-            ended = [process for process in self._processes if not process.is_alive()]
+            ended = self._ended(connection_broke=isinstance(error, OSError | EOFError))
             self.close()
             if ended and isinstance(error, Exception):  # torch says it in several ways
-                raise WorkloadError(_ended(ended[0])) from None
+                raise WorkloadError(_in_words(ended[0])) from None
             raise
+
+    def _ended(self, connection_broke: bool) -> list[multiprocessing.process.BaseProcess]:
+        """The processes that have ended; connections to one that is ending break some moments before."""
+        if connection_broke:
+            ending = wait([process.sentinel for process in self._processes], _PATIENCE_S)
+            for process in self._processes:
+                process.join(_PATIENCE_S if process.sentinel in ending else 0)
+        return [process for process in self._processes if not process.is_alive()]
 
     @property
     def closed(self) -> bool:
@@ -202,7 +211,7 @@ def _signals_left_alone() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL if is_handler_of_loaders(before) else before)
 
 
-def _ended(process: multiprocessing.process.BaseProcess) -> str:
+def _in_words(process: multiprocessing.process.BaseProcess) -> str:
     code = process.exitcode or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     why = _PERHAPS.get(signal.Signals(-code), "") if code < 0 else ""
