@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +17,8 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.cluster_records import await_end
 from gpumem_nb.shared.processes import Identity, identify
 from tests import internals
-from tests.timing import HANG_S
+from tests.internals import wait_for_steps
+from tests.timing import HANG_S, until
 
 pytestmark = pytest.mark.cluster
 BEAT_MS = 10  # at this pace the controller of old dropped an engine after 100 misses, in 1 s
@@ -76,6 +78,43 @@ def test_a_rank_that_is_silent_stays_registered(session: Session) -> None:
     with stopped([session.ranks[1].pid]):
         assert not await_end(ranks_of(session)[:1], LONG_S)
     assert session.run("rank", timeout=HANG_S) == [0, 1]
+
+
+# Rank 1 takes long over its samples once, in pieces that do not end sooner where it is stopped meanwhile.
+SLOW = """
+import pathlib, time, types
+from torch import nn
+slow = types.ModuleType("slow")
+slow.once = True
+net = nn.Linear(4, 3)
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        if rank == 1 and slow.once:
+            slow.once = False
+            for _ in range(15):
+                time.sleep(0.1)
+        return torch.ones(4)
+rows = Rows()
+def loss(model, batch):
+    if rank == 0:  # which waits for the other one next
+        pathlib.Path(began).touch()
+    return model(batch).square().mean()
+"""
+
+
+def test_ranks_that_are_silent_together_did_not_wait_for_one_another(session: Session, tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    session.run(f"began = {str(began)!r}\n{SLOW}")
+    session.attach(model="net", loss="loss", data="rows")
+    session.set(stall_limit_s=2, batch_size=2)
+    session.play()
+    until(began.exists)
+    with stopped([info.pid for info in session.ranks]):  # as on a machine that is paused
+        assert not await_end(ranks_of(session)[:1], LONG_S)
+    wait_for_steps(session, 5)
+    session.pause()
+    assert not [event.text for event in session.history.events if event.kind == "stall"]
 
 
 def test_silence_may_last_ten_minutes(session: Session) -> None:

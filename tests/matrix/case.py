@@ -39,6 +39,7 @@ class Subject:
     Attributes:
         refused: a pattern of the sentence with which it is refused, whatever is done.
         refused_checkpointed: the same, under checkpointing alone.
+        refused_in_fp16: the same, under precision=fp16 alone.
         seed: given to the session before; what cells draw follows from it.
         batch_size: on each rank; ``None`` for that of its ``DataLoader``.
     """
@@ -49,6 +50,7 @@ class Subject:
     batch_size: int | None = 4
     refused: str = ""
     refused_checkpointed: str = ""
+    refused_in_fp16: str = ""
 
     @property
     def cell(self) -> str:
@@ -97,7 +99,8 @@ class Case:
     def refused(self) -> str:
         """The pattern of the sentence with which it is refused, if it is."""
         checkpointed = self.subject.refused_checkpointed if self.checkpointing != "none" else ""
-        return self.subject.refused or checkpointed or self.deed.refused
+        in_fp16 = self.subject.refused_in_fp16 if self.precision == "fp16" else ""
+        return self.subject.refused or checkpointed or in_fp16 or self.deed.refused
 
     @property
     def exact(self) -> bool:

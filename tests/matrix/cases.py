@@ -13,7 +13,7 @@ from tests.matrix.training import TRAINING
 from tests.matrix.transformers_models import GPT2, TRANSFORMERS
 
 CHECKPOINTING = ("none", "blocks", "sqrt")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 SUBJECTS = (*MODELS, *TRANSFORMERS, *TRAINING, *DATA)
 
 

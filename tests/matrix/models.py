@@ -253,6 +253,7 @@ net.to(torch.float16)
 data = TensorDataset(x.half(), y)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 """,
+        refused_in_fp16="precision=fp16 scales the loss for weights in fp32, and .* is in fp16 itself",
     ),
     Subject(
         "extra state",

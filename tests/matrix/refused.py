@@ -112,4 +112,104 @@ def loss(model, batch):
     Subject(
         "other models on each rank", BLOCKS + "net.other = nn.Linear(8, 1 + rank)", refused="hold different models"
     ),
+    Subject(
+        "a model without trainable parameters",
+        BLOCKS + "net.requires_grad_(False)",
+        refused="no trainable parameters: every requires_grad is False",
+    ),
+    Subject(
+        "weights on the meta device",
+        BLOCKS + "net.later = nn.Linear(8, 3, device='meta')",
+        refused="is on the meta device .* Load the model's weights first",
+    ),
+    Subject(
+        "a sparse buffer",
+        BLOCKS + "net.register_buffer('graph', torch.eye(3).to_sparse())",
+        refused="graph is a sparse tensor.* Keep it dense",
+    ),
+    Subject(
+        "hvd.DistributedOptimizer",
+        BLOCKS + "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))",
+        refused="averages the gradients over the ranks, and so does every step here",
+    ),
+    Subject(
+        "an optimizer around another one",
+        BLOCKS
+        + """
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.slow = inner, [p.detach().clone() for p in net.parameters()]
+    def step(self, closure=None):
+        self.inner.step()
+optimizer = Lookahead(torch.optim.AdamW(net.parameters(), lr=0.01))
+""",
+        refused=r"Lookahead keeps a state of its own beside that of the AdamW in it.* Attach the AdamW",
+    ),
+    Subject(
+        "a scheduler of another optimizer",
+        BLOCKS
+        + "optimizer = torch.optim.AdamW(net.parameters())\n"
+        + "scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.AdamW(net.parameters()), 2)",
+        refused="StepLR steers an optimizer that is not trained with",
+    ),
+    Subject("no loss", BLOCKS + "del criterion", refused="No loss was named and the model returned none"),
+    Subject(
+        "a loss that does not depend on the weights",
+        BLOCKS + "del criterion\nloss = lambda model, batch: F.cross_entropy(model(batch[0]).detach(), batch[1])",
+        refused=r"does not depend on the model's weights.* Remove detach\(\)",
+    ),
+    Subject(
+        "a complex loss",
+        BLOCKS + "del criterion\nloss = lambda model, batch: model(batch[0]).mean() * (1 + 1j)",
+        refused="must be a real number; it is complex",
+    ),
+    Subject(
+        "an empty dataset", BLOCKS + "data = TensorDataset(x[:0], y[:0])", refused="empty|gives no sample|fewer than"
+    ),
+    Subject(
+        "parts of different lengths", BLOCKS + "data = (x, y[:30])", refused="have different lengths: 40 and 30 rows"
+    ),
+    Subject(
+        "data that is neither a dataset nor iterable",
+        BLOCKS + "data = 7",
+        refused="has neither __len__ and __getitem__ nor __iter__",
+    ),
+    Subject(
+        "a sampler without a length",
+        BLOCKS
+        + """
+class Endless(torch.utils.data.Sampler):
+    def __iter__(self):
+        return iter(range(40))
+data = DataLoader(data, batch_size=4, sampler=Endless())
+""",
+        batch_size=None,
+        refused="Endless has no length.* Give it __len__",
+    ),
+    Subject(
+        "a sampler whose order cannot be repeated",
+        BLOCKS
+        + """
+import random
+class Restless(torch.utils.data.Sampler):
+    def __len__(self):
+        return 40
+    def __iter__(self):
+        return iter(random.SystemRandom().sample(range(40), 40))
+data = DataLoader(data, batch_size=4, sampler=Restless())
+""",
+        batch_size=None,
+        refused="Restless gives another order each time it is asked",
+    ),
+    Subject(
+        "validation data that repeats samples",
+        BLOCKS
+        + """
+sampler = torch.utils.data.RandomSampler(data, replacement=True)
+eval_data = DataLoader(data, batch_size=4, sampler=sampler)
+del sampler
+""",
+        refused="chooses samples more than once, and each is to be seen exactly once",
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,26 @@ def test_a_rank_is_freed_at_the_limit(rank: Rank) -> None:
     rank.thread.beat()
     assert rank.others.freed == 1
     assert rank.sent[0].waiting == Waiting("all-reduce 'x'", LIMIT_S)
+
+
+def test_time_in_which_the_rank_was_held_up_is_no_waiting(rank: Rank) -> None:
+    rank.others.waited_s = LIMIT_S + 60
+    rank.thread.beat(late_s=61)
+    assert rank.others.freed == 0
+    assert rank.sent[0].waiting == Waiting("all-reduce 'x'", pytest.approx(LIMIT_S - 1, abs=0.1))
+    rank.others.waited_s += 2  # as long as before, and awake
+    rank.thread.beat()
+    assert rank.others.freed == 1
+
+
+def test_what_held_a_rank_up_before_it_waited_changes_nothing(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = time.monotonic()
+    rank.others.waited_s = 0.01
+    rank.thread.beat(late_s=60)
+    monkeypatch.setattr("gpumem_nb.engine.together.pulse.time.monotonic", lambda: now_s + LIMIT_S + 1)
+    rank.others.waited_s = LIMIT_S + 1
+    rank.thread.beat()
+    assert rank.others.freed == 1
 
 
 @pytest.mark.parametrize("broken", ["reading", "use"])

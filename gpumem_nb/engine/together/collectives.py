@@ -89,9 +89,13 @@ def check() -> None:
 def free(waited: Waiting) -> None:
     """End the waiting of all ranks by shutting Horovod down, in the background: the others must take part in that.
 
-    ``waited`` is why, even if that collective ends at the last moment and the rank comes apart in the next one.
+    ``waited`` is why, even if that collective ends at the last moment and the rank comes apart in the next one. To no
+    effect if it has ended by now: the ranks may have been freed by another one, and be joined again.
     """
     global _freeing, _freed_from
+    now = waiting()
+    if now is None or now.collective != waited.collective or now.seconds < waited.seconds:
+        return
     if _freeing is None:
         _freed_from = waited
         _freeing = threading.Thread(target=horovod_internals.end_threads, daemon=True)

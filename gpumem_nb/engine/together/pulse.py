@@ -11,11 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from ...shared.messages import DeviceUse, Pulse, Reading, Waiting
 
 PERIOD_S = 1.0
+LATE_S = 0.2
+"""By how much later than it meant to a thread wakes up on a machine that is busy, but not held up."""
 KEY = "pulse"
 """Under which the kernel finds the latest pulse beside a request's other data."""
 _log = logging.getLogger(__name__)
@@ -63,25 +66,30 @@ class PulseThread(threading.Thread):
         self._step = step
         self._reading = reading
         self._use = use
+        self._held_up: list[tuple[float, float]] = []  # when it ended and how long it took, both in seconds
 
     def run(self) -> None:
         """Beat until the process ends, whatever happens in a beat: nobody else would free this rank."""
         while True:
+            began_s = time.monotonic()
             time.sleep(PERIOD_S)
             try:
-                self.beat()
+                self.beat(late_s=time.monotonic() - began_s - PERIOD_S)
             except Exception:
                 _log.exception("A sign of life could not be given.")
 
-    def beat(self) -> None:
+    def beat(self, late_s: float = 0.0) -> None:
         """Free the rank if it has waited for too long, and publish one pulse if its request takes long.
 
         A reading that fails is missing in the pulse. Raises what publishing does.
+
+        Args:
+            late_s: how much later than it was meant to it comes.
         """
         request = _request
         if request is None:
             return
-        waiting = self._collectives.waiting()
+        waiting = self._while_awake(self._collectives.waiting(), late_s)
         if waiting and waiting.seconds >= self.limit_s:
             self._collectives.free(waiting)  # before anything else, which might fail or hang
         use = _unless_it_fails(self._use)
@@ -92,6 +100,22 @@ class PulseThread(threading.Thread):
         seen = waiting or self._collectives.left(began_s)  # freed, but has not answered yet
         reading = _unless_it_fails(self._reading)
         self._publish(request.message, Pulse(doing, seconds, time.time(), seen, reading, use, self.limit_s))
+
+    def _while_awake(self, waiting: Waiting | None, late_s: float) -> Waiting | None:
+        """The same without the time in which this rank was held up: the others probably were too.
+
+        A virtual machine that is paused, a laptop's lid, a debugger: afterwards ranks that had nothing left to do would
+        give up those that had, at once.
+        """
+        if waiting is None:
+            self._held_up.clear()
+            return None
+        now_s = time.monotonic()
+        if late_s > LATE_S:
+            self._held_up.append((now_s, late_s))
+        since_s = now_s - waiting.seconds
+        lost_s = sum(max(0.0, min(took_s, ended_s - since_s)) for ended_s, took_s in self._held_up)
+        return replace(waiting, seconds=waiting.seconds - lost_s)
 
 
 def _unless_it_fails(read: Callable[[], Read]) -> Read | None:
