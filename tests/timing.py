@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,6 +14,20 @@ HANG_S = 120.0
 """Whoever waits that long waits for ever; a busy machine needs many times as long as an idle one."""
 _WORK = range(1_000_000)
 _IDLE_S = 0.02  # for adding these up, on a machine of two cores with nothing else to do
+# A virtual machine is paused as a whole now and then, for seconds, and nobody in it could have been faster. A process
+# that does nothing but wake up notices; it ends with this one, whose end closes its input.
+_WATCH = """
+import select, time
+last = time.monotonic()
+while not select.select([0], [], [], 0.02)[0]:
+    now = time.monotonic()
+    if now - last > 0.25:
+        print(last, now, flush=True)
+    last = now
+"""
+_watch = subprocess.Popen([sys.executable, "-c", _WATCH], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+_TOLD_S = 0.1  # after which the watch has told of a pause that is over
+_pauses: list[tuple[float, float]] = []  # from when to when, on the clock of ``time.monotonic``
 
 
 def until(found: Callable[[], T], otherwise: Callable[[], object] = lambda: "it never came") -> T:
@@ -33,9 +50,24 @@ def slowness() -> float:
     return max(1.0, *(add_up() / _IDLE_S for _ in range(3)))
 
 
+def paused_s(since_s: float) -> float:
+    """For how many seconds this machine was held up as a whole since then, on the clock of ``time.monotonic``."""
+    assert _watch.stdout
+    os.set_blocking(_watch.stdout.fileno(), False)
+    for line in (_watch.stdout.read() or b"").decode().splitlines():
+        began_s, ended_s = map(float, line.split())
+        _pauses.append((began_s, ended_s))
+    return sum(max(0.0, ended_s - max(began_s, since_s)) for began_s, ended_s in _pauses)
+
+
 def in_time(took_s: float, promised_s: float) -> bool:
     """Whether something that has just happened took no longer than promised, on a machine with nothing else to do.
 
     On a slower or busier one it may take so many times as long as a piece of work that is always the same takes now.
+    While the machine is held up as a whole no time passes.
     """
-    return took_s < promised_s or took_s < promised_s * slowness()
+    if took_s < promised_s:
+        return True
+    began_s = time.monotonic() - took_s
+    time.sleep(_TOLD_S)
+    return took_s - paused_s(began_s) < promised_s * slowness()

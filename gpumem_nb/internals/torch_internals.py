@@ -236,6 +236,11 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return any((*_pre_hooks(optimizer), *_post_hooks(optimizer)))
 
 
+def step_pre_hooks(optimizer: Optimizer) -> tuple[Any, ...]:
+    """What somebody registered to be done before this optimizer's update, or that of any, in torch's order."""
+    return tuple(hook for hooks in _pre_hooks(optimizer) for hook in hooks.values())
+
+
 @contextmanager
 def step_hooks_held_back(optimizer: Optimizer, pre: bool) -> Iterator[list[Update]]:
     """Inside, no hook runs after this optimizer's update, with ``pre`` none before it either.

@@ -60,6 +60,18 @@ class Held(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
+class Average:
+    """Of the weights as they are before each update."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.weight = weights(optimizer)
+        self.updates = 0
+
+    def advance(self, optimizer: Optimizer, *_: Any) -> None:
+        self.weight.lerp_(weights(optimizer), 0.5)
+        self.updates += 1
+
+
 def trained_with(optimizer: Optimizer, forward: Any = loss) -> Trainer:
     model = Held(optimizer)
     workload = Workload("hooked", lambda: model, rows, forward, optimizer=lambda params: optimizer)
@@ -85,15 +97,24 @@ def test_no_hooks_run_in_trials_and_recorded_steps(own: Optimizer, ran: list[str
     assert ran == ["before any", "before", "after", "after any"]
 
 
-def test_what_follows_an_update_does_not_run_when_another_rank_could_not_update(
+def test_hooks_leave_no_trace_when_another_rank_could_not_update(
     own: Optimizer, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    average = Average(own)
+    own.register_step_pre_hook(average.advance)
     trainer = trained_with(own)
+    trainer.run(Chunk(SETTINGS, 1, 2))
+    before, so_far, updates = list(ran), average.weight.clone(), average.updates
     with monkeypatch.context() as patched:
         patched.setattr(hvd, "allreduce", lambda tensor, **_: tensor + 1)
         reply = trainer.run(Chunk(SETTINGS, 1, 1))
     assert [sample.event for sample in reply.samples] == ["discarded"]
-    assert ran == ["before any", "before"]
+    assert ran == before
+    assert torch.equal(average.weight, so_far)
+    assert average.updates == updates
+    assert trainer.run(Chunk(SETTINGS, 2, 1)).failure is None
+    assert not torch.equal(average.weight, so_far)
+    assert average.updates == updates + 1
 
 
 def test_an_update_that_the_loss_scaler_skips_has_no_hooks(own: Optimizer, ran: list[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
-from ...internals.torch_internals import Update, run_post_hooks, step_hooks_held_back
+from ...internals.torch_internals import Update, run_post_hooks, step_hooks_held_back, step_pre_hooks
 from ...memory.device import Device
 from ...memory.leaks.detector import LeakDetector
 from ...memory.ledger.account import Account
@@ -93,7 +93,9 @@ class Stepper:
         self._leaks = leaks
         self.voting = Voting(live, stream.rank, stream.size, device)
         self._forward_state = ForwardState(live.parts.named.values(), loss)
-        leaks.let_go = self._forward_state.let_go
+        self._hooks: tuple[Any, ...] = ()
+        self._hook_state = ForwardState(())
+        leaks.let_go = self._let_go
         self._phase = "settings"
         self.began_s = time.monotonic()
         self.record: Account | None = None
@@ -246,7 +248,7 @@ class Stepper:
         undo, scaler_state = None, self._live.scaler.state_dict()
         failure, updates = None, list[Update]()
         try:
-            undo = UpdateUndo(self._live.parameters, self._live.optimizer)
+            undo = UpdateUndo(self._live.parameters, self._live.optimizer, self._before_hooks())
             with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
                 self._update()
             if trial and Recorder.current:
@@ -264,6 +266,17 @@ class Stepper:
         else:
             self._told_later(lambda: run_post_hooks(self._live.optimizer, updates))
         return failure, undone
+
+    def _before_hooks(self) -> ForwardUndo | None:
+        """What is there before somebody's hooks around the update run, if there are any."""
+        hooks = step_pre_hooks(self._live.optimizer)
+        if hooks != self._hooks:
+            self._hooks, self._hook_state = hooks, ForwardState(self._live.parts.named.values(), *hooks)
+        return ForwardUndo(self._hook_state) if hooks else None
+
+    def _let_go(self) -> None:
+        self._forward_state.let_go()
+        self._hook_state.let_go()
 
     def _told_later(self, work: Callable[[], None]) -> None:
         """Do what belongs to an update that counts already on all ranks: what it raises fails the step after it."""

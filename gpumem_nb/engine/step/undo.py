@@ -26,7 +26,7 @@ _LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor trained, to b
 
 
 class ForwardUndo:
-    """What a forward pass changes: buffers, such as batch norm's statistics, what Python keeps, and random numbers."""
+    """What a forward pass or a hook changes: buffers, batch norm's for example, what Python keeps, random numbers."""
 
     def __init__(self, state: ForwardState) -> None:
         self._python = state.python.take()
@@ -47,17 +47,17 @@ class ForwardUndo:
 
 
 class ForwardState:
-    """Where a forward pass can change something: in modules, their hooks, the loss, and what these reach.
+    """Where somebody's code can change something: in modules, their hooks, functions, and what these reach.
 
     Args:
         parts: the modules whose weights are trained.
-        loss: what calls them.
+        code: the loss, or hooks around an update.
     """
 
-    def __init__(self, parts: Iterable[nn.Module], loss: Callable[..., Any]) -> None:
-        self._parts = roots = tuple(parts)
-        given = as_given(loss)
-        self.python = PythonState(lambda: (*roots, loss, given))  # not by way of self: a circle would keep the model
+    def __init__(self, parts: Iterable[nn.Module], *code: Callable[..., Any]) -> None:
+        self._parts = tuple(parts)
+        roots = (*self._parts, *code, *map(as_given, code))
+        self.python = PythonState(lambda: roots)  # not by way of self: a circle would keep the model
         self._changing = Changing(_copy, _LARGEST_BYTES)
         self._fresh: list[Before] = []
         self._found_by_python: Reachable | None = None
@@ -88,14 +88,20 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 class UpdateUndo:
-    """What an update changes: weights and the optimizer's state. The copies lie in host memory."""
+    """What an update changes: weights, the optimizer's state, and what hooks before it do.
 
-    def __init__(self, params: Iterable[Tensor], optimizer: Optimizer) -> None:
+    The copies of the first two lie in host memory.
+    """
+
+    def __init__(self, params: Iterable[Tensor], optimizer: Optimizer, hooks: ForwardUndo | None = None) -> None:
+        self._hooks = hooks
         self._params = [_Kept(param, release=False) for param in params]
         self._state = KeptState(optimizer, release=False)
 
     def undo(self) -> None:
         """Put everything back, bit by bit; state that was not there before is dropped."""
+        if self._hooks:
+            self._hooks.undo()
         for param in self._params:
             param.restored()
         self._state.restore()

@@ -1,0 +1,24 @@
+"""Promises in seconds are held against what the machine could give."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from tests import timing
+from tests.timing import in_time, paused_s
+
+
+def test_no_time_passes_while_the_machine_is_held_up() -> None:
+    began_s = time.monotonic()
+    os.kill(timing._watch.pid, signal.SIGSTOP)  # as if all processes were
+    time.sleep(1.0)
+    os.kill(timing._watch.pid, signal.SIGCONT)
+    assert in_time(time.monotonic() - began_s, 0.5)
+    assert 0.9 < paused_s(began_s) < 60
+    assert paused_s(time.monotonic()) == 0
+
+
+def test_what_takes_too_long_is_too_long() -> None:
+    assert not in_time(1000.0, 1.0)
