@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from gpumem_nb.engine import cells
 from gpumem_nb.engine.data.source import source_of
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
@@ -28,6 +29,7 @@ class Numbered(Dataset[Any]):
     """Samples with some noise, and the process that fetched them."""
 
     bad = -1
+    factor = 1
 
     def __len__(self) -> int:
         return 31
@@ -35,7 +37,7 @@ class Numbered(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
         if index == self.bad:
             raise OSError("unreadable")
-        return index + torch.rand(()), index, os.getpid()
+        return self.factor * (index + torch.rand(())), index, os.getpid()
 
 
 Make = Callable[..., Stream]
@@ -106,6 +108,19 @@ def test_workers_change_with_their_knobs(make: Make) -> None:
         assert take(stream)[0] == take(plain)[0]
         expected = workers if stream.position > 8 else 0
         assert len(multiprocessing.active_children()) == expected
+
+
+def test_what_a_cell_changes_in_the_data_reaches_the_workers(make: Make) -> None:
+    data = Numbered()
+    stream = make(data, num_workers=2)
+    for _ in range(3):
+        take(stream)
+    before = multiprocessing.active_children()
+    cells.one_more()
+    data.factor = 100
+    values, by = take(stream)
+    assert sorted(values)[1] >= 100, "of all samples but the first"
+    assert by.isdisjoint({os.getpid(), *(process.pid for process in before)})
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -216,6 +231,7 @@ def test_what_a_loader_says_of_its_workers_is_handed_on(make: Make) -> None:
 RANK = """
 import os, sys, time
 import torch
+from gpumem_nb.engine import cells
 from gpumem_nb.engine.data.source import source_of
 from gpumem_nb.shared.settings import Settings
 

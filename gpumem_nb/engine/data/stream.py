@@ -13,6 +13,7 @@ from ...shared.knobs.batch import why_fixed
 from ...shared.seeds import DEFAULT_SEED
 from ...shared.settings import Settings
 from ...shared.workload import DataInfo
+from .. import cells
 from .fetching import Collate, Fetcher, Task
 from .orders import Order, shuffled
 from .workers import Workers
@@ -157,10 +158,11 @@ class ShardedStream(Stream):
     def make_ready(self, batch_size: int, count: int) -> None:
         """Let the workers that the settings ask for fetch the next step, and those after it.
 
-        The first step of another size is fetched by the rank itself, because it may be a trial.
+        The first step of another size is fetched by the rank itself, because it may be a trial. A worker has the
+        dataset as it was when the worker began: after somebody's code has run, new ones begin.
         """
         loading = self._loading
-        wanted = (loading, self.seed, self.draws)
+        wanted = (loading, self.seed, self.draws, cells.ran())
         if self._workers and (self._workers.closed or self._begun_with != wanted):
             self.close()
         if not (loading.num_workers or loading.pin_memory) or self._done != (batch_size, count):
