@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpumem_nb.engine.step.weight_watch import EVERY_STEPS
 from gpumem_nb.install.mpi_tools import require_tool
 from tests.bench.sides import Notebook, Script, Side, rank_environment
+from tests.internals import INSIDE
 
 HELLO = "import torch, horovod.torch as hvd; hvd.init(); print('up', flush=True)"
 
@@ -218,6 +220,32 @@ def ledger(notebook: Notebook, ranks: int, workload: str, rounds: int) -> Figure
     notebook.run(LEDGER.format(workload=workload, steps=60 * rounds, rounds=rounds))
     name = f"ledger: cost of recording 1 step in 20, {workload}, {ranks} ranks"
     return Figure(name, "≤ 2 %", " %", notebook.run("", "shares"), f"{60 * rounds} steps")
+
+
+WATCH = (
+    INSIDE
+    + """
+import statistics, time
+from gpumem_nb.engine.step.weight_watch import WeightWatch
+
+def watched_s():
+    watch = WeightWatch(the_trainer().live.parts)
+    began_s = time.perf_counter()
+    watch.begin()
+    watch.digest()
+    return time.perf_counter() - began_s
+
+[watched_s() for _ in range({rounds})]
+"""
+)
+
+
+def watch(notebook: Notebook, ranks: int, workload: str, rounds: int) -> Figure:
+    """What comparing the ranks' weights once in so many steps costs on average, of the steps just measured."""
+    notebook.run(f"took = session.run({WATCH.format(rounds=rounds)!r})")
+    share = f"[100 * max(of_round) / ({EVERY_STEPS} * others) for of_round in zip(*took)]"
+    name = f"weight watch: cost of comparing 1 step in {EVERY_STEPS}, {workload}, {ranks} ranks"
+    return Figure(name, "≤ 0.2 %", " %", notebook.run("", share), f"slowest rank, {rounds} times, all ranks at once")
 
 
 def _number(value: float) -> str:

@@ -67,6 +67,11 @@ def test_cells_on_ranks_look_at_the_live_model(executed: dict[str, str]) -> None
     assert "right" in executed["own-score"]
 
 
+def test_what_will_not_fit_is_said_before(executed: dict[str, str]) -> None:
+    assert 32 < int(executed["predict-largest"]) < 1024
+    assert executed["predict-too-large"].startswith("does not fit: live peak")
+
+
 def test_running_out_of_memory_is_survived(executed: dict[str, str]) -> None:
     assert "5 steps on 4 ranks" in executed["oom"]
     assert "ran out of memory" in executed["oom"]
