@@ -62,6 +62,7 @@ def call(function: str, arguments: bytes) -> bytes:
     def run() -> Any:
         if function in _BRING_CODE:
             _catch_up()
+            cells.one_more()
         return getattr(import_module("gpumem_nb.engine.rank"), function)(*cloudpickle.loads(arguments))
 
     return _answer(run, _WORDS.get(function, function.replace("_", " ")))

@@ -24,6 +24,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+BASE_URL = "/user/somebody"  # as under a JupyterHub: whoever makes addresses by hand forgets it
 PATIENCE_S = 120.0  # at most; a busy machine needs many times as long as an idle one
 CHROMIUM_FLAGS = [
     "--no-sandbox",
@@ -62,12 +63,13 @@ class Lab:
         (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
         self._token = secrets.token_hex(16)
         self._port = _free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = f"http://127.0.0.1:{self._port}{BASE_URL}"
         log = (self.folder / "jupyter.log").open("w")
         options = {
             "ServerApp.ip": "127.0.0.1",
             "ServerApp.port": self._port,
             "ServerApp.port_retries": 0,
+            "ServerApp.base_url": BASE_URL,
             "ServerApp.root_dir": self.root,
             "ServerApp.allow_root": True,
             "IdentityProvider.token": self._token,

@@ -85,14 +85,14 @@ SLOW = """
 import pathlib, time, types
 from torch import nn
 slow = types.ModuleType("slow")
-slow.once = True
+slow.once = False
 net = nn.Linear(4, 3)
 class Rows(torch.utils.data.Dataset):
     def __len__(self): return 64
     def __getitem__(self, index):
         if rank == 1 and slow.once:
             slow.once = False
-            for _ in range(15):
+            for _ in range(10):
                 time.sleep(0.1)
         return torch.ones(4)
 rows = Rows()
@@ -108,6 +108,8 @@ def test_ranks_that_are_silent_together_did_not_wait_for_one_another(session: Se
     session.run(f"began = {str(began)!r}\n{SLOW}")
     session.attach(model="net", loss="loss", data="rows")
     session.set(stall_limit_s=2, batch_size=2)
+    began.unlink(missing_ok=True)
+    session.run("slow.once = True")
     session.play()
     until(began.exists)
     with stopped([info.pid for info in session.ranks]):  # as on a machine that is paused

@@ -132,7 +132,7 @@ def test_the_thread_goes_on_after_a_beat_that_failed(
     class EndOfTest(BaseException):
         pass
 
-    beats = iter(range(3))
+    beats = iter(range(3 * pulse.NAPS))
 
     def pause(seconds: float) -> None:
         if next(beats, None) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from inspect import signature
@@ -31,6 +32,19 @@ def versions() -> None:
     before = torch_internals.version(tensor)
     tensor[:1].add_(1)
     must(torch_internals.version(tensor) == before + 1, "a change in place through a view is not counted")
+
+
+@checks("torch", "_MultiProcessingDataLoaderIter._pin_memory_thread and what ends it")
+def pinning() -> None:
+    ended = inspect.getsource(torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers)
+    for part in (
+        'hasattr(self, "_pin_memory_thread")',
+        "self._pin_memory_thread_done_event.set()",
+        "self._worker_result_queue.put((None, None))",
+        "self._pin_memory_thread.join()",
+    ):
+        must(part in ended, f"a loader's iterator ends without {part}")
+    torch_internals.end_pinning(None, 1.0)
 
 
 @checks("torch", "Module._buffers")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ...internals.torch_internals import is_handler_of_loaders
+from ...internals.torch_internals import end_pinning, is_handler_of_loaders
 from ...shared.errors import WorkloadError, text_of
 from .fetching import Fetcher, FromWorker, Task
 
@@ -107,15 +107,17 @@ class Workers:
         try:
             yield
         except BaseException as error:
-            ended = self._ended(connection_broke=isinstance(error, OSError | EOFError))
-            self.close()
+            try:
+                ended = self._ended(connection_broke=isinstance(error, OSError | EOFError))
+            finally:
+                self.close()
             if ended and isinstance(error, Exception):  # torch says it in several ways
                 raise WorkloadError(_in_words(ended[0])) from None
             raise
 
     def _ended(self, connection_broke: bool) -> list[multiprocessing.process.BaseProcess]:
         """The processes that have ended; connections to one that is ending break some moments before."""
-        if connection_broke:
+        if connection_broke and self._processes:
             ending = wait([process.sentinel for process in self._processes], _PATIENCE_S)
             for process in self._processes:
                 process.join(_PATIENCE_S if process.sentinel in ending else 0)
@@ -129,6 +131,7 @@ class Workers:
     def close(self) -> None:
         """End the processes."""
         self.at = None
+        end_pinning(self._iterator, _PATIENCE_S)  # it would wait for ever for what a worker did not send to its end
         for process in self._processes:
             process.terminate()
         for process in self._processes:

@@ -22,6 +22,7 @@ from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
 from ...shared.errors import WorkloadError
 from ...shared.messages import Failure, Ledger, Reading
+from ..copies import host_copy
 from ..data.device import to_device
 from ..data.stream import Stream
 from ..together import collectives
@@ -170,6 +171,8 @@ class Stepper:
         if not discarded and votes.careful:
             failure, discarded = self._update_or_undo(order.trial)
         elif not discarded:
+            if self._hooks:  # which are no longer there
+                self._hooks, self._hook_state = (), ForwardState(())
             self._update()
         self._live.zero_grad()
         if discarded:
@@ -248,7 +251,7 @@ class Stepper:
         undo, scaler_state = None, self._live.scaler.state_dict()
         failure, updates = None, list[Update]()
         try:
-            undo = UpdateUndo(self._live.parameters, self._live.optimizer, self._before_hooks())
+            undo = UpdateUndo(self._live.parameters, self._live.optimizer, None if trial else self._before_hooks())
             with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
                 self._update()
             if trial and Recorder.current:
@@ -271,7 +274,7 @@ class Stepper:
         """What is there before somebody's hooks around the update run, if there are any."""
         hooks = step_pre_hooks(self._live.optimizer)
         if hooks != self._hooks:
-            self._hooks, self._hook_state = hooks, ForwardState(self._live.parts.named.values(), *hooks)
+            self._hooks, self._hook_state = hooks, ForwardState(self._live.parts.named.values(), *hooks, copy=host_copy)
         return ForwardUndo(self._hook_state) if hooks else None
 
     def _let_go(self) -> None:

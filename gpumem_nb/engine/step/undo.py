@@ -31,7 +31,7 @@ class ForwardUndo:
     def __init__(self, state: ForwardState) -> None:
         self._python = state.python.take()
         # On a GPU the copy stays there: fetching it would wait for the device at every step.
-        self._buffers = [(b, _copy(b)) for _, b in state.python.buffers() if can_be_filled(b)]
+        self._buffers = [(b, state.copy(b)) for _, b in state.python.buffers() if can_be_filled(b)]
         self._others = state.others_before(self._python)
         self._random = RandomState.take()
 
@@ -52,13 +52,17 @@ class ForwardState:
     Args:
         parts: the modules whose weights are trained.
         code: the loss, or hooks around an update.
+        copy: of a tensor, to be put back.
     """
 
-    def __init__(self, parts: Iterable[nn.Module], *code: Callable[..., Any]) -> None:
+    def __init__(
+        self, parts: Iterable[nn.Module], *code: Callable[..., Any], copy: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.copy = copy or _copy
         self._parts = tuple(parts)
         roots = (*self._parts, *code, *map(as_given, code))
         self.python = PythonState(lambda: roots)  # not by way of self: a circle would keep the model
-        self._changing = Changing(_copy, _LARGEST_BYTES)
+        self._changing = Changing(self.copy, _LARGEST_BYTES)
         self._fresh: list[Before] = []
         self._found_by_python: Reachable | None = None
         self._trained: set[int] = set()
@@ -68,7 +72,7 @@ class ForwardState:
         """Hold nothing until the next step."""
         self.python.let_go()
         self._fresh, self._other_weights, self._found_by_python = [], [], None
-        self._changing = Changing(_copy, _LARGEST_BYTES)
+        self._changing = Changing(self.copy, _LARGEST_BYTES)
 
     def others_before(self, taken: Taken) -> list[Before]:
         """What is in tensors that are neither buffers nor trained, as far as it may have to be put back."""
