@@ -18,6 +18,7 @@ _IDLE_S = 0.02  # for adding these up, on a machine of two cores with nothing el
 # that does nothing but wake up notices; it ends with this one, whose end closes its input.
 _WATCH = """
 import select, time
+print(flush=True)
 last = time.monotonic()
 while not select.select([0], [], [], 0.02)[0]:
     now = time.monotonic()
@@ -25,7 +26,12 @@ while not select.select([0], [], [], 0.02)[0]:
         print(last, now, flush=True)
     last = now
 """
-_watch = subprocess.Popen([sys.executable, "-c", _WATCH], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+_watch = subprocess.Popen(
+    [sys.executable, "-c", _WATCH], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+)
+assert _watch.stdout
+_watch.stdout.readline()  # it watches
+os.set_blocking(_watch.stdout.fileno(), False)
 _TOLD_S = 0.1  # after which the watch has told of a pause that is over
 _pauses: list[tuple[float, float]] = []  # from when to when, on the clock of ``time.monotonic``
 
@@ -53,7 +59,6 @@ def slowness() -> float:
 def paused_s(since_s: float) -> float:
     """For how many seconds this machine was held up as a whole since then, on the clock of ``time.monotonic``."""
     assert _watch.stdout
-    os.set_blocking(_watch.stdout.fileno(), False)
     for line in (_watch.stdout.read() or b"").decode().splitlines():
         began_s, ended_s = map(float, line.split())
         _pauses.append((began_s, ended_s))
