@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,13 +15,13 @@ WAITED = Waiting("all-reduce 'x'", 5.0)
 
 
 @pytest.fixture
-def freed(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def freed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once Horovod was told to end."""
     event = threading.Event()
     monkeypatch.setattr(horovod_internals, "end_threads", event.set)
     for name in ("_freeing", "_freed_from", "_waiting"):
         monkeypatch.setattr(collectives, name, None)
-    yield event
+    return event
 
 
 def waits(monkeypatch: pytest.MonkeyPatch, collective: str, seconds: float) -> None:
