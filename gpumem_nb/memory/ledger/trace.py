@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -70,6 +71,18 @@ class Trace:
         kept = ~new[np.abs(self.event) - 1]
         return replace(
             self, before=self.before | new, event=self.event[kept], phase=self.phase[kept], module=self.module[kept]
+        )
+
+    def with_held(self, sizes: Sequence[int], category: str) -> Trace:
+        """The same with allocations of so many bytes besides, which were there before."""
+        none = np.zeros(len(sizes), dtype=np.int64)
+        return replace(
+            self,
+            size=np.append(self.size, np.array(sizes, dtype=np.int64)),
+            category=np.append(self.category, none + CODE[category]),
+            before=np.append(self.before, none == 0),
+            call=np.append(self.call, none),
+            scratch=np.append(self.scratch, none > 0),
         )
 
     def scratch_in_calls(self, calls: int) -> Ints:

@@ -1,0 +1,146 @@
+"""Answers of a dry run: forecasts for each GPU, and the largest batch that fits it."""
+
+from __future__ import annotations
+
+import bisect
+import pickle
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...memory.ledger.trace import Trace
+from ...memory.prediction.forecast import from_the_start
+from ...memory.prediction.scaling import SmallSteps
+from ...shared.dry_run import Asked, DryAnswer, DryRun, Kernels
+from ...shared.errors import GpumemError, InvalidInput
+from ...shared.forecast import SCALED, Forecast
+from ...shared.settings import Settings
+from ...shared.workload import Workload
+from . import cuda_autocast, kernels
+from .batches import Batches
+from .refusals import refused
+from .step import DryStep
+
+MOST_BATCH = 2**20
+_SMALL = (2, 4)  # of real steps
+
+
+def answer(question: DryRun) -> DryAnswer:
+    """What these GPUs would need; a problem is said in the answer, and not raised."""
+    torch.set_num_threads(1)
+    try:
+        given = _answered(question)
+    except GpumemError as error:
+        given = DryAnswer({}, {}, problem=str(error), of_input=isinstance(error, InvalidInput))
+    except MemoryError as error:
+        given = DryAnswer({}, {}, problem=f"The dry run needs more memory than it may take ({error}).")
+    return replace(given, peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _answered(question: DryRun) -> DryAnswer:
+    workload: Workload = _unpickled(question.workload)
+    batches = Batches(workload.data())
+    forecasts: dict[str, Forecast] = {}
+    largest: dict[str, int] = {}
+    runs: dict[Kernels, _Run] = {}
+    for name, asked in question.gpus.items():
+        if asked.kernels not in runs:
+            runs[asked.kernels] = _Run(workload, batches, question.settings, asked.kernels)
+        run = runs[asked.kernels]
+        forecasts[name] = run.forecast(asked, question.settings.batch_size)
+        if question.largest:
+            largest[name] = run.largest(asked)
+    first = next(iter(runs.values()))
+    return DryAnswer(forecasts, largest, first.parameters, first.how)
+
+
+def _unpickled(workload: bytes) -> Any:
+    try:
+        return pickle.loads(workload)
+    except Exception as error:
+        raise InvalidInput(
+            f"The workload cannot be sent to another process ({type(error).__name__}: {error}). Define its factories "
+            "in a cell or in a module that can be imported."
+        ) from None
+
+
+class _Run:
+    """Steps of one workload under one setting with one set of kernels, taken when they are asked for.
+
+    Attributes:
+        how: the steps are taken.
+        parameters: numbers in the model.
+    """
+
+    how = "fake tensors"
+
+    def __init__(self, workload: Workload, batches: Batches, settings: Settings, with_kernels: Kernels) -> None:
+        self._batches, self._settings = batches, settings
+        self._installed = [kernels.install(with_kernels, fake=True), cuda_autocast.install()]
+        self._traces: dict[int, Trace] = {}
+        self._step: DryStep | None = None
+        self._pair: tuple[SmallSteps, Trace] | None = None
+
+        def make(fake: bool) -> DryStep:
+            return DryStep(workload, batches, settings, with_kernels, fake)
+
+        self._make: Callable[[bool], DryStep] = make
+        self.parameters = 0
+
+    def forecast(self, asked: Asked, batch_size: int) -> Forecast:
+        """What steps of this batch size would need."""
+        trace = self._at(batch_size)
+        for category, sizes in asked.held_bytes.items():
+            trace = trace.with_held(sizes, category)
+        return from_the_start(trace, asked.limit_bytes)
+
+    def largest(self, asked: Asked) -> int:
+        """The largest batch size that surely fits; 0 if none does."""
+        sure = asked.sure_bytes
+        if sure is None or self._batches.fixed:
+            return 0
+        limited = replace(asked, limit_bytes=sure)
+        begin = self._settings.batch_size
+        first, second = (self.forecast(limited, size).reserved_peak_bytes for size in (begin, 2 * begin))
+        each = max(1, (second - first) // begin)
+        guess = begin + (sure - first) // each
+        return _last(lambda size: self.forecast(limited, size).fits, min(max(1, guess), MOST_BATCH))
+
+    def _at(self, batch_size: int) -> Trace:
+        if batch_size in self._traces:
+            return self._traces[batch_size]
+        if len(self._traces) >= 2:
+            if self._pair is None:
+                small, large = sorted(self._traces.values(), key=lambda trace: trace.batch_size)[-2:]
+                self._pair = SmallSteps([small, large]), large
+            steps, first = self._pair
+            if steps.how == SCALED:
+                line = steps.continued(batch_size)
+                return replace(first, batch_size=batch_size, size=line.size, rest_bytes=line.rest_bytes)
+        self._traces[batch_size] = self._taken(batch_size)
+        return self._traces[batch_size]
+
+    def _taken(self, batch_size: int) -> Trace:
+        try:
+            self._step = self._step or self._make(True)
+            self.parameters = self._step.parameters
+            return self._step.trace(batch_size)
+        except GpumemError:
+            raise
+        except Exception as error:
+            raise refused(error, self._step.phase if self._step else "model") from None
+
+
+
+
+def _last(fits: Callable[[int], bool], guess: int) -> int:
+    """The largest size that fits, looked for around a guess; 0 if none does."""
+    step, low, high = max(1, guess // 64), 0, MOST_BATCH
+    at = guess
+    while low < at < high:
+        low, high = (at, high) if fits(at) else (low, at)
+        at, step = (at + step if low == at else at - step), 2 * step
+    return low + bisect.bisect_left(range(low + 1, high), True, key=lambda size: not fits(size))

@@ -1,0 +1,232 @@
+"""Predictions without a session: for GPUs that are not here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..report.tables import Table
+from ..shared.categories import COMMUNICATION, OTHER
+from ..shared.dry_run import Asked, DryAnswer, DryRun
+from ..shared.errors import InvalidInput, nearest
+from ..shared.forecast import DRY, ERRORS, Forecast
+from ..shared.knobs import KNOBS
+from ..shared.settings import Settings
+from ..shared.units import format_bytes, parse_size
+from ..shared.workload import Workload
+from ..workloads import catalog
+from . import dry_process, gpu_table
+from .gpu_table import Gpu
+from .prediction import FITS, SEGMENT_BYTES, Prediction, verdict
+
+GENERIC = "A100-40GB"
+"""Whose kernels are meant where no GPU is named."""
+
+BUCKET_BYTES = 4 * 2**20
+"""Of gradients on their way (engine/step/reduction.py); Horovod's fusion buffer holds no more than one bucket."""
+
+FUSION_BYTES = 128 * 2**20
+"""Horovod's fusion buffer, from torch's allocator: HOROVOD_FUSION_THRESHOLD's default (horovod/common/operations.cc)."""
+
+NCCL_BYTES, NCCL_ERROR_BYTES = 300 * 2**20, 200 * 2**20
+"""An estimate of what one NCCL communicator takes outside of torch's allocator; it grows with ranks and channels."""
+
+
+@dataclass(frozen=True)
+class ColdPredictions:
+    """What the same steps would need on several GPUs.
+
+    Attributes:
+        by_gpu: a prediction for each GPU, in the order in which they were named.
+        largest: the largest ``batch_size`` that surely fits each; 0 if none does.
+        seconds: what predicting took.
+    """
+
+    by_gpu: Mapping[str, Prediction]
+    largest: Mapping[str, int]
+    seconds: float
+
+    def __getitem__(self, gpu: str) -> Prediction:
+        return self.by_gpu[gpu]
+
+    @property
+    def fitting(self) -> tuple[str, ...]:
+        """The GPUs on which it fits."""
+        return tuple(gpu for gpu, one in self.by_gpu.items() if one.verdict == FITS)
+
+    def frame(self) -> Any:
+        """A pandas DataFrame with one row a GPU."""
+        import pandas as pd  # takes long to import
+
+        return pd.DataFrame(
+            {
+                "gpu": gpu,
+                "verdict": one.verdict,
+                "live_peak_bytes": one.live_peak_bytes,
+                "reserved_peak_bytes": one.reserved_peak_bytes,
+                "device_bytes": one.device_bytes,
+                "low_bytes": one.low_bytes,
+                "high_bytes": one.high_bytes,
+                "limit_bytes": one.limit_bytes,
+                "largest_batch": self.largest[gpu],
+            }
+            for gpu, one in self.by_gpu.items()
+        )
+
+    def __str__(self) -> str:
+        return str(self._table)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self._table.html()
+
+    @property
+    def _table(self) -> Table:
+        rows = tuple(
+            (
+                gpu,
+                one.verdict,
+                format_bytes(one.reserved_peak_bytes),
+                f"{format_bytes(one.low_bytes)} to {format_bytes(one.high_bytes)}",
+                format_bytes(one.limit_bytes),
+                str(self.largest[gpu]) if self.largest[gpu] else "none",
+            )
+            for gpu, one in self.by_gpu.items()
+        )
+        size = next(iter(self.by_gpu.values())).settings.batch_size
+        headings = ("GPU", "verdict", "reserved", "95 %", "may be reserved", "largest batch")
+        return Table(f"Which GPU fits batch_size={size}?", headings, rows, frozenset({"GPU", "verdict"}))
+
+
+def predict(
+    workload: str | Workload,
+    *,
+    gpu: str | Sequence[str] | None = None,
+    memory: str | int | None = None,
+    ranks: int = 1,
+    options: Mapping[str, Any] | None = None,
+    **knobs: Any,
+) -> Prediction | ColdPredictions:
+    """What training a workload would need on GPUs that need not be here; see :func:`gpumem_nb.predict`.
+
+    Raises:
+        InvalidInput: an unknown workload, option, knob or GPU, or a value that cannot be used.
+        WorkloadError: the workload cannot be run without memory; says which operator and which line of it.
+    """
+    began_s = time.perf_counter()
+    made, own_knobs = _workload(workload, dict(options or {}), knobs)
+    settings = _settings(made, own_knobs)
+    gpus = _gpus(gpu)
+    capacity = None if memory is None else parse_size(memory)
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise InvalidInput(f"ranks={ranks!r} cannot be used: it must be a whole number of at least 1.")
+    asked = {one.name: _asked(one, capacity, ranks, named=gpu is not None) for one in gpus}
+    several = gpu is not None and len(gpus) + (not isinstance(gpu, str)) > 1
+    answer = dry_process.ask(DryRun(_pickled(made), settings, asked, several))
+    seconds = time.perf_counter() - began_s
+    by_gpu = {
+        one.name: _prediction(answer, one, asked[one.name], settings, ranks, seconds, known=gpu is not None)
+        for one in gpus
+    }
+    return ColdPredictions(by_gpu, answer.largest, seconds) if several else by_gpu[gpus[0].name]
+
+
+def _workload(
+    workload: str | Workload, options: dict[str, Any], knobs: dict[str, Any]
+) -> tuple[Workload, dict[str, Any]]:
+    """The workload, and the knobs that are none of its options."""
+    if isinstance(workload, Workload):
+        if options:
+            raise InvalidInput(f"{next(iter(options))!r} is an option of no knob and no ready-made workload.")
+        return workload, knobs
+    if not isinstance(workload, str):
+        raise InvalidInput(
+            f"The workload must be a Workload or the name of a ready-made one; this is a {type(workload).__name__}. "
+            f"Names: {', '.join(catalog.CATALOG)}."
+        )
+    entry = catalog.find(workload)
+    given = {name: knobs.pop(name) for name in list(knobs) if name in entry.options and name not in KNOBS}
+    for name in knobs:
+        if name not in KNOBS:
+            known = nearest(name, (*entry.options, *KNOBS))
+            raise InvalidInput(f"{name!r} is neither a knob nor an option of {workload}: {known}.")
+    return catalog.make(workload, **options, **given), knobs
+
+
+def _settings(workload: Workload, knobs: dict[str, Any]) -> Settings:
+    own = {"optimizer": "own"} if workload.optimizer and "optimizer" not in knobs else {}
+    return Settings().replace(**own, **knobs)
+
+
+def _gpus(gpu: str | Sequence[str] | None) -> list[Gpu]:
+    if gpu is None:
+        return [gpu_table.find(GENERIC)]
+    names = gpu.split(",") if isinstance(gpu, str) else list(gpu)
+    found = {one.name: one for one in (gpu_table.find(name) for name in names)}
+    if not found:
+        raise InvalidInput("No GPU was named. Name some, such as gpu='T4-16GB,A100-40GB'.")
+    return list(found.values())
+
+
+def _asked(gpu: Gpu, capacity: int | None, ranks: int, named: bool) -> Asked:
+    beside, error = _outside(gpu, ranks)
+    limit = (capacity or gpu.memory_bytes) - beside if named or capacity else None
+    held = {OTHER: gpu.gemm_workspaces}
+    if ranks > 1:
+        held |= {COMMUNICATION: (FUSION_BYTES,)}
+    sure = None if limit is None else max(1, int((limit - error) / (1 + ERRORS[DRY])))
+    if limit is not None and limit <= 0:
+        raise InvalidInput(
+            f"memory={format_bytes(capacity)} is less than CUDA's context and libraries take "
+            f"({format_bytes(beside)}). Name a larger one."
+        )
+    return Asked(gpu.kernels, held, limit, sure)
+
+
+def _outside(gpu: Gpu, ranks: int) -> tuple[int, int]:
+    """What torch's allocator cannot have, and by how much that may be wrong."""
+    if ranks == 1:
+        return gpu.outside_bytes, gpu.outside_error_bytes
+    return gpu.outside_bytes + NCCL_BYTES, gpu.outside_error_bytes + NCCL_ERROR_BYTES
+
+
+def _prediction(
+    answer: DryAnswer, gpu: Gpu, asked: Asked, settings: Settings, ranks: int, seconds: float, known: bool
+) -> Prediction:
+    one: Forecast = answer.forecasts[gpu.name]
+    beside, uncertain = _outside(gpu, ranks)
+    error = max(round(one.error * one.reserved_peak_bytes), SEGMENT_BYTES) + (uncertain if known else 0)
+    low = max(round(one.live_peak_bytes * (1 - one.error)), one.reserved_peak_bytes - error)
+    high = one.reserved_peak_bytes + error
+    estimated = ", with estimates of its memory or its libraries" if known and gpu.estimated else ""
+    where = f"for {gpu.name}{estimated}" if known else f"with kernels as on {gpu.name}"
+    return Prediction(
+        settings=settings,
+        live_peak_bytes=one.live_peak_bytes,
+        reserved_peak_bytes=one.reserved_peak_bytes,
+        device_bytes=one.reserved_peak_bytes + beside if known else None,
+        low_bytes=low,
+        high_bytes=high,
+        limit_bytes=asked.limit_bytes,
+        verdict=verdict(low, high, asked.limit_bytes, one.fits),
+        categories=one.at_peak,
+        phase=one.phase,
+        module=one.module,
+        basis=f"{one.how}, by a step on {answer.how} {where}",
+        seconds=seconds,
+    )
+
+
+def _pickled(workload: Workload) -> bytes:
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(workload))
+    except Exception as error:
+        raise InvalidInput(
+            f"The workload cannot be sent to another process ({type(error).__name__}: {error}). Let its factories make "
+            "what they need instead of holding it."
+        ) from None
