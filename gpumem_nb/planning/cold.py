@@ -24,11 +24,8 @@ from .prediction import FITS, SEGMENT_BYTES, Prediction, verdict
 GENERIC = "A100-40GB"
 """Whose kernels are meant where no GPU is named."""
 
-BUCKET_BYTES = 4 * 2**20
-"""Of gradients on their way (engine/step/reduction.py); Horovod's fusion buffer holds no more than one bucket."""
-
 FUSION_BYTES = 128 * 2**20
-"""Horovod's fusion buffer, from torch's allocator: HOROVOD_FUSION_THRESHOLD's default (horovod/common/operations.cc)."""
+"""Horovod's fusion buffer, from torch's allocator: the default of HOROVOD_FUSION_THRESHOLD (operations.cc)."""
 
 NCCL_BYTES, NCCL_ERROR_BYTES = 300 * 2**20, 200 * 2**20
 """An estimate of what one NCCL communicator takes outside of torch's allocator; it grows with ranks and channels."""
@@ -107,7 +104,6 @@ def predict(
     gpu: str | Sequence[str] | None = None,
     memory: str | int | None = None,
     ranks: int = 1,
-    options: Mapping[str, Any] | None = None,
     **knobs: Any,
 ) -> Prediction | ColdPredictions:
     """What training a workload would need on GPUs that need not be here; see :func:`gpumem_nb.predict`.
@@ -117,7 +113,7 @@ def predict(
         WorkloadError: the workload cannot be run without memory; says which operator and which line of it.
     """
     began_s = time.perf_counter()
-    made, own_knobs = _workload(workload, dict(options or {}), knobs)
+    made, own_knobs = _workload(workload, knobs)
     settings = _settings(made, own_knobs)
     gpus = _gpus(gpu)
     capacity = None if memory is None else parse_size(memory)
@@ -134,13 +130,9 @@ def predict(
     return ColdPredictions(by_gpu, answer.largest, seconds) if several else by_gpu[gpus[0].name]
 
 
-def _workload(
-    workload: str | Workload, options: dict[str, Any], knobs: dict[str, Any]
-) -> tuple[Workload, dict[str, Any]]:
+def _workload(workload: str | Workload, knobs: dict[str, Any]) -> tuple[Workload, dict[str, Any]]:
     """The workload, and the knobs that are none of its options."""
     if isinstance(workload, Workload):
-        if options:
-            raise InvalidInput(f"{next(iter(options))!r} is an option of no knob and no ready-made workload.")
         return workload, knobs
     if not isinstance(workload, str):
         raise InvalidInput(
@@ -153,7 +145,7 @@ def _workload(
         if name not in KNOBS:
             known = nearest(name, (*entry.options, *KNOBS))
             raise InvalidInput(f"{name!r} is neither a knob nor an option of {workload}: {known}.")
-    return catalog.make(workload, **options, **given), knobs
+    return catalog.make(workload, **given), knobs
 
 
 def _settings(workload: Workload, knobs: dict[str, Any]) -> Settings:

@@ -70,10 +70,7 @@ def _environment() -> dict[str, str]:
 def _ended(code: int, said: str) -> str:
     lines = [line for line in said.splitlines() if line.strip()]
     last = f": {lines[-1]}" if lines else ""
-    if code < 0:
-        how = f"was ended by {signal.Signals(-code).name}"
-    else:
-        how = f"ended with {code}"
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
     lack = f" It may have at most {format_bytes(MOST_BYTES)} of data." if "Memory" in last else ""
     return (
         f"The process that predicts {how}{last}.{lack} Start ranks (%hvd_start) and predict there, or try with a "

@@ -86,6 +86,11 @@ def table() -> dict[str, Gpu]:
     return gpus
 
 
+def names() -> list[str]:
+    """Of the GPUs in the package's own table."""
+    return [gpu.name for gpu in _of_csv(_TABLE)]
+
+
 def find(name: str) -> Gpu:
     """The GPU of this name, in any case.
 

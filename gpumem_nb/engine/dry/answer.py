@@ -134,8 +134,6 @@ class _Run:
             raise refused(error, self._step.phase if self._step else "model") from None
 
 
-
-
 def _last(fits: Callable[[int], bool], guess: int) -> int:
     """The largest size that fits, looked for around a guess; 0 if none does."""
     step, low, high = max(1, guess // 64), 0, MOST_BATCH

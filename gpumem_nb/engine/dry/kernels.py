@@ -36,7 +36,7 @@ def install(kernels: Kernels, fake: bool) -> Any:
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """The fused kernel, which keeps a mask of one byte an element: ATen/native/Dropout.cpp, is_fused_kernel_acceptable."""
+    """The fused kernel, which keeps one byte an element: ATen/native/Dropout.cpp, is_fused_kernel_acceptable."""
     if not train or p == 0:
         return input
     if 0 < p < 1 and input.numel():

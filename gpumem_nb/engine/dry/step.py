@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...memory.ledger.trace import Trace
 from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
 from ...shared.dry_run import Kernels
-from ...shared.errors import InvalidInput, WorkloadError
+from ...shared.errors import InvalidInput
 from ...shared.knobs.optimizer import brings_none
 from ...shared.settings import Settings
 from ...shared.workload import Workload
@@ -80,14 +80,13 @@ class DryStep:
         """The second of two steps of this batch size: in the first an optimizer makes its state."""
         checkpointing = self._checkpointing()
         try:
-            with self._inside():
-                with Recorder(self._device, *self._parts.named.values()).watching():
-                    recorder = Recorder.current
-                    assert recorder
-                    self._take(batch_size)
-                    recorder.claim_model(self._params, self._optimizer.state)
-                    self._zero_grad()
-                    return recorder.end().trace(batch_size)
+            with self._inside(), Recorder(self._device, *self._parts.named.values()).watching():
+                recorder = Recorder.current
+                assert recorder
+                self._take(batch_size)
+                recorder.claim_model(self._params, self._optimizer.state)
+                self._zero_grad()
+                return recorder.end().trace(batch_size)
         finally:
             if checkpointing:
                 checkpointing.remove()
