@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..report.tables import Table
-from ..shared.categories import COMMUNICATION, OTHER
 from ..shared.dry_run import Asked, DryAnswer, DryRun
 from ..shared.errors import InvalidInput, nearest
-from ..shared.forecast import DRY, ERRORS, Forecast
+from ..shared.forecast import Forecast
 from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, parse_size
@@ -119,15 +118,22 @@ def predict(
     capacity = None if memory is None else parse_size(memory)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise InvalidInput(f"ranks={ranks!r} cannot be used: it must be a whole number of at least 1.")
-    asked = {one.name: _asked(one, capacity, ranks, named=gpu is not None) for one in gpus}
+    question = _Question(settings, ranks, known=gpu is not None)
+    asked = {one.name: _asked(one, settings, capacity, ranks, question.known) for one in gpus}
     several = gpu is not None and len(gpus) + (not isinstance(gpu, str)) > 1
     answer = dry_process.ask(DryRun(_pickled(made), settings, asked, several))
     seconds = time.perf_counter() - began_s
-    by_gpu = {
-        one.name: _prediction(answer, one, asked[one.name], settings, ranks, seconds, known=gpu is not None)
-        for one in gpus
-    }
+    by_gpu = {one.name: _prediction(answer, one, asked[one.name], question, seconds) for one in gpus}
     return ColdPredictions(by_gpu, answer.largest, seconds) if several else by_gpu[gpus[0].name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What all GPUs are asked: ``known`` says whether somebody named them."""
+
+    settings: Settings
+    ranks: int
+    known: bool
 
 
 def _workload(workload: str | Workload, knobs: dict[str, Any]) -> tuple[Workload, dict[str, Any]]:
@@ -163,51 +169,55 @@ def _gpus(gpu: str | Sequence[str] | None) -> list[Gpu]:
     return list(found.values())
 
 
-def _asked(gpu: Gpu, capacity: int | None, ranks: int, named: bool) -> Asked:
-    beside, error = _outside(gpu, ranks)
-    limit = (capacity or gpu.memory_bytes) - beside if named or capacity else None
-    held = {OTHER: gpu.gemm_workspaces}
-    if ranks > 1:
-        held |= {COMMUNICATION: (FUSION_BYTES,)}
-    sure = None if limit is None else max(1, int((limit - error) / (1 + ERRORS[DRY])))
-    if limit is not None and limit <= 0:
+def _asked(gpu: Gpu, settings: Settings, capacity: int | None, ranks: int, known: bool) -> Asked:
+    """What is asked for a GPU.
+
+    Args:
+        gpu: whose kernels are meant.
+        settings: the knobs.
+        capacity: of its memory, if somebody said; in bytes.
+        ranks: how many train together.
+        known: whether somebody named this GPU.
+
+    Raises:
+        InvalidInput: it has no memory left for tensors.
+    """
+    beside = gpu.outside_bytes + NCCL_BYTES * (ranks > 1)
+    error = gpu.outside_error_bytes + NCCL_ERROR_BYTES * (ranks > 1)
+    limit = (capacity or gpu.memory_bytes) - beside if known or capacity else None
+    if limit is not None and limit <= gpu.convolution_bytes:
         raise InvalidInput(
-            f"memory={format_bytes(capacity)} is less than CUDA's context and libraries take "
-            f"({format_bytes(beside)}). Name a larger one."
+            f"memory={format_bytes(capacity)} is not more than CUDA's context and libraries take "
+            f"({format_bytes(beside + gpu.convolution_bytes)}). Name a larger one."
         )
-    return Asked(gpu.kernels, held, limit, sure)
+    held = (FUSION_BYTES,) if ranks > 1 else ()
+    kernels = gpu.kernels(settings.precision != "fp32")
+    return Asked(kernels, held, limit, error if known or capacity else 0, gpu.convolution_bytes)
 
 
-def _outside(gpu: Gpu, ranks: int) -> tuple[int, int]:
-    """What torch's allocator cannot have, and by how much that may be wrong."""
-    if ranks == 1:
-        return gpu.outside_bytes, gpu.outside_error_bytes
-    return gpu.outside_bytes + NCCL_BYTES, gpu.outside_error_bytes + NCCL_ERROR_BYTES
-
-
-def _prediction(
-    answer: DryAnswer, gpu: Gpu, asked: Asked, settings: Settings, ranks: int, seconds: float, known: bool
-) -> Prediction:
+def _prediction(answer: DryAnswer, gpu: Gpu, asked: Asked, question: _Question, seconds: float) -> Prediction:
     one: Forecast = answer.forecasts[gpu.name]
-    beside, uncertain = _outside(gpu, ranks)
-    error = max(round(one.error * one.reserved_peak_bytes), SEGMENT_BYTES) + (uncertain if known else 0)
+    more = asked.convolution_bytes if answer.convolves else 0
+    beside = gpu.outside_bytes + NCCL_BYTES * (question.ranks > 1) + more
+    error = max(round(one.error * one.reserved_peak_bytes), SEGMENT_BYTES) + asked.limit_error_bytes
     low = max(round(one.live_peak_bytes * (1 - one.error)), one.reserved_peak_bytes - error)
     high = one.reserved_peak_bytes + error
-    estimated = ", with estimates of its memory or its libraries" if known and gpu.estimated else ""
-    where = f"for {gpu.name}{estimated}" if known else f"with kernels as on {gpu.name}"
+    limit = None if asked.limit_bytes is None else asked.limit_bytes - more
+    estimated = ", with estimates of its memory or its libraries" if question.known and gpu.estimated else ""
+    where = f"for {gpu.name}{estimated}" if question.known else f"with kernels as on {gpu.name}"
     return Prediction(
-        settings=settings,
+        settings=question.settings,
         live_peak_bytes=one.live_peak_bytes,
         reserved_peak_bytes=one.reserved_peak_bytes,
-        device_bytes=one.reserved_peak_bytes + beside if known else None,
+        device_bytes=one.reserved_peak_bytes + beside if question.known else None,
         low_bytes=low,
         high_bytes=high,
-        limit_bytes=asked.limit_bytes,
-        verdict=verdict(low, high, asked.limit_bytes, one.fits),
+        limit_bytes=limit,
+        verdict=verdict(low, high, limit, one.fits),
         categories=one.at_peak,
         phase=one.phase,
         module=one.module,
-        basis=f"{one.how}, by a step on {answer.how} {where}",
+        basis=f"{one.how} from a step on {answer.how} {where}",
         seconds=seconds,
     )
 

@@ -20,8 +20,8 @@ from ..shared.errors import InvalidInput, nearest
 VARIABLE = "GPUMEM_NB_GPUS"
 _TABLE = Path(__file__).with_name("gpus.csv")
 _MIB = 2**20
-_TENSOR_CORES_FOR_FP32 = (8, 0)  # TF32 and flash attention came with Ampere
-_HOPPER = (9, 0)
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+_SIZES = ("memory", "outside", "outside_error", "convolution")
 _RECORDED_ERROR_BYTES = 50 * _MIB
 
 
@@ -35,6 +35,7 @@ class Gpu:
         memory_bytes: what CUDA says that it has.
         outside_bytes: of that, what CUDA's context and loaded libraries take in a training process.
         outside_error_bytes: by how much that may be wrong.
+        convolution_bytes: what cuDNN's kernels take besides, where convolutions are computed.
         sources: where memory and outside come from; what begins with ``estimate`` was not measured.
     """
 
@@ -43,6 +44,7 @@ class Gpu:
     memory_bytes: int
     outside_bytes: int
     outside_error_bytes: int
+    convolution_bytes: int
     sources: tuple[str, str]
 
     @property
@@ -50,20 +52,17 @@ class Gpu:
         """Whether nobody has measured it."""
         return any(source.startswith("estimate") for source in self.sources)
 
-    @property
-    def kernels(self) -> Kernels:
-        """What it has of those that memory depends on."""
-        ampere = self.capability >= _TENSOR_CORES_FOR_FP32
-        return Kernels(flash=ampere, tf32=ampere)
+    def kernels(self, sixteen_bit: bool) -> Kernels:
+        """What it has of those that memory depends on.
 
-    @property
-    def gemm_workspaces(self) -> tuple[int, int]:
-        """What cuBLAS keeps, for the handles of the thread that computes forward and of the one of backward.
+        Flash attention came with Ampere. cuBLAS gets 32 MiB from Hopper on, else ``:4096:2:16:8`` KiB
+        (ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize).
 
-        From Hopper on 32 MiB, else ``:4096:2:16:8`` KiB: ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize.
+        Args:
+            sixteen_bit: whether tensors of 16 bits are computed with.
         """
-        each = 32 * _MIB if self.capability >= _HOPPER else (4096 * 2 + 16 * 8) * 1024
-        return each, each
+        workspace = 32 * _MIB if self.capability >= _HOPPER else (4096 * 2 + 16 * 8) * 1024
+        return Kernels(sixteen_bit and self.capability >= _AMPERE, workspace)
 
 
 def table() -> dict[str, Gpu]:
@@ -115,11 +114,9 @@ def _of_csv(path: Path) -> Iterator[Gpu]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             major, _, minor = row["capability"].partition(".")
-            memory, outside, error = (
-                round(float(row[name]) * _MIB) for name in ("memory_mib", "outside_mib", "outside_error_mib")
-            )
+            sizes = [round(float(row[f"{name}_mib"]) * _MIB) for name in _SIZES]
             sources = (row["memory_source"], row["outside_source"])
-            yield Gpu(row["name"], (int(major), int(minor)), memory, outside, error, sources)
+            yield Gpu(row["name"], (int(major), int(minor)), *sizes, sources)
 
 
 def _of_record(path: Path, known: Mapping[str, Gpu]) -> Iterator[Gpu]:
@@ -134,9 +131,10 @@ def _of_record(path: Path, known: Mapping[str, Gpu]) -> Iterator[Gpu]:
     if machine["virtual"] or not beside:
         raise ValueError("it holds no measurement of one rank on a real GPU")
     like = next((gpu for gpu in known.values() if _key(gpu.name).split("-")[0] in _key(machine["gpu"])), None)
-    capability = like.capability if like else _TENSOR_CORES_FOR_FP32
+    capability = like.capability if like else _AMPERE
     source = f"measured: {path.name}"
-    yield Gpu(machine["gpu"], capability, machine["limit_bytes"], max(beside), _RECORDED_ERROR_BYTES, (source, source))
+    sizes = machine["limit_bytes"], max(beside), _RECORDED_ERROR_BYTES, 0
+    yield Gpu(machine["gpu"], capability, *sizes, (source, source))
 
 
 def _measured(cell: Mapping[str, Any], ranks: int) -> Sequence[Mapping[str, Any]]:

@@ -15,11 +15,11 @@ class Kernels:
 
     Attributes:
         flash: attention of 16-bit types by flash kernels.
-        tf32: convolutions of fp32 by tensor cores, as torch allows by default.
+        gemm_workspace_bytes: what cuBLAS keeps for each of its handles.
     """
 
     flash: bool
-    tf32: bool
+    gemm_workspace_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,17 @@ class Asked:
 
     Attributes:
         kernels: that it has.
-        held_bytes: each piece of memory that libraries ask of torch's allocator and keep, by category.
+        held_bytes: each piece of memory that Horovod asks of torch's allocator and keeps.
         limit_bytes: of what may be reserved; ``None`` without a limit.
-        sure_bytes: the same less what a forecast may be wrong by.
+        limit_error_bytes: by how much that may be wrong.
+        convolution_bytes: by how much it is less where convolutions are computed.
     """
 
     kernels: Kernels
-    held_bytes: Mapping[str, tuple[int, ...]]
+    held_bytes: tuple[int, ...]
     limit_bytes: int | None
-    sure_bytes: int | None
+    limit_error_bytes: int
+    convolution_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class DryAnswer:
         forecasts: by the GPU's name; none if there is a problem.
         largest: the largest batch size that fits, by the GPU's name; 0 if none does.
         parameters: numbers in the model.
+        convolves: whether it computes convolutions.
         how: the steps were taken, in words.
         problem: why there is no forecast, as a sentence; empty if there is.
         of_input: whether what was asked for cannot be used, and nothing is wrong with the workload.
@@ -73,6 +76,7 @@ class DryAnswer:
     forecasts: Mapping[str, Forecast]
     largest: Mapping[str, int]
     parameters: int = 0
+    convolves: bool = False
     how: str = ""
     problem: str = ""
     of_input: bool = False

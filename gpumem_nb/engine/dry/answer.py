@@ -14,9 +14,10 @@ import torch
 from ...memory.ledger.trace import Trace
 from ...memory.prediction.forecast import from_the_start
 from ...memory.prediction.scaling import SmallSteps
+from ...shared.categories import COMMUNICATION
 from ...shared.dry_run import Asked, DryAnswer, DryRun, Kernels
 from ...shared.errors import GpumemError, InvalidInput
-from ...shared.forecast import SCALED, Forecast
+from ...shared.forecast import DRY, DRY_CONVOLUTIONS, ERRORS, SCALED, Forecast
 from ...shared.settings import Settings
 from ...shared.workload import Workload
 from . import cuda_autocast, kernels
@@ -54,7 +55,7 @@ def _answered(question: DryRun) -> DryAnswer:
         if question.largest:
             largest[name] = run.largest(asked)
     first = next(iter(runs.values()))
-    return DryAnswer(forecasts, largest, first.parameters, first.how)
+    return DryAnswer(forecasts, largest, first.parameters, first.convolves, first.how)
 
 
 def _unpickled(workload: bytes) -> Any:
@@ -90,37 +91,45 @@ class _Run:
         self._make: Callable[[bool], DryStep] = make
         self.parameters = 0
 
-    def forecast(self, asked: Asked, batch_size: int) -> Forecast:
-        """What steps of this batch size would need."""
-        trace = self._at(batch_size)
-        for category, sizes in asked.held_bytes.items():
-            trace = trace.with_held(sizes, category)
-        return from_the_start(trace, asked.limit_bytes)
+    def forecast(self, asked: Asked, batch_size: int, surely: bool = False) -> Forecast:
+        """What steps of this batch size would need, and whether that fits, ``surely`` also if it is wrong."""
+        trace = self._at(batch_size).with_held(asked.held_bytes, COMMUNICATION)
+        limit = asked.limit_bytes
+        if limit is not None:
+            limit -= asked.convolution_bytes * self.convolves
+            if surely:
+                limit = int((limit - asked.limit_error_bytes) / (1 + ERRORS[self._certainty]))
+            limit = max(1, limit)
+        return from_the_start(trace, limit, self._certainty)
 
     def largest(self, asked: Asked) -> int:
         """The largest batch size that surely fits; 0 if none does."""
-        sure = asked.sure_bytes
-        if sure is None or self._batches.fixed:
+        limit = asked.limit_bytes
+        if limit is None or self._batches.fixed:
             return 0
-        limited = replace(asked, limit_bytes=sure)
         begin = self._settings.batch_size
-        first, second = (self.forecast(limited, size).reserved_peak_bytes for size in (begin, 2 * begin))
-        each = max(1, (second - first) // begin)
-        guess = begin + (sure - first) // each
-        return _last(lambda size: self.forecast(limited, size).fits, min(max(1, guess), MOST_BATCH))
+        first, second = (self.forecast(asked, size, True).reserved_peak_bytes for size in (begin, 2 * begin))
+        guess = begin + (limit - first) // max(1, (second - first) // begin)
+        return _last(lambda size: self.forecast(asked, size, True).fits, min(max(1, guess), MOST_BATCH))
+
+    @property
+    def convolves(self) -> bool:
+        """Whether convolutions are computed."""
+        return self._step is not None and self._step.convolves
+
+    @property
+    def _certainty(self) -> str:
+        return DRY_CONVOLUTIONS if self.convolves else DRY
 
     def _at(self, batch_size: int) -> Trace:
-        if batch_size in self._traces:
-            return self._traces[batch_size]
-        if len(self._traces) >= 2:
-            if self._pair is None:
-                small, large = sorted(self._traces.values(), key=lambda trace: trace.batch_size)[-2:]
-                self._pair = SmallSteps([small, large]), large
-            steps, first = self._pair
-            if steps.how == SCALED:
-                line = steps.continued(batch_size)
-                return replace(first, batch_size=batch_size, size=line.size, rest_bytes=line.rest_bytes)
-        self._traces[batch_size] = self._taken(batch_size)
+        if batch_size not in self._traces and len(self._traces) == 2:
+            small, large = sorted(self._traces.values(), key=lambda trace: trace.batch_size)
+            self._pair = self._pair or (SmallSteps([small, large]), large)
+        if batch_size not in self._traces and self._pair and self._pair[0].how == SCALED:
+            line = self._pair[0].continued(batch_size)
+            return replace(self._pair[1], batch_size=batch_size, size=line.size, rest_bytes=line.rest_bytes)
+        if batch_size not in self._traces:
+            self._traces[batch_size] = self._taken(batch_size)
         return self._traces[batch_size]
 
     def _taken(self, batch_size: int) -> Trace:

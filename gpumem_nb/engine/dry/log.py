@@ -17,6 +17,7 @@ from ...memory.tensors import tensors_in
 from ...shared.messages import Reading
 
 _aten = torch.ops.aten
+_GEMMS = {getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")}
 Scratch = Callable[[Any, Any, Any], int]
 """Bytes that an operator takes and gives back before it returns, from the operator, its arguments and its result."""
 
@@ -24,29 +25,41 @@ Scratch = Callable[[Any, Any, Any], int]
 class DryLog(TensorLog):
     """Events of the tensors that operators make, with what real kernels do otherwise than those of fake tensors.
 
-    Two sums are made in place on a GPU and not under a dispatch mode, because torch keeps composite operators pure
-    there (``isTensorSubclassLike``): gradients that meet in backward (torch/csrc/autograd/input_buffer.cpp,
-    ``can_accumulate_inplace``) and gradients of several micro-batches (accumulate_grad.h). In both the first summand
-    is released as soon as the sum is there. Such a sum is taken to lie where that summand lay.
+    A gradient of a further micro-batch is added in place to the one before it on a GPU, and not under a dispatch mode,
+    where torch keeps composite operators pure (torch/csrc/autograd/functions/accumulate_grad.h,
+    ``isTensorSubclassLike``). There the first summand is released as soon as the sum is there, so the sum is taken to
+    lie where that summand lay.
+
+    cuBLAS asks torch's allocator for a workspace when a thread computes its first product, and keeps it: once in the
+    thread that runs forward and once in that of backward (ATen/cuda/CublasHandlePool.cpp).
+
+    Attributes:
+        convolves: whether a convolution was seen.
+        on_host: single numbers are in the host's memory for the moment.
+        adds_up: sums in backward are those of gradients of several micro-batches.
 
     Args:
         held: bytes that are held by tensors, to be asked when a log begins.
         scratch: what operators use inside.
+        gemm_workspace_bytes: each of cuBLAS's workspaces.
     """
 
     exact = True
 
-    def __init__(self, held: Callable[[], int], scratch: Scratch) -> None:
+    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int) -> None:
         super().__init__(torch.device("cpu"), lambda: (held(), 0))
         self._scratch = scratch
         self._table: list[tuple[int, int, int, int]] = []
         self._call = 0
         self._sum: tuple[Known, Known] | None = None  # the first summand, and a sum that may have taken its place
-        self.on_host = False
+        self._gemm_workspace_bytes = gemm_workspace_bytes
+        self._gemms: set[bool] = set()  # whether backward ran, at each first one
+        self.convolves = self.on_host = self.adds_up = False
 
     def begin(self, params: Sequence[Tensor]) -> Base:
         """Log from now on."""
         self._table, self._call, self._sum = [], 0, None
+        self._gemms = set()
         return super().begin(params)
 
     @contextmanager
@@ -58,6 +71,10 @@ class DryLog(TensorLog):
     def operated(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Take note of what went into an operator and what came out."""
         self._call += 1
+        self.convolves = self.convolves or operator is _aten.convolution.default
+        if operator in _GEMMS and (backward := in_backward()) not in self._gemms:
+            self._gemms.add(backward)
+            self._note(new_number(), self._gemm_workspace_bytes)
         if self.on_host and isinstance(result, Tensor) and result.dim() == 0:
             return  # an optimizer counts its steps in the host's memory
         self.see(operator, args, kwargs, result)
@@ -65,7 +82,7 @@ class DryLog(TensorLog):
             number = new_number()
             self._note(number, inside)
             self._note(number, -inside)
-        if operator is _aten.add.Tensor and not torch.is_grad_enabled() and in_backward():
+        if self.adds_up and operator is _aten.add.Tensor and in_backward():
             self._may_be_in_place(args, result)
 
     def end(self) -> Events:
@@ -122,14 +139,14 @@ class DryDevice:
     torch_device = torch.device("cpu")
     note = ""
 
-    def __init__(self, held: Callable[[], int], scratch: Scratch) -> None:
+    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int) -> None:
         self._held = held
-        self._scratch = scratch
-        self.log = DryLog(held, scratch)
+        self._given = held, scratch, gemm_workspace_bytes
+        self.log = DryLog(*self._given)
 
     def event_log(self) -> DryLog:
         """A new log."""
-        self.log = DryLog(self._held, self._scratch)
+        self.log = DryLog(*self._given)
         return self.log
 
     def reading(self) -> Reading:

@@ -11,31 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...shared.dry_run import Kernels
-
 _aten = torch.ops.aten
 _INT64 = 8
 _FP32 = 4
 _WARP = 32
 _ROWS_A_THREAD = 10  # NROWS_PER_THREAD
 _UNSORTED_INDICES = 3072
+_TURNED = 1.5
 _INDEX_TENSORS = 7  # sorted and original indices, segments, partial segments and their offsets, and those of the sort
-
-
-def rules(kernels: Kernels) -> Callable[[Any, Any, Any], int]:
-    """What an operator takes inside, by operator, arguments and result, on a GPU with these kernels."""
-    table: dict[Any, Callable[[Any, Any], int]] = {_aten.embedding_dense_backward.default: _embedding_backward}
-    table[_aten._scaled_dot_product_efficient_attention_backward.default] = _attention_backward
-    table[_aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward
-    if kernels.tf32:
-        table[_aten.convolution.default] = _convolution
-        table[_aten.convolution_backward.default] = _convolution_backward
-
-    def scratch(operator: Any, args: Any, result: Any) -> int:
-        rule = table.get(operator)
-        return rule(args, result) if rule else 0
-
-    return scratch
 
 
 def _embedding_backward(args: Any, result: Tensor) -> int:
@@ -68,17 +51,26 @@ def _flash_backward(args: Any, result: Any) -> int:
     return int(query.shape[0] * query.shape[1] * length * (head + 1) * _FP32)
 
 
-def _convolution(args: Any, result: Tensor) -> int:
-    return _turned(args[0], args[1], result)
-
-
 def _convolution_backward(args: Any, result: Any) -> int:
+    """cuDNN's workspace, by a rule of thumb: what is read and written, and half as much again.
+
+    Tensor cores take channels last, so cuDNN turns what lies otherwise into its workspace, images, weights and gradient
+    alike; plans that it tries and drops leave theirs in the cache. Which plan it takes is not documented. Of simple
+    rules this one came nearest to published peaks (docs/prediction-cold.md), with none for forward.
+    """
     grad, images, weight = args[:3]
-    return _turned(images, weight, grad)
+    return int(_TURNED * (grad.nbytes + images.nbytes + weight.nbytes))
 
 
-def _turned(*tensors: Tensor) -> int:
-    """Tensor cores take channels last: cuDNN turns what lies otherwise, into its workspace."""
-    if tensors[0].dtype is not torch.float32:
-        return 0
-    return sum(tensor.nbytes for tensor in tensors)
+_RULES: dict[Any, Callable[[Any, Any], int]] = {
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _attention_backward,
+    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _aten.convolution_backward.default: _convolution_backward,
+}
+
+
+def operator_bytes(operator: Any, args: Any, result: Any) -> int:
+    """What a call of this operator takes inside."""
+    rule = _RULES.get(operator)
+    return rule(args, result) if rule else 0

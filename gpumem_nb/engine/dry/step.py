@@ -69,7 +69,12 @@ class DryStep:
             self._parts.join(self._optimizer)
         check_precision(settings, self._parts)
         self._params = list(in_groups(self._optimizer))
-        self._device = DryDevice(self._held, scratch.rules(kernels))
+        self._device = DryDevice(self._held, scratch.operator_bytes, kernels.gemm_workspace_bytes)
+
+    @property
+    def convolves(self) -> bool:
+        """Whether the latest step computed a convolution."""
+        return self._device.log.convolves
 
     @property
     def parameters(self) -> int:
@@ -131,7 +136,7 @@ class DryStep:
         self._mark("data")
         total = torch.zeros(())
         coming = (self._batches.of(batch_size, _made) for _ in range(count))
-        for batch in micro_batches(self._workload.loss, self.model, coming, count):
+        for index, batch in enumerate(micro_batches(self._workload.loss, self.model, coming, count)):
             if Recorder.current:
                 Recorder.current.claim(INPUTS, tensors_in(batch))
             self._mark("forward")
@@ -139,9 +144,11 @@ class DryStep:
                 loss = checked_loss(self._workload.loss(self.model, batch)) / count
             del batch
             self._mark("backward")
+            self._device.log.adds_up = index > 0
             (loss * _LOSS_SCALE if settings.precision == "fp16" else loss).backward()
             total += loss.detach().float()
             del loss
+            self._device.log.adds_up = False
             self._mark("data")
 
     def _update(self) -> None:

@@ -6,8 +6,8 @@ import bisect
 
 import numpy as np
 
-from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OTHER
-from ...shared.forecast import BY_PEAKS, DRY, ERRORS, RECORDED, Forecast
+from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OPTIMIZER_STATE, OTHER
+from ...shared.forecast import BY_PEAKS, ERRORS, RECORDED, Forecast
 from ..ledger.trace import CODE, Trace
 from ..virtual_gpu.replay import replay
 from .scaling import SmallSteps
@@ -31,7 +31,7 @@ def forecast(steps: SmallSteps, batch_size: int, limit_bytes: int | None) -> For
     return _of(steps.continued(batch_size), limit_bytes, steps.how)
 
 
-def from_the_start(first: Trace, limit_bytes: int | None) -> Forecast:
+def from_the_start(first: Trace, limit_bytes: int | None, how: str) -> Forecast:
     """What steps need in a process that begins with this one.
 
     Its optimizer makes its state among the cached segments that forward and backward have left, and the steps after it
@@ -40,8 +40,9 @@ def from_the_start(first: Trace, limit_bytes: int | None) -> Forecast:
     Args:
         first: the first step that was ever taken, not settled.
         limit_bytes: what may be reserved; ``None`` for no limit.
+        how: the trace was found.
     """
-    return _of(first.settled(), limit_bytes, DRY, first)
+    return _of(first.settled((OPTIMIZER_STATE, OTHER)), limit_bytes, how, first)
 
 
 def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
