@@ -46,16 +46,15 @@ def _answered(question: DryRun) -> DryAnswer:
     batches = Batches(workload.data())
     forecasts: dict[str, Forecast] = {}
     largest: dict[str, int] = {}
-    runs: dict[Kernels, _Run] = {}
-    for name, asked in question.gpus.items():
-        if asked.kernels not in runs:
-            runs[asked.kernels] = _Run(workload, batches, question.settings, asked.kernels)
-        run = runs[asked.kernels]
-        forecasts[name] = run.forecast(asked, question.settings.batch_size)
-        if question.largest:
-            largest[name] = run.largest(asked)
-    first = next(iter(runs.values()))
-    return DryAnswer(forecasts, largest, first.parameters, first.convolves, first.how)
+    for used in dict.fromkeys(asked.kernels for asked in question.gpus.values()):
+        installed = kernels.install(used), cuda_autocast.install()
+        run = _Run(workload, batches, question.settings, used)
+        for name, asked in question.gpus.items():
+            if asked.kernels == used:
+                forecasts[name] = run.forecast(asked, question.settings.batch_size)
+                largest[name] = run.largest(asked) if question.largest else 0
+        del installed
+    return DryAnswer(forecasts, largest, run.parameters, run.convolves, run.how)
 
 
 def _unpickled(workload: bytes) -> Any:
@@ -78,17 +77,12 @@ class _Run:
 
     how = "fake tensors"
 
-    def __init__(self, workload: Workload, batches: Batches, settings: Settings, with_kernels: Kernels) -> None:
+    def __init__(self, workload: Workload, batches: Batches, settings: Settings, used: Kernels) -> None:
+        self._given = workload, batches, settings, used
         self._batches, self._settings = batches, settings
-        self._installed = [kernels.install(with_kernels, fake=True), cuda_autocast.install()]
         self._traces: dict[int, Trace] = {}
         self._step: DryStep | None = None
         self._pair: tuple[SmallSteps, Trace] | None = None
-
-        def make(fake: bool) -> DryStep:
-            return DryStep(workload, batches, settings, with_kernels, fake)
-
-        self._make: Callable[[bool], DryStep] = make
         self.parameters = 0
 
     def forecast(self, asked: Asked, batch_size: int, surely: bool = False) -> Forecast:
@@ -134,7 +128,7 @@ class _Run:
 
     def _taken(self, batch_size: int) -> Trace:
         try:
-            self._step = self._step or self._make(True)
+            self._step = self._step or DryStep(*self._given)
             self.parameters = self._step.parameters
             return self._step.trace(batch_size)
         except GpumemError:

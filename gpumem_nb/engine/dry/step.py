@@ -82,7 +82,8 @@ class DryStep:
         return sum(param.numel() for param in self._parts.parameters())
 
     def trace(self, batch_size: int) -> Trace:
-        """The second of two steps of this batch size: in the first an optimizer makes its state."""
+        """The first step of this batch size: in its update the optimizer makes its state."""
+        self._optimizer.state.clear()
         checkpointing = self._checkpointing()
         try:
             with self._inside(), Recorder(self._device, *self._parts.named.values()).watching():
