@@ -217,7 +217,7 @@ def _prediction(answer: DryAnswer, gpu: Gpu, asked: Asked, question: _Question, 
         categories=one.at_peak,
         phase=one.phase,
         module=one.module,
-        basis=f"{one.how} from a step on {answer.how} {where}",
+        basis=f"{one.how} {where}: from {answer.how}",
         seconds=seconds,
     )
 

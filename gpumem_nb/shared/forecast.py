@@ -10,6 +10,7 @@ from .messages import Failure, Reading
 RECORDED, SCALED, BY_OPERATORS, BY_PEAKS = "recorded", "scaled", "scaled by operators", "through two peaks"
 VARYING = "roughly, because samples differ in size,"
 DRY, DRY_CONVOLUTIONS = "without running it", "without running it, roughly, because of cuDNN's workspaces,"
+ON_CPU = "roughly, as on the CPU,"
 ERRORS = {
     RECORDED: 0.02,
     SCALED: 0.02,

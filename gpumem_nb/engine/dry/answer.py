@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from ...memory.ledger.trace import Trace
-from ...memory.prediction.forecast import from_the_start
+from ...memory.prediction.forecast import forecast, from_the_start
 from ...memory.prediction.scaling import SmallSteps
 from ...shared.categories import COMMUNICATION
 from ...shared.dry_run import Asked, DryAnswer, DryRun, Kernels
-from ...shared.errors import GpumemError, InvalidInput
-from ...shared.forecast import DRY, DRY_CONVOLUTIONS, ERRORS, SCALED, Forecast
+from ...shared.errors import GpumemError, InvalidInput, WorkloadError
+from ...shared.forecast import DRY, DRY_CONVOLUTIONS, ERRORS, ON_CPU, SCALED, Forecast
 from ...shared.settings import Settings
+from ...shared.units import format_bytes
 from ...shared.workload import Workload
 from . import cuda_autocast, kernels
 from .batches import Batches
@@ -26,7 +27,10 @@ from .refusals import refused
 from .step import DryStep
 
 MOST_BATCH = 2**20
-_SMALL = (2, 4)  # of real steps
+SMALL = (2, 4)
+"""Batch sizes of steps with memory."""
+MOST_REAL_BYTES = 2**30
+BYTES_A_PARAMETER = 5 * 4  # weight, gradient, two of Adam's and a copy of one, in fp32
 
 
 def answer(question: DryRun) -> DryAnswer:
@@ -47,13 +51,12 @@ def _answered(question: DryRun) -> DryAnswer:
     forecasts: dict[str, Forecast] = {}
     largest: dict[str, int] = {}
     for used in dict.fromkeys(asked.kernels for asked in question.gpus.values()):
-        installed = kernels.install(used), cuda_autocast.install()
         run = _Run(workload, batches, question.settings, used)
         for name, asked in question.gpus.items():
             if asked.kernels == used:
                 forecasts[name] = run.forecast(asked, question.settings.batch_size)
                 largest[name] = run.largest(asked) if question.largest else 0
-        del installed
+        run.close()
     return DryAnswer(forecasts, largest, run.parameters, run.convolves, run.how)
 
 
@@ -70,31 +73,43 @@ def _unpickled(workload: bytes) -> Any:
 class _Run:
     """Steps of one workload under one setting with one set of kernels, taken when they are asked for.
 
+    A model that cannot be run without memory takes two small steps with it, if they are not too large.
+
     Attributes:
         how: the steps are taken.
         parameters: numbers in the model.
+        convolves: whether convolutions are computed.
     """
-
-    how = "fake tensors"
 
     def __init__(self, workload: Workload, batches: Batches, settings: Settings, used: Kernels) -> None:
         self._given = workload, batches, settings, used
         self._batches, self._settings = batches, settings
+        self._installed = [kernels.install(used, attention=True), cuda_autocast.install()]
         self._traces: dict[int, Trace] = {}
         self._step: DryStep | None = None
         self._pair: tuple[SmallSteps, Trace] | None = None
+        self._with_memory: list[Trace] = []
+        self.how = "a step on fake tensors"
         self.parameters = 0
+        self.convolves = False
+
+    def close(self) -> None:
+        """Let operators be what they were."""
+        self._installed = []
 
     def forecast(self, asked: Asked, batch_size: int, surely: bool = False) -> Forecast:
         """What steps of this batch size would need, and whether that fits, ``surely`` also if it is wrong."""
-        trace = self._at(batch_size).with_held(asked.held_bytes, COMMUNICATION)
+        trace = None if self._with_memory else self._at(batch_size)
         limit = asked.limit_bytes
         if limit is not None:
             limit -= asked.convolution_bytes * self.convolves
             if surely:
                 limit = int((limit - asked.limit_error_bytes) / (1 + ERRORS[self._certainty]))
             limit = max(1, limit)
-        return from_the_start(trace, limit, self._certainty)
+        if trace is None or self._with_memory:
+            steps = SmallSteps([small.with_held(asked.held_bytes, COMMUNICATION) for small in self._with_memory])
+            return replace(forecast(steps, batch_size, limit), how=ON_CPU)
+        return from_the_start(trace.with_held(asked.held_bytes, COMMUNICATION), limit, self._certainty)
 
     def largest(self, asked: Asked) -> int:
         """The largest batch size that surely fits; 0 if none does."""
@@ -107,15 +122,10 @@ class _Run:
         return _last(lambda size: self.forecast(asked, size, True).fits, min(max(1, guess), MOST_BATCH))
 
     @property
-    def convolves(self) -> bool:
-        """Whether convolutions are computed."""
-        return self._step is not None and self._step.convolves
-
-    @property
     def _certainty(self) -> str:
-        return DRY_CONVOLUTIONS if self.convolves else DRY
+        return ON_CPU if self._with_memory else DRY_CONVOLUTIONS if self.convolves else DRY
 
-    def _at(self, batch_size: int) -> Trace:
+    def _at(self, batch_size: int) -> Trace | None:
         if batch_size not in self._traces and len(self._traces) == 2:
             small, large = sorted(self._traces.values(), key=lambda trace: trace.batch_size)
             self._pair = self._pair or (SmallSteps([small, large]), large)
@@ -123,18 +133,45 @@ class _Run:
             line = self._pair[0].continued(batch_size)
             return replace(self._pair[1], batch_size=batch_size, size=line.size, rest_bytes=line.rest_bytes)
         if batch_size not in self._traces:
-            self._traces[batch_size] = self._taken(batch_size)
+            trace = self._dry(batch_size)
+            if trace is None:
+                return None
+            self._traces[batch_size] = trace
         return self._traces[batch_size]
 
-    def _taken(self, batch_size: int) -> Trace:
+    def _dry(self, batch_size: int) -> Trace | None:
+        """A step without memory; ``None`` if it cannot be taken, and small steps were taken with memory instead."""
         try:
             self._step = self._step or DryStep(*self._given)
             self.parameters = self._step.parameters
-            return self._step.trace(batch_size)
+            trace = self._step.trace(batch_size)
         except GpumemError:
             raise
         except Exception as error:
-            raise refused(error, self._step.phase if self._step else "model") from None
+            self._take_with_memory(refused(error, self._step.phase if self._step else "model"))
+            return None
+        self.convolves = self._step.convolves
+        return trace
+
+    def _take_with_memory(self, refusal: WorkloadError) -> None:
+        if self.parameters * BYTES_A_PARAMETER > MOST_REAL_BYTES:
+            raise WorkloadError(
+                f"{refusal} Small steps on the CPU would need more than {format_bytes(MOST_REAL_BYTES)} of memory. "
+                "Predict a smaller model of the same kind, or start ranks (%hvd_start) and predict there."
+            )
+        self._installed = [kernels.install(self._given[-1], attention=False), cuda_autocast.install()]
+        try:
+            self._step = step = DryStep(*self._given, fake=False)
+            self.parameters = step.parameters
+            self._with_memory = [step.trace(size) for size in SMALL]
+        except GpumemError:
+            raise
+        except Exception as error:
+            why = refused(error, step.phase if self._step else "model", "on the CPU")
+            raise WorkloadError(f"{refusal} {why} Mend that line, or start ranks and predict there.") from None
+        self.convolves = step.convolves
+        sizes = " and ".join(map(str, SMALL))
+        self.how = f"steps on the CPU with batch_size {sizes} (attention as there). {refusal}"
 
 
 def _last(fits: Callable[[int], bool], guess: int) -> int:

@@ -19,18 +19,17 @@ _LARGEST_FLASH_HEAD = 256
 _FLASH_HEAD_MULTIPLE = 8
 
 
-def install(kernels: Kernels) -> Any:
+def install(kernels: Kernels, attention: bool) -> Any:
     """Replace operators until the process ends or the result is destroyed.
 
     Args:
         kernels: which of several kernels the GPU has.
+        attention: replace that too; on real tensors of the CPU CUDA's kernels cannot be computed.
     """
     library = torch.library.Library("aten", "IMPL")
-    rules: dict[str, Callable[..., Any]] = {
-        "dropout": _dropout,
-        "linear": _linear,
-        "scaled_dot_product_attention": _attention(kernels),
-    }
+    rules: dict[str, Callable[..., Any]] = {"dropout": _dropout, "linear": _linear}
+    if attention:
+        rules["scaled_dot_product_attention"] = _attention(kernels)
     for name, rule in rules.items():
         library.impl(name, rule, "AutogradCPU", allow_override=True)
     return library

@@ -14,12 +14,12 @@ _OURS = str(Path(__file__).parents[2])
 _NOT_THEIRS = (str(Path(torch.__file__).parent), _OURS + "/engine", _OURS + "/memory", _OURS + "/internals")
 
 
-def refused(error: Exception, phase: str) -> WorkloadError:
+def refused(error: Exception, phase: str, how: str = "without memory") -> WorkloadError:
     """An exception of a dry step as a sentence."""
     operator = refused_operator(error)
     said = f"{type(error).__name__}: {text_of(error).strip().splitlines()[0] if text_of(error).strip() else ''}"
     what = f"{operator} needs the values of a tensor, which a dry run does not have" if operator else said
-    return WorkloadError(f"The {phase} cannot be run without memory: {what}{_place(error)}.")
+    return WorkloadError(f"The {phase} cannot be run {how}: {what}{_place(error)}.")
 
 
 def _place(error: Exception) -> str:

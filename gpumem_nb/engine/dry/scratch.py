@@ -37,10 +37,15 @@ def _embedding_backward(args: Any, result: Tensor) -> int:
 
 
 def _attention_backward(args: Any, result: Any) -> int:
-    """The row sums of gradient times output: ATen/native/transformers/cuda/attention_backward.cu, ``delta``."""
-    query = args[1]
+    """Row sums of gradient times output, ``delta``; in fp32 that product is a tensor for a moment.
+
+    ATen/native/transformers/cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h,
+    ``kKernelComputesDelta``, which holds for 16-bit types alone.
+    """
+    query, value = args[1], args[3]
     sums = query.shape[0] * query.shape[1] * query.shape[2] * _FP32
-    return int(sums)
+    product = sums * value.shape[3] if query.dtype is torch.float32 else 0
+    return int(sums + product)
 
 
 def _flash_backward(args: Any, result: Any) -> int:
@@ -52,7 +57,7 @@ def _flash_backward(args: Any, result: Any) -> int:
 
 
 def _convolution_backward(args: Any, result: Any) -> int:
-    """cuDNN's workspace, by a rule of thumb: what is read and written, and half as much again.
+    """The workspace of cuDNN, by a rule of thumb: what is read and written, and half as much again.
 
     Tensor cores take channels last, so cuDNN turns what lies otherwise into its workspace, images, weights and gradient
     alike; plans that it tries and drops leave theirs in the cache. Which plan it takes is not documented. Of simple
