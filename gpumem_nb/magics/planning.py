@@ -61,7 +61,8 @@ class PlanningMagics(Magics):
             raise InvalidInput(f"{what}, for example: %hvd_predict text-gpt --gpu T4-16GB,A100-40GB batch_size=16.")
         own = shell_of(self).user_ns.get(named[0])
         args.pairs.remove(named[0])
-        return predict(own if isinstance(own, Workload) else named[0], **given, **pairs(args))
+        knobs: dict[str, Any] = given | pairs(args)
+        return predict(own if isinstance(own, Workload) else named[0], **knobs)
 
     @magic_arguments()
     @line_magic

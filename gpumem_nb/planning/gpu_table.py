@@ -114,9 +114,9 @@ def _of_csv(path: Path) -> Iterator[Gpu]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             major, _, minor = row["capability"].partition(".")
-            sizes = [round(float(row[f"{name}_mib"]) * _MIB) for name in _SIZES]
+            memory, outside, error, convolution = (round(float(row[f"{name}_mib"]) * _MIB) for name in _SIZES)
             sources = (row["memory_source"], row["outside_source"])
-            yield Gpu(row["name"], (int(major), int(minor)), *sizes, sources)
+            yield Gpu(row["name"], (int(major), int(minor)), memory, outside, error, convolution, sources)
 
 
 def _of_record(path: Path, known: Mapping[str, Gpu]) -> Iterator[Gpu]:

@@ -12,9 +12,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
-from gpumem_nb.planning import cold
+import gpumem_nb
+from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
+from gpumem_nb.shared.dry_run import DryAnswer, DryRun
 from tests.published import rows as published
 
 REPORT = Path(__file__).parents[2] / "docs" / "prediction-cold.md"
@@ -83,18 +86,15 @@ def main() -> int:
 def measured(row: published.Row) -> Case:
     """Predict one row."""
     peaks: list[int] = []
-    own = cold.dry_process.ask
+    own = dry_process.ask
 
-    def ask(question: cold.DryRun) -> cold.DryAnswer:
+    def ask(question: DryRun) -> DryAnswer:
         answer = own(question)
         peaks.append(answer.peak_rss_bytes)
         return answer
 
-    cold.dry_process.ask = ask
-    try:
-        predicted = cold.predict(published.workload(row), gpu=GPU, batch_size=int(row["batch_size"]))
-    finally:
-        cold.dry_process.ask = own
+    with mock.patch.object(dry_process, "ask", ask):
+        predicted = gpumem_nb.predict(published.workload(row), gpu=GPU, batch_size=int(row["batch_size"]))
     assert isinstance(predicted, Prediction)
     return Case(row, predicted, peaks[0])
 

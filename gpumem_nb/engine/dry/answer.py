@@ -17,7 +17,7 @@ from ...memory.prediction.scaling import SmallSteps
 from ...shared.categories import COMMUNICATION
 from ...shared.dry_run import Asked, DryAnswer, DryRun, Kernels
 from ...shared.errors import GpumemError, InvalidInput, WorkloadError
-from ...shared.forecast import DRY, DRY_CONVOLUTIONS, ERRORS, ON_CPU, SCALED, Forecast
+from ...shared.forecast import DRY, DRY_CONVOLUTIONS, ON_CPU, SCALED, Forecast
 from ...shared.settings import Settings
 from ...shared.units import format_bytes
 from ...shared.workload import Workload
@@ -97,33 +97,40 @@ class _Run:
         """Let operators be what they were."""
         self._installed = []
 
-    def forecast(self, asked: Asked, batch_size: int, surely: bool = False) -> Forecast:
-        """What steps of this batch size would need, and whether that fits, ``surely`` also if it is wrong."""
+    def forecast(self, asked: Asked, batch_size: int) -> Forecast:
+        """What steps of this batch size would need, and whether that fits."""
         trace = None if self._with_memory else self._at(batch_size)
-        limit = asked.limit_bytes
-        if limit is not None:
-            limit -= asked.convolution_bytes * self.convolves
-            if surely:
-                limit = int((limit - asked.limit_error_bytes) / (1 + ERRORS[self._certainty]))
-            limit = max(1, limit)
-        if trace is None or self._with_memory:
+        limit = self._limit(asked)
+        if trace is None:
             steps = SmallSteps([small.with_held(asked.held_bytes, COMMUNICATION) for small in self._with_memory])
             return replace(forecast(steps, batch_size, limit), how=ON_CPU)
         return from_the_start(trace.with_held(asked.held_bytes, COMMUNICATION), limit, self._certainty)
 
     def largest(self, asked: Asked) -> int:
-        """The largest batch size that surely fits; 0 if none does."""
-        limit = asked.limit_bytes
+        """The largest batch size that fits with what a forecast may be wrong by; 0 if none does."""
+        limit = self._limit(asked)
         if limit is None or self._batches.fixed:
             return 0
+        unlimited = replace(asked, limit_bytes=None)
+
+        def needs(size: int) -> int:
+            found = self.forecast(unlimited, size)
+            return round(found.reserved_peak_bytes * (1 + found.error)) + asked.limit_error_bytes
+
         begin = self._settings.batch_size
-        first, second = (self.forecast(asked, size, True).reserved_peak_bytes for size in (begin, 2 * begin))
+        first, second = needs(begin), needs(2 * begin)
         guess = begin + (limit - first) // max(1, (second - first) // begin)
-        return _last(lambda size: self.forecast(asked, size, True).fits, min(max(1, guess), MOST_BATCH))
+        return _last(lambda size: needs(size) <= limit, min(max(1, guess), MOST_BATCH))
+
+    def _limit(self, asked: Asked) -> int | None:
+        """Of what may be reserved."""
+        if asked.limit_bytes is None:
+            return None
+        return max(1, asked.limit_bytes - asked.convolution_bytes * self.convolves)
 
     @property
     def _certainty(self) -> str:
-        return ON_CPU if self._with_memory else DRY_CONVOLUTIONS if self.convolves else DRY
+        return DRY_CONVOLUTIONS if self.convolves else DRY
 
     def _at(self, batch_size: int) -> Trace | None:
         if batch_size not in self._traces and len(self._traces) == 2:

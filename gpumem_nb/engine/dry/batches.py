@@ -51,9 +51,7 @@ class Batches:
 
     def of(self, size: int, make: Make) -> Any:
         """A micro-batch of so many samples."""
-        if self.fixed:
-            return _like(self._small[0], self._small[0], size, make)
-        return _like(*self._small, size, make)
+        return _like(self._small[0], self._small[-1], size, make)
 
 
 def _samples(data: Any, count: int) -> list[Any]:

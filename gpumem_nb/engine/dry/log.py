@@ -134,12 +134,9 @@ class _Watching(TorchDispatchMode):
 
 
 class DryDevice:
-    """A device that a recorder can listen to; see :class:`gpumem_nb.memory.device.Device`."""
+    """A device that a recorder can listen to; see :class:`gpumem_nb.memory.device.Listened`."""
 
-    kind: Literal["virtual"] = "virtual"
-    name = "a dry run"
-    torch_device = torch.device("cpu")
-    note = ""
+    kind: Literal["virtual", "cuda"] = "virtual"
 
     def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int) -> None:
         self._held = held
