@@ -6,19 +6,23 @@ package too, so it loads what is heavy only when it is used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .shared.settings import Settings
 from .shared.version import __version__
 from .shared.workload import Workload
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from IPython.core.interactiveshell import InteractiveShell
 
     from .install.environment import EnvironmentReport
+    from .planning.cold import ColdPredictions
+    from .planning.prediction import Prediction
     from .session import Session
 
-__all__ = ["Settings", "Workload", "__version__", "check", "load_ipython_extension", "start"]
+__all__ = ["Settings", "Workload", "__version__", "check", "load_ipython_extension", "predict", "start"]
 
 
 def start(
@@ -70,6 +74,33 @@ def check() -> EnvironmentReport:
     from .install import environment
 
     return environment.check()
+
+
+def predict(
+    workload: str | Workload,
+    *,
+    gpu: str | Sequence[str] | None = None,
+    memory: str | int | None = None,
+    ranks: int = 1,
+    **knobs: Any,
+) -> Prediction | ColdPredictions:
+    """What training would need on a GPU that need not be here, without ranks: steps are taken without memory.
+
+    Args:
+        workload: the name of a ready-made one, or a ``Workload``.
+        gpu: its name, such as ``"A100-40GB"``; several, as a list or with commas between them, are answered by
+            :class:`~gpumem_nb.planning.cold.ColdPredictions`: which of them fits, and with which largest batch.
+        memory: of the GPU in place of what the table says, such as ``"24GB"`` or a number of bytes.
+        ranks: how many train together; from two on Horovod and NCCL take their part.
+        **knobs: as in :class:`Settings`; of a ready-made workload also its options, such as ``width``.
+
+    Raises:
+        InvalidInput: an unknown workload, GPU, knob or option, or a value that cannot be used.
+        WorkloadError: the workload cannot be run without memory; names the operator and the line.
+    """
+    from .planning import cold
+
+    return cold.predict(workload, gpu=gpu, memory=memory, ranks=ranks, **knobs)
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

@@ -74,6 +74,13 @@ def _knobs(_: list[str], word: str) -> list[str]:
     return [f"{name}={value}" for value in (*known[name].choices, *known[name].words)] if name in known else []
 
 
+def _predicted(before: list[str], word: str) -> list[str]:
+    loaded = next((entry for entry in before if entry in CATALOG), None)
+    if loaded:
+        return [*_knobs(before, word), *(f"{option}=" for option in CATALOG[loaded].options)]
+    return [*_knobs(before, word), *CATALOG]
+
+
 def _workloads(before: list[str], _: str) -> list[str]:
     loaded = next((entry for entry in before if entry in CATALOG), None)
     return [f"{option}=" for option in (*CATALOG[loaded].options, "seed")] if loaded else list(CATALOG)
@@ -85,7 +92,7 @@ def _roles(_: list[str], __: str) -> list[str]:
 
 _PAIRS: dict[str, Callable[[list[str], str], list[str]]] = {
     "hvd_set": _knobs,
-    "hvd_predict": _knobs,
+    "hvd_predict": _predicted,
     "hvd_load": _workloads,
     "hvd_attach": _roles,
 }

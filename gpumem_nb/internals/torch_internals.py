@@ -16,6 +16,8 @@
   which it does so.
 - Schedulers of schedulers: ``_schedulers``, in them and in their state. Data loaders: the module of their handler of
   SIGCHLD.
+- Fake tensors: ``torch._subclasses.FakeTensorMode`` and the errors with which it refuses an operator. What keeps a
+  kernel written in Python from calling itself: ``_ExcludeDispatchKeyGuard``.
 - ``torch._foreach_norm`` (the norms of many tensors in few kernels; ``nn.utils.get_total_norm`` came after torch 2.4).
 - The CUDA allocator's history (``torch.cuda.memory._record_memory_history``, ``_dump_snapshot``), which torch documents
   as it is, underscore and all.
@@ -234,6 +236,34 @@ def leave_autocast() -> None:
     for _ in range(torch.autocast_increment_nesting()):
         torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """Inside, tensors have shapes and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes half a second to import
+
+    mode = FakeTensorMode()
+    mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]  # or a copied module could not meet the others
+    return mode
+
+
+def refused_operator(error: BaseException) -> str | None:
+    """The operator that cannot be run on fake tensors, if that is what an error says."""
+    from torch._subclasses import fake_tensor
+
+    kinds = (
+        fake_tensor.UnsupportedOperatorException,
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+    )
+    return str(error.func) if isinstance(error, kinds) else None
+
+
+def without_autocast_on_cpu() -> AbstractContextManager[Any]:
+    """Inside, operators are not cast by the CPU's autocast."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(keys)
+    return guard
 
 
 def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
+from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
 from ..shared.errors import InvalidInput, NoSession
 
@@ -27,6 +28,12 @@ def says_usage(magic: Magic) -> Magic:
             raise UsageError(str(error)) from None
 
     return shown  # type: ignore[return-value]
+
+
+def intermixed(magic: Callable[..., Any], line: str) -> argparse.Namespace:
+    """The arguments of a line in which flags may stand among the other words."""
+    parsed: argparse.Namespace = magic.parser.parse_intermixed_args(arg_split(line))  # type: ignore[attr-defined]
+    return parsed
 
 
 def pair(text: str) -> tuple[str, str]:

@@ -7,8 +7,20 @@ from typing import Any
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from .. import predict
+from ..completion import Offered
+from ..planning import gpu_table
 from ..session import current
-from .parsing import pair, pairs, says_usage
+from ..shared.errors import InvalidInput
+from ..shared.workload import Workload
+from .parsing import intermixed, pair, pairs, says_usage, shell_of
+
+_OF_COLD = ("gpu", "memory", "ranks")  # flags that make no sense for the ranks at hand
+
+
+def _name_or_pair(text: str) -> str | tuple[str, str]:
+    """A name, or ``name=value`` as a pair."""
+    return pair(text) if "=" in text else text
 
 
 @magics_class
@@ -16,16 +28,41 @@ class PlanningMagics(Magics):
     """What will happen if: before a flip."""
 
     @magic_arguments()
-    @argument("pairs", nargs="*", type=pair, metavar="key=value", help="changes of the present settings")
+    @argument(
+        "pairs",
+        nargs="*",
+        type=_name_or_pair,
+        metavar="[NAME] key=value",
+        help="changes of the present settings; with NAME (a ready-made workload, or a variable that holds a Workload) "
+        "no ranks are needed, and options of that workload are taken too",
+    )
+    @argument(
+        "--gpu", type=Offered(gpu_table.names()), help="with NAME: GPUs that need not be here, with commas between"
+    )
+    @argument("--memory", help="with NAME: the GPU's memory, such as 24GB, in place of what the table says")
+    @argument("--ranks", type=int, help="with NAME: how many ranks train together")
     @argument("--largest-batch", action="store_true", help="the largest batch_size that fits every rank with them")
     @line_magic
     @says_usage
     def hvd_predict(self, line: str) -> Any:
         """Say what other settings would need and whether they fit, from small steps that are undone."""
-        args = parse_argstring(self.hvd_predict, line)
+        args = intermixed(self.hvd_predict, line)
+        named = [entry for entry in args.pairs if isinstance(entry, str)]
+        given = {name: value for name in _OF_COLD if (value := getattr(args, name)) is not None}
+        if named or given:
+            return self._cold(named, given, args)
         if args.largest_batch:
             return current().largest_batch(**pairs(args))
         return current().predict(**pairs(args))
+
+    def _cold(self, named: list[str], given: dict[str, Any], args: Any) -> Any:
+        if len(named) != 1 or args.largest_batch:
+            what = "--largest-batch is for loaded workloads; several GPUs show it too" if named else "Name a workload"
+            raise InvalidInput(f"{what}, for example: %hvd_predict text-gpt --gpu T4-16GB,A100-40GB batch_size=16.")
+        own = shell_of(self).user_ns.get(named[0])
+        args.pairs.remove(named[0])
+        knobs: dict[str, Any] = given | pairs(args)
+        return predict(own if isinstance(own, Workload) else named[0], **knobs)
 
     @magic_arguments()
     @line_magic

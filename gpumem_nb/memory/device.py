@@ -17,24 +17,40 @@ if TYPE_CHECKING:
 _opened: Device | None = None
 
 
-class Device(Protocol):
-    """What a rank trains on; a limit that is passed raises ``torch.OutOfMemoryError`` on the thread that opened it.
+class Listened(Protocol):
+    """What a recorder needs of a device.
 
     Attributes:
         kind: ``virtual`` or ``cuda``; decides how numbers are labelled.
+    """
+
+    kind: Literal["virtual", "cuda"]
+
+    def reading(self) -> Reading:
+        """The memory at this moment, in bytes."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Let the peaks count from here."""
+        ...
+
+    def event_log(self) -> EventLog:
+        """A new log of allocations and releases; one at a time may run."""
+        ...
+
+
+class Device(Listened, Protocol):
+    """What a rank trains on; a limit that is passed raises ``torch.OutOfMemoryError`` on the thread that opened it.
+
+    Attributes:
         name: what people call it.
         torch_device: where models and batches go.
         note: one sentence on what its readings lack, or empty.
     """
 
-    kind: Literal["virtual", "cuda"]
     name: str
     torch_device: torch.device
     note: str
-
-    def reading(self) -> Reading:
-        """The memory at this moment, in bytes."""
-        ...
 
     def use(self) -> DeviceUse | None:
         """What NVML says of the whole device; takes milliseconds, so never within a step. A virtual GPU has no NVML."""
@@ -42,10 +58,6 @@ class Device(Protocol):
 
     def room(self) -> int | None:
         """Bytes that this process may still take from the device; ``None`` when that is not known."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Let the peaks count from here."""
         ...
 
     def set_limit(self, limit: int | None) -> None:
@@ -62,10 +74,6 @@ class Device(Protocol):
 
     def communicates_on(self, threads: Collection[int]) -> None:
         """These threads of the process, by the system's numbers, are Horovod's."""
-        ...
-
-    def event_log(self) -> EventLog:
-        """A new log of allocations and releases; one at a time may run."""
         ...
 
 

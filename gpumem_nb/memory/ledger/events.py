@@ -91,7 +91,7 @@ class TensorLog:
     def __init__(self, device: torch.device, requested: Callable[[], tuple[int, int]]) -> None:
         self._device = device
         self._requested = requested
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, Known] = {}
         self._rows: list[tuple[int, int, int]] = []
         self._params: dict[int, int] = {}
         self._casts: dict[int, int] = {}
@@ -121,20 +121,25 @@ class TensorLog:
                 self._casts[number] = self._params[id(args[0])]
 
     def _number(self, tensor: Tensor, new: bool) -> int:
+        known = self.known(tensor, new)
+        return known.number if known else 0
+
+    def known(self, tensor: Tensor, new: bool = False) -> Known | None:
+        """The storage of a tensor, ``new`` if an operator has made it; ``None`` for one of another device."""
         if tensor.layout is not torch.strided or tensor.device != self._device:
-            return 0
+            return None
         storage = tensor.untyped_storage()
         known = self._known.get(address(storage))
         if known is None or known() is None:
-            known = _Known(storage, self._died)
-            known.number, known.nbytes = next(_numbers), storage.nbytes()
+            known = Known(storage, self._died)
+            known.number, known.nbytes = new_number(), storage.nbytes()
             self._known[address(storage)] = known
             if new:
                 self._note(known.number, known.nbytes)
         elif change := storage.nbytes() - known.nbytes:  # storages are also resized in place
             self._note(known.number, change)
             known.nbytes += change
-        return known.number
+        return known
 
     def end(self) -> Events:
         """What happened since :meth:`begin`."""
@@ -145,7 +150,7 @@ class TensorLog:
         peak = self._requested()[1]
         return Events(rows[:, 0], rows[:, 1], rows[:, 2], none.astype(np.bool_), none, self._casts, peak)
 
-    def _died(self, known: _Known) -> None:
+    def _died(self, known: Known) -> None:
         if self._logging:
             self._note(known.number, -known.nbytes)
 
@@ -154,6 +159,11 @@ class TensorLog:
 
 
 _numbers = itertools.count(1)
+
+
+def new_number() -> int:
+    """A number that no allocation of this process has yet."""
+    return next(_numbers)
 
 
 class _Operators(TorchDispatchMode):
@@ -170,7 +180,7 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-class _Known(weakref.ref[torch.UntypedStorage]):
+class Known(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a storage that remembers its number and bytes."""
 
     __slots__ = ("nbytes", "number")

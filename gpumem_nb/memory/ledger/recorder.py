@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ...internals.torch_internals import func_transforms_allowed, hooks_entered_by, in_backward, not_compiled
 from ...shared.categories import ACTIVATIONS, CASTS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
-from ..device import Device
+from ..device import Listened
 from ..tensors import tensors_in
 from .account import Account, Claim, Mark, Observed
 
@@ -30,7 +30,7 @@ class Recorder:
 
     current: Recorder | None = None
 
-    def __init__(self, device: Device, *models: nn.Module) -> None:
+    def __init__(self, device: Listened, *models: nn.Module) -> None:
         # What belongs to a loss is called by its class.
         self._names = {id(module): name for model in models[:1] for name, module in model.named_modules()}
         params = [named for model in models for named in model.named_parameters()]

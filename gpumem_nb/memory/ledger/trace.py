@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,18 +59,31 @@ class Trace:
         change: Ints = np.sign(self.event) * self.size[np.abs(self.event) - 1]
         return change
 
-    def settled(self) -> Trace:
+    def settled(self, lasting: Sequence[str] = (OPTIMIZER_STATE,)) -> Trace:
         """The same step once the optimizer has its state: what it makes of that and keeps was there before.
 
         An optimizer makes its state in its first update, after the peak of most steps; from then on it is there during
-        forward and backward.
+        forward and backward. Other ``lasting`` categories are treated alike.
         """
         released = np.zeros(len(self.size), dtype=np.bool_)
         released[-self.event[self.event < 0] - 1] = True
-        new = (self.category == CODE[OPTIMIZER_STATE]) & ~self.before & ~released
+        lasts = np.isin(self.category, [CODE[category] for category in lasting])
+        new = lasts & ~self.before & ~released
         kept = ~new[np.abs(self.event) - 1]
         return replace(
             self, before=self.before | new, event=self.event[kept], phase=self.phase[kept], module=self.module[kept]
+        )
+
+    def with_held(self, sizes: Sequence[int], category: str) -> Trace:
+        """The same with allocations of so many bytes besides, which were there before."""
+        none = np.zeros(len(sizes), dtype=np.int64)
+        return replace(
+            self,
+            size=np.append(self.size, np.array(sizes, dtype=np.int64)),
+            category=np.append(self.category, none + CODE[category]),
+            before=np.append(self.before, none == 0),
+            call=np.append(self.call, none),
+            scratch=np.append(self.scratch, none > 0),
         )
 
     def scratch_in_calls(self, calls: int) -> Ints:

@@ -6,7 +6,7 @@ import bisect
 
 import numpy as np
 
-from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OTHER
+from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OPTIMIZER_STATE, OTHER
 from ...shared.forecast import BY_PEAKS, ERRORS, RECORDED, Forecast
 from ..ledger.trace import CODE, Trace
 from ..virtual_gpu.replay import replay
@@ -31,6 +31,20 @@ def forecast(steps: SmallSteps, batch_size: int, limit_bytes: int | None) -> For
     return _of(steps.continued(batch_size), limit_bytes, steps.how)
 
 
+def from_the_start(first: Trace, limit_bytes: int | None, how: str) -> Forecast:
+    """What steps need in a process that begins with this one.
+
+    Its optimizer makes its state among the cached segments that forward and backward have left, and the steps after it
+    find fewer of those: that decides which segments the largest tensors get.
+
+    Args:
+        first: the first step that was ever taken, not settled.
+        limit_bytes: what may be reserved; ``None`` for no limit.
+        how: the trace was found.
+    """
+    return _of(first.settled((OPTIMIZER_STATE, OTHER)), limit_bytes, how, first)
+
+
 def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
     """The largest batch size up to ``most`` that fits with what a forecast may be wrong by; 0 if none does."""
     if limit_bytes is None:
@@ -42,7 +56,7 @@ def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
     return bisect.bisect_left(range(1, most + 1), True, key=lambda batch_size: not fits(batch_size))
 
 
-def _of(trace: Trace, limit_bytes: int | None, how: str) -> Forecast:
+def _of(trace: Trace, limit_bytes: int | None, how: str, first: Trace | None = None) -> Forecast:
     base = np.bincount(trace.category[trace.before], trace.size[trace.before], len(CATEGORIES)).astype(np.int64)
     base[CODE[COMMUNICATION]] += trace.foreign_bytes
     base[CODE[OTHER]] += trace.rest_bytes
@@ -52,7 +66,7 @@ def _of(trace: Trace, limit_bytes: int | None, how: str) -> Forecast:
     place = np.abs(trace.event[:peak]) - 1
     at_peak = base + np.bincount(trace.category[place], change[:peak], len(CATEGORIES)).astype(np.int64)
     at_peak[CODE[INSIDE_OPERATORS]] += trace.missing_bytes
-    events = _replayable(trace)
+    events = _replayable(trace, first or trace)
     without_limit = replay(events)
     fits = limit_bytes is None or without_limit.reserved_peak_bytes <= limit_bytes
     at = max(0, peak - 1)
@@ -86,22 +100,22 @@ def _by_peaks(traces: list[Trace], batch_size: int, limit_bytes: int | None) -> 
     return Forecast(live, max(live, reserved), fits, at_peak, large.phase, large.module, BY_PEAKS)
 
 
-def _replayable(trace: Trace) -> list[int]:
-    """The trace for the replay: what was there, and then the step several times over.
+def _replayable(trace: Trace, first: Trace) -> list[int]:
+    """The trace for the replay: what was there, and then the step several times over, the ``first`` time another one.
 
-    What a step leaves is released when the next one begins, and what it took away is there again.
+    What a step leaves is released when the next one begins, and what it took away is there again. Both traces are of
+    the same allocations.
     """
     numbers = dict[int, int]()  # of what is held, by its place in the trace
     events = [int(size) for size in (trace.rest_bytes, trace.foreign_bytes) if size]
     made = len(events)
-    held: list[int] = np.flatnonzero(trace.before & (trace.size > 0)).tolist()
-    for _ in range(STEPS):
-        for place in held:
+    for step in (first, *(trace for _ in range(STEPS - 1))):
+        for place in np.flatnonzero(step.before & (step.size > 0)).tolist():
             if place not in numbers:
                 made += 1
                 numbers[place] = made
                 events.append(int(trace.size[place]))
-        for event in trace.event.tolist():
+        for event in step.event.tolist():
             place = abs(event) - 1
             if event > 0 and trace.size[place]:
                 made += 1

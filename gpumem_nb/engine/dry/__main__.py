@@ -1,0 +1,37 @@
+"""The process that takes dry steps: a question comes on standard input, the answer goes to standard output.
+
+``python -m gpumem_nb.engine.dry`` is started by ``planning/dry_process.py``. It never imports CUDA or Horovod, prints
+nothing of its own, and ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import sys
+import warnings
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def main() -> int:
+    """Answer one question."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what somebody's code prints is no answer
+    most_bytes = int(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+    warnings.simplefilter("ignore")
+    question = pickle.load(sys.stdin.buffer)
+    from .answer import answer
+
+    pickle.dump(answer(question), answers)
+    answers.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Answers of a dry run: forecasts for each GPU, and the largest batch that fits it."""
+
+from __future__ import annotations
+
+import bisect
+import pickle
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...memory.ledger.trace import Trace
+from ...memory.prediction.forecast import forecast, from_the_start
+from ...memory.prediction.scaling import SmallSteps
+from ...shared.categories import COMMUNICATION
+from ...shared.dry_run import Asked, DryAnswer, DryRun, Kernels
+from ...shared.errors import GpumemError, InvalidInput, WorkloadError
+from ...shared.forecast import DRY, DRY_CONVOLUTIONS, ON_CPU, SCALED, Forecast
+from ...shared.settings import Settings
+from ...shared.units import format_bytes
+from ...shared.workload import Workload
+from . import cuda_autocast, kernels
+from .batches import Batches
+from .refusals import refused
+from .step import DryStep
+
+MOST_BATCH = 2**20
+SMALL = (2, 4)
+"""Batch sizes of steps with memory."""
+MOST_REAL_BYTES = 2**30
+BYTES_A_PARAMETER = 5 * 4  # weight, gradient, two of Adam's and a copy of one, in fp32
+
+
+def answer(question: DryRun) -> DryAnswer:
+    """What these GPUs would need; a problem is said in the answer, and not raised."""
+    torch.set_num_threads(1)
+    try:
+        given = _answered(question)
+    except GpumemError as error:
+        given = DryAnswer({}, {}, problem=str(error), of_input=isinstance(error, InvalidInput))
+    except MemoryError as error:
+        given = DryAnswer({}, {}, problem=f"The dry run needs more memory than it may take ({error}).")
+    return replace(given, peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _answered(question: DryRun) -> DryAnswer:
+    workload: Workload = _unpickled(question.workload)
+    batches = Batches(workload.data())
+    forecasts: dict[str, Forecast] = {}
+    largest: dict[str, int] = {}
+    for used in dict.fromkeys(asked.kernels for asked in question.gpus.values()):
+        run = _Run(workload, batches, question.settings, used)
+        for name, asked in question.gpus.items():
+            if asked.kernels == used:
+                forecasts[name] = run.forecast(asked, question.settings.batch_size)
+                largest[name] = run.largest(asked) if question.largest else 0
+        run.close()
+    return DryAnswer(forecasts, largest, run.parameters, run.convolves, run.how)
+
+
+def _unpickled(workload: bytes) -> Any:
+    try:
+        return pickle.loads(workload)
+    except Exception as error:
+        raise InvalidInput(
+            f"The workload cannot be sent to another process ({type(error).__name__}: {error}). Define its factories "
+            "in a cell or in a module that can be imported."
+        ) from None
+
+
+class _Run:
+    """Steps of one workload under one setting with one set of kernels, taken when they are asked for.
+
+    A model that cannot be run without memory takes two small steps with it, if they are not too large.
+
+    Attributes:
+        how: the steps are taken.
+        parameters: numbers in the model.
+        convolves: whether convolutions are computed.
+    """
+
+    def __init__(self, workload: Workload, batches: Batches, settings: Settings, used: Kernels) -> None:
+        self._given = workload, batches, settings, used
+        self._batches, self._settings = batches, settings
+        self._installed = [kernels.install(used, attention=True), cuda_autocast.install()]
+        self._traces: dict[int, Trace] = {}
+        self._step: DryStep | None = None
+        self._pair: tuple[SmallSteps, Trace] | None = None
+        self._with_memory: list[Trace] = []
+        self.how = "a step on fake tensors"
+        self.parameters = 0
+        self.convolves = False
+
+    def close(self) -> None:
+        """Let operators be what they were."""
+        self._installed = []
+
+    def forecast(self, asked: Asked, batch_size: int) -> Forecast:
+        """What steps of this batch size would need, and whether that fits."""
+        trace = None if self._with_memory else self._at(batch_size)
+        limit = self._limit(asked)
+        if trace is None:
+            steps = SmallSteps([small.with_held(asked.held_bytes, COMMUNICATION) for small in self._with_memory])
+            return replace(forecast(steps, batch_size, limit), how=ON_CPU)
+        return from_the_start(trace.with_held(asked.held_bytes, COMMUNICATION), limit, self._certainty)
+
+    def largest(self, asked: Asked) -> int:
+        """The largest batch size that fits with what a forecast may be wrong by; 0 if none does."""
+        limit = self._limit(asked)
+        if limit is None or self._batches.fixed:
+            return 0
+        unlimited = replace(asked, limit_bytes=None)
+
+        def needs(size: int) -> int:
+            found = self.forecast(unlimited, size)
+            return round(found.reserved_peak_bytes * (1 + found.error)) + asked.limit_error_bytes
+
+        begin = self._settings.batch_size
+        first, second = needs(begin), needs(2 * begin)
+        guess = begin + (limit - first) // max(1, (second - first) // begin)
+        return _last(lambda size: needs(size) <= limit, min(max(1, guess), MOST_BATCH))
+
+    def _limit(self, asked: Asked) -> int | None:
+        """Of what may be reserved."""
+        if asked.limit_bytes is None:
+            return None
+        return max(1, asked.limit_bytes - asked.convolution_bytes * self.convolves)
+
+    @property
+    def _certainty(self) -> str:
+        return DRY_CONVOLUTIONS if self.convolves else DRY
+
+    def _at(self, batch_size: int) -> Trace | None:
+        if batch_size not in self._traces and len(self._traces) == 2:
+            small, large = sorted(self._traces.values(), key=lambda trace: trace.batch_size)
+            self._pair = self._pair or (SmallSteps([small, large]), large)
+        if batch_size not in self._traces and self._pair and self._pair[0].how == SCALED:
+            line = self._pair[0].continued(batch_size)
+            return replace(self._pair[1], batch_size=batch_size, size=line.size, rest_bytes=line.rest_bytes)
+        if batch_size not in self._traces:
+            trace = self._dry(batch_size)
+            if trace is None:
+                return None
+            self._traces[batch_size] = trace
+        return self._traces[batch_size]
+
+    def _dry(self, batch_size: int) -> Trace | None:
+        """A step without memory; ``None`` if it cannot be taken, and small steps were taken with memory instead."""
+        try:
+            self._step = self._step or DryStep(*self._given)
+            self.parameters = self._step.parameters
+            trace = self._step.trace(batch_size)
+        except GpumemError:
+            raise
+        except Exception as error:
+            self._take_with_memory(refused(error, self._step.phase if self._step else "model"))
+            return None
+        self.convolves = self._step.convolves
+        return trace
+
+    def _take_with_memory(self, refusal: WorkloadError) -> None:
+        if self.parameters * BYTES_A_PARAMETER > MOST_REAL_BYTES:
+            raise WorkloadError(
+                f"{refusal} Small steps on the CPU would need more than {format_bytes(MOST_REAL_BYTES)} of memory. "
+                "Predict a smaller model of the same kind, or start ranks (%hvd_start) and predict there."
+            )
+        self._installed = [kernels.install(self._given[-1], attention=False), cuda_autocast.install()]
+        try:
+            self._step = step = DryStep(*self._given, fake=False)
+            self.parameters = step.parameters
+            self._with_memory = [step.trace(size) for size in SMALL]
+        except GpumemError:
+            raise
+        except Exception as error:
+            why = refused(error, step.phase if self._step else "model", "on the CPU")
+            raise WorkloadError(f"{refusal} {why} Mend that line, or start ranks and predict there.") from None
+        self.convolves = step.convolves
+        sizes = " and ".join(map(str, SMALL))
+        self.how = f"steps on the CPU with batch_size {sizes} (attention as there). {refusal}"
+
+
+def _last(fits: Callable[[int], bool], guess: int) -> int:
+    """The largest size that fits, looked for around a guess; 0 if none does."""
+    step, low, high = max(1, guess // 64), 0, MOST_BATCH
+    at = guess
+    while low < at < high:
+        low, high = (at, high) if fits(at) else (low, at)
+        at, step = (at + step if low == at else at - step), 2 * step
+    return low + bisect.bisect_left(range(low + 1, high), True, key=lambda size: not fits(size))

@@ -1,0 +1,163 @@
+"""The allocations of a step on fake tensors, as a GPU's allocator would see them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...internals.torch_internals import TorchDispatchMode, address, in_backward
+from ...memory.ledger.events import Base, Events, Known, TensorLog, new_number
+from ...memory.tensors import tensors_in
+from ...shared.messages import Reading
+
+_aten = torch.ops.aten
+_CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
+_GEMMS = {getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")}
+Scratch = Callable[[Any, Any, Any], int]
+"""Bytes that an operator takes and gives back before it returns, from the operator, its arguments and its result."""
+
+
+class DryLog(TensorLog):
+    """Events of the tensors that operators make, with what real kernels do otherwise than those of fake tensors.
+
+    A gradient of a further micro-batch is added in place to the one before it on a GPU, and not under a dispatch mode,
+    where torch keeps composite operators pure (torch/csrc/autograd/functions/accumulate_grad.h,
+    ``isTensorSubclassLike``). There the first summand is released as soon as the sum is there, so the sum is taken to
+    lie where that summand lay.
+
+    cuBLAS asks torch's allocator for a workspace when a thread computes its first product, and keeps it: once in the
+    thread that runs forward and once in that of backward (ATen/cuda/CublasHandlePool.cpp).
+
+    Attributes:
+        convolves: whether a convolution was seen.
+        on_host: single numbers are in the host's memory for the moment.
+        adds_up: sums in backward are those of gradients of several micro-batches.
+
+    Args:
+        held: bytes that are held by tensors, to be asked when a log begins.
+        scratch: what operators use inside.
+        gemm_workspace_bytes: each of cuBLAS's workspaces.
+    """
+
+    exact = True
+
+    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int) -> None:
+        super().__init__(torch.device("cpu"), lambda: (held(), 0))
+        self._scratch = scratch
+        self._table: list[tuple[int, int, int, int]] = []
+        self._call = 0
+        self._sum: tuple[Known, Known] | None = None  # the first summand, and a sum that may have taken its place
+        self._gemm_workspace_bytes = gemm_workspace_bytes
+        self._gemms: set[bool] = set()  # whether backward ran, at each first one
+        self.convolves = self.on_host = self.adds_up = False
+
+    def begin(self, params: Sequence[Tensor]) -> Base:
+        """Log from now on."""
+        self._table, self._call, self._sum = [], 0, None
+        self._gemms = set()
+        return super().begin(params)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, see every operator."""
+        with _Watching(self):
+            yield
+
+    def operated(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take note of what went into an operator and what came out."""
+        self._call += 1
+        self.convolves = self.convolves or operator is _aten.convolution.default
+        if operator in _GEMMS and (backward := in_backward()) not in self._gemms:
+            self._gemms.add(backward)
+            self._note(new_number(), self._gemm_workspace_bytes)
+        if self.on_host and isinstance(result, Tensor) and result.dim() == 0:
+            return  # an optimizer counts its steps in the host's memory
+        self.see(operator, args, kwargs, result)
+        if inside := self._scratch(operator, args, result):
+            number = new_number()
+            self._note(number, inside)
+            self._note(number, -inside)
+        if self.adds_up and operator is _aten.add.Tensor and in_backward():
+            self._may_be_in_place(args, result)
+
+    def end(self) -> Events:
+        """What happened since :meth:`begin`."""
+        base = super().end()
+        rows = np.array(self._table, dtype=np.int64).reshape(-1, 4)
+        foreign = np.zeros(len(rows), dtype=np.bool_)
+        live = np.cumsum(np.append(self._requested()[0], rows[:, 1]))
+        return Events(rows[:, 0], rows[:, 1], rows[:, 2], foreign, rows[:, 3], base.casts, int(live.max()))
+
+    def _may_be_in_place(self, args: Any, result: Tensor) -> None:
+        first = args[0]
+        if not isinstance(args[1], Tensor) or (first.shape, first.dtype) != (result.shape, result.dtype):
+            return
+        summand, total = self.known(first), self.known(result)
+        if summand and total and summand is not total and summand.nbytes == total.nbytes:
+            self._sum = summand, total
+
+    def _note(self, number: int, change: int) -> None:
+        self._table.append((number, change, time.perf_counter_ns(), self._call))
+
+    def _died(self, known: Known) -> None:
+        if not self._logging:
+            return
+        last = self._table[-1] if self._table else None
+        if self._sum and self._sum[0] is known and last and last[:2] == (self._sum[1].number, self._sum[1].nbytes):
+            self._table.pop()
+            self._sum[1].number = known.number
+            self._sum = None
+            return
+        self._table.append((known.number, -known.nbytes, time.perf_counter_ns(), 0))
+
+
+class _Watching(TorchDispatchMode):
+    """Shows every operator to a log."""
+
+    def __init__(self, log: DryLog) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # two of three calls
+            return _CPU
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._log.operated(func, args, kwargs, result)
+        return result
+
+
+class DryDevice:
+    """A device that a recorder can listen to; see :class:`gpumem_nb.memory.device.Listened`."""
+
+    kind: Literal["virtual", "cuda"] = "virtual"
+
+    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int) -> None:
+        self._held = held
+        self._given = held, scratch, gemm_workspace_bytes
+        self.log = DryLog(*self._given)
+
+    def event_log(self) -> DryLog:
+        """A new log."""
+        self.log = DryLog(*self._given)
+        return self.log
+
+    def reading(self) -> Reading:
+        """What is held by tensors; nothing else is known of a device that is not there."""
+        held = self._held()
+        return Reading(held, held, held, held, None, None)
+
+    def reset_peak(self) -> None:
+        """Nothing to do: each log has its own peak."""
+
+
+def held_by(tensors: Sequence[Any]) -> int:
+    """Bytes of the storages of these tensors, each counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors_in(list(tensors))]
+    return sum({address(storage): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,198 @@
+"""One optimizer step without memory: what ``engine/step`` does on a rank, on fake tensors and without other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...internals.torch_internals import TorchDispatchMode, fake_mode
+from ...memory.ledger.recorder import Recorder
+from ...memory.ledger.trace import Trace
+from ...memory.tensors import tensors_in
+from ...shared.categories import INPUTS
+from ...shared.dry_run import Kernels
+from ...shared.errors import InvalidInput
+from ...shared.knobs.optimizer import brings_none
+from ...shared.settings import Settings
+from ...shared.workload import Workload
+from ..step import optimizers
+from ..step.checkpointing import Checkpointing, find_blocks
+from ..step.checks import check_precision, checked_loss, checked_model, checked_optimizer
+from ..step.own_loss import micro_batches
+from ..step.parts import Parts, in_groups
+from ..step.precision import autocast
+from ..step.segment import Segment
+from . import scratch
+from .batches import Batches
+from .log import DryDevice, held_by
+
+_ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default)
+_LOSS_SCALE = 65536.0  # torch.amp.GradScaler's first
+
+
+class DryStep:
+    """Takes steps of a workload under one setting of its knobs.
+
+    Attributes:
+        model: what is trained.
+        phase: the part of the step under way.
+    """
+
+    def __init__(
+        self, workload: Workload, batches: Batches, settings: Settings, kernels: Kernels, fake: bool = True
+    ) -> None:
+        """Build model and optimizer.
+
+        Args:
+            workload: what is trained.
+            batches: its data.
+            settings: the knobs.
+            kernels: what operators take inside.
+            fake: without memory; else real tensors on the CPU.
+
+        Raises:
+            WorkloadError: the workload brings no model or optimizer that can be trained.
+        """
+        self._workload, self._batches, self._settings = workload, batches, settings
+        self._mode: AbstractContextManager[Any] = fake_mode() if fake else nullcontext()
+        self.phase = "model"
+        with self._inside():
+            self.model = checked_model(workload.model())
+            self.model.train()
+            self._parts = Parts(self.model, workload.loss)
+            self._optimizer = self._built()
+            self._parts.join(self._optimizer)
+        check_precision(settings, self._parts)
+        self._params = list(in_groups(self._optimizer))
+        self._device = DryDevice(self._held, scratch.operator_bytes, kernels.gemm_workspace_bytes)
+
+    @property
+    def convolves(self) -> bool:
+        """Whether the latest step computed a convolution."""
+        return self._device.log.convolves
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        return sum(param.numel() for param in self._parts.parameters())
+
+    def trace(self, batch_size: int) -> Trace:
+        """The first step of this batch size: in its update the optimizer makes its state."""
+        self._optimizer.state.clear()
+        checkpointing = self._checkpointing()
+        try:
+            with self._inside(), Recorder(self._device, *self._parts.named.values()).watching():
+                recorder = Recorder.current
+                assert recorder
+                self._take(batch_size)
+                recorder.claim_model(self._params, self._optimizer.state)
+                self._zero_grad()
+                return recorder.end().trace(batch_size)
+        finally:
+            if checkpointing:
+                checkpointing.remove()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._mode)
+            stack.enter_context(_Answers(self))
+            yield
+
+    def _built(self) -> Optimizer:
+        settings, workload = self._settings, self._workload
+        if settings.optimizer == "own":
+            if workload.optimizer is None:
+                raise InvalidInput(brings_none(workload.name))
+            optimizer = checked_optimizer(workload.optimizer(self._parts.parameters()), self._parts)
+            optimizers.set_implementation(optimizer, settings.optimizer_impl)
+        else:
+            optimizer = optimizers.build(self._parts.parameters(), settings)
+        for group in optimizer.param_groups:
+            # torch's own choice for parameters on a GPU: torch/optim/optimizer.py, _default_to_fused_or_foreach.
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+        return optimizer
+
+    def _checkpointing(self) -> Checkpointing | None:
+        mode = self._settings.checkpointing
+        if mode == "none":
+            return None
+        blocks = self._workload.blocks(self.model) if self._workload.blocks else find_blocks(self.model)
+        return Checkpointing(self.model, blocks, mode)
+
+    def _take(self, batch_size: int) -> None:
+        self._zero_grad()
+        self._forward_backward(batch_size)
+        self._mark("update")
+        self._update()
+
+    def _forward_backward(self, batch_size: int) -> None:
+        settings, count = self._settings, self._settings.accumulation_steps
+        self._mark("data")
+        total = torch.zeros(())
+        coming = (self._batches.of(batch_size, _made) for _ in range(count))
+        for index, batch in enumerate(micro_batches(self._workload.loss, self.model, coming, count)):
+            if Recorder.current:
+                Recorder.current.claim(INPUTS, tensors_in(batch))
+            self._mark("forward")
+            with autocast(settings.precision, "cpu"):
+                loss = checked_loss(self._workload.loss(self.model, batch)) / count
+            del batch
+            self._mark("backward")
+            self._device.log.adds_up = index > 0
+            (loss * _LOSS_SCALE if settings.precision == "fp16" else loss).backward()
+            total += loss.detach().float()
+            del loss
+            self._device.log.adds_up = False
+            self._mark("data")
+
+    def _update(self) -> None:
+        """Unscaling works in place and clipping takes no more than a number for each weight."""
+        self._device.log.on_host = not any(group.get("fused") for group in self._optimizer.param_groups)
+        if self._settings.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._params, self._settings.clip_norm, foreach=True)
+        self._optimizer.step()
+        self._device.log.on_host = False
+
+    def _zero_grad(self) -> None:
+        for param in self._parts.parameters():
+            param.grad = None
+
+    def _mark(self, phase: str) -> None:
+        self.phase = phase
+        if Recorder.current:
+            Recorder.current.mark(phase)
+
+    def _held(self) -> int:
+        """Bytes of what lives from step to step."""
+        state = [value for values in self._optimizer.state.values() for value in tensors_in(values) if value.dim()]
+        buffers = [buffer for _, buffer in self._parts.named_buffers()]
+        return held_by([*self._parts.parameters(), *buffers, *state])
+
+
+class _Answers(TorchDispatchMode):
+    """Answers what the toolkit's and torch's own code asks of a number that is not there.
+
+    An optimizer asks how many steps it has taken, and a block's recomputation is compared with its first run. What a
+    model asks cannot be answered: the operator that needs an answer raises.
+    """
+
+    def __init__(self, step: DryStep) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._step = step
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKS and (self._step.phase == "update" or Segment.replaying):
+            return 1
+        return func(*args, **(kwargs or {}))
+
+
+def _made(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of a micro-batch: ids and labels of 0 are allowed everywhere."""
+    return torch.zeros(shape, dtype=like.dtype)

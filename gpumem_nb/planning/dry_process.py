@@ -1,0 +1,78 @@
+"""A dry run in a process of its own: the notebook stays free of what it changes in torch, and survives it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+
+from ..shared.dry_run import DryAnswer, DryRun
+from ..shared.errors import InvalidInput, WorkloadError
+from ..shared.units import format_bytes
+
+MOST_BYTES = 4 * 2**30
+"""Of data that the process may have; torch alone maps a part of them without using it."""
+TIMEOUT_S = 600
+_MODULE = "gpumem_nb.engine.dry"
+
+
+def ask(question: DryRun) -> DryAnswer:
+    """Take dry steps in a new process, which is gone when this returns, however it returns.
+
+    Raises:
+        InvalidInput: what was asked for cannot be used with this workload.
+        WorkloadError: the workload cannot be run, or the process ended without an answer.
+    """
+    command = [sys.executable, "-m", _MODULE, str(MOST_BYTES)]
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=_environment(),
+            start_new_session=True,  # the interrupt is the parent's
+        )
+        try:
+            out, _ = process.communicate(pickle.dumps(question), timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise WorkloadError(
+                f"The dry run took longer than {TIMEOUT_S} s and was ended. Predict a smaller model, or start ranks "
+                "(%hvd_start) and predict there."
+            ) from None
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        if process.returncode != 0:
+            said.seek(0)
+            raise WorkloadError(_ended(process.returncode, said.read().decode(errors="replace")))
+    answer: DryAnswer = pickle.loads(out)
+    if answer.problem:
+        raise (InvalidInput if answer.of_input else WorkloadError)(answer.problem)
+    return answer
+
+
+def _environment() -> dict[str, str]:
+    """One thread, no GPU, and the modules that can be imported here."""
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return os.environ | {
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def _ended(code: int, said: str) -> str:
+    lines = [line for line in said.splitlines() if line.strip()]
+    last = f": {lines[-1]}" if lines else ""
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    lack = f" It may have at most {format_bytes(MOST_BYTES)} of data." if "Memory" in last else ""
+    return (
+        f"The process that predicts {how}{last}.{lack} Start ranks (%hvd_start) and predict there, or try with a "
+        "smaller model."
+    )

@@ -1,0 +1,143 @@
+"""GPUs that need not be here: their memory, and what of it torch's allocator cannot have.
+
+The table is ``gpus.csv`` beside this file. Lines of the same form, and records of ``tests/gpu``, are added by naming
+their files in the environment variable ``GPUMEM_NB_GPUS``, separated by colons.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..shared.dry_run import Kernels
+from ..shared.errors import InvalidInput, nearest
+
+VARIABLE = "GPUMEM_NB_GPUS"
+_TABLE = Path(__file__).with_name("gpus.csv")
+_MIB = 2**20
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+_SIZES = ("memory", "outside", "outside_error", "convolution")
+_RECORDED_ERROR_BYTES = 50 * _MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What is known of a GPU, in bytes.
+
+    Attributes:
+        name: what people call it.
+        capability: CUDA's compute capability, major and minor.
+        memory_bytes: what CUDA says that it has.
+        outside_bytes: of that, what CUDA's context and loaded libraries take in a training process.
+        outside_error_bytes: by how much that may be wrong.
+        convolution_bytes: what cuDNN's kernels take besides, where convolutions are computed.
+        sources: where memory and outside come from; what begins with ``estimate`` was not measured.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    outside_bytes: int
+    outside_error_bytes: int
+    convolution_bytes: int
+    sources: tuple[str, str]
+
+    @property
+    def estimated(self) -> bool:
+        """Whether nobody has measured it."""
+        return any(source.startswith("estimate") for source in self.sources)
+
+    def kernels(self, sixteen_bit: bool) -> Kernels:
+        """What it has of those that memory depends on.
+
+        Flash attention came with Ampere. cuBLAS gets 32 MiB from Hopper on, else ``:4096:2:16:8`` KiB
+        (ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize).
+
+        Args:
+            sixteen_bit: whether tensors of 16 bits are computed with.
+        """
+        workspace = 32 * _MIB if self.capability >= _HOPPER else (4096 * 2 + 16 * 8) * 1024
+        return Kernels(sixteen_bit and self.capability >= _AMPERE, workspace)
+
+
+def table() -> dict[str, Gpu]:
+    """All GPUs that are known, by name.
+
+    Raises:
+        InvalidInput: a file that :data:`VARIABLE` names cannot be used.
+    """
+    gpus = {gpu.name: gpu for gpu in _of_csv(_TABLE)}
+    for name in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
+        path = Path(name)
+        try:
+            found = list(_of_record(path, gpus) if path.suffix == ".json" else _of_csv(path))
+        except (OSError, KeyError, ValueError, TypeError) as error:
+            raise InvalidInput(
+                f"{path}, which {VARIABLE} names, cannot be used ({type(error).__name__}: {error}). Give a file like "
+                "gpumem_nb/planning/gpus.csv, or a record that tests/gpu/run.sh wrote."
+            ) from None
+        gpus.update((gpu.name, gpu) for gpu in found)
+    return gpus
+
+
+def names() -> list[str]:
+    """Of the GPUs in the package's own table."""
+    return [gpu.name for gpu in _of_csv(_TABLE)]
+
+
+def find(name: str) -> Gpu:
+    """The GPU of this name, in any case.
+
+    Raises:
+        InvalidInput: it is not known; names the nearest.
+    """
+    gpus = table()
+    by_key = {_key(known): gpu for known, gpu in gpus.items()}
+    if (gpu := by_key.get(_key(name))) is None:
+        close = nearest(_key(name), by_key)
+        for key, known in by_key.items():
+            close = close.replace(key, known.name)
+        raise InvalidInput(f"There is no GPU {name!r} in the table: {close}. memory= sets another size, such as 48GB.")
+    return gpu
+
+
+def _key(name: str) -> str:
+    return name.strip().lower().replace(" ", "").replace("_", "-")
+
+
+def _of_csv(path: Path) -> Iterator[Gpu]:
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            major, _, minor = row["capability"].partition(".")
+            memory, outside, error, convolution = (round(float(row[f"{name}_mib"]) * _MIB) for name in _SIZES)
+            sources = (row["memory_source"], row["outside_source"])
+            yield Gpu(row["name"], (int(major), int(minor)), memory, outside, error, convolution, sources)
+
+
+def _of_record(path: Path, known: Mapping[str, Gpu]) -> Iterator[Gpu]:
+    """The GPU of a record of tests/gpu: what its device had in use beyond what torch's allocator had reserved."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    machine = record["machine"]
+    beside = [
+        rank["device"]["used_bytes"] - rank["reserved_peak_bytes"]
+        for cell in record["cells"]
+        for rank in _measured(cell, record["ranks"])
+    ]
+    if machine["virtual"] or not beside:
+        raise ValueError("it holds no measurement of one rank on a real GPU")
+    like = next((gpu for gpu in known.values() if _key(gpu.name).split("-")[0] in _key(machine["gpu"])), None)
+    capability = like.capability if like else _AMPERE
+    source = f"measured: {path.name}"
+    sizes = machine["limit_bytes"], max(beside), _RECORDED_ERROR_BYTES, 0
+    yield Gpu(machine["gpu"], capability, *sizes, (source, source))
+
+
+def _measured(cell: Mapping[str, Any], ranks: int) -> Sequence[Mapping[str, Any]]:
+    if ranks != 1 or cell["outcome"] != "ok":
+        return []
+    return [rank for rank in cell["per_rank"] if rank["device"] and rank["device"].get("used_bytes")]

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gpumem_nb as gm
+from gpumem_nb.magics.planning import PlanningMagics
+from gpumem_nb.planning import dry_process, gpu_table
+from gpumem_nb.planning.cold import ColdPredictions
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
+from gpumem_nb.shared.dry_run import DryAnswer, DryRun
+from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from tests.published import rows as published
+
+MIB = 2**20
+WIDTH, SAMPLES = 256, 64
+
+
+def predict(workload: Any, **arguments: Any) -> Prediction:
+    predicted = gm.predict(workload, **arguments)
+    assert isinstance(predicted, Prediction)
+    return predicted
+
+
+def samples() -> list[tuple[Tensor, int]]:
+    return [(torch.zeros(WIDTH), index % 4) for index in range(8)]
+
+
+def mean_loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def perceptron() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(6)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 4))
+
+
+def asks_for_values() -> nn.Module:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = perceptron()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            if inputs.sum() > 1e9:
+                raise AssertionError
+            outputs: Tensor = self.inside(inputs)
+            return outputs
+
+    return Asking()
+
+
+def workload(model: Any, data: Any = samples, loss: Any = mean_loss) -> gm.Workload:
+    return gm.Workload("mine", model, data, loss)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages of real tensors from when an operator makes them: independent of the toolkit's ledger."""
+
+    def __init__(self, held: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: dict[int, tuple[Any, int]] = {}
+        self.peak = 0
+        for tensor in held:
+            self.note(tensor)
+
+    def note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, Tensor):
+                self.note(tensor)
+        self.alive = {key: value for key, value in self.alive.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def live_peak_of_real_steps() -> int:
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    peak = 0
+    for _ in range(2):
+        state = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
+        with LiveBytes([*model.parameters(), *state]) as live:
+            batch = torch.zeros(SAMPLES, WIDTH), torch.zeros(SAMPLES, dtype=torch.long)
+            mean_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = live.peak
+    return peak
+
+
+def test_live_bytes_are_those_of_a_real_step() -> None:
+    predicted = predict(workload(perceptron), batch_size=SAMPLES, optimizer_impl="loop")
+    workspaces = 2 * (4096 * 2 + 16 * 8) * 1024
+    assert predicted.live_peak_bytes - workspaces == pytest.approx(live_peak_of_real_steps(), rel=0.02)
+    assert sum(predicted.categories.values()) == predicted.live_peak_bytes
+    assert predicted.verdict == FITS
+    assert predicted.limit_bytes is None
+
+
+@pytest.mark.parametrize(("table", "row_id"), [("transformers", "tf_064"), ("transformers", "tf_129")])
+def test_published_peaks_are_met(table: str, row_id: str) -> None:
+    row = next(row for row in published.rows(table) if row["row_id"].endswith(row_id))
+    predicted = predict(published.workload(row), gpu="A100-40GB", batch_size=int(row["batch_size"]))
+    assert predicted.device_bytes == pytest.approx(int(row["max_gpu_memory_mib"]) * MIB, rel=0.03)
+
+
+def test_all_published_models_can_be_built() -> None:
+    for table in published.TABLES:
+        for row in published.rows(table):
+            with torch.device("meta"):
+                model = published.workload(row).model()
+            assert sum(param.numel() for param in model.parameters()) == int(row["n_params_formula"]), row["row_id"]
+
+
+def test_seven_billion_parameters_take_no_memory_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = remembered(monkeypatch)
+    options: dict[str, Any] = {"width": 4096, "depth": 34, "heads": 32, "sequence_length": 128}
+    assert predict("text-gpt", gpu="A100-40GB", batch_size=4, optimizer="sgd", **options).verdict == DOES_NOT_FIT
+    assert answers[0].parameters > 6.8e9
+    assert answers[0].peak_rss_bytes < 2 * 2**30  # in which not even a tenth of the weights would have room
+
+
+def test_which_gpu_fits_and_with_which_batch() -> None:
+    options: dict[str, Any] = {"width": 1024, "depth": 4, "heads": 16, "sequence_length": 512, "dropout": 0.1}
+    found = gm.predict("text-gpt", gpu="T4-16GB, b200-180gb", batch_size=200, **options)
+    assert isinstance(found, ColdPredictions)
+    assert found["T4-16GB"].verdict == DOES_NOT_FIT
+    assert found.fitting == ("B200-180GB",)
+    largest = found.largest["T4-16GB"]
+    assert 0 < largest < 200
+    assert predict("text-gpt", gpu="T4-16GB", batch_size=largest, **options).verdict == FITS
+    assert predict("text-gpt", gpu="T4-16GB", batch_size=largest + 1, **options).verdict == TIGHT
+    assert list(found.frame()["largest_batch"]) == [largest, found.largest["B200-180GB"]]
+
+
+def remembered(monkeypatch: pytest.MonkeyPatch) -> list[DryAnswer]:
+    answers: list[DryAnswer] = []
+    own = dry_process.ask
+
+    def ask(question: DryRun) -> DryAnswer:
+        answers.append(own(question))
+        return answers[-1]
+
+    monkeypatch.setattr(dry_process, "ask", ask)
+    return answers
+
+
+def test_a_model_that_asks_for_values_takes_small_steps_on_the_cpu() -> None:
+    predicted = predict(workload(asks_for_values), gpu="T4-16GB", batch_size=SAMPLES, optimizer_impl="loop")
+    assert "aten._local_scalar_dense.default needs the values of a tensor" in predicted.basis
+    assert "in forward: if inputs.sum() > 1e9:" in predicted.basis
+    assert predicted.live_peak_bytes - 2 * (4096 * 2 + 16 * 8) * 1024 == pytest.approx(
+        live_peak_of_real_steps(), rel=0.05
+    )
+    assert predicted.high_bytes > 1.3 * predicted.reserved_peak_bytes
+
+
+def test_a_process_that_dies_is_a_sentence() -> None:
+    with pytest.raises(WorkloadError, match="The process that predicts ended with 3"):
+        gm.predict(workload(lambda: os._exit(3)))
+
+
+@pytest.fixture
+def interrupt_soon() -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    own = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, own)
+
+
+@pytest.mark.usefixtures("interrupt_soon")
+def test_an_interrupt_leaves_no_process() -> None:
+    before = set(psutil.Process().children())
+    with pytest.raises(KeyboardInterrupt):
+        gm.predict(workload(lambda: time.sleep(60)))
+    assert set(psutil.Process().children()) <= before
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"workload": "text-gp"}, "did you mean 'text-gpt'"),
+        ({"gpu": "A100-40"}, "did you mean 'A100-40GB'"),
+        ({"gpu": []}, "No GPU was named"),
+        ({"precission": "bf16"}, "did you mean 'precision'"),
+        ({"widht": 64}, "did you mean 'width'"),
+        ({"precision": "bf61"}, "did you mean 'bf16'"),
+        ({"ranks": 0}, "ranks=0 cannot be used"),
+        ({"memory": "1GB"}, "is not more than CUDA's context and libraries take"),
+        ({"memory": "much"}, "is not a memory size"),
+        ({"workload": 3}, "The workload must be a Workload or the name of a ready-made one; this is a int"),
+    ],
+)
+def test_bad_input_is_a_sentence(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        gm.predict(**{"workload": "text-gpt", **given})
+
+
+def test_gpus_are_added_by_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own.csv"
+    heading = Path(gpu_table.__file__).with_name("gpus.csv").read_text().splitlines()[0]
+    own.write_text(f"{heading}\nMine-8GB,8.6,8000,700,20,100,measured,measured\n")
+    monkeypatch.setenv(gpu_table.VARIABLE, str(own))
+    assert gpu_table.find("mine-8gb").outside_bytes == 700 * MIB
+    monkeypatch.setenv(gpu_table.VARIABLE, str(tmp_path / "missing.csv"))
+    with pytest.raises(InvalidInput, match=r"missing\.csv, which GPUMEM_NB_GPUS names, cannot be used"):
+        gpu_table.find("T4-16GB")
+
+
+def test_every_figure_of_the_table_has_a_source() -> None:
+    for gpu in gpu_table.table().values():
+        assert all(gpu.sources), gpu.name
+        assert 0 < gpu.outside_bytes < gpu.memory_bytes
+
+
+def test_the_magic_needs_no_session() -> None:
+    shell = InteractiveShell.instance()
+    shell.user_ns["mine"] = workload(perceptron)
+    found = PlanningMagics(shell).hvd_predict("mine --gpu T4-16GB,H100-80GB batch_size=8 --ranks 2")
+    assert isinstance(found, ColdPredictions)
+    assert found.fitting == ("T4-16GB", "H100-80GB")
+    assert found["T4-16GB"].categories["communication"] == 128 * MIB
