@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..planning.score import Asked
 from ..report.configurations import Effect, Tried
 from ..report.evaluation import Evaluation
 from ..report.leak_sentences import in_words
@@ -66,6 +67,7 @@ class History:
         leaks: by its holder, what ranks found that they keep from step to step; since the workload was loaded.
         loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
         seen_before: samples that all ranks had seen when training was resumed.
+        asked: what was predicted, to be held against what came.
         evaluations: on the validation data, of all that was loaded so far.
         version: grows with every change.
     """
@@ -76,6 +78,7 @@ class History:
         self.started_s = time.time()
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.tried: list[Tried] = []
+        self.asked: deque[Asked] = deque(maxlen=EVENTS_KEPT)
         self.pinned: Tried | None = None
         self.readings: list[Reading | None] = [None] * size
         self.device_uses: list[DeviceUse | None] = [None] * size

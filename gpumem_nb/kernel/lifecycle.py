@@ -95,7 +95,7 @@ class Lifecycle:
             self.ranks, self.training, history, lambda: self.policy, lambda: self.ended, lambda: self.idle.touch()
         )
         self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
-        self.predicting = Predicting(self.foreground, self.training, self.ranks.infos)
+        self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
         self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin)
         self.idle = IdleWatch(lambda: self.policy.idle_minutes, self._works, self._stop_idle)
         self.ended = ""

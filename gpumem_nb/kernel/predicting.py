@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..planning.prediction import Prediction, out_of_memory, worst
+from ..planning.score import Asked, Scoreboard, score
 from ..planning.what_if import WhatIf, single_flips
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.forecast import Forecasts
@@ -15,6 +16,7 @@ from ..shared.messages import RankInfo
 from ..shared.settings import Settings
 from . import compatibility
 from .foreground import Foreground
+from .history import History
 from .training import Training
 from .tryout import shortened
 
@@ -28,12 +30,14 @@ class Predicting:
 
     Args:
         ranks: of the cluster.
+        history: keeps what was predicted, and knows what came.
     """
 
-    def __init__(self, foreground: Foreground, training: Training, ranks: Sequence[RankInfo]) -> None:
+    def __init__(self, foreground: Foreground, training: Training, ranks: Sequence[RankInfo], history: History) -> None:
         self._foreground = foreground
         self._training = training
         self._ranks = ranks
+        self._history = history
 
     def predict(self, knobs: dict[str, Any]) -> Prediction:
         """What the present settings with these changes would need.
@@ -42,8 +46,17 @@ class Predicting:
             InvalidInput: an unknown knob, or a value that cannot be used with what is loaded.
             WorkloadError: nothing is loaded, or a small step failed for another reason than memory.
         """
+        begun, now = len(self._history.tried), self._training.settings
+        prediction = self._predicted(self._checked(knobs))
+        self._history.asked.append(Asked(prediction, self._loaded().name, now, begun))
+        return prediction
+
+    def score(self) -> Scoreboard:
+        """Every prediction whose settings were tried afterwards, beside what came."""
+        return score(self._history.asked, self._history.tried)
+
+    def _predicted(self, settings: Settings) -> Prediction:
         began_s = time.perf_counter()
-        settings = self._checked(knobs)
         small = self._small(settings.batch_size)
         answers = self._ask(settings, small, [settings.batch_size], 0)
         seconds = time.perf_counter() - began_s

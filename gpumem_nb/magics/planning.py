@@ -42,6 +42,7 @@ class PlanningMagics(Magics):
     @argument("--memory", help="with NAME: the GPU's memory, such as 24GB, in place of what the table says")
     @argument("--ranks", type=int, help="with NAME: how many ranks train together")
     @argument("--largest-batch", action="store_true", help="the largest batch_size that fits every rank with them")
+    @argument("--score", action="store_true", help="what was predicted so far beside what came")
     @line_magic
     @says_usage
     def hvd_predict(self, line: str) -> Any:
@@ -49,6 +50,8 @@ class PlanningMagics(Magics):
         args = intermixed(self.hvd_predict, line)
         named = [entry for entry in args.pairs if isinstance(entry, str)]
         given = {name: value for name in _OF_COLD if (value := getattr(args, name)) is not None}
+        if args.score:
+            return current().score()
         if named or given:
             return self._cold(named, given, args)
         if args.largest_batch:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
 from ..planning.prediction import Prediction
+from ..planning.score import Scoreboard
 from ..planning.what_if import WhatIf
 
 
@@ -33,6 +34,10 @@ class Predicts:
             WorkloadError: as :meth:`predict`.
         """
         return self._life.predicting.largest_batch(knobs)
+
+    def score(self) -> Scoreboard:
+        """Every prediction of this session whose settings were tried afterwards, beside what came."""
+        return self._life.predicting.score()
 
     def what_if(self) -> WhatIf:
         """Every single flip from here: what it would need, and whether it fits.

@@ -1,0 +1,127 @@
+"""What was predicted beside what came."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..report.configurations import Tried
+from ..report.differences import arrows
+from ..report.tables import Table
+from ..shared.knobs import KNOBS
+from ..shared.settings import Settings
+from ..shared.units import format_bytes
+from .prediction import DOES_NOT_FIT, FITS, Prediction
+
+OOM = "oom"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prediction for a workload, the settings at that time, and how many configurations had been begun before."""
+
+    prediction: Prediction
+    workload: str
+    settings: Settings
+    begun: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A prediction and the configuration that it was about, which was tried afterwards; ``flip`` says what it was."""
+
+    flip: str
+    predicted: Prediction
+    came: Tried
+
+    @property
+    def error(self) -> float | None:
+        """By which share of what came the live peak was predicted too high; ``None`` where no step was done."""
+        peak = self.came.peak_bytes
+        return None if not peak else self.predicted.live_peak_bytes / peak - 1
+
+    @property
+    def right(self) -> bool:
+        """Whether the verdict was: ``tight`` may be both."""
+        wrong = FITS if self.came.outcome == OOM else DOES_NOT_FIT
+        return self.predicted.verdict != wrong
+
+
+class Scoreboard:
+    """Every prediction of this session whose settings were tried afterwards, in the order in which they were made."""
+
+    def __init__(self, scored: Sequence[Scored]) -> None:
+        self.scored = tuple(scored)
+
+    def frame(self) -> Any:
+        """A pandas DataFrame with one row a prediction."""
+        import pandas as pd  # takes long to import
+
+        return pd.DataFrame(
+            {
+                "flip": one.flip,
+                "verdict": one.predicted.verdict,
+                "outcome": one.came.outcome,
+                "right": one.right,
+                "predicted_bytes": one.predicted.live_peak_bytes,
+                "came_bytes": one.came.peak_bytes,
+                "error": one.error,
+            }
+            for one in self.scored
+        )
+
+    def __str__(self) -> str:
+        return str(self._table) if self.scored else _NONE
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self._table.html() if self.scored else f"<pre>{_NONE}</pre>"
+
+    @property
+    def _table(self) -> Table:
+        rows = tuple(
+            (
+                one.flip,
+                one.predicted.verdict,
+                one.came.outcome,
+                "yes" if one.right else "no",
+                format_bytes(one.predicted.live_peak_bytes),
+                format_bytes(one.came.peak_bytes),
+                _percent(one.error),
+            )
+            for one in self.scored
+        )
+        errors = [abs(one.error) for one in self.scored if one.error is not None]
+        median = f", {_percent(statistics.median(errors))} off in the median" if errors else ""
+        title = f"{sum(one.right for one in self.scored)} of {len(rows)} verdicts right{median}"
+        headings = ("flip", "verdict", "outcome", "right", "live peak, predicted", "came", "off")
+        return Table(title, headings, rows, frozenset({"flip", "verdict", "outcome", "right"}))
+
+
+_NONE = (
+    "Nothing was predicted yet whose settings were tried afterwards. Predict a flip with %hvd_predict, then make it."
+)
+
+
+def score(asked: Sequence[Asked], tried: Sequence[Tried]) -> Scoreboard:
+    """Which of the configurations tried, in their order, had been predicted; the latest prediction of each counts."""
+    scored = dict[int, Scored]()
+    for one in asked:
+        wanted = one.prediction.settings
+        for came in tried[max(0, one.begun - 1) :]:
+            done = came.steps or came.outcome == OOM
+            if done and came.workload == one.workload and _same_memory(came.settings, wanted):
+                scored[came.settings_id] = Scored(arrows(one.settings, wanted) or "as it is", one.prediction, came)
+                break
+    return Scoreboard([scored[settings_id] for settings_id in sorted(scored)])
+
+
+def _same_memory(one: Settings, other: Settings) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name, knob in KNOBS.items() if knob.moves)
+
+
+def _percent(share: float | None) -> str:
+    return "n/a" if share is None else f"{100 * share:.1f} %".replace("-", "−")
