@@ -133,9 +133,8 @@ class _Run:
         return DRY_CONVOLUTIONS if self.convolves else DRY
 
     def _at(self, batch_size: int) -> Trace | None:
-        if batch_size not in self._traces and len(self._traces) == 2:
-            small, large = sorted(self._traces.values(), key=lambda trace: trace.batch_size)
-            self._pair = self._pair or (SmallSteps([small, large]), large)
+        if batch_size not in self._traces and len(self._traces) > 1 and self._pair is None:
+            self._pair = self._paired()
         if batch_size not in self._traces and self._pair and self._pair[0].how == SCALED:
             line = self._pair[0].continued(batch_size)
             return replace(self._pair[1], batch_size=batch_size, size=line.size, rest_bytes=line.rest_bytes)
@@ -145,6 +144,13 @@ class _Run:
                 return None
             self._traces[batch_size] = trace
         return self._traces[batch_size]
+
+    def _paired(self) -> tuple[SmallSteps, Trace]:
+        """Two steps from which others follow, larger ones if some operator works otherwise on few samples."""
+        small, large = sorted(self._traces.values(), key=lambda trace: trace.batch_size)[-2:]
+        steps = SmallSteps([small, large])
+        larger = self._dry(2 * large.batch_size) if steps.how != SCALED else None
+        return (SmallSteps([large, larger]), larger) if larger else (steps, large)
 
     def _dry(self, batch_size: int) -> Trace | None:
         """A step without memory; ``None`` if it cannot be taken, and small steps were taken with memory instead."""
