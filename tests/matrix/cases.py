@@ -31,11 +31,15 @@ def of_refused() -> Iterator[Case]:
 
 
 def of_deeds() -> Iterator[Case]:
-    """Everything that people do, on each of its models, under every checkpointing."""
+    """Everything that people do, on each of its models, under every checkpointing and precision.
+
+    What agrees to rounding only says nothing in 16 bits.
+    """
     for deed, subjects in DEEDS:
         for subject in subjects:
-            for checkpointing in CHECKPOINTING:
-                yield Case(subject, deed, checkpointing)
+            for precision in PRECISIONS if deed.plainly is None else PRECISIONS[:1]:
+                for checkpointing in CHECKPOINTING:
+                    yield Case(subject, deed, checkpointing, precision)
 
 
 def selected() -> Iterator[Case]:

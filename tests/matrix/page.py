@@ -40,9 +40,10 @@ def page(results: list[Result], ranks: int) -> str:
         row = [Case(subject, NOTHING, *column) for column in columns]
         lines.append(_row(subject.name, [_cell(by_case[case], notes) for case in row]))
     lines += ["", "## What people do between two chunks", ""]
-    lines += _head(["what", "on which model", *CHECKPOINTING])
+    lines += _head(["what", "on which model", *heads])
     for deed, subject in dict.fromkeys((r.case.deed, r.case.subject) for r in results if r.case.deed is not NOTHING):
-        squares = [_cell(by_case[Case(subject, deed, checkpointing)], notes) for checkpointing in CHECKPOINTING]
+        row = [Case(subject, deed, *column) for column in columns]
+        squares = [_cell(by_case[case], notes) if case in by_case else "n/a" for case in row]
         lines.append(_row(deed.name, [subject.name, *squares]))
     lines += ["", "## What is refused", "", *_head(["what", "the sentence"])]
     lines += [_row(result.case.subject.name, [result.sentence.replace("|", "\\|")]) for result in refused]
