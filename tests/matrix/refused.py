@@ -153,7 +153,9 @@ optimizer = Lookahead(torch.optim.AdamW(net.parameters(), lr=0.01))
         + "scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.AdamW(net.parameters()), 2)",
         refused="StepLR steers an optimizer that is not trained with",
     ),
-    Subject("no loss", BLOCKS + "del criterion", refused="No loss was named and the model returned none"),
+    Subject(
+        "no loss", BLOCKS + "del criterion\ndata = list(x)", refused="No loss was named and the model returned none"
+    ),
     Subject(
         "a loss that does not depend on the weights",
         BLOCKS + "del criterion\nloss = lambda model, batch: F.cross_entropy(model(batch[0]).detach(), batch[1])",
@@ -168,7 +170,9 @@ optimizer = Lookahead(torch.optim.AdamW(net.parameters(), lr=0.01))
         "an empty dataset", BLOCKS + "data = TensorDataset(x[:0], y[:0])", refused="empty|gives no sample|fewer than"
     ),
     Subject(
-        "parts of different lengths", BLOCKS + "data = (x, y[:30])", refused="have different lengths: 40 and 30 rows"
+        "parts of different lengths",
+        BLOCKS + "data = (x, y[:30])",
+        refused="have different lengths: 0 has 40, 1 has 30 rows",
     ),
     Subject(
         "data that is neither a dataset nor iterable",
@@ -185,7 +189,7 @@ class Endless(torch.utils.data.Sampler):
 data = DataLoader(data, batch_size=4, sampler=Endless())
 """,
         batch_size=None,
-        refused="Endless has no length.* Give it __len__",
+        refused=r"\(Endless\) has no length.* Give it __len__",
     ),
     Subject(
         "a sampler whose order cannot be repeated",
@@ -200,7 +204,7 @@ class Restless(torch.utils.data.Sampler):
 data = DataLoader(data, batch_size=4, sampler=Restless())
 """,
         batch_size=None,
-        refused="Restless gives another order each time it is asked",
+        refused=r"\(Restless\) gives another order each time it is asked",
     ),
     Subject(
         "validation data that repeats samples",
