@@ -18,7 +18,7 @@ from ..shared.workload import Workload
 from ..workloads import catalog
 from . import dry_process, gpu_table
 from .gpu_table import Gpu
-from .prediction import FITS, SEGMENT_BYTES, Prediction, verdict
+from .prediction import FITS, Prediction, predicted
 
 GENERIC = "A100-40GB"
 """Whose kernels are meant where no GPU is named."""
@@ -59,13 +59,8 @@ class ColdPredictions:
         return pd.DataFrame(
             {
                 "gpu": gpu,
-                "verdict": one.verdict,
-                "live_peak_bytes": one.live_peak_bytes,
-                "reserved_peak_bytes": one.reserved_peak_bytes,
+                **one.columns,
                 "device_bytes": one.device_bytes,
-                "low_bytes": one.low_bytes,
-                "high_bytes": one.high_bytes,
-                "limit_bytes": one.limit_bytes,
                 "largest_batch": self.largest[gpu],
             }
             for gpu, one in self.by_gpu.items()
@@ -199,27 +194,12 @@ def _prediction(answer: DryAnswer, gpu: Gpu, asked: Asked, question: _Question, 
     one: Forecast = answer.forecasts[gpu.name]
     more = asked.convolution_bytes if answer.convolves else 0
     beside = gpu.outside_bytes + NCCL_BYTES * (question.ranks > 1) + more
-    error = max(round(one.error * one.reserved_peak_bytes), SEGMENT_BYTES) + asked.limit_error_bytes
-    low = max(round(one.live_peak_bytes * (1 - one.error)), one.reserved_peak_bytes - error)
-    high = one.reserved_peak_bytes + error
     limit = None if asked.limit_bytes is None else asked.limit_bytes - more
     estimated = ", with estimates of its memory or its libraries" if question.known and gpu.estimated else ""
     where = f"for {gpu.name}{estimated}" if question.known else f"with kernels as on {gpu.name}"
-    return Prediction(
-        settings=question.settings,
-        live_peak_bytes=one.live_peak_bytes,
-        reserved_peak_bytes=one.reserved_peak_bytes,
-        device_bytes=one.reserved_peak_bytes + beside if question.known else None,
-        low_bytes=low,
-        high_bytes=high,
-        limit_bytes=limit,
-        verdict=verdict(low, high, limit, one.fits),
-        categories=one.at_peak,
-        phase=one.phase,
-        module=one.module,
-        basis=f"{one.how} {where}: from {answer.how}",
-        seconds=seconds,
-    )
+    basis = f"{one.how} {where}: from {answer.how}"
+    device = beside if question.known else None
+    return predicted(one, question.settings, limit, device, basis, seconds, asked.limit_error_bytes)
 
 
 def _pickled(workload: Workload) -> bytes:

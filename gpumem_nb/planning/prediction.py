@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from ..shared.categories import OTHER
 from ..shared.forecast import Forecast
@@ -51,6 +52,12 @@ class Prediction:
     step_s: float | None = None
     samples_per_s: float | None = None
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The verdict and the bytes by name, for a table."""
+        names = ("verdict", "live_peak_bytes", "reserved_peak_bytes", "low_bytes", "high_bytes", "limit_bytes")
+        return {name: getattr(self, name) for name in names}
+
     def __str__(self) -> str:
         limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
         largest = sorted(self.categories.items(), key=lambda entry: -entry[1])[:3]
@@ -92,22 +99,45 @@ def worst(
 
     rank = max(range(len(forecasts)), key=share)
     one, limit, beside = forecasts[rank], limits[rank], device_bytes[rank]
-    error = max(round(one.error * one.reserved_peak_bytes), SEGMENT_BYTES)
+    return predicted(one, settings, limit, beside, f"{one.how} {basis}", seconds)
+
+
+def predicted(
+    one: Forecast,
+    settings: Settings,
+    limit_bytes: int | None,
+    beside_bytes: int | None,
+    basis: str,
+    seconds: float,
+    error_bytes: int = 0,
+) -> Prediction:
+    """What a forecast says of one rank.
+
+    Args:
+        one: of the rank.
+        settings: what it is about.
+        limit_bytes: of what may be reserved; ``None`` for no limit.
+        beside_bytes: what is used of the device besides reserved bytes; ``None`` where that is not known.
+        basis: what it was found from.
+        seconds: what finding it took.
+        error_bytes: by how much the limit may be wrong.
+    """
+    error = max(round(one.error * one.reserved_peak_bytes), SEGMENT_BYTES) + error_bytes
     least = round(one.live_peak_bytes * (1 - one.error))
     low, high = max(least, one.reserved_peak_bytes - error), one.reserved_peak_bytes + error
     return Prediction(
         settings=settings,
         live_peak_bytes=one.live_peak_bytes,
         reserved_peak_bytes=one.reserved_peak_bytes,
-        device_bytes=None if beside is None else one.reserved_peak_bytes + beside,
+        device_bytes=None if beside_bytes is None else one.reserved_peak_bytes + beside_bytes,
         low_bytes=low,
         high_bytes=high,
-        limit_bytes=limit,
-        verdict=verdict(low, high, limit, one.fits),
+        limit_bytes=limit_bytes,
+        verdict=verdict(low, high, limit_bytes, one.fits),
         categories=one.at_peak,
         phase=one.phase,
         module=one.module,
-        basis=f"{one.how} {basis}",
+        basis=basis,
         seconds=seconds,
     )
 

@@ -47,12 +47,7 @@ class WhatIf:
         return pd.DataFrame(
             {
                 "flip": self._flip(one),
-                "verdict": one.verdict,
-                "live_peak_bytes": one.live_peak_bytes,
-                "reserved_peak_bytes": one.reserved_peak_bytes,
-                "low_bytes": one.low_bytes,
-                "high_bytes": one.high_bytes,
-                "limit_bytes": one.limit_bytes,
+                **one.columns,
                 "same_mathematics": one.settings.same_mathematics(self.now.settings),
             }
             for one in (self.now, *self.flips)
