@@ -68,11 +68,12 @@ class Panel:
         return self._closing.is_set()
 
     def dock(self) -> Panel:
-        """Show it beside the notebook, and below the cell what a saved notebook keeps of it."""
+        """Show it beside the notebook, once, and below the cell what a saved notebook keeps of it."""
         from sidecar import Sidecar
 
-        if self._sidecar is None:
-            self._sidecar = Sidecar(title="GPU memory", anchor="split-right")
+        before, self._sidecar = self._sidecar, Sidecar(title="GPU memory", anchor="split-right")
+        if before is not None:  # its tab may have been closed by hand, which nobody tells
+            before.close()
         with self._sidecar:
             display(self.view)
         self._kept.show()

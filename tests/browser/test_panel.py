@@ -347,10 +347,13 @@ def test_theme_switch_recolours_text_and_grid_at_once(panel: PanelPage) -> None:
 
 def test_a_panel_docks_beside_the_notebook_and_is_closed_everywhere(panel: PanelPage) -> None:
     shown = panel.page.locator(".jp-LinkedOutputView .gpumem-status, .jp-MainAreaWidget .gpumem-status")
-    panel.notebook.run(5)
-    expect(shown).to_have_count(2)
-    expect_tidy(panel)
-    panel.notebook.clear_outputs()
+    try:
+        for _ in range(2):  # docked again, it is there once
+            panel.notebook.run(5)
+        expect(shown).to_have_count(2)
+        expect_tidy(panel)
+    finally:  # the tests after this one want one panel
+        panel.notebook.clear_outputs()
     expect(panel.page.locator(".gpumem-panel")).to_have_count(1)
     steps = panel.notebook.evaluate("s.train(2) and s.history.steps")  # what is left is drawn on
     panel.page.wait_for_function(f"{SHOWN}._fullData.find(t => t.xaxis === 'x3').x.at(-1) === {steps}")
