@@ -156,6 +156,7 @@ optimizer = Lookahead(torch.optim.AdamW(net.parameters(), lr=0.01))
     Subject(
         "no loss", BLOCKS + "del criterion\ndata = list(x)", refused="No loss was named and the model returned none"
     ),
+    Subject("no loss for pairs", BLOCKS + "del criterion", refused="given the whole micro-batch.* Name the loss"),
     Subject(
         "a loss that does not depend on the weights",
         BLOCKS + "del criterion\nloss = lambda model, batch: F.cross_entropy(model(batch[0]).detach(), batch[1])",

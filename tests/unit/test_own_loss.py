@@ -16,6 +16,7 @@ from gpumem_nb.engine.data.source import source_of
 from gpumem_nb.engine.losses import as_loss
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
+from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
@@ -54,3 +55,9 @@ def test_an_evaluation_divides_by_its_own_tokens() -> None:
         assert evaluated is not None
         losses.append(evaluated.sums["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_model_without_labels_and_without_a_loss_is_told_to_name_one() -> None:
+    pair = [torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)]
+    with pytest.raises(WorkloadError, match=r"given the whole micro-batch, a list of 2.* Name the loss, e.g. loss="):
+        as_loss(None)(nn.Linear(3, 4), pair)

@@ -33,7 +33,16 @@ class OwnLoss:
     def __call__(self, model: Any, batch: Any) -> Any:
         """The loss of one micro-batch."""
         items = {} if self._items is None else {"num_items_in_batch": self._items}
-        output = model(**batch, **items) if isinstance(batch, Mapping) else model(batch)
+        try:
+            output = model(**batch, **items) if isinstance(batch, Mapping) else model(batch)
+        except (TypeError, AttributeError) as error:
+            if not isinstance(batch, tuple | list):
+                raise
+            raise WorkloadError(
+                f"No loss was named, so the model was given the whole micro-batch, a {type(batch).__name__} of "
+                f"{len(batch)}, and failed ({type(error).__name__}: {error}). Name the loss, e.g. "
+                "loss=torch.nn.functional.cross_entropy: then the model is given the inputs alone."
+            ) from None
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
             raise WorkloadError(

@@ -92,10 +92,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 class UpdateUndo:
-    """What an update changes: weights, the optimizer's state, and what hooks before it do.
-
-    The copies of the first two lie in host memory.
-    """
+    """What an update changes: weights, the optimizer's state, and what hooks before it do; copied to host memory."""
 
     def __init__(self, params: Iterable[Tensor], optimizer: Optimizer, hooks: ForwardUndo | None = None) -> None:
         self._hooks = hooks
