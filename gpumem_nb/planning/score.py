@@ -119,6 +119,16 @@ def score(asked: Sequence[Asked], tried: Sequence[Tried]) -> Scoreboard:
     return Scoreboard([scored[settings_id] for settings_id in sorted(scored)])
 
 
+def foretold(asked: Sequence[Asked], came: Tried) -> Prediction | None:
+    """The latest prediction for the configuration that is tried now."""
+    about = (
+        one.prediction
+        for one in reversed(list(asked))
+        if one.workload == came.workload and _same_memory(came.settings, one.prediction.settings)
+    )
+    return next(about, None)
+
+
 def _same_memory(one: Settings, other: Settings) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name, knob in KNOBS.items() if knob.moves)
 

@@ -11,6 +11,7 @@ from typing import Any
 import ipywidgets
 from IPython.display import display
 
+from ..planning.score import foretold
 from ..report.rescue import Rescue
 from ..shared.messages import Sample
 from . import legend, threads, wording
@@ -232,7 +233,8 @@ class Panel:
         if state == self._shown:
             return
         self._shown = state
-        self._effect.html = wording.effect(history.effect())
+        effect = history.effect()
+        self._effect.html = wording.effect(effect, foretold(history.asked, effect.after) if effect else None)
         self._tiles.html = wording.tiles(session, history.readings)
         settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
         evaluations = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]

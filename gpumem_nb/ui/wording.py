@@ -7,6 +7,7 @@ from html import escape
 
 from ..kernel.history import History
 from ..kernel.lifecycle import RESTARTING
+from ..planning.prediction import Prediction
 from ..report import leak_sentences
 from ..report.breakdown import place
 from ..report.configurations import Effect
@@ -113,17 +114,18 @@ def _tiles(*numbers: tuple[str, str]) -> str:
     return f'<div class="gpumem-tiles">{body}</div>'
 
 
-def effect(effect: Effect | None) -> str:
-    """Before and after the latest flip, or the pinned configuration and the latest."""
+def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
+    """Before and after the latest flip, or the pinned configuration and the latest; and what was predicted for it."""
     if effect is None:
         return "<div>Change a setting: what that does to memory and speed is shown here.</div>"
     flip = f"{'pinned: ' if effect.pinned else ''}{effect.flip}"
     if not effect.after.steps:
         return f"<div><span>{escape(flip)}</span> will be measured with the next step</div>"
-    return (
-        f"<div><span>{escape(flip)}</span> <span>live peak <b>{escape(effect.memory)}</b></span> "
-        f"<span>{escape(effect.speed)}</span></div>"
-    )
+    peaks = f"<span>live peak <b>{escape(effect.memory)}</b></span>"
+    if foretold:
+        came = format_bytes(effect.after.peak_bytes)
+        peaks += f" <span>predicted <b>{format_bytes(foretold.live_peak_bytes)}</b>, came <b>{came}</b></span>"
+    return f"<div><span>{escape(flip)}</span> {peaks} <span>{escape(effect.speed)}</span></div>"
 
 
 def field_error(value: str, why: str) -> str:

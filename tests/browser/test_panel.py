@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, expect
 
 from gpumem_nb.shared.categories import CATEGORIES
+from gpumem_nb.shared.units import format_bytes
 from tests.internals import folders_expression
 from tests.timing import until
 
@@ -267,6 +268,13 @@ def test_controls_follow_changes_made_in_cells(panel: PanelPage) -> None:
     expect(panel.control("clip_norm")).to_have_value("0.5")
     panel.notebook.evaluate("s.set(clip_norm=None) and None")
     expect(panel.control("clip_norm")).to_have_value("none")
+
+
+def test_what_was_predicted_stands_beside_what_came(panel: PanelPage) -> None:
+    panel.notebook.evaluate(SET_DEFAULTS)
+    peak = panel.notebook.evaluate("s.predict(batch_size=16).live_peak_bytes")
+    panel.notebook.evaluate("s.set(batch_size=16) and s.train(1) and None")
+    expect(panel.effect).to_contain_text(f"predicted {format_bytes(peak)}, came ")
 
 
 def test_ranks_that_take_long_are_named(panel: PanelPage, lab: Lab) -> None:

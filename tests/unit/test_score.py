@@ -6,9 +6,10 @@ from collections import deque
 from typing import Any
 
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
-from gpumem_nb.planning.score import Asked, score
-from gpumem_nb.report.configurations import Tried
+from gpumem_nb.planning.score import Asked, foretold, score
+from gpumem_nb.report.configurations import Effect, Tried
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.ui.wording import effect
 
 NOW = Settings()
 MIB = 2**20
@@ -52,6 +53,14 @@ def test_whether_it_fits_counts_too() -> None:
     assert [(one.right, one.error) for one in board.scored] == [(False, None), (True, None), (True, 0)]
     assert "2 of 3 verdicts right" in str(board)
     assert list(board.frame().right) == [False, True, True]
+
+
+def test_what_was_predicted_for_what_is_tried_now_is_the_latest_that_was_said_of_it() -> None:
+    asked = [predicted(99, batch_size=64), predicted(101, batch_size=64), predicted(50, workload="other")]
+    now = came(3, 100, batch_size=64, learning_rate=0.5)
+    assert foretold(asked, now) is asked[1].prediction
+    assert foretold(asked, came(4, 100)) is None
+    assert "predicted <b>101.0 MiB</b>, came <b>100.0 MiB</b>" in effect(Effect(came(0, 60), now), asked[1].prediction)
 
 
 def test_nothing_to_show_is_a_sentence() -> None:
