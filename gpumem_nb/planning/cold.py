@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..report.tables import Table
-from ..shared.dry_run import Asked, DryAnswer, DryRun
+from ..shared.dry_run import DryAnswer, DryRun, Target
 from ..shared.errors import InvalidInput, nearest
 from ..shared.knobs import KNOBS, additional
 from ..shared.settings import Settings
@@ -117,7 +118,8 @@ def predict(
     known = gpu is not None
     asked = {one.name: _asked(one, capacity, ranks, known) for one in gpus}
     several = known and len(gpus) + (not isinstance(gpu, str)) > 1
-    answer = dry_process.ask(DryRun(_pickled(made), settings, asked, several, adapts="batch_size" not in own_knobs))
+    adapts = "batch_size" not in own_knobs
+    answer = dry_process.ask(DryRun(_pickled(made), settings, asked, several, adapts, _sources()))
     seconds = time.perf_counter() - began_s
     by_gpu = {one.name: _prediction(answer, one, asked[one.name], ranks, known, seconds) for one in gpus}
     if several:
@@ -168,7 +170,7 @@ def _gpus(gpu: str | Sequence[str] | None) -> list[Gpu]:
     return list(found.values())
 
 
-def _asked(gpu: Gpu, capacity: int | None, ranks: int, known: bool) -> Asked:
+def _asked(gpu: Gpu, capacity: int | None, ranks: int, known: bool) -> Target:
     """What is asked for a GPU.
 
     Args:
@@ -190,10 +192,10 @@ def _asked(gpu: Gpu, capacity: int | None, ranks: int, known: bool) -> Asked:
         )
     held = (FUSION_BYTES,) if ranks > 1 else ()
     limit, error = (None, 0) if memory is None else (memory - beside, error)
-    return Asked(gpu.kernels, held, limit, error, gpu.convolution_bytes)
+    return Target(gpu.kernels, held, limit, error, gpu.convolution_bytes)
 
 
-def _prediction(answer: DryAnswer, gpu: Gpu, asked: Asked, ranks: int, known: bool, seconds: float) -> Prediction:
+def _prediction(answer: DryAnswer, gpu: Gpu, asked: Target, ranks: int, known: bool, seconds: float) -> Prediction:
     found = answer.of[gpu.name]
     estimated = ", with estimates of its memory or its libraries" if known and gpu.estimated else ""
     where = f"for {gpu.name}{estimated}" if known else f"with kernels as on {gpu.name}"
@@ -213,3 +215,9 @@ def _pickled(workload: Workload) -> bytes:
             f"The workload cannot be sent to another process ({type(error).__name__}: {error}). Let its factories make "
             "what they need instead of holding it."
         ) from None
+
+
+def _sources() -> dict[str, str]:
+    """Of cells: IPython keeps their lines for tracebacks, without a time of change because they lie in no file."""
+    entries = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    return {name: "".join(entry[2]) for name, entry in entries.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .forecast import Forecast
 from .settings import Settings
@@ -23,7 +23,7 @@ class Kernels:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Target:
     """What is asked for one GPU.
 
     Attributes:
@@ -51,13 +51,15 @@ class DryRun:
         gpus: what is asked for each GPU, by name.
         largest: whether the largest batch size that fits is asked for as well.
         adapts: whether a batch size that the data brings comes before that of the settings, which nobody named.
+        sources: of code that lies in no file, such as cells, by what stands in place of the file's name.
     """
 
     workload: bytes
     settings: Settings
-    gpus: Mapping[str, Asked]
+    gpus: Mapping[str, Target]
     largest: bool
     adapts: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

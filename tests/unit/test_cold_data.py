@@ -138,8 +138,11 @@ def test_samples_of_different_sizes_are_predicted_roughly() -> None:
 
 
 def test_samples_that_do_not_go_together_are_refused_as_on_ranks() -> None:
+    batches = Batches([torch.zeros(3), torch.zeros(4)])
     with pytest.raises(WorkloadError, match="The samples of a micro-batch differ in shape"):
-        Batches([torch.zeros(3), torch.zeros(4)])
+        batches.of(2)
+    assert batches.of(1).shape == (1, 4)
+    assert batches.fixed
 
 
 def loader() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 import subprocess
@@ -240,7 +241,8 @@ def test_an_interrupt_ends_what_the_model_has_started(tmp_path: Path) -> None:
 
 def test_a_child_whose_parent_is_gone_ends() -> None:
     command = [sys.executable, "-m", "gpumem_nb.engine.dry", str(2**32), "1"]
-    assert subprocess.run(command, input=b"", capture_output=True).returncode == 1
+    ended = subprocess.run(command, input=b"", capture_output=True)
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
 def test_a_line_of_a_package_with_a_name_like_torch_is_named() -> None:
@@ -252,3 +254,15 @@ def test_a_line_of_a_package_with_a_name_like_torch_is_named() -> None:
     with pytest.raises(ValueError, match="no boxes") as caught:
         step.trace(2)
     assert "(ops.py, line 2, in boxes)" in str(refused(caught.value, "forward"))
+
+
+def test_the_line_of_a_cell_is_shown() -> None:
+    source = "def loss(model, batch):\n    return batch[0].sum().item() + missing\n"
+    found: dict[str, Any] = {}
+    exec(compile(source, "cell 7", "exec"), found)
+    linecache.cache["cell 7"] = (len(source), None, source.splitlines(keepends=True), "cell 7")
+    try:
+        with pytest.raises(WorkloadError, match=r"\(cell 7, line 2, in loss: return batch\[0\]\.sum\(\)\.item\(\)"):
+            predict(workload(perceptron, found["loss"]))
+    finally:
+        del linecache.cache["cell 7"]

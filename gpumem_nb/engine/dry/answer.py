@@ -15,7 +15,7 @@ from ...memory.ledger.trace import Trace
 from ...memory.prediction.forecast import forecast, from_the_start
 from ...memory.prediction.scaling import SmallSteps
 from ...shared.categories import COMMUNICATION
-from ...shared.dry_run import Asked, DryAnswer, DryRun, Kernels, OnGpu
+from ...shared.dry_run import DryAnswer, DryRun, Kernels, OnGpu, Target
 from ...shared.errors import GpumemError, InvalidInput, WorkloadError, text_of
 from ...shared.forecast import (
     DRY,
@@ -32,6 +32,7 @@ from ...shared.knobs.batch import shortened, why_fixed
 from ...shared.settings import Settings
 from ...shared.units import format_bytes
 from ...shared.workload import DataInfo, Workload
+from .. import cells
 from . import cuda_autocast, kernels
 from .batches import Batches
 from .refusals import refused
@@ -55,6 +56,8 @@ def answer(question: DryRun) -> DryAnswer:
 
 
 def _answered(question: DryRun) -> DryAnswer:
+    for title, source in question.sources.items():
+        cells.remember(source, title)
     workload: Workload = _unpickled(question.workload)
     batches = _batches(workload)
     settings = _settled(question, batches.info)
@@ -131,14 +134,14 @@ class _Run:
         """Let operators be what they were."""
         self._installed = []
 
-    def found(self, asked: Asked, largest: bool) -> OnGpu:
+    def found(self, asked: Target, largest: bool) -> OnGpu:
         """What steps under these settings would need, and whether that fits."""
         forecast = self._forecast(asked, self._given[2].batch_size)
         assert self._step
-        most = self._largest(asked) if largest and not self._given[1].info.batched else None
+        most = self._largest(asked) if largest and not self._given[1].fixed else None
         return OnGpu(forecast, self._limit(asked), self._step.convolves, self._how, most)
 
-    def _forecast(self, asked: Asked, batch_size: int) -> Forecast:
+    def _forecast(self, asked: Target, batch_size: int) -> Forecast:
         trace = None if self._with_memory else self._at(batch_size)
         limit = self._limit(asked)
         if trace is None:
@@ -146,7 +149,7 @@ class _Run:
             return replace(forecast(steps, batch_size, limit), how=ON_CPU)
         return from_the_start(trace.with_held(asked.held_bytes, COMMUNICATION), limit, self._certainty)
 
-    def _largest(self, asked: Asked) -> int:
+    def _largest(self, asked: Target) -> int:
         """The largest batch size that fits with what a forecast may be wrong by; 0 if none does."""
         limit = self._limit(asked)
         if limit is None:
@@ -162,7 +165,7 @@ class _Run:
         guess = begin + (limit - first) // max(1, (second - first) // begin)
         return _last(lambda size: needs(size) <= limit, min(max(1, guess), MOST_BATCH))
 
-    def _limit(self, asked: Asked) -> int | None:
+    def _limit(self, asked: Target) -> int | None:
         """Of what may be reserved, once a step was taken."""
         if asked.limit_bytes is None:
             return None
@@ -210,11 +213,11 @@ class _Run:
             return None
 
     def _take_with_memory(self, refusal: WorkloadError) -> None:
-        """Small steps on the CPU; with batches of the data's own size, one of those."""
+        """Small steps on the CPU; one, where batches have no other size."""
         workload, batches, settings, used = self._given
         self._refuse_large(refusal)
         self._installed = [kernels.install(used, fake=False), cuda_autocast.install()]
-        sizes = (settings.batch_size,) if batches.info.batched else SMALL
+        sizes = (settings.batch_size,) if batches.fixed else SMALL
         self._step = None
         try:
             self._step = DryStep(workload, batches, settings, used, fake=False)

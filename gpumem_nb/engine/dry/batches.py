@@ -42,6 +42,7 @@ class Batches:
     def __init__(self, data: Any) -> None:
         handed = handed_over(data)
         self.info = handed.info
+        self._apart: WorkloadError | None = None  # why samples do not go together
         smallest, largest = looked_at(handed)
         if handed.info.batched:
             self.info = dataclasses.replace(handed.info, batch_size=rows(largest))
@@ -51,14 +52,24 @@ class Batches:
         self._small = [_collated(handed, [largest] * size) for size in _SMALL]
         # What is padded to one length, or brought to one size, is no different.
         self.varies = shapes(_collated(handed, [smallest] * _SMALL[0])) != shapes(self._small[0])
-        _collated(handed, [smallest, largest])  # do they go together?
+        try:
+            _collated(handed, [smallest, largest])
+        except WorkloadError as error:
+            self._apart = error
+
+    @property
+    def fixed(self) -> bool:
+        """Whether there are batches of no other size than the data's own, or of one sample."""
+        return self.info.batched or self._apart is not None
 
     def of(self, size: int) -> Any:
         """A micro-batch of so many samples; of its own size, if the data brings micro-batches.
 
         Raises:
-            WorkloadError: what it would be cannot be told.
+            WorkloadError: what it would be cannot be told, or samples do not go together.
         """
+        if self._apart and size > 1:
+            raise self._apart
         return _like(self._small, size)
 
 
