@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,27 +211,20 @@ def test_a_lack_of_memory_says_how_much_there_may_be() -> None:
     assert "It may have at most 4.0 GiB of data." in said
 
 
-@pytest.fixture
-def interrupt_soon() -> Iterator[None]:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    own = signal.signal(signal.SIGALRM, interrupt)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, own)
-
-
-@pytest.mark.usefixtures("interrupt_soon")
 def test_an_interrupt_ends_what_the_model_has_started(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
 
     def model() -> nn.Module:
-        noted.write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+        noted.write_text(f"{subprocess.Popen(['sleep', '60']).pid} ")
         time.sleep(60)
         raise AssertionError
 
-    signal.setitimer(signal.ITIMER_REAL, 8)
+    def interrupt() -> None:
+        while not (noted.exists() and noted.read_text().endswith(" ")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         predict(workload(model))
     pid, until_s = int(noted.read_text()), time.monotonic() + 5
