@@ -18,10 +18,19 @@ ROLES = ("model", "loss", "data", "optimizer", "scheduler", "eval_data", "metric
 
 
 class Offered:
-    """The type of an argument that takes text of which some is offered; the session says whether it can be used."""
+    """The type of an argument that takes text of which some is offered; the session says whether it can be used.
 
-    def __init__(self, words: Collection[str]) -> None:
-        self.words = words
+    Args:
+        words: what is offered, or what gives that when it is asked for.
+    """
+
+    def __init__(self, words: Collection[str] | Callable[[], Collection[str]]) -> None:
+        self._words = words
+
+    @property
+    def words(self) -> Collection[str]:
+        """What is offered now."""
+        return self._words() if callable(self._words) else self._words
 
     def __call__(self, text: str) -> str:
         """What argparse asks of a type."""

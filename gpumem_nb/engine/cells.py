@@ -31,7 +31,7 @@ def execute(source: str, title: str, variables: dict[str, Any]) -> Any:
     ``title`` stands in tracebacks in place of a file name; two cells of one title show the lines of the later one.
     """
     one_more()
-    _remember(source, title)
+    remember(source, title)
     tree = ast.parse(source, title)
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):
@@ -42,7 +42,8 @@ def execute(source: str, title: str, variables: dict[str, Any]) -> Any:
     return eval(compile(ast.Expression(last.value), title, "eval", dont_inherit=True), variables)
 
 
-def _remember(source: str, title: str) -> None:
+def remember(source: str, title: str) -> None:
+    """Let tracebacks show these lines where this title stands in place of a file name."""
     if title in _titles:
         _titles.remove(title)
     _titles.append(title)

@@ -239,10 +239,10 @@ def leave_autocast() -> None:
 
 
 def fake_mode() -> AbstractContextManager[Any]:
-    """Inside, tensors have shapes and no memory."""
+    """Inside, tensors have shapes and no memory, also where they meet real ones, such as weights of a loss."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes half a second to import
 
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]  # or a copied module could not meet the others
     return mode
 

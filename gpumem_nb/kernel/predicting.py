@@ -11,18 +11,14 @@ from ..planning.prediction import Prediction, out_of_memory, worst
 from ..planning.score import Asked, Scoreboard, score
 from ..planning.what_if import WhatIf, single_flips
 from ..shared.errors import InvalidInput, WorkloadError
-from ..shared.forecast import Forecasts
+from ..shared.forecast import MOST_BATCH, SMALL, Forecasts
+from ..shared.knobs.batch import shortened
 from ..shared.messages import RankInfo
 from ..shared.settings import Settings
 from . import compatibility
 from .foreground import Foreground
 from .history import History
 from .training import Training
-from .tryout import shortened
-
-SMALL = (2, 4)
-"""Batch sizes of the steps from which all larger ones follow; see docs/prediction.md."""
-MOST_BATCH = 2**20  # of the batch sizes that are looked through where the data set none
 
 
 class Predicting:

@@ -9,18 +9,12 @@ from collections.abc import Iterator, Sequence, Set
 from ..report.rescue import Fit, Rescue
 from ..shared.categories import ACTIVATIONS, OPTIMIZER_STATE, TEMPORARIES
 from ..shared.knobs import Need
-from ..shared.knobs.batch import shrunk
+from ..shared.knobs.batch import shortened, shrunk
 from ..shared.knobs.easing import mildest_first
 from ..shared.messages import Sample
 from ..shared.settings import Settings
 
 PATIENCE_S = 5.0
-MICRO_BATCHES = 2  # show a step's peak: from the second one on, gradients lie beside the activations
-
-
-def shortened(settings: Settings) -> Settings:
-    """The same with as few micro-batches as show a step's peak."""
-    return settings.replace(accumulation_steps=min(settings.accumulation_steps, MICRO_BATCHES))
 
 
 class Tryout:

@@ -36,9 +36,7 @@ class PlanningMagics(Magics):
         help="changes of the present settings; with NAME (a ready-made workload, or a variable that holds a Workload) "
         "no ranks are needed, and options of that workload are taken too",
     )
-    @argument(
-        "--gpu", type=Offered(gpu_table.names()), help="with NAME: GPUs that need not be here, with commas between"
-    )
+    @argument("--gpu", type=Offered(gpu_table.names), help="with NAME: GPUs that need not be here, with commas between")
     @argument("--memory", help="with NAME: the GPU's memory, such as 24GB, in place of what the table says")
     @argument("--ranks", type=int, help="with NAME: how many ranks train together")
     @argument("--largest-batch", action="store_true", help="the largest batch_size that fits every rank with them")
@@ -65,6 +63,10 @@ class PlanningMagics(Magics):
         own = shell_of(self).user_ns.get(named[0])
         args.pairs.remove(named[0])
         knobs: dict[str, Any] = given | pairs(args)
+        if "workload" in knobs:
+            raise InvalidInput(
+                f"workload={knobs['workload']} cannot be used: the workload is named already, {named[0]}. Name one."
+            )
         return predict(own if isinstance(own, Workload) else named[0], **knobs)
 
     @magic_arguments()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..report.tables import Table
-from ..shared.dry_run import Asked, DryAnswer, DryRun
+from ..shared.dry_run import DryAnswer, DryRun, Target
 from ..shared.errors import InvalidInput, nearest
-from ..shared.forecast import Forecast
-from ..shared.knobs import KNOBS
+from ..shared.knobs import KNOBS, additional
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, parse_size
 from ..shared.workload import Workload
@@ -23,11 +23,10 @@ from .prediction import FITS, Prediction, predicted
 GENERIC = "A100-40GB"
 """Whose kernels are meant where no GPU is named."""
 
+_FIXED = "fixed by the data"
+
 FUSION_BYTES = 128 * 2**20
 """Horovod's fusion buffer, from torch's allocator: the default of HOROVOD_FUSION_THRESHOLD (operations.cc)."""
-
-NCCL_BYTES, NCCL_ERROR_BYTES = 300 * 2**20, 200 * 2**20
-"""An estimate of what one NCCL communicator takes outside of torch's allocator; it grows with ranks and channels."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +35,19 @@ class ColdPredictions:
 
     Attributes:
         by_gpu: a prediction for each GPU, in the order in which they were named.
-        largest: the largest ``batch_size`` that surely fits each; 0 if none does.
+        largest: the largest ``batch_size`` that surely fits each; 0 if none does, ``None`` if the data says it.
         seconds: what predicting took.
     """
 
     by_gpu: Mapping[str, Prediction]
-    largest: Mapping[str, int]
+    largest: Mapping[str, int | None]
     seconds: float
 
     def __getitem__(self, gpu: str) -> Prediction:
-        return self.by_gpu[gpu]
+        by_key = {gpu_table.key_of(name): one for name, one in self.by_gpu.items()}
+        if (found := by_key.get(gpu_table.key_of(gpu))) is None:
+            raise InvalidInput(f"{gpu!r} was not asked for. There are {', '.join(self.by_gpu)}.")
+        return found
 
     @property
     def fitting(self) -> tuple[str, ...]:
@@ -83,7 +85,7 @@ class ColdPredictions:
                 format_bytes(one.reserved_peak_bytes),
                 f"{format_bytes(one.low_bytes)} to {format_bytes(one.high_bytes)}",
                 format_bytes(one.limit_bytes),
-                str(self.largest[gpu]) if self.largest[gpu] else "none",
+                _FIXED if self.largest[gpu] is None else str(self.largest[gpu] or "none"),
             )
             for gpu, one in self.by_gpu.items()
         )
@@ -113,22 +115,16 @@ def predict(
     capacity = None if memory is None else parse_size(memory)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise InvalidInput(f"ranks={ranks!r} cannot be used: it must be a whole number of at least 1.")
-    question = _Question(settings, ranks, known=gpu is not None)
-    asked = {one.name: _asked(one, settings, capacity, ranks, question.known) for one in gpus}
-    several = gpu is not None and len(gpus) + (not isinstance(gpu, str)) > 1
-    answer = dry_process.ask(DryRun(_pickled(made), settings, asked, several))
+    known = gpu is not None
+    asked = {one.name: _asked(one, capacity, ranks, known) for one in gpus}
+    several = known and len(gpus) + (not isinstance(gpu, str)) > 1
+    adapts = "batch_size" not in own_knobs
+    answer = dry_process.ask(DryRun(_pickled(made), settings, asked, several, adapts, _sources()))
     seconds = time.perf_counter() - began_s
-    by_gpu = {one.name: _prediction(answer, one, asked[one.name], question, seconds) for one in gpus}
-    return ColdPredictions(by_gpu, answer.largest, seconds) if several else by_gpu[gpus[0].name]
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """What all GPUs are asked: ``known`` says whether somebody named them."""
-
-    settings: Settings
-    ranks: int
-    known: bool
+    by_gpu = {one.name: _prediction(answer, one, asked[one.name], ranks, known, seconds) for one in gpus}
+    if several:
+        return ColdPredictions(by_gpu, {name: found.largest for name, found in answer.of.items()}, seconds)
+    return by_gpu[gpus[0].name]
 
 
 def _workload(workload: str | Workload, knobs: dict[str, Any]) -> tuple[Workload, dict[str, Any]]:
@@ -151,12 +147,22 @@ def _workload(workload: str | Workload, knobs: dict[str, Any]) -> tuple[Workload
 
 def _settings(workload: Workload, knobs: dict[str, Any]) -> Settings:
     own = {"optimizer": "own"} if workload.optimizer and "optimizer" not in knobs else {}
-    return Settings().replace(**own, **knobs)
+    settings = Settings().replace(**own, **knobs)
+    for knob in additional():
+        if getattr(settings, knob.name) != knob.default:
+            raise InvalidInput(
+                f"{knob.name}={knob.text(getattr(settings, knob.name))} cannot be predicted without ranks: what a knob "
+                "that was registered here does to memory is not known. Leave it out, or start ranks (%hvd_start) and "
+                "predict there."
+            )
+    return settings
 
 
 def _gpus(gpu: str | Sequence[str] | None) -> list[Gpu]:
     if gpu is None:
         return [gpu_table.find(GENERIC)]
+    if not isinstance(gpu, str | Sequence):
+        raise InvalidInput(f"gpu={gpu!r} cannot be used. Name some, such as gpu='T4-16GB,A100-40GB'.")
     names = gpu.split(",") if isinstance(gpu, str) else list(gpu)
     found = {one.name: one for one in (gpu_table.find(name) for name in names)}
     if not found:
@@ -164,12 +170,11 @@ def _gpus(gpu: str | Sequence[str] | None) -> list[Gpu]:
     return list(found.values())
 
 
-def _asked(gpu: Gpu, settings: Settings, capacity: int | None, ranks: int, known: bool) -> Asked:
+def _asked(gpu: Gpu, capacity: int | None, ranks: int, known: bool) -> Target:
     """What is asked for a GPU.
 
     Args:
         gpu: whose kernels are meant.
-        settings: the knobs.
         capacity: of its memory, if somebody said; in bytes.
         ranks: how many train together.
         known: whether somebody named this GPU.
@@ -177,29 +182,27 @@ def _asked(gpu: Gpu, settings: Settings, capacity: int | None, ranks: int, known
     Raises:
         InvalidInput: it has no memory left for tensors.
     """
-    beside = gpu.outside_bytes + NCCL_BYTES * (ranks > 1)
-    error = gpu.outside_error_bytes + NCCL_ERROR_BYTES * (ranks > 1)
-    limit = (capacity or gpu.memory_bytes) - beside if known or capacity else None
-    if limit is not None and limit <= gpu.convolution_bytes:
+    beside, error = gpu.beside(ranks)
+    memory = capacity if capacity is not None else gpu.memory_bytes if known else None
+    if memory is not None and memory <= beside + gpu.convolution_bytes:
+        whose = "memory=" if capacity is not None else f"The memory of {gpu.name}: "
         raise InvalidInput(
-            f"memory={format_bytes(capacity)} is not more than CUDA's context and libraries take "
+            f"{whose}{format_bytes(memory)} is not more than CUDA's context and libraries take "
             f"({format_bytes(beside + gpu.convolution_bytes)}). Name a larger one."
         )
     held = (FUSION_BYTES,) if ranks > 1 else ()
-    kernels = gpu.kernels(settings.precision != "fp32")
-    return Asked(kernels, held, limit, error if known or capacity else 0, gpu.convolution_bytes)
+    limit, error = (None, 0) if memory is None else (memory - beside, error)
+    return Target(gpu.kernels, held, limit, error, gpu.convolution_bytes)
 
 
-def _prediction(answer: DryAnswer, gpu: Gpu, asked: Asked, question: _Question, seconds: float) -> Prediction:
-    one: Forecast = answer.forecasts[gpu.name]
-    more = asked.convolution_bytes if answer.convolves else 0
-    beside = gpu.outside_bytes + NCCL_BYTES * (question.ranks > 1) + more
-    limit = None if asked.limit_bytes is None else asked.limit_bytes - more
-    estimated = ", with estimates of its memory or its libraries" if question.known and gpu.estimated else ""
-    where = f"for {gpu.name}{estimated}" if question.known else f"with kernels as on {gpu.name}"
-    basis = f"{one.how} {where}: from {answer.how}"
-    device = beside if question.known else None
-    return predicted(one, question.settings, limit, device, basis, seconds, asked.limit_error_bytes)
+def _prediction(answer: DryAnswer, gpu: Gpu, asked: Target, ranks: int, known: bool, seconds: float) -> Prediction:
+    found = answer.of[gpu.name]
+    estimated = ", with estimates of its memory or its libraries" if known and gpu.estimated else ""
+    where = f"for {gpu.name}{estimated}" if known else f"with kernels as on {gpu.name}"
+    basis = f"{found.forecast.how} {where}: from {found.how}"
+    device = gpu.beside(ranks)[0] + asked.convolution_bytes * found.convolves if known else None
+    error = asked.limit_error_bytes
+    return predicted(found.forecast, answer.settings, found.limit_bytes, device, basis, seconds, error)
 
 
 def _pickled(workload: Workload) -> bytes:
@@ -212,3 +215,9 @@ def _pickled(workload: Workload) -> bytes:
             f"The workload cannot be sent to another process ({type(error).__name__}: {error}). Let its factories make "
             "what they need instead of holding it."
         ) from None
+
+
+def _sources() -> dict[str, str]:
+    """Of cells: IPython keeps their lines for tracebacks, without a time of change because they lie in no file."""
+    entries = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    return {name: "".join(entry[2]) for name, entry in entries.items()}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 
+from ..cluster.shield import shielded
 from ..shared.dry_run import DryAnswer, DryRun
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.units import format_bytes
@@ -26,7 +27,7 @@ def ask(question: DryRun) -> DryAnswer:
         InvalidInput: what was asked for cannot be used with this workload.
         WorkloadError: the workload cannot be run, or the process ended without an answer.
     """
-    command = [sys.executable, "-m", _MODULE, str(MOST_BYTES)]
+    command = [sys.executable, "-m", _MODULE, str(MOST_BYTES), str(os.getpid())]
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command,
@@ -44,16 +45,22 @@ def ask(question: DryRun) -> DryAnswer:
                 "(%hvd_start) and predict there."
             ) from None
         finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        if process.returncode != 0:
+            with shielded():  # from a second interrupt
+                _end(process)
+        if process.returncode != 0 or not out:
             said.seek(0)
             raise WorkloadError(_ended(process.returncode, said.read().decode(errors="replace")))
     answer: DryAnswer = pickle.loads(out)
     if answer.problem:
         raise (InvalidInput if answer.of_input else WorkloadError)(answer.problem)
     return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process, and with it those that it has started, such as workers of somebody's own."""
+    if process.returncode is None:  # nobody has waited for it, so its number and its group are its own
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _environment() -> dict[str, str]:
@@ -71,7 +78,7 @@ def _ended(code: int, said: str) -> str:
     lines = [line for line in said.splitlines() if line.strip()]
     last = f": {lines[-1]}" if lines else ""
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-    lack = f" It may have at most {format_bytes(MOST_BYTES)} of data." if "Memory" in last else ""
+    lack = f" It may have at most {format_bytes(MOST_BYTES)} of data." if "memory" in last.lower() else ""
     return (
         f"The process that predicts {how}{last}.{lack} Start ranks (%hvd_start) and predict there, or try with a "
         "smaller model."

@@ -21,6 +21,8 @@ VARIABLE = "GPUMEM_NB_GPUS"
 _TABLE = Path(__file__).with_name("gpus.csv")
 _MIB = 2**20
 _AMPERE, _HOPPER = (8, 0), (9, 0)
+NCCL_BYTES, NCCL_ERROR_BYTES = 300 * _MIB, 200 * _MIB
+"""An estimate of what one NCCL communicator takes outside of torch's allocator; it grows with ranks and channels."""
 _SIZES = ("memory", "outside", "outside_error", "convolution")
 _RECORDED_ERROR_BYTES = 50 * _MIB
 
@@ -52,17 +54,20 @@ class Gpu:
         """Whether nobody has measured it."""
         return any(source.startswith("estimate") for source in self.sources)
 
-    def kernels(self, sixteen_bit: bool) -> Kernels:
+    def beside(self, ranks: int) -> tuple[int, int]:
+        """Bytes that torch's allocator cannot have where so many ranks train, and by how much that may be wrong."""
+        joined = ranks > 1
+        return self.outside_bytes + NCCL_BYTES * joined, self.outside_error_bytes + NCCL_ERROR_BYTES * joined
+
+    @property
+    def kernels(self) -> Kernels:
         """What it has of those that memory depends on.
 
-        Flash attention came with Ampere. cuBLAS gets 32 MiB from Hopper on, else ``:4096:2:16:8`` KiB
-        (ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize).
-
-        Args:
-            sixteen_bit: whether tensors of 16 bits are computed with.
+        cuBLAS gets 32 MiB from Hopper on, else ``:4096:2:16:8`` KiB (ATen/cuda/CublasHandlePool.cpp,
+        getChosenWorkspaceSize).
         """
         workspace = 32 * _MIB if self.capability >= _HOPPER else (4096 * 2 + 16 * 8) * 1024
-        return Kernels(sixteen_bit and self.capability >= _AMPERE, workspace)
+        return Kernels(self.capability >= _AMPERE, workspace)
 
 
 def table() -> dict[str, Gpu]:
@@ -86,8 +91,11 @@ def table() -> dict[str, Gpu]:
 
 
 def names() -> list[str]:
-    """Of the GPUs in the package's own table."""
-    return [gpu.name for gpu in _of_csv(_TABLE)]
+    """Of all GPUs that are known; only those of the package's own table where an added file cannot be used."""
+    try:
+        return list(table())
+    except InvalidInput:
+        return [gpu.name for gpu in _of_csv(_TABLE)]
 
 
 def find(name: str) -> Gpu:
@@ -96,23 +104,31 @@ def find(name: str) -> Gpu:
     Raises:
         InvalidInput: it is not known; names the nearest.
     """
+    if not isinstance(name, str):
+        raise InvalidInput(
+            f"A GPU must be a name, such as gpu='T4-16GB,A100-40GB'; this is a {type(name).__name__}. Names: "
+            f"{', '.join(names())}."
+        )
     gpus = table()
-    by_key = {_key(known): gpu for known, gpu in gpus.items()}
-    if (gpu := by_key.get(_key(name))) is None:
-        close = nearest(_key(name), by_key)
+    by_key = {key_of(known): gpu for known, gpu in gpus.items()}
+    if (gpu := by_key.get(key_of(name))) is None:
+        close = nearest(key_of(name), by_key)
         for key, known in by_key.items():
             close = close.replace(key, known.name)
         raise InvalidInput(f"There is no GPU {name!r} in the table: {close}. memory= sets another size, such as 48GB.")
     return gpu
 
 
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
+    """A name as it is compared: in any case, with spaces or without."""
     return name.strip().lower().replace(" ", "").replace("_", "-")
 
 
 def _of_csv(path: Path) -> Iterator[Gpu]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
+            if lacks := [name for name, value in row.items() if name is None or not value]:
+                raise ValueError(f"the line of {row['name']!r} has no value of {lacks[0]}, or too many values")
             major, _, minor = row["capability"].partition(".")
             memory, outside, error, convolution = (round(float(row[f"{name}_mib"]) * _MIB) for name in _SIZES)
             sources = (row["memory_source"], row["outside_source"])
@@ -130,11 +146,17 @@ def _of_record(path: Path, known: Mapping[str, Gpu]) -> Iterator[Gpu]:
     ]
     if machine["virtual"] or not beside:
         raise ValueError("it holds no measurement of one rank on a real GPU")
-    like = next((gpu for gpu in known.values() if _key(gpu.name).split("-")[0] in _key(machine["gpu"])), None)
-    capability = like.capability if like else _AMPERE
+    capability = tuple(machine["capability"]) if machine.get("capability") else _capability_of(machine["gpu"], known)
     source = f"measured: {path.name}"
     sizes = machine["limit_bytes"], max(beside), _RECORDED_ERROR_BYTES, 0
     yield Gpu(machine["gpu"], capability, *sizes, (source, source))
+
+
+def _capability_of(name: str, known: Mapping[str, Gpu]) -> tuple[int, int]:
+    """Of a GPU of which NVML says this name: as the known one of the longest name in it, such as A100 and not A10."""
+    models = {key_of(gpu.name).split("-")[0]: gpu.capability for gpu in known.values()}
+    inside = [model for model in models if model in key_of(name)]
+    return models[max(inside, key=len)] if inside else _AMPERE
 
 
 def _measured(cell: Mapping[str, Any], ranks: int) -> Sequence[Mapping[str, Any]]:

@@ -14,6 +14,7 @@ from ..shared.settings import Settings
 from ..shared.units import format_bytes
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+NO_LIMIT = "n/a"
 SEGMENT_BYTES = 2 * 2**20  # the caching allocator reserves no less at a time, so no error is smaller
 
 
@@ -28,7 +29,7 @@ class Prediction:
         device_bytes: of the whole device; ``None`` where that is not known.
         low_bytes, high_bytes: between which reserved bytes will be in 95 % of cases.
         limit_bytes: of the rank; ``None`` without one.
-        verdict: ``fits``, ``tight`` (the limit lies within the error) or ``does not fit``.
+        verdict: ``fits``, ``tight`` (the limit lies within the error), ``does not fit``, or ``n/a`` without a limit.
         categories: live bytes at the peak by category; they add up to ``live_peak_bytes``.
         phase, module: what runs at the peak.
         step_s, samples_per_s: not predicted yet: ``None``.
@@ -63,8 +64,9 @@ class Prediction:
         largest = sorted(self.categories.items(), key=lambda entry: -entry[1])[:3]
         parts = ", ".join(f"{category} {format_bytes(size)}" for category, size in largest)
         where = f" in {self.phase}" if self.phase else ""
+        said = "" if self.verdict == NO_LIMIT else f"{self.verdict}: "
         return (
-            f"{self.verdict}: live peak {format_bytes(self.live_peak_bytes)}{where} ({parts}), reserved "
+            f"{said}live peak {format_bytes(self.live_peak_bytes)}{where} ({parts}), reserved "
             f"{format_bytes(self.reserved_peak_bytes)}{limit} "
             f"({format_bytes(self.low_bytes)} to {format_bytes(self.high_bytes)}); {self.basis}"
         )
@@ -166,6 +168,8 @@ def out_of_memory(
 
 def verdict(low_bytes: int, high_bytes: int, limit_bytes: int | None, fits: bool) -> str:
     """In a word: does what lies between these bounds fit? ``fits``: it would with cached segments given back."""
-    if limit_bytes is None or high_bytes <= limit_bytes:
+    if limit_bytes is None:
+        return NO_LIMIT
+    if high_bytes <= limit_bytes:
         return FITS
     return DOES_NOT_FIT if low_bytes > limit_bytes and not fits else TIGHT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .forecast import Forecast
 from .settings import Settings
@@ -14,16 +14,16 @@ class Kernels:
     """Which kernels a GPU has, as far as memory depends on it.
 
     Attributes:
-        flash: attention of 16-bit types by flash kernels.
+        ampere: those of compute capability 8.0 and later, such as flash attention and fused attention of bf16.
         gemm_workspace_bytes: what cuBLAS keeps for each of its handles.
     """
 
-    flash: bool
+    ampere: bool
     gemm_workspace_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Target:
     """What is asked for one GPU.
 
     Attributes:
@@ -50,12 +50,35 @@ class DryRun:
         settings: under which to take the steps.
         gpus: what is asked for each GPU, by name.
         largest: whether the largest batch size that fits is asked for as well.
+        adapts: whether a batch size that the data brings comes before that of the settings, which nobody named.
+        sources: of code that lies in no file, such as cells, by what stands in place of the file's name.
     """
 
     workload: bytes
     settings: Settings
-    gpus: Mapping[str, Asked]
+    gpus: Mapping[str, Target]
     largest: bool
+    adapts: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OnGpu:
+    """What was found for one GPU.
+
+    Attributes:
+        forecast: of a step.
+        limit_bytes: of what may be reserved, with regard to convolutions; ``None`` without a limit.
+        convolves: whether convolutions are computed.
+        how: the steps were taken, in words.
+        largest: the largest batch size that fits, 0 if none does; ``None`` if nobody asked, or the data says it.
+    """
+
+    forecast: Forecast
+    limit_bytes: int | None
+    convolves: bool
+    how: str
+    largest: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +86,17 @@ class DryAnswer:
     """An answer.
 
     Attributes:
-        forecasts: by the GPU's name; none if there is a problem.
-        largest: the largest batch size that fits, by the GPU's name; 0 if none does.
+        of: what was found, by the GPU's name; nothing if there is a problem.
+        settings: under which the steps were taken, with the data's own batch size.
         parameters: numbers in the model.
-        convolves: whether it computes convolutions.
-        how: the steps were taken, in words.
         problem: why there is no forecast, as a sentence; empty if there is.
         of_input: whether what was asked for cannot be used, and nothing is wrong with the workload.
         peak_rss_bytes: of the process that answers; what it needed to find this.
     """
 
-    forecasts: Mapping[str, Forecast]
-    largest: Mapping[str, int]
+    of: Mapping[str, OnGpu]
+    settings: Settings
     parameters: int = 0
-    convolves: bool = False
-    how: str = ""
     problem: str = ""
     of_input: bool = False
     peak_rss_bytes: int = 0

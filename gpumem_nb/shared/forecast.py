@@ -7,9 +7,15 @@ from dataclasses import dataclass
 
 from .messages import Failure, Reading
 
+SMALL = (2, 4)
+"""Batch sizes of the steps from which larger ones follow; see docs/prediction.md."""
+MOST_BATCH = 2**20
+"""Of the batch sizes that are looked through where the data set none."""
+
 RECORDED, SCALED, BY_OPERATORS, BY_PEAKS = "recorded", "scaled", "scaled by operators", "through two peaks"
 VARYING = "roughly, because samples differ in size,"
 DRY, DRY_CONVOLUTIONS = "without running it", "without running it, roughly, because of cuDNN's workspaces,"
+DRY_RECURRENT = "without running it, roughly, because what cuDNN keeps of recurrent layers is not documented,"
 ON_CPU = "roughly, as on the CPU,"
 ERRORS = {
     RECORDED: 0.02,
@@ -19,6 +25,7 @@ ERRORS = {
     VARYING: 0.5,
     DRY: 0.18,
     DRY_CONVOLUTIONS: 0.3,
+    DRY_RECURRENT: 0.5,
     ON_CPU: 0.5,
 }
 """By how it was found: the share by which reserved bytes came out higher or lower in 95 % of cases, or less often."""

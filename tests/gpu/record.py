@@ -51,6 +51,7 @@ import horovod
 {
     "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
     "horovod": horovod.__version__, "horovod_reduces": "by NCCL" if hvd.nccl_built() else "on the CPU",
+    "capability": list(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None,
 }
 """
 BEGIN = """

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -10,21 +11,24 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpumem_nb as gm
+from gpumem_nb.completion import Completion
 from gpumem_nb.magics.planning import PlanningMagics
 from gpumem_nb.planning import dry_process, gpu_table
 from gpumem_nb.planning.cold import ColdPredictions
-from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
 from gpumem_nb.shared.dry_run import DryAnswer, DryRun
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from tests.published import rows as published
 
 MIB = 2**20
 WIDTH, SAMPLES = 256, 64
+HEADING = Path(gpu_table.__file__).with_name("gpus.csv").read_text().splitlines()[0]
 
 
 def predict(workload: Any, **arguments: Any) -> Prediction:
@@ -109,8 +113,9 @@ def test_live_bytes_are_those_of_a_real_step() -> None:
     workspaces = 2 * (4096 * 2 + 16 * 8) * 1024
     assert predicted.live_peak_bytes - workspaces == pytest.approx(live_peak_of_real_steps(), rel=0.02)
     assert sum(predicted.categories.values()) == predicted.live_peak_bytes
-    assert predicted.verdict == FITS
     assert predicted.limit_bytes is None
+    assert predicted.verdict == NO_LIMIT
+    assert str(predicted).startswith("live peak")  # nobody named what it could fit
 
 
 @pytest.mark.parametrize(("table", "row_id"), [("transformers", "tf_064"), ("transformers", "tf_129")])
@@ -143,6 +148,7 @@ def test_which_gpu_fits_and_with_which_batch() -> None:
     assert found["T4-16GB"].verdict == DOES_NOT_FIT
     assert found.fitting == ("B200-180GB",)
     largest = found.largest["T4-16GB"]
+    assert largest is not None
     assert 0 < largest < 200
     assert predict("text-gpt", gpu="T4-16GB", batch_size=largest, **options).verdict == FITS
     assert predict("text-gpt", gpu="T4-16GB", batch_size=largest + 1, **options).verdict == TIGHT
@@ -207,6 +213,8 @@ def test_an_interrupt_leaves_no_process() -> None:
         ({"precision": "bf61"}, "did you mean 'bf16'"),
         ({"ranks": 0}, "ranks=0 cannot be used"),
         ({"memory": "1GB"}, "is not more than CUDA's context and libraries take"),
+        ({"gpu": 3}, "gpu=3 cannot be used"),
+        ({"gpu": [None]}, "A GPU must be a name, such as gpu='T4-16GB,A100-40GB'; this is a NoneType"),
         ({"memory": "much"}, "is not a memory size"),
         ({"workload": 3}, "The workload must be a Workload or the name of a ready-made one; this is a int"),
     ],
@@ -218,13 +226,47 @@ def test_bad_input_is_a_sentence(given: dict[str, Any], sentence: str) -> None:
 
 def test_gpus_are_added_by_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "own.csv"
-    heading = Path(gpu_table.__file__).with_name("gpus.csv").read_text().splitlines()[0]
-    own.write_text(f"{heading}\nMine-8GB,8.6,8000,700,20,100,measured,measured\n")
+    own.write_text(f"{HEADING}\nMine-8GB,8.6,8000,700,20,100,measured,measured\n")
     monkeypatch.setenv(gpu_table.VARIABLE, str(own))
     assert gpu_table.find("mine-8gb").outside_bytes == 700 * MIB
     monkeypatch.setenv(gpu_table.VARIABLE, str(tmp_path / "missing.csv"))
     with pytest.raises(InvalidInput, match=r"missing\.csv, which GPUMEM_NB_GPUS names, cannot be used"):
         gpu_table.find("T4-16GB")
+
+
+@pytest.mark.parametrize(
+    "line", ["Mine-8GB,8.6,8000,700,20,100", "Mine-8GB,8.6,8000,700,20,100,measured,measured,too many"]
+)
+def test_a_line_that_is_not_whole_is_a_sentence(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own.csv"
+    own.write_text(f"{HEADING}\n{line}\n")
+    monkeypatch.setenv(gpu_table.VARIABLE, str(own))
+    with pytest.raises(InvalidInput, match=r"own\.csv, which GPUMEM_NB_GPUS names, cannot be used.*'Mine-8GB'"):
+        gpu_table.find("T4-16GB")
+    assert "T4-16GB" in gpu_table.names()
+
+
+def test_a_gpu_without_room_for_tensors_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own.csv"
+    own.write_text(f"{HEADING}\nMine-1GB,8.6,1000,1700,20,100,measured,measured\n")
+    monkeypatch.setenv(gpu_table.VARIABLE, str(own))
+    with pytest.raises(InvalidInput, match=r"The memory of Mine-1GB: 1000\.0 MiB is not more than CUDA's context"):
+        gm.predict("text-gpt", gpu="Mine-1GB")
+    assert "Mine-1GB" in Completion({"hvd_predict": PlanningMagics.hvd_predict}).offered("%hvd_predict x --gpu Mi")
+
+
+def test_a_record_without_its_capability_is_like_the_gpu_of_the_longest_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = {"device": {"used_bytes": 3 * 2**30}, "reserved_peak_bytes": 2**30}
+    machine: dict[str, Any] = {"gpu": "NVIDIA A100-SXM4-64GB", "virtual": False, "limit_bytes": 64 * 2**30}
+    record = {"ranks": 1, "machine": machine, "cells": [{"outcome": "ok", "per_rank": [used]}]}
+    path = tmp_path / "mine.json"
+    monkeypatch.setenv(gpu_table.VARIABLE, str(path))
+    path.write_text(json.dumps(record))
+    assert gpu_table.find(machine["gpu"]).capability == (8, 0)
+    path.write_text(json.dumps(record | {"machine": machine | {"capability": [9, 0]}}))
+    assert gpu_table.find(machine["gpu"]).capability == (9, 0)
 
 
 def test_every_figure_of_the_table_has_a_source() -> None:
@@ -240,3 +282,5 @@ def test_the_magic_needs_no_session() -> None:
     assert isinstance(found, ColdPredictions)
     assert found.fitting == ("T4-16GB", "H100-80GB")
     assert found["T4-16GB"].categories["communication"] == 128 * MIB
+    with pytest.raises(UsageError, match="workload=x cannot be used: the workload is named already, text-gpt"):
+        PlanningMagics(shell).hvd_predict("text-gpt workload=x")

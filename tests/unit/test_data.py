@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpumem_nb.engine.data.device import to_device
-from gpumem_nb.engine.data.source import as_dataset
+from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from gpumem_nb.engine import building
-from gpumem_nb.engine.data.source import as_dataset
+from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.step import reduction
 from gpumem_nb.engine.step.trainer import Trainer

@@ -10,7 +10,7 @@ import pytest
 from gpumem_nb.memory.ledger.trace import CODE, Trace
 from gpumem_nb.memory.prediction.forecast import forecast, largest
 from gpumem_nb.memory.prediction.scaling import SmallSteps
-from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, verdict, worst
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, verdict, worst
 from gpumem_nb.shared.categories import (
     ACTIVATIONS,
     INPUTS,
@@ -108,7 +108,7 @@ def test_the_largest_batch_is_the_last_that_fits_with_its_error() -> None:
 )
 def test_the_verdict_is_tight_where_the_limit_lies_within_the_error(low: int, high: int, fits: bool, word: str) -> None:
     assert verdict(low, high, 100, fits) == word
-    assert verdict(low, high, None, fits) == FITS
+    assert verdict(low, high, None, fits) == NO_LIMIT
 
 
 def test_the_rank_with_least_room_counts() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch.utils.data import default_collate
 from ...shared.errors import WorkloadError, text_of
 from ..random_state import begin_on_host, set_aside
 from ..together.collectives import Separated
+from .handed import Collate, do_not_go_together
 from .once import samples_at
 
-Collate = Callable[[list[Any]], Any]
 NO_FAULT_OF_A_SAMPLE = (torch.OutOfMemoryError, MemoryError, HorovodInternalError, Separated)
 """Lack of memory, or of other ranks."""
 
@@ -114,18 +114,4 @@ def collated(collate: Collate, samples: list[Any]) -> Any:
     except NO_FAULT_OF_A_SAMPLE:
         raise
     except Exception as error:
-        raise WorkloadError(_do_not_go_together(error)) from error
-
-
-def _do_not_go_together(error: Exception) -> str:
-    """Why samples cannot be made a batch, and what to do."""
-    said = text_of(error)
-    if "equal size" in said:
-        return (
-            f"The samples of a micro-batch differ in shape ({said}). Pad them in a collate_fn: "
-            "data=DataLoader(dataset, batch_size=32, collate_fn=...)."
-        )
-    return (
-        f"Samples cannot be made a batch ({said.splitlines()[0]}). Let the dataset give tensors or numbers, or "
-        "give a collate_fn: data=DataLoader(dataset, batch_size=32, collate_fn=...)."
-    )
+        raise WorkloadError(do_not_go_together(error)) from error

@@ -8,8 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Subset
 
 from ...shared.errors import WorkloadError
-from .fetching import Collate
-from .source import as_dataset
+from .handed import Collate, as_dataset
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 from ...shared.errors import WorkloadError, text_of
 from ..copies import host_copy
 from ..random_state import RandomState, begin_on_host, set_aside
-from .fetching import NO_FAULT_OF_A_SAMPLE, Collate, collated
+from .fetching import NO_FAULT_OF_A_SAMPLE, collated
+from .handed import Collate, check_repeatable
 from .stream import Stream
 
 
@@ -46,12 +47,7 @@ class IterableStream(Stream):
             WorkloadError: it can be iterated over only once.
         """
         super().__init__(data, rank, size, seed)
-        first = iter(data)
-        if first is data or first is iter(data):
-            raise WorkloadError(
-                f"The data ({type(data).__name__}) can be iterated over only once, so a second pass could not begin. "
-                "Give an object whose __iter__ begins anew each time, such as an IterableDataset or a DataLoader."
-            )
+        check_repeatable(data)
         self.collate = collate
         self._kept: deque[_Kept] = deque()  # of this rank, from position on: an undone step takes them again
         self._iterator: Iterator[Any] | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...shared.errors import WorkloadError, text_of
 from ..random_state import RandomState, begin_on_host, set_aside
 from . import orders
-from .fetching import Collate
+from .handed import Collate, rows
 from .held_out import HeldOut
 from .iterables import IterableStream
 from .once import samples_at
@@ -163,15 +163,8 @@ def _collating_draws(collate: Collate, samples: list[Any]) -> bool:
 
 def _take_batch_size(stream: Stream, items: list[Any]) -> None:
     """How many samples are in a micro-batch that came ready-made."""
-    if stream.info.batched and (size := _rows(items[0])):
+    if stream.info.batched and (size := rows(items[0])):
         stream.info = dataclasses.replace(stream.info, batch_size=size)
-
-
-def _rows(batch: Any) -> int | None:
-    if isinstance(batch, Tensor | np.ndarray):
-        return len(batch) if batch.ndim else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((rows for part in parts if (rows := _rows(part))), None)
 
 
 def _digest(value: Any, begun: int = 0) -> int:

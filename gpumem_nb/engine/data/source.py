@@ -1,70 +1,19 @@
-"""What people hand over as data: what its samples are, how they are collated, and in which order they come."""
+"""From what people hand over as data to a rank's share of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
-
-from ...shared.errors import WorkloadError
 from ...shared.seeds import DEFAULT_SEED
-from ...shared.workload import DataInfo
-from . import orders
-from .fetching import Collate
+from .handed import Handed, handed_over
 from .iterables import IterableStream
-from .orders import Order
 from .stream import ShardedStream, Stream
-
-# Options of a DataLoader that say how its workers work.
-_HANDED_ON = ("worker_init_fn", "timeout", "multiprocessing_context")
-_OF_WORKERS = ("num_workers", "drop_last", "pin_memory", "generator", *_HANDED_ON)
-
-
-class Columns:
-    """A map-style dataset over tensors or arrays of equal length: its samples are their rows."""
-
-    def __init__(self, columns: tuple[Any, ...] | Mapping[str, Any]) -> None:
-        named = columns if isinstance(columns, Mapping) else dict(enumerate(columns))
-        lengths = {name: len(column) for name, column in named.items()}
-        if len(set(lengths.values())) > 1:
-            different = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
-            raise WorkloadError(f"The parts of the data have different lengths: {different} rows. Give equal ones.")
-        self._names = list(named) if isinstance(columns, Mapping) else None
-        self._columns = [torch.as_tensor(column) for column in named.values()]
-        self._length = next(iter(lengths.values()))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Any:
-        row = tuple(column[index] for column in self._columns)
-        return dict(zip(self._names, row, strict=True)) if self._names is not None else row
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Data, ready to be streamed.
-
-    Attributes:
-        dataset: map-style, or an iterable.
-        collate: makes a micro-batch of samples; of one that is in a list, if the data brings micro-batches.
-        order: of the samples; ``None`` for an iterable.
-        info: how it was handed over.
-        handed_on: what torch's loader is given besides.
-        notes: sentences to be said once.
-    """
-
-    dataset: Any
-    collate: Collate
-    order: Order | None
-    info: DataInfo = field(default_factory=DataInfo)
-    handed_on: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+class Source(Handed):
+    """Data, ready to be streamed."""
 
     def stream(self, rank: int, size: int, seed: int = DEFAULT_SEED) -> Stream:
         """This rank's share of it, from its beginning on."""
@@ -83,111 +32,5 @@ def source_of(data: Any) -> Source:
     Raises:
         WorkloadError: it cannot be shared out among the ranks.
     """
-    # A loader with an iteration of its own is taken by its word: an iterable of micro-batches.
-    if isinstance(data, DataLoader) and type(data).__iter__ is DataLoader.__iter__:
-        return _of_loader(data)
-    if isinstance(data, IterableDataset):
-        return Source(data, default_collate, None, DataInfo(iterable=True))
-    if _can_be_indexed(data) and not isinstance(data, DataLoader):
-        dataset = _map_style(data)
-        return Source(dataset, default_collate, orders.shuffled(len(dataset)), notes=_looks_batched(data))
-    if hasattr(data, "__iter__"):
-        taken = "each item of the iterable is taken for a micro-batch; single samples come from an IterableDataset"
-        return Source(data, _only, None, DataInfo(iterable=True, batched=True), notes=(taken,))
-    raise WorkloadError(
-        f"The data ({type(data).__name__}) has neither __len__ and __getitem__ nor __iter__. Use a dataset, a "
-        "DataLoader, tensors, or an iterable of batches."
-    )
-
-
-def as_dataset(data: Any) -> tuple[Any, Collate]:
-    """The map-style dataset of single samples behind ``data``, those that a sampler chose, and how they are collated.
-
-    Raises:
-        WorkloadError: there is none.
-    """
-    source = source_of(data)
-    if source.order is None or source.info.batched:
-        what = "brings micro-batches of its own" if source.info.batched else "can only be iterated"
-        raise WorkloadError(
-            f"The data ({type(data).__name__}) {what}. Here a dataset of single samples, with __len__ and __getitem__, "
-            "is needed (a map-style dataset)."
-        )
-    indices = orders.chosen(source.order)
-    return source.dataset if indices is None else Subset(source.dataset, indices), source.collate
-
-
-def _of_loader(loader: DataLoader[Any]) -> Source:
-    batched = loader.batch_size is None and loader.batch_sampler is None
-    # With batch_size=None torch collates single items.
-    collate = _Alone(loader.collate_fn) if batched else loader.collate_fn
-    size = getattr(loader.batch_sampler, "batch_size", None)
-    if isinstance(loader.dataset, IterableDataset):
-        unused = ", ".join(f"{name}={value}" for name in _OF_WORKERS if (value := getattr(loader, name)))
-        why = f"of the DataLoader is not used: {unused}. Each rank iterates over the data by itself"
-        info = DataInfo(batch_size=size, batched=batched, iterable=True)
-        return Source(loader.dataset, collate, None, info, notes=(why,) * bool(unused))
-    dataset: Any = loader.dataset
-    order, notes = orders.of_loader(loader)
-    if loader.drop_last and size and len(dataset) % size:
-        notes += ("drop_last=True drops nothing: a step that reaches the end of an epoch goes on in the next one",)
-    info = DataInfo(size, loader.num_workers, loader.pin_memory, loader.prefetch_factor, batched=batched)
-    firsts = {"batch_size": size, "num_workers": info.num_workers, "prefetch_factor": info.prefetch_factor}
-    if said := ", ".join(f"{name}={value}" for name, value in firsts.items() if value):
-        notes += (f"{said}, as the DataLoader has it",)
-    handed_on = {name: value for name in _HANDED_ON if (value := getattr(loader, name))}
-    return Source(dataset, collate, order, info, handed_on, notes)
-
-
-def _map_style(data: Any) -> Any:
-    """The dataset, or one whose samples are the rows of tensors and arrays."""
-    named = isinstance(data, Mapping) and all(isinstance(key, str) for key in data)
-    columns = tuple(data.values()) if named else data if type(data) is tuple else ()
-    if columns and all(isinstance(column, Tensor | np.ndarray) and column.ndim for column in columns):
-        data = Columns(data)
-    elif named:
-        raise WorkloadError(
-            f"The data ({type(data).__name__}) does not hold tensors or arrays alone, under its keys "
-            f"{', '.join(map(repr, data))}. Give tensors or arrays of equal length, or a list of samples."
-        )
-    if len(data) < 1:
-        raise WorkloadError("The dataset is empty. Give it at least one sample for each rank.")
-    return data
-
-
-def _can_be_indexed(data: Any) -> bool:
-    try:
-        len(data)
-    except TypeError:
-        return False
-    return hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
-
-
-def _looks_batched(data: Any) -> tuple[str, ...]:
-    """Items of a list are samples; say so where they look like micro-batches."""
-    item = data[0] if isinstance(data, list) else None
-    parts = list(item.values()) if isinstance(item, Mapping) else list(item) if isinstance(item, list | tuple) else []
-    if len(parts) < 2 or not all(isinstance(part, Tensor | np.ndarray) and part.ndim for part in parts):
-        return ()
-    if len({len(part) for part in parts}) > 1 or all(part.ndim == 1 for part in parts):
-        return ()
-    return (
-        "each item of the list is taken for one sample; if they are micro-batches, hand over "
-        "DataLoader(data, batch_size=None)",
-    )
-
-
-def _only(items: list[Any]) -> Any:
-    """A micro-batch that came ready-made."""
-    (item,) = items
-    return item
-
-
-@dataclass(frozen=True)
-class _Alone:
-    """A collate function that takes one item and no list, as torch has it for ``batch_size=None``."""
-
-    collate: Callable[[Any], Any]
-
-    def __call__(self, items: list[Any]) -> Any:
-        return self.collate(_only(items))
+    handed = handed_over(data)
+    return Source(*(getattr(handed, field.name) for field in fields(handed)))

@@ -14,7 +14,8 @@ from ...shared.seeds import DEFAULT_SEED
 from ...shared.settings import Settings
 from ...shared.workload import DataInfo
 from .. import cells
-from .fetching import Collate, Fetcher, Task
+from .fetching import Fetcher, Task
+from .handed import Collate
 from .orders import Order, shuffled
 from .workers import Workers
 

@@ -15,20 +15,29 @@ from ...memory.ledger.trace import Trace
 from ...memory.prediction.forecast import forecast, from_the_start
 from ...memory.prediction.scaling import SmallSteps
 from ...shared.categories import COMMUNICATION
-from ...shared.dry_run import Asked, DryAnswer, DryRun, Kernels
-from ...shared.errors import GpumemError, InvalidInput, WorkloadError
-from ...shared.forecast import DRY, DRY_CONVOLUTIONS, ON_CPU, SCALED, Forecast
+from ...shared.dry_run import DryAnswer, DryRun, Kernels, OnGpu, Target
+from ...shared.errors import GpumemError, InvalidInput, WorkloadError, text_of
+from ...shared.forecast import (
+    DRY,
+    DRY_CONVOLUTIONS,
+    DRY_RECURRENT,
+    MOST_BATCH,
+    ON_CPU,
+    SCALED,
+    SMALL,
+    VARYING,
+    Forecast,
+)
+from ...shared.knobs.batch import shortened, why_fixed
 from ...shared.settings import Settings
 from ...shared.units import format_bytes
-from ...shared.workload import Workload
+from ...shared.workload import DataInfo, Workload
+from .. import cells
 from . import cuda_autocast, kernels
 from .batches import Batches
 from .refusals import refused
 from .step import DryStep
 
-MOST_BATCH = 2**20
-SMALL = (2, 4)
-"""Batch sizes of steps with memory."""
 MOST_REAL_BYTES = 2**30
 BYTES_A_PARAMETER = 5 * 4  # weight, gradient, two of Adam's and a copy of one, in fp32
 
@@ -39,25 +48,29 @@ def answer(question: DryRun) -> DryAnswer:
     try:
         given = _answered(question)
     except GpumemError as error:
-        given = DryAnswer({}, {}, problem=str(error), of_input=isinstance(error, InvalidInput))
+        given = DryAnswer({}, question.settings, problem=str(error), of_input=isinstance(error, InvalidInput))
     except MemoryError as error:
-        given = DryAnswer({}, {}, problem=f"The dry run needs more memory than it may take ({error}).")
+        problem = f"The dry run needs more memory than it may take ({error})."
+        given = DryAnswer({}, question.settings, problem=problem)
     return replace(given, peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def _answered(question: DryRun) -> DryAnswer:
+    for title, source in question.sources.items():
+        cells.remember(source, title)
     workload: Workload = _unpickled(question.workload)
-    batches = Batches(workload.data())
-    forecasts: dict[str, Forecast] = {}
-    largest: dict[str, int] = {}
+    batches = _batches(workload)
+    settings = _settled(question, batches.info)
+    found: dict[str, OnGpu] = {}
+    parameters = 0
     for used in dict.fromkeys(asked.kernels for asked in question.gpus.values()):
-        run = _Run(workload, batches, question.settings, used)
+        run = _Run(workload, batches, settings, used)
         for name, asked in question.gpus.items():
             if asked.kernels == used:
-                forecasts[name] = run.forecast(asked, question.settings.batch_size)
-                largest[name] = run.largest(asked) if question.largest else 0
+                found[name] = run.found(asked, question.largest)
+        parameters = run.parameters
         run.close()
-    return DryAnswer(forecasts, largest, run.parameters, run.convolves, run.how)
+    return DryAnswer(found, settings, parameters)
 
 
 def _unpickled(workload: bytes) -> Any:
@@ -70,35 +83,65 @@ def _unpickled(workload: bytes) -> Any:
         ) from None
 
 
+def _batches(workload: Workload) -> Batches:
+    try:
+        return Batches(workload.data())
+    except GpumemError:
+        raise
+    except (Exception, SystemExit) as error:
+        most_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        lacks = most_bytes > 0 and (isinstance(error, MemoryError) or "memory" in text_of(error).lower())
+        why = f" A dry run may take at most {format_bytes(most_bytes)}: a few samples are enough for it." * lacks
+        raise WorkloadError(f"{refused(error, 'data', 'made')}{why}") from None
+
+
+def _settled(question: DryRun, info: DataInfo) -> Settings:
+    """The settings with the data's own batch size, as ranks begin with it.
+
+    Raises:
+        InvalidInput: another size was named than that of the micro-batches that the data brings.
+    """
+    settings = question.settings
+    if info.batch_size is None or settings.batch_size == info.batch_size:
+        return settings
+    if question.adapts:
+        return settings.replace(batch_size=info.batch_size)
+    if info.batched:
+        raise InvalidInput(why_fixed(settings.batch_size, info))
+    return settings
+
+
 class _Run:
     """Steps of one workload under one setting with one set of kernels, taken when they are asked for.
 
     A model that cannot be run without memory takes two small steps with it, if they are not too large.
 
     Attributes:
-        how: the steps are taken.
         parameters: numbers in the model.
-        convolves: whether convolutions are computed.
     """
 
     def __init__(self, workload: Workload, batches: Batches, settings: Settings, used: Kernels) -> None:
-        self._given = workload, batches, settings, used
-        self._batches, self._settings = batches, settings
-        self._installed = [kernels.install(used, attention=True), cuda_autocast.install()]
+        self._given = workload, batches, shortened(settings), used
+        self._installed = [kernels.install(used, fake=True), cuda_autocast.install()]
         self._traces: dict[int, Trace] = {}
         self._step: DryStep | None = None
         self._pair: tuple[SmallSteps, Trace] | None = None
         self._with_memory: list[Trace] = []
-        self.how = "a step on fake tensors"
+        self._how = "a step on fake tensors"
         self.parameters = 0
-        self.convolves = False
 
     def close(self) -> None:
         """Let operators be what they were."""
         self._installed = []
 
-    def forecast(self, asked: Asked, batch_size: int) -> Forecast:
-        """What steps of this batch size would need, and whether that fits."""
+    def found(self, asked: Target, largest: bool) -> OnGpu:
+        """What steps under these settings would need, and whether that fits."""
+        forecast = self._forecast(asked, self._given[2].batch_size)
+        assert self._step
+        most = self._largest(asked) if largest and not self._given[1].fixed else None
+        return OnGpu(forecast, self._limit(asked), self._step.convolves, self._how, most)
+
+    def _forecast(self, asked: Target, batch_size: int) -> Forecast:
         trace = None if self._with_memory else self._at(batch_size)
         limit = self._limit(asked)
         if trace is None:
@@ -106,31 +149,36 @@ class _Run:
             return replace(forecast(steps, batch_size, limit), how=ON_CPU)
         return from_the_start(trace.with_held(asked.held_bytes, COMMUNICATION), limit, self._certainty)
 
-    def largest(self, asked: Asked) -> int:
+    def _largest(self, asked: Target) -> int:
         """The largest batch size that fits with what a forecast may be wrong by; 0 if none does."""
         limit = self._limit(asked)
-        if limit is None or self._batches.fixed:
-            return 0
+        if limit is None:
+            return MOST_BATCH
         unlimited = replace(asked, limit_bytes=None)
 
         def needs(size: int) -> int:
-            found = self.forecast(unlimited, size)
+            found = self._forecast(unlimited, size)
             return round(found.reserved_peak_bytes * (1 + found.error)) + asked.limit_error_bytes
 
-        begin = self._settings.batch_size
+        begin = self._given[2].batch_size
         first, second = needs(begin), needs(2 * begin)
         guess = begin + (limit - first) // max(1, (second - first) // begin)
         return _last(lambda size: needs(size) <= limit, min(max(1, guess), MOST_BATCH))
 
-    def _limit(self, asked: Asked) -> int | None:
-        """Of what may be reserved."""
+    def _limit(self, asked: Target) -> int | None:
+        """Of what may be reserved, once a step was taken."""
         if asked.limit_bytes is None:
             return None
-        return max(1, asked.limit_bytes - asked.convolution_bytes * self.convolves)
+        convolves = bool(self._step and self._step.convolves)
+        return max(1, asked.limit_bytes - asked.convolution_bytes * convolves)
 
     @property
     def _certainty(self) -> str:
-        return DRY_CONVOLUTIONS if self.convolves else DRY
+        if self._given[1].varies:
+            return VARYING
+        if self._step and self._step.recurs:
+            return DRY_RECURRENT
+        return DRY_CONVOLUTIONS if self._step and self._step.convolves else DRY
 
     def _at(self, batch_size: int) -> Trace | None:
         if batch_size not in self._traces and len(self._traces) > 1 and self._pair is None:
@@ -157,34 +205,40 @@ class _Run:
         try:
             self._step = self._step or DryStep(*self._given)
             self.parameters = self._step.parameters
-            trace = self._step.trace(batch_size)
+            return self._step.trace(batch_size)
         except GpumemError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._take_with_memory(refused(error, self._step.phase if self._step else "model"))
             return None
-        self.convolves = self._step.convolves
-        return trace
 
     def _take_with_memory(self, refusal: WorkloadError) -> None:
+        """Small steps on the CPU; one, where batches have no other size."""
+        workload, batches, settings, used = self._given
+        self._refuse_large(refusal)
+        self._installed = [kernels.install(used, fake=False), cuda_autocast.install()]
+        sizes = (settings.batch_size,) if batches.fixed else SMALL
+        self._step = None
+        try:
+            self._step = DryStep(workload, batches, settings, used, fake=False)
+            self.parameters = self._step.parameters
+            self._refuse_large(refusal)  # a model that could not be built without memory was not counted before
+            self._with_memory = [self._step.trace(size) for size in sizes]
+        except GpumemError:
+            raise
+        except (Exception, SystemExit) as error:
+            why = refused(error, self._step.phase if self._step else "model", "run on the CPU")
+            raise WorkloadError(f"{refusal} {why} Mend that line, or start ranks and predict there.") from None
+        named = " and ".join(map(str, sizes))
+        steps = "a step" if len(sizes) == 1 else "steps"
+        self._how = f"{steps} on the CPU with batch_size {named} (attention as there). {refusal}"
+
+    def _refuse_large(self, refusal: WorkloadError) -> None:
         if self.parameters * BYTES_A_PARAMETER > MOST_REAL_BYTES:
             raise WorkloadError(
                 f"{refusal} Small steps on the CPU would need more than {format_bytes(MOST_REAL_BYTES)} of memory. "
                 "Predict a smaller model of the same kind, or start ranks (%hvd_start) and predict there."
             )
-        self._installed = [kernels.install(self._given[-1], attention=False), cuda_autocast.install()]
-        try:
-            self._step = step = DryStep(*self._given, fake=False)
-            self.parameters = step.parameters
-            self._with_memory = [step.trace(size) for size in SMALL]
-        except GpumemError:
-            raise
-        except Exception as error:
-            why = refused(error, step.phase if self._step else "model", "on the CPU")
-            raise WorkloadError(f"{refusal} {why} Mend that line, or start ranks and predict there.") from None
-        self.convolves = step.convolves
-        sizes = " and ".join(map(str, SMALL))
-        self.how = f"steps on the CPU with batch_size {sizes} (attention as there). {refusal}"
 
 
 def _last(fits: Callable[[int], bool], guess: int) -> int:

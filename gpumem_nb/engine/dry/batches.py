@@ -1,101 +1,163 @@
-"""Micro-batches of any size without their memory: shapes that follow from two small ones."""
+"""Micro-batches of any size without their memory: shapes that follow from three small ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import islice
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
-from ...shared.errors import WorkloadError
+from ...shared.errors import WorkloadError, text_of
+from ..data.handed import Handed, do_not_go_together, handed_over, rows
+from .samples import looked_at, shapes
 
-Make = Callable[[Tensor, tuple[int, ...]], Tensor]
-"""A tensor like this one, of this shape."""
-_SMALL = (2, 3)
+_SMALL = (2, 4, 8)
+"""Samples of the three: even numbers, because some collate functions mix pairs."""
+
+Parts = Sequence[Any]
+"""What stands in the same place of the three."""
 
 
 class Batches:
     """The micro-batches of somebody's data.
 
+    All are made of one sample, the largest that was seen, so that nothing but the number of samples changes.
+
     Args:
         data: what ``Workload.data`` returns; see :class:`gpumem_nb.shared.workload.Workload`.
 
+    Attributes:
+        info: how the data was handed over, with the size of micro-batches that it brings.
+        varies: whether samples are of different sizes after they were collated too.
+
     Raises:
-        WorkloadError: no sample can be taken from it.
+        WorkloadError: ranks would not take it, no sample can be taken from it, or no batch be made.
     """
 
     def __init__(self, data: Any) -> None:
-        self.fixed = False
-        self.size: int | None = None
-        collate: Callable[[list[Any]], Any] = default_collate
-        if isinstance(data, DataLoader):
-            self.size = data.batch_size
-            collate, self.fixed, data = data.collate_fn, data.batch_sampler is None, data.dataset
-        elif not hasattr(data, "__getitem__") and not isinstance(data, torch.utils.data.IterableDataset):
-            self.fixed = True
-        if self.fixed:
-            self._small = [next(iter(data))]
+        handed = handed_over(data)
+        self.info = handed.info
+        self._apart: WorkloadError | None = None  # why samples do not go together
+        smallest, largest = looked_at(handed)
+        if handed.info.batched:
+            self.info = dataclasses.replace(handed.info, batch_size=rows(largest))
+            self._small = [_collated(handed, [largest])] * len(_SMALL)
+            self.varies = shapes(smallest) != shapes(largest)
             return
-        samples = _samples(data, max(_SMALL))
+        self._small = [_collated(handed, [largest] * size) for size in _SMALL]
+        # What is padded to one length, or brought to one size, is no different.
+        self.varies = shapes(_collated(handed, [smallest] * _SMALL[0])) != shapes(self._small[0])
         try:
-            self._small = [collate(samples[:size]) for size in _SMALL]
-        except Exception as error:
-            raise WorkloadError(
-                f"Samples of the data cannot be made a batch ({type(error).__name__}: {error}). Give the data with a "
-                "collate_fn: DataLoader(dataset, collate_fn=...)."
-            ) from None
+            _collated(handed, [smallest, largest])
+        except WorkloadError as error:
+            self._apart = error
 
-    def of(self, size: int, make: Make) -> Any:
-        """A micro-batch of so many samples."""
-        return _like(self._small[0], self._small[-1], size, make)
+    @property
+    def fixed(self) -> bool:
+        """Whether there are batches of no other size than the data's own, or of one sample."""
+        return self.info.batched or self._apart is not None
+
+    def of(self, size: int) -> Any:
+        """A micro-batch of so many samples; of its own size, if the data brings micro-batches.
+
+        Raises:
+            WorkloadError: what it would be cannot be told, or samples do not go together.
+        """
+        if self._apart and size > 1:
+            raise self._apart
+        return _like(self._small, size)
 
 
-def _samples(data: Any, count: int) -> list[Any]:
-    if isinstance(data, Mapping) or (isinstance(data, tuple) and data and all(map(_is_column, data))):
-        named = data if isinstance(data, Mapping) else dict(enumerate(data))
-        rows = [{name: torch.as_tensor(column[row]) for name, column in named.items()} for row in range(count)]
-        return rows if isinstance(data, Mapping) else [tuple(row.values()) for row in rows]
+def _collated(handed: Handed, samples: Sequence[Any]) -> Any:
     try:
-        if not hasattr(data, "__getitem__"):
-            found = list(islice(iter(data), count))
-        else:
-            found = [data[index] for index in range(min(count, len(data)))]
+        return handed.collate([_copied(sample) for sample in samples])
     except Exception as error:
+        if handed.collate is default_collate:
+            raise WorkloadError(do_not_go_together(error)) from None
         raise WorkloadError(
-            f"A sample of the data cannot be taken ({type(error).__name__}: {error}). Mend the dataset, or give one of "
-            "random tensors of the same shapes."
+            f"collate_fn cannot make a batch of {len(samples)} samples ({type(error).__name__}: {text_of(error)}). "
+            "Mend it, or start ranks (%hvd_start) and predict there."
         ) from None
-    if not found:
-        raise WorkloadError("The dataset is empty. Give it at least one sample.")
-    return [found[index % len(found)] for index in range(count)]
 
 
-def _is_column(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0
+def _copied(sample: Any) -> Any:
+    """A copy: some collate functions take things out of their samples."""
+    try:
+        return copy.deepcopy(sample)
+    except Exception:
+        return sample
 
 
-def _like(small: Any, larger: Any, size: int, make: Make) -> Any:
-    """What a batch of ``size`` samples would be."""
-    if isinstance(small, Tensor):
-        return make(small, tuple(_length(*pair, size) for pair in zip(small.shape, larger.shape, strict=True)))
-    if isinstance(small, Mapping):
-        items = {key: _like(value, larger[key], size, make) for key, value in small.items()}
-        return items if type(small) is dict else _filled(small, items)
-    if isinstance(small, tuple) and hasattr(small, "_fields"):
-        return type(small)(*(_like(*pair, size, make) for pair in zip(small, larger, strict=True)))
-    if isinstance(small, list | tuple):
-        return type(small)(_like(*pair, size, make) for pair in zip(small, larger, strict=False))
-    return small
+def _like(parts: Parts, size: int) -> Any:
+    """What stands in this place of a batch of ``size`` samples: ids and labels of 0 are allowed everywhere."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.zeros(_shape(parts, size), dtype=first.dtype)
+    if isinstance(first, np.ndarray):
+        return np.zeros(_shape(parts, size), dtype=first.dtype)
+    if isinstance(first, Mapping):
+        items = {key: _like([part[key] for part in parts], size) for key in first}
+        return items if type(first) is dict else _filled(first, items)
+    if isinstance(first, list | tuple):
+        return _sequence_like(parts, size)
+    if dataclasses.is_dataclass(first):
+        names = [field.name for field in dataclasses.fields(first) if field.init]
+        members = {name: _like([getattr(part, name) for part in parts], size) for name in names}
+        return dataclasses.replace(first, **members)  # type: ignore[type-var]
+    if type(first) is int:
+        return _length(parts, size)
+    if shapes(first):
+        raise WorkloadError(
+            f"Micro-batches of the data hold a {type(first).__name__}, and what that would be with {size} samples "
+            "cannot be told. Let collate_fn give tensors, or lists, tuples, dicts or dataclasses of them, or start "
+            "ranks (%hvd_start) and predict there."
+        )
+    return first
 
 
-def _length(small: int, larger: int, size: int) -> int:
-    """Of one dimension: it grows with the batch, or is what the longest sample needs."""
-    grows = small != larger and small * _SMALL[1] == larger * _SMALL[0]
-    return small * size // _SMALL[0] if grows else max(small, larger)
+def _sequence_like(parts: Parts, size: int) -> Any:
+    """One entry for each sample, or a few of which each holds all samples."""
+    first, lengths = parts[0], [len(part) for part in parts]
+    if len(set(lengths)) > 1:
+        entries = [_like([part[0] for part in parts], size) for _ in range(_length(lengths, size))]
+    else:
+        entries = [_like(place, size) for place in zip(*parts, strict=True)]
+    return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+
+
+def _shape(parts: Parts, size: int) -> tuple[int, ...]:
+    try:
+        return tuple(_length(lengths, size) for lengths in zip(*(part.shape for part in parts), strict=True))
+    except ValueError:
+        raise WorkloadError(_no_line([tuple(part.shape) for part in parts], size)) from None
+
+
+def _length(lengths: Sequence[int], size: int) -> int:
+    """Of one dimension: it stays, or lies on a line."""
+    if len(set(lengths)) == 1:
+        return lengths[0]
+    (small, middle, large), (first, second, third) = lengths, _SMALL
+
+    def line(samples: int) -> int:
+        return small + (middle - small) * (samples - first) // (second - first)
+
+    if line(third) != large or line(size) < 0:
+        raise WorkloadError(_no_line(lengths, size))
+    return line(size)
+
+
+def _no_line(lengths: Sequence[Any], size: int) -> str:
+    counts = ", ".join(map(str, _SMALL))
+    return (
+        f"Micro-batches of {counts} samples of the data have the lengths {', '.join(map(str, lengths))}, from which "
+        f"that of {size} samples cannot be told. Let collate_fn give batches that grow evenly, or start ranks "
+        "(%hvd_start) and predict there."
+    )
 
 
 def _filled(mapping: Any, items: dict[Any, Any]) -> Any:

@@ -19,17 +19,17 @@ _LARGEST_FLASH_HEAD = 256
 _FLASH_HEAD_MULTIPLE = 8
 
 
-def install(kernels: Kernels, attention: bool) -> Any:
+def install(kernels: Kernels, fake: bool) -> Any:
     """Replace operators until the process ends or the result is destroyed.
 
     Args:
         kernels: which of several kernels the GPU has.
-        attention: replace that too; on real tensors of the CPU CUDA's kernels cannot be computed.
+        fake: for fake tensors; on real ones of the CPU CUDA's kernels of attention cannot be computed.
     """
     library = torch.library.Library("aten", "IMPL")
     rules: dict[str, Callable[..., Any]] = {"dropout": _dropout, "linear": _linear}
-    if attention:
-        rules["scaled_dot_product_attention"] = _attention(kernels)
+    if fake:
+        rules |= {"scaled_dot_product_attention": _attention(kernels), "lstm.input": _lstm}
     for name, rule in rules.items():
         library.impl(name, rule, "AutogradCPU", allow_override=True)
     return library
@@ -58,10 +58,11 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _attention(kernels: Kernels) -> Callable[..., Tensor]:
-    """Attention by the flash kernel or the memory-efficient one, neither of which keeps an S × S matrix.
+    """Attention by the kernel that torch takes: ATen/native/transformers/cuda/sdp_utils.cpp.
 
-    torch chooses so in ATen/native/transformers/cuda/sdp_utils.cpp: flash for 16-bit types from compute capability 8.0
-    on, without a mask; else the memory-efficient one, which takes masks, dropout and any type.
+    Flash for 16-bit types from compute capability 8.0 on, without a mask; else the memory-efficient one, which takes
+    masks and dropout. Neither keeps an S × S matrix, nor does cuDNN's, which comes first from 9.0 on and keeps what
+    flash keeps. What none of them takes is computed by the plain formula, which does.
     """
 
     def attention(
@@ -78,37 +79,61 @@ def _attention(kernels: Kernels) -> Callable[..., Tensor]:
         if enable_gqa and key.shape[-3] != query.shape[-3]:
             times = query.shape[-3] // key.shape[-3]
             key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-        if query.dim() != 4:
-            return _by_hand(query, key, value, attn_mask, dropout_p, scale)
-        head = query.shape[-1]
-        scale = head**-0.5 if scale is None else scale
+        head, fitting = query.shape[-1], query.dim() == 4
+        one_head = len({part.shape[-1] for part in (query, key, value)}) == 1
         sixteen_bit = query.dtype in (torch.float16, torch.bfloat16)
-        if kernels.flash and sixteen_bit and attn_mask is None and head <= _LARGEST_FLASH_HEAD:
+        if (
+            fitting
+            and kernels.ampere
+            and sixteen_bit
+            and attn_mask is None
+            and one_head
+            and head <= _LARGEST_FLASH_HEAD
+        ):
+            scale = head**-0.5 if scale is None else scale
             padded = [torch.nn.functional.pad(part, (0, -head % _FLASH_HEAD_MULTIPLE)) for part in (query, key, value)]
             parts = padded if head % _FLASH_HEAD_MULTIPLE else [query, key, value]
             out = _aten._scaled_dot_product_flash_attention(*parts, dropout_p, is_causal, False, scale=scale)[0]
             return out[..., :head] if head % _FLASH_HEAD_MULTIPLE else out  # type: ignore[no-any-return]
+        if not fitting or not _efficient(query, key, value, kernels.ampere):
+            bias = None if attn_mask is None else _numbers(attn_mask, query)
+            return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+                query, key, value, bias, dropout_p, is_causal, scale=scale
+            )[0]
         bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
         keeps = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
         out = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, keeps, dropout_p, is_causal, scale=scale
+            query, key, value, bias, keeps, dropout_p, is_causal, scale=head**-0.5 if scale is None else scale
         )[0]
         return out  # type: ignore[no-any-return]
 
     return attention
 
 
+def _efficient(query: Tensor, key: Tensor, value: Tensor, ampere: bool) -> bool:
+    """Whether the memory-efficient kernel takes these.
+
+    bf16 from 8.0 on (less_than_sm80_mem_efficient_dtypes), and heads whose rows are whole words for tensor cores
+    (check_head_dim_size_mem_efficient, minimum_gemm_alignment), both in sdp_utils.cpp.
+    """
+    sixteen_bit = query.dtype in (torch.float16, torch.bfloat16)
+    if not (query.dtype in (torch.float16, torch.float32) or (query.dtype is torch.bfloat16 and ampere)):
+        return False
+    multiple = 8 if sixteen_bit else 4 if ampere else 1
+    heads = query.shape[-1], value.shape[-1]
+    return query.shape[-1] == key.shape[-1] and not any(head % multiple for head in heads)
+
+
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """A mask of numbers, expanded without a copy: ATen/native/transformers/attention.cpp, convert_boolean_attn_mask."""
-    bias = torch.zeros_like(mask, dtype=query.dtype) if mask.dtype is torch.bool else mask
-    return bias.expand(*query.shape[:2], query.shape[2], key.shape[2])
+    return _numbers(mask, query).expand(*query.shape[:2], query.shape[2], key.shape[2])
 
 
-def _by_hand(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, scale: float | None
-) -> Tensor:
-    """The plain formula, which CUDA uses too for what is not (batch, heads, sequence, head)."""
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-    return _dropout(scores.softmax(-1), dropout_p, True) @ value
+def _numbers(mask: Tensor, query: Tensor) -> Tensor:
+    return torch.zeros_like(mask, dtype=query.dtype) if mask.dtype is torch.bool else mask
+
+
+def _lstm(*args: Any) -> Any:
+    """Step by step, as recurrent layers of other kinds; the CPU's fused kernel keeps nothing on fake tensors."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        return _aten.lstm.input.decompose(*args)

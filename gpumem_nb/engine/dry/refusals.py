@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from pathlib import Path
 
@@ -10,19 +11,20 @@ import torch
 from ...internals.torch_internals import refused_operator
 from ...shared.errors import WorkloadError, text_of
 
-_OURS = str(Path(__file__).parents[2])
-_NOT_THEIRS = (str(Path(torch.__file__).parent), _OURS + "/engine", _OURS + "/memory", _OURS + "/internals")
+_OURS = Path(__file__).parents[2]
+_ROOMS = (Path(torch.__file__).parent, _OURS / "engine", _OURS / "memory", _OURS / "internals")
+_NOT_THEIRS = tuple(str(room) + os.sep for room in _ROOMS)
 
 
-def refused(error: Exception, phase: str, how: str = "without memory") -> WorkloadError:
+def refused(error: BaseException, phase: str, how: str = "run without memory") -> WorkloadError:
     """An exception of a dry step as a sentence."""
     operator = refused_operator(error)
     said = f"{type(error).__name__}: {text_of(error).strip().splitlines()[0] if text_of(error).strip() else ''}"
     what = f"{operator} needs the values of a tensor, which a dry run does not have" if operator else said
-    return WorkloadError(f"The {phase} cannot be run {how}: {what}{_place(error)}.")
+    return WorkloadError(f"The {phase} cannot be {how}: {what}{_place(error)}.")
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The innermost line that is neither torch's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ...internals.torch_internals import TorchDispatchMode, fake_mode
@@ -22,7 +22,7 @@ from ...shared.settings import Settings
 from ...shared.workload import Workload
 from ..step import optimizers
 from ..step.checkpointing import Checkpointing, find_blocks
-from ..step.checks import check_precision, checked_loss, checked_model, checked_optimizer
+from ..step.checks import check_precision, check_tensors, checked_loss, checked_model, checked_optimizer
 from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
 from ..step.precision import autocast
@@ -65,6 +65,8 @@ class DryStep:
             self.model = checked_model(workload.model())
             self.model.train()
             self._parts = Parts(self.model, workload.loss)
+            for part in self._parts.named.values():
+                check_tensors(part)
             self._optimizer = self._built()
             self._parts.join(self._optimizer)
         check_precision(settings, self._parts)
@@ -75,6 +77,11 @@ class DryStep:
     def convolves(self) -> bool:
         """Whether the latest step computed a convolution."""
         return self._device.log.convolves
+
+    @property
+    def recurs(self) -> bool:
+        """Whether layers are those that cuDNN computes as a whole sequence."""
+        return any(isinstance(module, nn.RNNBase) for module in self._parts.modules())
 
     @property
     def parameters(self) -> int:
@@ -90,6 +97,8 @@ class DryStep:
                 recorder = Recorder.current
                 assert recorder
                 self._take(batch_size)
+                if checkpointing:
+                    checkpointing.finished()
                 recorder.claim_model(self._params, self._optimizer.state)
                 self._zero_grad()
                 return recorder.end().trace(batch_size)
@@ -136,7 +145,7 @@ class DryStep:
         settings, count = self._settings, self._settings.accumulation_steps
         self._mark("data")
         total = torch.zeros(())
-        coming = (self._batches.of(batch_size, _made) for _ in range(count))
+        coming = (self._batches.of(batch_size) for _ in range(count))
         for index, batch in enumerate(micro_batches(self._workload.loss, self.model, coming, count)):
             if Recorder.current:
                 Recorder.current.claim(INPUTS, tensors_in(batch))
@@ -191,8 +200,3 @@ class _Answers(TorchDispatchMode):
         if func in _ASKS and (self._step.phase == "update" or Segment.replaying):
             return 1
         return func(*args, **(kwargs or {}))
-
-
-def _made(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of a micro-batch: ids and labels of 0 are allowed everywhere."""
-    return torch.zeros(shape, dtype=like.dtype)

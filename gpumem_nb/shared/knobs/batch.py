@@ -10,6 +10,8 @@ from .knob import HALF, SOME, Changes, Knob, Need, Settings
 from .option import whole
 from .values import Kind, Values
 
+MICRO_BATCHES = 2  # show a step's peak: from the second one on, gradients lie beside the activations
+
 
 def shrunk(settings: Kind) -> Kind | None:
     """The same global batch in smaller micro-batches, half the size if that is even; ``None`` below one sample."""
@@ -18,6 +20,11 @@ def shrunk(settings: Kind) -> Kind | None:
     if factor is None:
         return None
     return settings.replace(batch_size=size // factor, accumulation_steps=settings.accumulation_steps * factor)
+
+
+def shortened(settings: Kind) -> Kind:
+    """The same with as few micro-batches as show a step's peak."""
+    return settings.replace(accumulation_steps=min(settings.accumulation_steps, MICRO_BATCHES))
 
 
 def _other_samples(before: Values, after: Values) -> bool:
