@@ -70,7 +70,12 @@ def is_site(folder: str) -> bool:
 
 def constraints() -> str:
     """The project's pins, without those that contradict the torch at hand."""
-    setup = runpy.run_path(str(ROOT / ".ci" / "setup.py"))
+    scripts = ROOT / ".ci"
+    sys.path.insert(0, str(scripts))  # as when it is started: it imports its neighbours
+    try:
+        setup = runpy.run_path(str(scripts / "setup.py"))
+    finally:
+        sys.path.remove(str(scripts))
     names = ((found.metadata["Name"], found.version) for found in importlib.metadata.distributions())
     installed = {setup["normal"](name): version for name, version in names if name}
     held: str = setup["hold_installed"]((ROOT / "constraints.txt").read_text(), installed)
