@@ -177,6 +177,16 @@ def test_what_is_meant_to_stay_or_goes_by_itself_is_no_leak(module: Any, keep: C
     assert watched(lambda number: keep(module, number), lambda number: 4000 * number) == []
 
 
+@pytest.mark.parametrize("goes_at", [27, 33, 38])
+def test_a_dict_that_grows_is_told_though_garbage_from_before_goes_meanwhile(module: Any, goes_at: int) -> None:
+    def step(number: int) -> None:
+        module.seen[number] = torch.ones(1000)
+
+    module.seen = {}
+    [leak] = watched(step, lambda number: 4000 * number + 6000 * (number < goes_at), module=module)
+    assert leak.step < 50
+
+
 @pytest.mark.parametrize("keys", [20, 60, 200])
 def test_a_cache_that_fills_is_no_leak(module: Any, keys: int) -> None:
     dice, module.cache = random.Random(keys), {}

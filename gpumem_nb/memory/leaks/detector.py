@@ -32,6 +32,9 @@ SMALLEST_BYTES_PER_STEP = 1024
 SEARCHED_TENSORS = 48  # the largest, of all steps watched together
 FIRST_REST_STEPS, LONGEST_REST_STEPS = 32, 1024  # after a search, unless growth gets faster
 FASTER = 1.25
+# Of the growth before a watch, that of the steps since: more than a cache shows whose entries are used again now and
+# then, and less than all, because garbage from before may go meanwhile.
+STILL_GROWING = 0.75
 
 _FIXES = {
     "hooks": "Register the hook once, outside the training step, or call remove() on its handle.",
@@ -77,6 +80,10 @@ class LeakDetector:
         self._births: Births | None = None  # while a leak is looked for
         self._watched_steps = 0
         self._ends_after = 0
+        self._every = self._level_then = (
+            0  # in how many steps live bytes grew when the watch began, and how many they were
+        )
+        self._pace_then = 0.0
         self._rest_until, self._rest_steps, self._rest_rate = 0, FIRST_REST_STEPS, 0.0
         self._told: set[str] = set()
         self._found: list[Leak] = []
@@ -101,6 +108,7 @@ class LeakDetector:
         elif (every := self._growth.every) and self._is_due():
             self._births = Births(self._device)
             self._watched_steps, self._ends_after = 0, 2 * every + 1  # two of them must leave something
+            self._every, self._level_then, self._pace_then = every, self._growth.level, self._growth.bytes_per_step
 
     def take(self) -> tuple[Leak, ...]:
         """What was found since the last time."""
@@ -147,7 +155,7 @@ class LeakDetector:
         graph = any(one.tensor is not None and one.tensor.grad_fn is not None for one in kept)
         worth_it = graph or holder.kind in ("hooks", "traceback") or rate >= SMALLEST_BYTES_PER_STEP
         # A dict whose entries are used again in some steps, or that holds samples, is a cache.
-        is_cache = holder.kind == "dict" and (self._growth.every != 1 or self._in_dataset(kept[0]))
+        is_cache = holder.kind == "dict" and (not self._grows_in_each_step() or self._in_dataset(kept[0]))
         if len(steps) < 2 or not worth_it or is_cache or holder.bounded or holder.name in self._told:
             return
         self._told.add(holder.name)
@@ -167,6 +175,10 @@ class LeakDetector:
                 fix=_fix(holder, graph),
             )
         )
+
+    def _grows_in_each_step(self) -> bool:
+        grown = self._growth.level - self._level_then
+        return self._every == 1 and grown >= STILL_GROWING * self._pace_then * self._watched_steps
 
     def _in_dataset(self, kept: _Kept) -> bool:
         return kept.way is not None and any(thing is self._known.get("dataset") for thing in kept.way.objects)

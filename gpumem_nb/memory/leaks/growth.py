@@ -62,11 +62,14 @@ class Growth:
     """Follows the live bytes of one rank at step boundaries.
 
     Bytes that appear between chunks, where cells run, are no growth; bytes that go there are.
+
+    Attributes:
+        level: by how many bytes steps have grown or shrunk what is live, all together.
     """
 
     def __init__(self) -> None:
         self._last: int | None = None
-        self._level = 0
+        self.level = 0
         self._quiet = QUIET_STEPS
         self._scales = [_Scale(steps, wanted) for steps, wanted in BLOCKS.items()]
 
@@ -77,7 +80,7 @@ class Growth:
     def chunk_begins(self, live: int) -> None:
         """Live bytes before the first step of a chunk."""
         if self._last is not None:
-            self._level += min(0, live - self._last)
+            self.level += min(0, live - self._last)
         self._last = live
 
     def step_ended(self, live: int) -> None:
@@ -86,9 +89,9 @@ class Growth:
         if self._quiet or before is None:
             self._quiet = max(0, self._quiet - 1)
             return
-        self._level += live - before
+        self.level += live - before
         for scale in self._scales:
-            scale.add(self._level)
+            scale.add(self.level)
 
     @property
     def every(self) -> int:
