@@ -187,6 +187,16 @@ def test_a_dict_that_grows_is_told_though_garbage_from_before_goes_meanwhile(mod
     assert leak.step < 50
 
 
+@pytest.mark.parametrize("late", [3, 12, 20, 27, 33, 38])
+def test_a_dict_that_grows_is_told_though_something_lives_into_the_next_step_once(module: Any, late: int) -> None:
+    def step(number: int) -> None:
+        module.seen[number] = torch.ones(1000)
+
+    module.seen = {}
+    [leak] = watched(step, lambda number: 4000 * number + 6000 * (number == late), module=module)
+    assert leak.step < 50
+
+
 @pytest.mark.parametrize("keys", [20, 60, 200])
 def test_a_cache_that_fills_is_no_leak(module: Any, keys: int) -> None:
     dice, module.cache = random.Random(keys), {}

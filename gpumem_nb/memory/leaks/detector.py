@@ -80,10 +80,7 @@ class LeakDetector:
         self._births: Births | None = None  # while a leak is looked for
         self._watched_steps = 0
         self._ends_after = 0
-        self._every = self._level_then = (
-            0  # in how many steps live bytes grew when the watch began, and how many they were
-        )
-        self._pace_then = 0.0
+        self._level_then, self._pace_then = 0, 0.0  # when the watch began
         self._rest_until, self._rest_steps, self._rest_rate = 0, FIRST_REST_STEPS, 0.0
         self._told: set[str] = set()
         self._found: list[Leak] = []
@@ -108,7 +105,7 @@ class LeakDetector:
         elif (every := self._growth.every) and self._is_due():
             self._births = Births(self._device)
             self._watched_steps, self._ends_after = 0, 2 * every + 1  # two of them must leave something
-            self._every, self._level_then, self._pace_then = every, self._growth.level, self._growth.bytes_per_step
+            self._level_then, self._pace_then = self._growth.level, self._growth.bytes_per_step
 
     def take(self) -> tuple[Leak, ...]:
         """What was found since the last time."""
@@ -155,7 +152,8 @@ class LeakDetector:
         graph = any(one.tensor is not None and one.tensor.grad_fn is not None for one in kept)
         worth_it = graph or holder.kind in ("hooks", "traceback") or rate >= SMALLEST_BYTES_PER_STEP
         # A dict whose entries are used again in some steps, or that holds samples, is a cache.
-        is_cache = holder.kind == "dict" and (not self._grows_in_each_step() or self._in_dataset(kept[0]))
+        grows_in_each = len(steps) == self._ends_after and self._growth.in_each_step and self._grows_as_before()
+        is_cache = holder.kind == "dict" and (not grows_in_each or self._in_dataset(kept[0]))
         if len(steps) < 2 or not worth_it or is_cache or holder.bounded or holder.name in self._told:
             return
         self._told.add(holder.name)
@@ -176,9 +174,9 @@ class LeakDetector:
             )
         )
 
-    def _grows_in_each_step(self) -> bool:
+    def _grows_as_before(self) -> bool:
         grown = self._growth.level - self._level_then
-        return self._every == 1 and grown >= STILL_GROWING * self._pace_then * self._watched_steps
+        return grown >= STILL_GROWING * self._pace_then * self._watched_steps
 
     def _in_dataset(self, kept: _Kept) -> bool:
         return kept.way is not None and any(thing is self._known.get("dataset") for thing in kept.way.objects)

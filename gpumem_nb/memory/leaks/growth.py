@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 # Steps in a block, and how many blocks in a row must be higher than the one before. The lowest live bytes of blocks are
@@ -12,6 +13,8 @@ BLOCKS = {1: 22, 2: 13, 4: 5, 16: 7}
 MAY_BE_EQUAL = 4
 SLOWEST = 0.4  # of its pace at first: a cache that fills gets slower
 QUIET_STEPS = 2  # after a start or a flip: the optimizer's state appears, buffers are made
+# Growth in each step: but for a step at whose end garbage went, or something lived a moment longer.
+STEADY_STEPS, EXCEPTIONS = 38, 2
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class Growth:
         self.level = 0
         self._quiet = QUIET_STEPS
         self._scales = [_Scale(steps, wanted) for steps, wanted in BLOCKS.items()]
+        self._rose: deque[bool] = deque(maxlen=STEADY_STEPS)
 
     def settle(self) -> None:
         """Something was flipped: the next steps may hold more or less, for good."""
@@ -90,6 +94,7 @@ class Growth:
             self._quiet = max(0, self._quiet - 1)
             return
         self.level += live - before
+        self._rose.append(live > before)
         for scale in self._scales:
             scale.add(self.level)
 
@@ -97,6 +102,11 @@ class Growth:
     def every(self) -> int:
         """In how many steps live bytes grow for sure, for a long time now; 0 while they do not."""
         return next((scale.steps for scale in self._scales if scale.grows), 0)
+
+    @property
+    def in_each_step(self) -> bool:
+        """Whether live bytes rose in each step of late."""
+        return sum(self._rose) >= STEADY_STEPS - EXCEPTIONS
 
     @property
     def bytes_so_far(self) -> int:
