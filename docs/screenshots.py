@@ -128,6 +128,17 @@ def out_of_memory(studio: Studio) -> None:
         studio.picture(panel, "out-of-memory")
 
 
+def planning(studio: Studio) -> None:
+    """What every flip would need, and one that will not fit."""
+    with studio.panel(2) as panel:
+        _train(panel)
+        panel.press("what if")
+        expect(panel.page.locator(".gpumem-flip").filter(has_text="at most")).to_be_visible()
+        panel.choose(*TOO_LARGE)
+        expect(panel.error(TOO_LARGE[0])).to_contain_text("will not fit: ")
+        studio.picture(panel, "planning")
+
+
 def big(studio: Studio) -> None:
     """In type for a room."""
     with studio.panel(2, 1300) as panel:
@@ -147,6 +158,7 @@ PICTURES: dict[str, Callable[[Studio], None]] = {
     "docked": docked,
     "eight": eight,
     "out-of-memory": out_of_memory,
+    "planning": planning,
     "big": big,
 }
 

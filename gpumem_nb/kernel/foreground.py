@@ -231,6 +231,7 @@ class Foreground:
         try:
             return self.finish(call, timeout, show)
         finally:
+            self._history.model_version += 1  # what ran may have changed it
             self.mark_notes(call)
 
     def _tell_surroundings(self) -> None:

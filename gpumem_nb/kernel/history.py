@@ -68,6 +68,7 @@ class History:
         loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
         seen_before: samples that all ranks had seen when training was resumed.
         asked: what was predicted, to be held against what came.
+        model_version: grows with whatever may change the model, such as a cell on the ranks.
         evaluations: on the validation data, of all that was loaded so far.
         version: grows with every change.
     """
@@ -79,6 +80,7 @@ class History:
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.tried: list[Tried] = []
         self.asked: deque[Asked] = deque(maxlen=EVENTS_KEPT)
+        self.model_version = 0
         self.pinned: Tried | None = None
         self.readings: list[Reading | None] = [None] * size
         self.device_uses: list[DeviceUse | None] = [None] * size
@@ -130,6 +132,7 @@ class History:
                 self.rescue = None
             if kind == "load":
                 self.leaks = {}
+                self.model_version += 1
                 if self.tried:
                     self.loaded_as, self.pinned = self.tried[-1].settings_id, None
             self.version += 1

@@ -42,9 +42,10 @@ class Predicting:
             InvalidInput: an unknown knob, or a value that cannot be used with what is loaded.
             WorkloadError: nothing is loaded, or a small step failed for another reason than memory.
         """
-        begun, now = len(self._history.tried), self._training.settings
+        history, now = self._history, self._training.settings
+        begun, model_version = len(history.tried), history.model_version
         prediction = self._predicted(self._checked(knobs))
-        self._history.asked.append(Asked(prediction, self._loaded().name, now, begun))
+        history.asked.append(Asked(prediction, self._loaded().name, now, begun, model_version))
         return prediction
 
     def score(self) -> Scoreboard:

@@ -32,6 +32,9 @@ class TrainingMagics(Magics):
         session.set(**knobs)
         changes = [arrows(settings, session.settings), arrows(policy, session.policy)]
         print("\n".join(filter(None, changes)) or "That is how it is already: nothing was changed.")
+        foreseen = session.foreseen()
+        if foreseen and foreseen.refusal:
+            print(f"It was predicted that this {foreseen.refusal}.")
 
     @magic_arguments()
     @argument("steps", nargs="?", type=int, default=100, help="optimizer steps (100)")

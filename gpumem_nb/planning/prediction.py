@@ -54,6 +54,13 @@ class Prediction:
     samples_per_s: float | None = None
 
     @property
+    def refusal(self) -> str:
+        """Why nobody should flip to these settings; empty unless they are said not to fit."""
+        if self.verdict != DOES_NOT_FIT:
+            return ""
+        return f"will not fit: {format_bytes(self.reserved_peak_bytes)} of {format_bytes(self.limit_bytes)}"
+
+    @property
     def columns(self) -> dict[str, Any]:
         """The verdict and the bytes by name, for a table."""
         names = ("verdict", "live_peak_bytes", "reserved_peak_bytes", "low_bytes", "high_bytes", "limit_bytes")

@@ -20,12 +20,16 @@ OOM = "oom"
 
 @dataclass(frozen=True)
 class Asked:
-    """A prediction for a workload, the settings at that time, and how many configurations had been begun before."""
+    """A prediction for a workload, the settings at that time, and how many configurations had been begun before.
+
+    ``model_version`` is the history's, as it was when it was asked for.
+    """
 
     prediction: Prediction
     workload: str
     settings: Settings
     begun: int
+    model_version: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,16 @@ def foretold(asked: Sequence[Asked], came: Tried) -> Prediction | None:
         one.prediction
         for one in reversed(list(asked))
         if one.workload == came.workload and _same_memory(came.settings, one.prediction.settings)
+    )
+    return next(about, None)
+
+
+def known(asked: Sequence[Asked], model_version: int, settings: Settings) -> Prediction | None:
+    """The latest prediction for these settings that was made since anything may have changed the model."""
+    about = (
+        one.prediction
+        for one in reversed(list(asked))
+        if one.model_version == model_version and _same_memory(settings, one.prediction.settings)
     )
     return next(about, None)
 

@@ -17,14 +17,14 @@ UNMOVED = 0.005  # of the live peak: what changes it by less says nothing about 
 
 
 def single_flips(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Each knob that moves memory with each of its other values; of numbers, twice and half of what they are."""
+    """Each knob that moves memory with each of its other values; of numbers, half and twice what they are."""
     for name, knob in KNOBS.items():
         if not knob.moves:
             continue
         now = getattr(settings, name)
         values: Sequence[Any] = knob.choices
         if not values and isinstance(now, int) and not isinstance(now, bool):
-            values = [now * 2, *([now // 2] if now > 1 else [])]
+            values = [*([now // 2] if now > 1 else []), now * 2]
         yield from ({name: value} for value in values if value != now)
 
 

@@ -33,6 +33,11 @@ class Looks:
         """What takes long, and who waits for whom; ``None`` when nothing does."""
         return self._life.foreground.wait_report
 
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for the ranks."""
+        return self._life.foreground.busy
+
     def telling(self, progress: Progress) -> AbstractContextManager[None]:
         """Inside, ``progress`` is told what the ranks are at while somebody waits for them, a load for example.
 

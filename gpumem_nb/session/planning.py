@@ -6,8 +6,9 @@ from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
 from ..planning.prediction import Prediction
-from ..planning.score import Scoreboard
+from ..planning.score import Scoreboard, known
 from ..planning.what_if import WhatIf
+from ..shared.settings import Settings
 
 
 class Predicts:
@@ -34,6 +35,15 @@ class Predicts:
             WorkloadError: as :meth:`predict`.
         """
         return self._life.predicting.largest_batch(knobs)
+
+    def foreseen(self, settings: Settings | None = None) -> Prediction | None:
+        """What was predicted last for these settings, or the present ones; ``None`` if nothing was.
+
+        What was predicted before a cell ran on the ranks or something was loaded does not count.
+        """
+        life = self._life
+        about = life.training.settings if settings is None else settings
+        return known(life.history.asked, life.history.model_version, about)
 
     def score(self) -> Scoreboard:
         """Every prediction of this session whose settings were tried afterwards, beside what came."""

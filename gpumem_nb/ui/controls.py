@@ -9,6 +9,7 @@ import ipywidgets
 
 from ..shared.errors import GpumemError
 from ..shared.knobs import KNOBS, Knob
+from .foresight import Foresight
 from .region import Region
 from .steered import Steered
 from .threads import OwnChanges
@@ -17,18 +18,24 @@ from .wording import field_error
 _NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
 
 
+Ask = Callable[[Callable[[], object]], None]
+
+
 class Controls:
     """Widgets that ask for a change and show what the session says.
 
-    ``ask`` is called with an action to do; it must not wait for it.
+    ``ask`` is called with an action to do, ``later`` with one that nobody waits for; neither may wait for it.
 
     Attributes:
         knobs, more, buttons: the boxes to show; ``more`` holds the knobs that are shown when somebody asks for them.
+        key: what the signs at the knobs mean.
     """
 
-    def __init__(self, session: Steered, ask: Callable[[Callable[[], object]], None]) -> None:
+    def __init__(self, session: Steered, ask: Ask, later: Ask) -> None:
         self._session = session
         self._ask = ask
+        self._foresight = Foresight(session, later)
+        self._doubted: tuple[str, str] | None = None  # the latest flip that was not made at once
         self._asked: dict[str, int] = dict.fromkeys(KNOBS, 0)
         self._knobs = dict(KNOBS)
         self._own_changes = OwnChanges()
@@ -43,7 +50,8 @@ class Controls:
         others = [self._with_error(name) for name, knob in self._knobs.items() if not knob.in_front]
         self.knobs = box(front, "gpumem-knobs")
         self.more = box(others, "gpumem-knobs")
-        self.buttons = box([self._play, self._step, self._show_more], "gpumem-buttons")
+        self.key = self._foresight.key
+        self.buttons = box([self._play, self._step, self._foresight.button, self._show_more], "gpumem-buttons")
         self._show_more.observe(lambda change: self._open(change["new"]), names="value")
         self._open(False)
 
@@ -63,6 +71,7 @@ class Controls:
             self._settings = session.settings
             for error in self._errors.values():
                 error.html = ""
+        self._foresight.follow([name for name, knob in self._knobs.items() if knob.in_front or self._show_more.value])
         why_not = session.ended or ("" if session.workload else _NOTHING_LOADED)
         playing = session.playing and not why_not
         self._play.description, self._play.icon = ("Pause", "pause") if playing else ("Play", "play")
@@ -76,7 +85,9 @@ class Controls:
 
     def _with_error(self, name: str) -> Any:
         self._errors[name].add_class("gpumem-error")
-        return box([self._widgets[name], self._errors[name]], "gpumem-knob")
+        foreseen = self._foresight.regions.get(name)
+        parts = [self._widgets[name], self._errors[name], *([foreseen] if foreseen else [])]
+        return box(parts, "gpumem-knob")
 
     def _control(self, knob: Knob) -> Any:
         name = knob.name
@@ -110,6 +121,8 @@ class Controls:
 
         def change() -> None:
             try:
+                if self._is_doubtful(name, value.strip()):
+                    return
                 self._session.set(**{name: value.strip()})
                 self._errors[name].html = ""
             except GpumemError as refused:
@@ -118,6 +131,15 @@ class Controls:
                 self._asked[name] -= 1
 
         self._ask(change)
+
+    def _is_doubtful(self, name: str, value: str) -> bool:
+        """Whether it will not fit, which is said once: whoever asks for it again gets it."""
+        if (name, value) == self._doubted or not (refusal := self._foresight.refusal(name, value)):
+            self._doubted = None
+            return False
+        self._doubted = name, value
+        self._errors[name].html = field_error(value, f"{refusal}. Choose it again to flip anyway.")
+        return True
 
 
 def box(children: list[Any], css_class: str) -> Any:

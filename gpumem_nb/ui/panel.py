@@ -108,7 +108,7 @@ class Panel:
     def _make(self) -> Any:
         self._ranks = self._session.ranks
         self._charts = Charts(self._ranks, BIG if self.big else 1.0)
-        self._controls = Controls(self._session, self._ask)
+        self._controls = Controls(self._session, self._ask, self._actions.submit)
         self._status = _region("gpumem-status", "status", "what is happening")
         self._alert = _region("gpumem-alert", "alert", "")
         self._effect = _region("gpumem-effect", "status", "before and after the latest change")
@@ -136,7 +136,7 @@ class Panel:
         fits = box(self._fits, "gpumem-fits")
         message = box([self._alert, self._dismiss, fits, self._filling], "gpumem-message")
         view_of = box([self._pin, self._latest, self._smooth, self._log_loss], "gpumem-choices")
-        knobs = [self._controls.knobs, self._controls.more]
+        knobs = [self._controls.knobs, self._controls.more, self._controls.key]
         view = ipywidgets.VBox(
             [
                 css,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ..kernel.history import History
+from ..planning.prediction import Prediction
 from ..report.waits import WaitReport
 from ..shared.messages import RankInfo
 from ..shared.settings import Settings
@@ -51,11 +52,24 @@ class Steered(Protocol):
         """Whether training runs."""
 
     @property
+    def busy(self) -> bool:
+        """Whether somebody waits for the ranks."""
+
+    @property
     def ended(self) -> str:
         """Why the session is over, in words; empty while it lives."""
 
     def set(self, **knobs: Any) -> Settings:
         """Change knobs."""
+
+    def predict(self, **knobs: Any) -> Prediction:
+        """What the present settings with these changes would need."""
+
+    def foreseen(self, settings: Settings | None = None) -> Prediction | None:
+        """What was predicted last for these settings, or the present ones."""
+
+    def largest_batch(self, **knobs: Any) -> int:
+        """The largest ``batch_size`` that fits."""
 
     def pin(self, wanted: bool = True) -> None:
         """Compare all further settings with those of now."""

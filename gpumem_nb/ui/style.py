@@ -85,13 +85,25 @@ CSS = """<style>
 .gpumem-panel .gpumem-knob select, .gpumem-panel .gpumem-knob input { font-size: 1em; width: 100%;
   flex: 0 0 2em; height: 2em; }
 .gpumem-panel .gpumem-knob select { appearance: auto; background-image: none; }
-.gpumem-panel .gpumem-error > div { position: absolute; z-index: 6; top: 100%; left: 0; min-width: 100%; width: 20em;
+.gpumem-panel .gpumem-error > div { position: absolute; z-index: 6; top: 3.4em; left: 0; min-width: 100%; width: 20em;
   padding: 0.3em 0.6em; background: var(--jp-layout-color1, #fff); border: 2px solid #D55E00; font-size: 0.9em;
   box-shadow: 0 2px 6px rgba(0,0,0,0.4); }
 .gpumem-panel .gpumem-knob:has(.gpumem-error > div) input, .gpumem-panel .gpumem-knob:has(.gpumem-error > div) select {
   outline: 2px solid #D55E00; }
 .gpumem-panel .gpumem-knob:nth-child(5n) .gpumem-error > div,
 .gpumem-panel .gpumem-knob:nth-child(5n + 4) .gpumem-error > div { left: auto; right: 0; }
+.gpumem-panel .gpumem-what-if { display: block; margin-top: 0.2em; }
+.gpumem-panel .gpumem-flip { display: grid; grid-template-columns: 1em minmax(0, 1fr) auto; gap: 0 0.2em;
+  font-size: 0.82em; line-height: 1.4; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.gpumem-panel .gpumem-flip span { overflow: hidden; text-overflow: ellipsis; }
+.gpumem-panel .gpumem-flip em { font-style: normal; }
+.gpumem-panel .gpumem-flip i { grid-column: 1 / -1; height: 0.35em; margin-bottom: 0.2em;
+  border: 1px solid var(--jp-border-color1, #888); background: linear-gradient(to right, var(--look) var(--live),
+  color-mix(in srgb, var(--look) 40%, transparent) var(--live) var(--reserved), transparent var(--reserved)); }
+.gpumem-panel .gpumem-will-fit { --look: #009E73; }
+.gpumem-panel .gpumem-tight { --look: #E69F00; }
+.gpumem-panel .gpumem-too-large { --look: #D55E00; }
+.gpumem-panel .gpumem-what-if-key p { margin: 0.1em 0; font-size: 0.82em; color: var(--jp-ui-font-color2, inherit); }
 .gpumem-panel .gpumem-tiles { display: grid; grid-template-columns: repeat(5, minmax(0, 1fr)); gap: 0.4em;
   margin: 0.5em 0 0.3em; }
 .gpumem-panel .gpumem-tiles > div { border: 1px solid var(--jp-border-color2, currentColor); border-radius: 4px;
@@ -154,6 +166,11 @@ CSS = """<style>
   stroke: var(--jp-border-color2, #888) !important; }
 .gpumem-panel .js-plotly-plot .hoverlayer path { fill: var(--jp-layout-color2, #eee) !important;
   stroke: var(--jp-border-color1, #888) !important; }
+@container (max-width: 52em) {
+  .gpumem-panel .gpumem-flip span { grid-column: 2 / -1; }
+  .gpumem-panel .gpumem-flip i { grid-area: 2 / 1 / 3 / 3; align-self: center; margin: 0; }
+  .gpumem-panel .gpumem-flip em { grid-area: 2 / 3; }
+}
 @container (max-width: 46em) {
   .gpumem-panel .gpumem-knob .widget-label { font-size: 0.76em; }
 }

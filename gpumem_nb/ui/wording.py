@@ -7,13 +7,14 @@ from html import escape
 
 from ..kernel.history import History
 from ..kernel.lifecycle import RESTARTING
-from ..planning.prediction import Prediction
+from ..planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ..report import leak_sentences
 from ..report.breakdown import place
 from ..report.configurations import Effect
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
 from ..shared.messages import Leak, RankInfo, Reading
+from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
 from .advice import FIXED, what_helps
 from .bands import Peak, above_median, worst_first
@@ -21,6 +22,8 @@ from .steered import Steered
 
 PATIENCE_S = 2.0  # an answer that takes longer is worth a word
 _WORTH_A_WORD = 0.1  # of the peak
+_VERDICTS = {FITS: ("✓", "will-fit"), TIGHT: ("≈", "tight"), DOES_NOT_FIT: ("✗", "too-large")}
+_OTHER_MATHEMATICS = "≠"
 _SIGNS = {"trains": "▶", "rests": "❚❚", "waits": "…", "ended": "■"}
 
 
@@ -126,6 +129,43 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
         came = format_bytes(effect.after.peak_bytes)
         peaks += f" <span>predicted <b>{format_bytes(foretold.live_peak_bytes)}</b>, came <b>{came}</b></span>"
     return f"<div><span>{escape(flip)}</span> {peaks} <span>{escape(effect.speed)}</span></div>"
+
+
+def flip(value: str, foreseen: Prediction | None, why_not: str, now: Settings) -> str:
+    """What a flip to this value would need; ``why_not``: why nothing can be said, empty while it is looked for."""
+    if foreseen is None:
+        size = "n/a" if why_not else "…"
+        return (
+            f'<div class="gpumem-flip" title="{escape(why_not or "being predicted")}">'
+            f"<b></b><span>{escape(value)}</span><em>{size}</em></div>"
+        )
+    sign, look = _VERDICTS.get(foreseen.verdict, ("", "will-fit"))
+    limit = foreseen.limit_bytes or foreseen.high_bytes
+    live, reserved = (100 * min(1, size / limit) for size in (foreseen.live_peak_bytes, foreseen.reserved_peak_bytes))
+    other = "" if foreseen.settings.same_mathematics(now) else f" {_OTHER_MATHEMATICS}"
+    return (
+        f'<div class="gpumem-flip gpumem-{look}" title="{escape(str(foreseen))}">'
+        f'<b role="img" aria-label="{escape(foreseen.verdict)}">{sign}</b><span>{escape(value)}{other}</span>'
+        f"<em>{format_bytes(foreseen.live_peak_bytes)}</em>"
+        f'<i style="--live: {live:.0f}%; --reserved: {reserved:.0f}%"></i></div>'
+    )
+
+
+def largest(batch_size: int) -> str:
+    """The last line below the flips of the batch size."""
+    most = f"{batch_size:,} at most" if batch_size else "not even 1 fits"
+    return f'<div class="gpumem-flip"><b></b><span>{most}</span></div>'
+
+
+def flip_key(limits: Sequence[int | None]) -> str:
+    """What the signs and bars of flips mean."""
+    limit = min((limit for limit in limits if limit), default=None)
+    of = f", of {format_bytes(limit)}" if limit else ""
+    signs = ", ".join(f"{sign} {verdict}" for verdict, (sign, _) in _VERDICTS.items())
+    return (
+        f"<p>{signs}; {_OTHER_MATHEMATICS} other mathematics. Numbers are live peaks; bars are those and, paler, "
+        f"reserved memory{of}, on the rank with least room. From small steps that are undone.</p>"
+    )
 
 
 def field_error(value: str, why: str) -> str:

@@ -18,7 +18,8 @@ _TEXTS = """panel => {
         if (text.textContent.trim() && !text.closest('.hoverlayer')) add(text, text.getBoundingClientRect());
     for (const part of panel.querySelectorAll(
         '.gpumem-status > span, button, .widget-label, select, input, .gpumem-tiles b, .gpumem-tiles span, ' +
-        '.gpumem-effect > div, .gpumem-message, .gpumem-key li, .gpumem-pins li, summary'))
+        '.gpumem-flip span, .gpumem-flip em, .gpumem-effect > div, .gpumem-message, .gpumem-key li, ' +
+        '.gpumem-pins li, summary'))
         add(part, part.getBoundingClientRect());
     return seen;
 }"""

@@ -10,9 +10,21 @@ from playwright.sync_api import Locator, expect
 from .lab import Lab, Notebook
 
 SHOWN = "document.querySelector('.gpumem-panel .js-plotly-plot')"
+SET_DEFAULTS = "s.set(**__import__('gpumem_nb').Settings().changed_from(s.settings)) and None"
 ATTEMPT = "out of memory"  # what the markers of peaks that were too high are called
 POLLING_MS = 50  # playwright's own polling lays the page out anew for every frame
 STEPS = "+[...document.querySelectorAll('.gpumem-tiles b')].at(-1)?.innerText.replaceAll(',', '')"
+# Plotly, the one large script that a widget brings, takes a second longer to load than a page gives to widgets.
+LOAD_PLOTLY_SLOWLY = """() => {
+    const usual = URL.createObjectURL.bind(URL);
+    URL.createObjectURL = script => {
+        const url = usual(script);
+        if (script.size < 1e6) return url;
+        const slowly = `await new Promise(done => setTimeout(done, 3000));
+            export default (await import(${JSON.stringify(url)})).default;`;
+        return usual(new Blob([slowly], { type: 'text/javascript' }));
+    };
+}"""
 
 
 class PanelPage:
@@ -93,6 +105,14 @@ class PanelPage:
         """What is said at a knob's control about what was typed there."""
         control = self.page.get_by_label(knob, exact=True)
         return self.page.locator(".gpumem-panel .gpumem-knob", has=control).locator(".gpumem-error")
+
+    def foreseen(self, knob: str, value: str) -> str:
+        """The live peak that is shown at a knob for one of its other values."""
+        control = self.page.get_by_label(knob, exact=True)
+        flips = self.page.locator(".gpumem-panel .gpumem-knob", has=control).locator(".gpumem-flip")
+        size = flips.filter(has_text=value).locator("em")
+        expect(size).not_to_have_text("…")
+        return size.inner_text()
 
     def steps(self) -> int:
         """The step number shown."""

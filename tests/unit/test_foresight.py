@@ -1,0 +1,157 @@
+"""What each flip would need is asked for one by one, when nobody waits, and what will not fit is said once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpumem_nb.kernel.history import History
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
+from gpumem_nb.planning.score import Asked, known
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.ui.controls import Controls
+from gpumem_nb.ui.foresight import Foresight
+
+MIB = 2**20
+LIMIT = 100 * MIB
+NAMES = ["precision", "batch_size"]
+
+
+class Session:
+    """Predicts 1 MiB for each sample of a micro-batch, and counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.history, self.settings, self.ended, self.busy, self.playing = History(2), Settings(), "", False, False
+        self.workload: Any = SimpleNamespace(name="mine", data=SimpleNamespace(batched=False), own_optimizer=False)
+        self.asked: list[dict[str, Any]] = []
+        self.fails: type[Exception] | None = None
+
+    def predict(self, **knobs: Any) -> Prediction:
+        self.asked.append(knobs)
+        if self.fails:
+            raise self.fails("it cannot be said")
+        wanted = self.settings.replace(**knobs)
+        size = wanted.batch_size * MIB
+        verdict = FITS if size <= LIMIT else DOES_NOT_FIT
+        one = Prediction(wanted, size, size, None, size, size, LIMIT, verdict, {}, "forward", "", "", 0.1)
+        self.history.asked.append(Asked(one, "mine", self.settings, 0, self.history.model_version))
+        return one
+
+    def foreseen(self, settings: Settings) -> Prediction | None:
+        return known(self.history.asked, self.history.model_version, settings)
+
+    def largest_batch(self) -> int:
+        self.asked.append({"largest": True})
+        return 100
+
+    def set(self, **knobs: Any) -> Settings:
+        self.settings = self.settings.replace(**knobs)
+        return self.settings
+
+
+@pytest.fixture
+def session() -> Session:
+    return Session()
+
+
+@pytest.fixture
+def foresight(session: Session) -> Foresight:
+    """Open, and what it asks for is done at once."""
+    made = Foresight(session, lambda action: action())  # type: ignore[arg-type]
+    made.button.value = True
+    return made
+
+
+def look(foresight: Foresight, times: int = 9) -> None:
+    for _ in range(times):
+        foresight.follow(NAMES)
+
+
+def test_it_asks_for_every_flip_once_and_again_when_the_model_may_have_changed(
+    session: Session, foresight: Foresight
+) -> None:
+    look(foresight)
+    first = [{"precision": "fp16"}, {"precision": "bf16"}, {"batch_size": 16}, {"batch_size": 64}, {"largest": True}]
+    assert session.asked == first
+    shown = foresight.regions["batch_size"].html
+    assert "16.0 MiB" in shown
+    assert "64.0 MiB" in shown
+    assert "100 at most" in shown
+    assert "other mathematics" in foresight.key.html
+    look(foresight)
+    assert session.asked == first
+    session.history.model_version += 1
+    look(foresight)
+    assert session.asked == first * 2
+
+
+def test_closed_it_asks_and_shows_nothing(session: Session, foresight: Foresight) -> None:
+    look(foresight)
+    foresight.button.value, session.asked = False, []
+    session.history.model_version += 1
+    look(foresight)
+    assert session.asked == []
+    assert not any(region.html for region in (*foresight.regions.values(), foresight.key))
+
+
+def test_it_waits_while_somebody_waits_for_the_ranks(session: Session, foresight: Foresight) -> None:
+    session.busy = True
+    look(foresight)
+    assert session.asked == []
+    assert "…" in foresight.regions["precision"].html
+    session.busy = False
+    look(foresight)
+    assert len(session.asked) == 5
+
+
+@pytest.mark.parametrize("fails", [WorkloadError, RuntimeError])
+def test_what_cannot_be_said_is_not_asked_for_for_ever(session: Session, fails: type[Exception]) -> None:
+    told: list[str] = []
+
+    def submit(action: Callable[[], object]) -> None:
+        try:
+            action()
+        except RuntimeError as error:
+            told.append(str(error))
+
+    foresight = Foresight(session, submit)  # type: ignore[arg-type]
+    foresight.button.value, session.fails = True, fails
+    look(foresight)
+    assert len(session.asked) == 5
+    assert told == ["it cannot be said"] * 4 * (fails is RuntimeError)
+    assert foresight.regions["precision"].html.count("n/a") == 2
+    assert 'title="it cannot be said"' in foresight.regions["precision"].html
+    session.fails = None
+    foresight.button.value = False
+    foresight.button.value = True
+    look(foresight)
+    assert "n/a" not in foresight.regions["precision"].html
+
+
+def test_what_will_not_fit_is_said_once_and_then_done(session: Session) -> None:
+    queue: list[Callable[[], object]] = []
+    controls = Controls(session, queue.append, queue.append)  # type: ignore[arg-type]
+    widget, said = controls.knobs.children[2].children[:2]
+
+    def choose(value: str) -> None:
+        widget.value = value
+        queue.pop()()
+        controls.follow()
+        queue.clear()
+
+    choose("128")
+    assert session.settings.batch_size == 128, "nothing was predicted for it, and nobody asked for that"
+    session.set(batch_size=32)
+    session.predict(batch_size=256)
+    controls.follow()
+    choose("256")
+    assert session.settings.batch_size == 32
+    assert "will not fit: 256.0 MiB of 100.0 MiB" in said.html
+    assert widget.value == "32"
+    choose("256")
+    assert session.settings.batch_size == 256
+    assert said.html == ""
