@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from ..planning.prediction import Prediction, out_of_memory, worst
+from ..planning.prediction import DOES_NOT_FIT, Prediction, out_of_memory, worst
 from ..planning.score import Asked, Scoreboard, score
 from ..planning.what_if import WhatIf, single_flips
 from ..shared.errors import InvalidInput, WorkloadError
-from ..shared.forecast import MOST_BATCH, SMALL, Forecasts
+from ..shared.forecast import MOST_BATCH, SMALL, Forecasts, Timing
 from ..shared.knobs.batch import shortened
 from ..shared.messages import RankInfo
 from ..shared.settings import Settings
@@ -19,6 +20,8 @@ from . import compatibility
 from .foreground import Foreground
 from .history import History
 from .training import Training
+
+LONGEST_TIMED_S = 2.0  # steps that take longer, as far as is known, are not timed: nobody would wait for that
 
 
 class Predicting:
@@ -44,7 +47,7 @@ class Predicting:
         """
         history, now = self._history, self._training.settings
         begun, model_version = len(history.tried), history.model_version
-        prediction = self._predicted(self._checked(knobs))
+        prediction = self._timed(self._predicted(self._checked(knobs)))
         history.asked.append(Asked(prediction, self._loaded().name, now, begun, model_version))
         return prediction
 
@@ -62,6 +65,20 @@ class Predicting:
             limit = answer.reading.limit_bytes
             return out_of_memory(answer.failure, answer.failed_batch, limit, settings, seconds)
         return self._prediction(settings, answers, small, seconds)
+
+    def _timed(self, prediction: Prediction) -> Prediction:
+        """With throughput too, from whole steps, unless they would not fit or take long."""
+        tried, settings = self._history.now(), prediction.settings
+        samples = settings.samples_per_rank * len(self._ranks)
+        speed = tried.samples_per_s if tried else None
+        if prediction.verdict == DOES_NOT_FIT or (speed and samples / speed > LONGEST_TIMED_S):
+            return prediction
+        began_s = time.perf_counter()
+        answers: list[Timing] = self._foreground.finish(self._training.ask_alone("time_steps", settings)).get()
+        timed = (
+            prediction.timed([one.steps_s for one in answers]) if all(one.steps_s for one in answers) else prediction
+        )
+        return replace(timed, seconds=prediction.seconds + time.perf_counter() - began_s)
 
     def what_if(self) -> WhatIf:
         """Every single flip from the present settings; those that cannot be used with what is loaded are left out.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -11,11 +12,13 @@ from ..shared.categories import OTHER
 from ..shared.forecast import Forecast
 from ..shared.messages import Failure
 from ..shared.settings import Settings
-from ..shared.units import format_bytes
+from ..shared.units import format_bytes, format_rate
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 NO_LIMIT = "n/a"
 SEGMENT_BYTES = 2 * 2**20  # the caching allocator reserves no less at a time, so no error is smaller
+
+TIME_ERROR = 0.05  # of a step's time, beyond how much the steps that were timed differ
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Prediction:
         verdict: ``fits``, ``tight`` (the limit lies within the error), ``does not fit``, or ``n/a`` without a limit.
         categories: live bytes at the peak by category; they add up to ``live_peak_bytes``.
         phase, module: what runs at the peak.
-        step_s, samples_per_s: not predicted yet: ``None``.
+        step_s, samples_per_s: of an optimizer step of all ranks; ``None`` where it does not fit, or was not timed.
+        low_samples_per_s, high_samples_per_s: between which throughput will be, as long as the machine does as it did.
         basis: what it was found from, in words.
         seconds: what predicting took.
     """
@@ -52,6 +56,8 @@ class Prediction:
     seconds: float
     step_s: float | None = None
     samples_per_s: float | None = None
+    low_samples_per_s: float | None = None
+    high_samples_per_s: float | None = None
 
     @property
     def refusal(self) -> str:
@@ -62,8 +68,16 @@ class Prediction:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The verdict and the bytes by name, for a table."""
-        names = ("verdict", "live_peak_bytes", "reserved_peak_bytes", "low_bytes", "high_bytes", "limit_bytes")
+        """The verdict, the bytes and the throughput by name, for a table."""
+        names = (
+            "verdict",
+            "live_peak_bytes",
+            "reserved_peak_bytes",
+            "low_bytes",
+            "high_bytes",
+            "limit_bytes",
+            "samples_per_s",
+        )
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
@@ -75,7 +89,27 @@ class Prediction:
         return (
             f"{said}live peak {format_bytes(self.live_peak_bytes)}{where} ({parts}), reserved "
             f"{format_bytes(self.reserved_peak_bytes)}{limit} "
-            f"({format_bytes(self.low_bytes)} to {format_bytes(self.high_bytes)}); {self.basis}"
+            f"({format_bytes(self.low_bytes)} to {format_bytes(self.high_bytes)}){self._speed}; {self.basis}"
+        )
+
+    @property
+    def _speed(self) -> str:
+        if self.samples_per_s is None:
+            return ""
+        low, high = format_rate(self.low_samples_per_s), format_rate(self.high_samples_per_s)
+        return f", {format_rate(self.samples_per_s)} samples/s ({low} to {high})"
+
+    def timed(self, steps_s: Sequence[Sequence[float]]) -> Prediction:
+        """The same with the throughput that follows from how long steps took, from a row of times for each rank."""
+        slowest = max(steps_s, key=statistics.median)
+        step_s = statistics.median(slowest)
+        samples = self.settings.samples_per_rank * len(steps_s)
+        return replace(
+            self,
+            step_s=step_s,
+            samples_per_s=samples / step_s,
+            low_samples_per_s=samples / max(slowest) * (1 - TIME_ERROR),
+            high_samples_per_s=samples / min(slowest) * (1 + TIME_ERROR),
         )
 
     __repr__ = __str__

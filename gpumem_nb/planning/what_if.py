@@ -10,7 +10,7 @@ from ..report.differences import arrows
 from ..report.tables import Table
 from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
-from ..shared.units import format_bytes
+from ..shared.units import format_bytes, format_rate
 from .prediction import Prediction
 
 UNMOVED = 0.005  # of the live peak: what changes it by less says nothing about memory
@@ -70,12 +70,13 @@ class WhatIf:
                 format_bytes(one.live_peak_bytes),
                 self._change(one),
                 format_bytes(one.reserved_peak_bytes),
+                format_rate(one.samples_per_s),
                 "yes" if one.settings.same_mathematics(self.now.settings) else "no",
             )
             for one in (self.now, *self.flips)
         )
         limit = format_bytes(self.now.limit_bytes) if self.now.limit_bytes else "n/a"
-        headings = ("flip", "verdict", "live peak", "change", "reserved", "same mathematics")
+        headings = ("flip", "verdict", "live peak", "change", "reserved", "samples/s", "same mathematics")
         return Table(f"What if (limit {limit})", headings, rows, frozenset({"flip", "verdict", "same mathematics"}))
 
     def _flip(self, one: Prediction) -> str:

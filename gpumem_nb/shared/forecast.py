@@ -61,6 +61,14 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """How long steps took that were undone, on one rank, in seconds; none where they failed on some rank."""
+
+    steps_s: tuple[float, ...]
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Forecasts:
     """What one rank answers.
 

@@ -97,7 +97,8 @@ CSS = """<style>
   font-size: 0.82em; line-height: 1.4; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .gpumem-panel .gpumem-flip span { overflow: hidden; text-overflow: ellipsis; }
 .gpumem-panel .gpumem-flip em { font-style: normal; }
-.gpumem-panel .gpumem-flip i { grid-column: 1 / -1; height: 0.35em; margin-bottom: 0.2em;
+.gpumem-panel .gpumem-flip u { text-decoration: none; text-align: right; color: var(--jp-ui-font-color2, inherit); }
+.gpumem-panel .gpumem-flip i { grid-column: 1 / 3; align-self: center; height: 0.35em;
   border: 1px solid var(--jp-border-color1, #888); background: linear-gradient(to right, var(--look) var(--live),
   color-mix(in srgb, var(--look) 40%, transparent) var(--live) var(--reserved), transparent var(--reserved)); }
 .gpumem-panel .gpumem-will-fit { --look: #009E73; }
@@ -168,8 +169,9 @@ CSS = """<style>
   stroke: var(--jp-border-color1, #888) !important; }
 @container (max-width: 52em) {
   .gpumem-panel .gpumem-flip span { grid-column: 2 / -1; }
-  .gpumem-panel .gpumem-flip i { grid-area: 2 / 1 / 3 / 3; align-self: center; margin: 0; }
-  .gpumem-panel .gpumem-flip em { grid-area: 2 / 3; }
+  .gpumem-panel .gpumem-flip i { grid-area: 3 / 1 / 4 / 4; margin-bottom: 0.4em; }
+  .gpumem-panel .gpumem-flip em { grid-area: 2 / 1 / 3 / 3; }
+  .gpumem-panel .gpumem-flip u { grid-area: 2 / 3; }
 }
 @container (max-width: 46em) {
   .gpumem-panel .gpumem-knob .widget-label { font-size: 0.76em; }

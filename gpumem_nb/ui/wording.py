@@ -142,12 +142,13 @@ def flip(value: str, foreseen: Prediction | None, why_not: str, now: Settings) -
     sign, look = _VERDICTS.get(foreseen.verdict, ("", "will-fit"))
     limit = foreseen.limit_bytes or foreseen.high_bytes
     live, reserved = (100 * min(1, size / limit) for size in (foreseen.live_peak_bytes, foreseen.reserved_peak_bytes))
+    rate = "" if foreseen.samples_per_s is None else f"{format_rate(foreseen.samples_per_s)}/s"
     other = "" if foreseen.settings.same_mathematics(now) else f" {_OTHER_MATHEMATICS}"
     return (
         f'<div class="gpumem-flip gpumem-{look}" title="{escape(str(foreseen))}">'
         f'<b role="img" aria-label="{escape(foreseen.verdict)}">{sign}</b><span>{escape(value)}{other}</span>'
         f"<em>{format_bytes(foreseen.live_peak_bytes)}</em>"
-        f'<i style="--live: {live:.0f}%; --reserved: {reserved:.0f}%"></i></div>'
+        f'<i style="--live: {live:.0f}%; --reserved: {reserved:.0f}%"></i><u>{rate}</u></div>'
     )
 
 
@@ -163,8 +164,8 @@ def flip_key(limits: Sequence[int | None]) -> str:
     of = f", of {format_bytes(limit)}" if limit else ""
     signs = ", ".join(f"{sign} {verdict}" for verdict, (sign, _) in _VERDICTS.items())
     return (
-        f"<p>{signs}; {_OTHER_MATHEMATICS} other mathematics. Numbers are live peaks; bars are those and, paler, "
-        f"reserved memory{of}, on the rank with least room. From small steps that are undone.</p>"
+        f"<p>{signs}; {_OTHER_MATHEMATICS} other mathematics. Live peaks, as bars with reserved memory in pale{of}, on "
+        "the rank with least room; samples/s of all ranks. From steps that are undone.</p>"
     )
 
 

@@ -24,6 +24,7 @@ from gpumem_nb.shared.units import format_bytes
 REPORT = Path(__file__).parents[2] / "docs" / "prediction.md"
 MARKER = "<!-- the rest is written by python -m tests.bench.prediction -->\n"
 LIMIT_MIB = 1024
+STEPS = 6  # of which what came is read
 EMPTY = "from gpumem_nb.memory.virtual_gpu.gpu import library; library().gpumem_empty_cache()"
 SEQUENCES = """
 import torch
@@ -54,25 +55,41 @@ OTHERS = (
     ("ResNet", "from transformers import ResNetConfig as C, ResNetForImageClassification as M\n"
      "net = M(C(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type='basic', num_labels=4))",
      "pictures"),
+    ("RoBERTa", "from transformers import RobertaConfig as C, RobertaForSequenceClassification as M\n"
+     "net = M(C(vocab_size=200, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128))",
+     "labelled"),
+    ("Qwen2", "from transformers import Qwen2Config as C, Qwen2ForCausalLM as M\n"
+     "net = M(C(vocab_size=200, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, "
+     "num_key_value_heads=2, use_cache=False))", "data"),
+    ("ELECTRA", "from transformers import ElectraConfig as C, ElectraForSequenceClassification as M\n"
+     "net = M(C(vocab_size=200, embedding_size=32, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, "
+     "intermediate_size=128))", "labelled"),
 )  # fmt: skip
 READY = ("digits-resnet", "digits-separable", "text-gpt")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One flip: what was said before it and what came; bytes are ``None`` where it ran out of memory."""
+    """One flip: what was said before it and what came; ``None`` where it ran out of memory."""
 
     model: str
     predicted: Prediction
     live: int | None
     reserved: int | None
+    samples_per_s: float | None = None
 
     @property
-    def errors(self) -> tuple[float, float]:
-        """Of the live and the reserved peak, as shares of what came."""
+    def errors(self) -> tuple[float, float, float]:
+        """Of the live and the reserved peak and of throughput, as shares of what came."""
         assert self.live
         assert self.reserved
-        return self.predicted.live_peak_bytes / self.live - 1, self.predicted.reserved_peak_bytes / self.reserved - 1
+        assert self.samples_per_s
+        said = self.predicted
+        return (
+            said.live_peak_bytes / self.live - 1,
+            said.reserved_peak_bytes / self.reserved - 1,
+            (said.samples_per_s or 0) / self.samples_per_s - 1,
+        )
 
 
 def main() -> int:
@@ -112,7 +129,7 @@ def flips() -> Iterator[dict[str, Any]]:
     for precision, checkpointing, optimizer in itertools.product(
         ("fp32", "bf16"), ("none", "blocks", "sqrt"), ("adamw", "sgd")
     ):
-        for batch_size, accumulation_steps in ((16, 1), (32, 2), (128, 1)):
+        for batch_size, accumulation_steps in ((16, 1), (32, 2), (128, 1)) if optimizer == "adamw" else ((128, 1),):
             yield {
                 "precision": precision,
                 "checkpointing": checkpointing,
@@ -129,27 +146,30 @@ def measure(session: Session, model: str, knobs: dict[str, Any]) -> Case:
         session.set(**knobs)
         session.train(2)
         session.run(EMPTY)
-        run = session.train(2)
+        run = session.train(STEPS)
     except GpumemError:
         return Case(model, predicted, None, None)
     if session.settings.batch_size != knobs["batch_size"]:  # out of memory, and back
         return Case(model, predicted, None, None)
     frame = run.frame()
-    return Case(model, predicted, int(frame.live_peak_bytes.max()), int(frame.reserved_peak_bytes.max()))
+    reserved, speed = int(frame.reserved_peak_bytes.max()), float(frame.samples_per_s.median())
+    return Case(model, predicted, int(frame.live_peak_bytes.max()), reserved, speed)
 
 
 def words(case: Case) -> str:
     """One line of the log."""
     if case.live is None:
         return f"{case.predicted.verdict}, and ran out of memory"
-    live, reserved = case.errors
-    return f"live {100 * live:+.3f} %, reserved {100 * reserved:+.2f} %, {case.predicted.seconds:.2f} s"
+    live, reserved, speed = case.errors
+    said = f"live {100 * live:+.3f} %, reserved {100 * reserved:+.2f} %, samples/s {100 * speed:+.0f} %"
+    return f"{said}, {case.predicted.seconds:.2f} s"
 
 
 def report(cases: Sequence[Case]) -> str:
     """The figures as Markdown."""
-    rows = ["| model | flips | live, median | live, p95 | reserved, median | reserved, p95 | within low to high |",
-            "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    headings = ("model", "flips", "live, median", "live, p95", "reserved, median", "reserved, p95",
+                "within low to high", "samples/s, median", "within 10 %")  # fmt: skip
+    rows = [f"| {' | '.join(headings)} |", f"|{' --- |' * len(headings)}"]
     for name in [*dict.fromkeys(case.model for case in cases), ""]:
         of_model = [case for case in cases if name in ("", case.model) and case.live is not None]
         rows.append(_row(name or "all", of_model))
@@ -172,14 +192,19 @@ def report(cases: Sequence[Case]) -> str:
 
 
 def _row(name: str, cases: Sequence[Case]) -> str:
-    live, reserved = (sorted(abs(case.errors[which]) for case in cases) for which in range(2))
+    live, reserved, speed = (sorted(abs(case.errors[which]) for case in cases) for which in range(3))
     within = sum(case.predicted.low_bytes <= (case.reserved or 0) <= case.predicted.high_bytes for case in cases)
 
     def at(values: list[float], share: float) -> str:
         return f"{100 * values[min(len(values) - 1, int(share * len(values)))]:.3f} %"
 
-    figures = [at(live, 0.5), at(live, 0.95), at(reserved, 0.5), at(reserved, 0.95)]
-    return f"| {name} | {len(cases)} | {' | '.join(figures)} | {100 * within / max(1, len(cases)):.0f} % |"
+    figures = [at(live, 0.5), at(live, 0.95), at(reserved, 0.5), at(reserved, 0.95), _share(within, cases)]
+    figures += [f"{100 * speed[len(speed) // 2]:.1f} %", _share(sum(error <= 0.1 for error in speed), cases)]
+    return f"| {name} | {len(cases)} | {' | '.join(figures)} |"
+
+
+def _share(count: int, cases: Sequence[Case]) -> str:
+    return f"{100 * count / max(1, len(cases)):.0f} %"
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ class Stepper:
         voting: how the ranks come to the same end.
         began_s: when the latest step began, on the clock of ``time.monotonic``.
         record: the allocations of the latest step, if it was recorded.
+        work_s: what the latest step took whose update was prepared to be undone, without that.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Stepper:
         self._phase = "settings"
         self.began_s = time.monotonic()
         self.record: Account | None = None
+        self.work_s = 0.0
         self._reduction_s = 0.0
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
@@ -178,7 +180,8 @@ class Stepper:
         if discarded:
             if before:
                 before.undo()
-            gc.collect()  # what was under way may hang together in circles, with activations among them
+            if not order.trial:  # whose end is not that of what is tried
+                gc.collect()  # what was under way may hang together in circles, with activations among them
         else:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
             self._told_later(self._live.step_counted)
@@ -251,9 +254,12 @@ class Stepper:
         undo, scaler_state = None, self._live.scaler.state_dict()
         failure, updates = None, list[Update]()
         try:
+            copied_since_s = time.monotonic()
             undo = UpdateUndo(self._live.parameters, self._live.optimizer, None if trial else self._before_hooks())
+            copied_s = time.monotonic() - copied_since_s
             with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
                 self._update()
+            self.work_s = time.monotonic() - self.began_s - copied_s
             if trial and Recorder.current:
                 self.record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:

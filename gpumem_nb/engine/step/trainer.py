@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from ...memory.ledger.trace import Trace
 from ...memory.prediction.forecast import forecast, largest
 from ...memory.prediction.scaling import SmallSteps
 from ...shared.errors import WorkloadError
-from ...shared.forecast import BY_PEAKS, Forecasts
+from ...shared.forecast import BY_PEAKS, Forecasts, Timing
 from ...shared.messages import Chunk, ChunkReply, Evaluated, Failure, Sample, Timeline
 from ...shared.settings import Settings
 from ...shared.workload import Workload, WorkloadInfo
@@ -33,6 +34,7 @@ from .live_model import LiveModel
 from .notes import notes as model_notes
 from .rates import named_rate
 from .step import Outcome, Stepper
+from .timing import timed
 from .voting import StepOrder
 
 # In place of a chunk's settings_id, for what is half applied or asked for a forecast: nothing of it is proven.
@@ -224,6 +226,7 @@ class Trainer:
         chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1)
         with self.drawing():
             outcome, _ = self._step(None, chunk)
+        gc.collect()
         if outcome.failure:
             raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
         record, self._stepper.record = self._stepper.record, None
@@ -231,20 +234,28 @@ class Trainer:
             return None
         return record.timeline(self.stream.rank, self.steps + 1, outcome.ledger)
 
+    def time_steps(self, settings: Settings) -> Timing:
+        """How long steps under other settings take, which are undone on all ranks."""
+
+        def step(failure: Failure | None, chunk: Chunk) -> tuple[float, Failure | None]:
+            outcome, _ = self._step(failure, chunk)
+            return self._stepper.work_s, outcome.failure
+
+        reserved = self._device.reading().reserved_bytes
+        with self._unscaled(), self.drawing():
+            timing = timed(self._trying, step, Chunk(settings, _NO_CONFIGURATION, 1, trial=True))
+        if self._device.reading().reserved_bytes > reserved:  # what larger steps leave is not what training needs
+            self._device.empty_cache()
+        return timing
+
     def forecast(self, settings: Settings, small: Sequence[int], batch_sizes: Sequence[int], most: int) -> Forecasts:
         """What steps under other settings would need, from one recorded step at each of the ``small`` batch sizes.
 
         Those are undone on all ranks. ``most`` is the largest batch size of which the largest that fits is looked for;
         with 0 none is.
         """
-        scaler_state = self.live.scaler.state_dict()
-        try:
-            # A scale that has yet to settle would let fp16 skip the update, and with it the optimizer's state.
-            self.live.replace_scaler(scaler_state | ({"scale": 1.0} if scaler_state else {}))
-            with self.drawing():
-                traces, failure, failed_batch = self._small_steps(settings, small)
-        finally:
-            self.live.replace_scaler(scaler_state)
+        with self._unscaled(), self.drawing():
+            traces, failure, failed_batch = self._small_steps(settings, small)
         reading, room = self._device.reading(), self._device.room()
         if failed_batch:
             return Forecasts(self.steps, reading, failure=failure, failed_batch=failed_batch)
@@ -252,6 +263,16 @@ class Trainer:
         steps = SmallSteps(traces)
         of = tuple(forecast(steps, batch_size, limit) for batch_size in batch_sizes)
         return Forecasts(self.steps, reading, of, largest(steps, limit, most) if most else 0)
+
+    @contextmanager
+    def _unscaled(self) -> Iterator[None]:
+        """A scale that has yet to settle would let fp16 skip the update, and with it the optimizer's state."""
+        scaler_state = self.live.scaler.state_dict()
+        try:
+            self.live.replace_scaler(scaler_state | ({"scale": 1.0} if scaler_state else {}))
+            yield
+        finally:
+            self.live.replace_scaler(scaler_state)
 
     def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[list[Trace], Failure | None, int]:
         """One step of each size, undone: what they allocated, or what went wrong here if anything did, and at which."""
@@ -287,18 +308,24 @@ class Trainer:
 
     def _try_out(self, chunk: Chunk) -> ChunkReply:
         """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""
-        settings, settings_id = self.live.settings, self._settings_id
-        flipped, recorded_steps = self._flipped, self._recorded_steps
-        outcome, sample = self._step(self._apply(chunk), chunk)
-        self._apply(Chunk(settings, settings_id, 0, trial=True))  # whatever of it could be applied is taken back
-        self._flipped, self._recorded_steps = flipped, recorded_steps
+        with self._trying(chunk) as failure:
+            outcome, sample = self._step(failure, chunk)
         return ChunkReply(self.stream.rank, (sample,), self._device.reading(), outcome.failure)
 
-    def _apply(self, chunk: Chunk) -> Failure | None:
-        """Switch to the chunk's settings, or say why it cannot be done.
+    @contextmanager
+    def _trying(self, chunk: Chunk) -> Iterator[Failure | None]:
+        """Inside, steps are under the settings of a trial; gives why these cannot be applied."""
+        settings, settings_id = self.live.settings, self._settings_id
+        flipped, recorded_steps = self._flipped, self._recorded_steps
+        try:
+            yield self._apply(chunk)
+        finally:
+            self._apply(Chunk(settings, settings_id, 0, trial=True))  # whatever of it could be applied is taken back
+            self._flipped, self._recorded_steps = flipped, recorded_steps
+            gc.collect()  # what was tried may hang together in circles, with activations among them
 
-        Only of a chunk that is no trial does its ``settings_id`` tell that they are in use already.
-        """
+    def _apply(self, chunk: Chunk) -> Failure | None:
+        """Switch to the chunk's settings, or say why it cannot be done; a trial's ``settings_id`` is not theirs."""
         self._stepper.phase = "settings"
         try:
             self.live.resume_modes()
