@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -63,7 +64,7 @@ class Foreground:
         self._numbers = itertools.count(1)
         self._waiting = 0  # calls that somebody waits for
         self._surroundings = Followed()
-        self._told: Progress | None = None
+        self._told: tuple[int, Progress] | None = None  # and the thread that waits
 
     @property
     def busy(self) -> bool:
@@ -85,7 +86,7 @@ class Foreground:
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
         """Inside, ``progress`` is told what the ranks are at while somebody waits for them."""
-        before, self._told = self._told, progress
+        before, self._told = self._told, (threading.get_ident(), progress)
         try:
             yield
         finally:
@@ -207,8 +208,8 @@ class Foreground:
                     if finished:
                         call.settle(1.0)
                     show(call)
-                    if self._told:
-                        self._told(report.text if (report := self.wait_report) else "", 0.0)
+                    if self._told and self._told[0] == threading.get_ident():
+                        self._told[1](report.text if (report := self.wait_report) else "", 0.0)
                     if not finished and waits.out_of_reach(call.pulses()):
                         raise ClusterDied(f"{self.wait_report}, and could not be freed.")
             except TimeoutError:
@@ -231,7 +232,7 @@ class Foreground:
         try:
             return self.finish(call, timeout, show)
         finally:
-            self._history.model_version += 1  # what ran may have changed it
+            self._history.model_may_have_changed()
             self.mark_notes(call)
 
     def _tell_surroundings(self) -> None:

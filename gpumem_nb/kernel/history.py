@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..planning.prediction import Prediction
 from ..planning.score import Asked
 from ..report.configurations import Effect, Tried
 from ..report.evaluation import Evaluation
@@ -21,6 +22,7 @@ from ..shared.units import format_bytes, format_rate
 
 STEPS_KEPT = 2000
 EVENTS_KEPT = 200
+ASKED_KEPT = 2000
 LEAKS_KEPT = 20
 EVALUATIONS_KEPT = 2000
 LATE_STEPS = 3  # configurations that steps under way may still belong to
@@ -69,6 +71,7 @@ class History:
         seen_before: samples that all ranks had seen when training was resumed.
         asked: what was predicted, to be held against what came.
         model_version: grows with whatever may change the model, such as a cell on the ranks.
+        foreseen: the latest prediction for settings, since the model may have changed.
         evaluations: on the validation data, of all that was loaded so far.
         version: grows with every change.
     """
@@ -79,8 +82,9 @@ class History:
         self.started_s = time.time()
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.tried: list[Tried] = []
-        self.asked: deque[Asked] = deque(maxlen=EVENTS_KEPT)
+        self.asked: deque[Asked] = deque(maxlen=ASKED_KEPT)
         self.model_version = 0
+        self.foreseen: dict[Settings, Prediction] = {}
         self.pinned: Tried | None = None
         self.readings: list[Reading | None] = [None] * size
         self.device_uses: list[DeviceUse | None] = [None] * size
@@ -132,10 +136,26 @@ class History:
                 self.rescue = None
             if kind == "load":
                 self.leaks = {}
-                self.model_version += 1
                 if self.tried:
                     self.loaded_as, self.pinned = self.tried[-1].settings_id, None
+                self._forget_foreseen()
             self.version += 1
+
+    def model_may_have_changed(self) -> None:
+        """What was predicted before does not count any more."""
+        with self._lock:
+            self._forget_foreseen()
+
+    def predicted(self, asked: Asked, model_version: int) -> None:
+        """Take in what was predicted of the model as it was at that version."""
+        with self._lock:
+            self.asked.append(asked)
+            if model_version == self.model_version:
+                self.foreseen[asked.prediction.settings] = asked.prediction
+
+    def _forget_foreseen(self) -> None:
+        self.model_version += 1
+        self.foreseen = {}
 
     def rescued(self, rescue: Rescue) -> None:
         """A step was discarded."""

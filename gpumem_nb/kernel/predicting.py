@@ -21,7 +21,10 @@ from .foreground import Foreground
 from .history import History
 from .training import Training
 
+HALVED, DOUBLED = 2, 3  # times, of the batch size in a line of peaks
 LONGEST_TIMED_S = 2.0  # steps that take longer, as far as is known, are not timed: nobody would wait for that
+
+MARGIN = 5  # times as long takes a recorded small step as its samples' part of a large one
 
 
 class Predicting:
@@ -48,7 +51,7 @@ class Predicting:
         history, now = self._history, self._training.settings
         begun, model_version = len(history.tried), history.model_version
         prediction = self._timed(self._predicted(self._checked(knobs)))
-        history.asked.append(Asked(prediction, self._loaded().name, now, begun, model_version))
+        history.predicted(Asked(prediction, self._loaded().name, now, begun), model_version)
         return prediction
 
     def score(self) -> Scoreboard:
@@ -71,7 +74,9 @@ class Predicting:
         tried, settings = self._history.now(), prediction.settings
         samples = settings.samples_per_rank * len(self._ranks)
         speed = tried.samples_per_s if tried else None
-        if prediction.verdict == DOES_NOT_FIT or (speed and samples / speed > LONGEST_TIMED_S):
+        # A small step is recorded, and two of them are taken, so what follows from them is an upper bound.
+        expected_s = samples / speed if speed else prediction.seconds * samples / sum(SMALL) / len(self._ranks) / MARGIN
+        if prediction.verdict == DOES_NOT_FIT or expected_s > LONGEST_TIMED_S or self._foreground.busy:
             return prediction
         began_s = time.perf_counter()
         answers: list[Timing] = self._foreground.finish(self._training.ask_alone("time_steps", settings)).get()
@@ -87,7 +92,10 @@ class Predicting:
             WorkloadError: nothing is loaded, or a small step under the present settings failed, but not for memory.
         """
         now, flips = self.predict({}), []
+        batched = self._loaded().data.batched
         for knobs in single_flips(self._training.settings):
+            if batched and "batch_size" in knobs:
+                continue
             with suppress(InvalidInput, WorkloadError):
                 flips.append(self.predict(knobs))
         return WhatIf(now, tuple(flips))
@@ -99,17 +107,37 @@ class Predicting:
             InvalidInput: as :meth:`predict`, and where the data bring micro-batches of their own.
             WorkloadError: as :meth:`predict`.
         """
-        workload = self._loaded()
-        if workload.data.batched:
-            raise InvalidInput("The data bring micro-batches of their own: their size is not for a knob to say.")
-        settings = self._checked(knobs | {"batch_size": 1})
-        samples = MOST_BATCH if workload.dataset_len is None else workload.dataset_len // len(self._ranks)
-        most = max(1, samples // settings.accumulation_steps)
+        settings, most = self._of_any_batch(knobs)
         for small in (list(SMALL), [1, 2], [1]):
             answers = self._ask(settings, small, [], most if len(small) > 1 else 1)
             if not self._ran_out(answers):
                 return min(answer.largest for answer in answers)
         return 0
+
+    def peaks_by_batch(self, knobs: dict[str, Any]) -> dict[int, int]:
+        """Reserved bytes of the rank that needs most, by batch size: halved and doubled a few times.
+
+        Raises:
+            InvalidInput: as :meth:`largest_batch`.
+            WorkloadError: as :meth:`predict`, and where not even small steps fit.
+        """
+        settings, most = self._of_any_batch(knobs)
+        middle = min(most, self._training.settings.replace(**knobs).batch_size)
+        sizes = sorted({min(most, max(1, round(middle * 2.0**power))) for power in range(-HALVED, DOUBLED + 1)})
+        answers = self._ask(settings, list(SMALL), sizes, 0)
+        if failed := self._ran_out(answers):
+            raise WorkloadError(f"Not even a step with batch_size={failed.failed_batch} fits.")
+        peaks = [[one.reserved_peak_bytes for one in answer.of] for answer in answers]
+        return {size: max(of_size) for size, *of_size in zip(sizes, *peaks, strict=True)}
+
+    def _of_any_batch(self, knobs: dict[str, Any]) -> tuple[Settings, int]:
+        """Checked settings whose batch size is for a knob to say, and the largest that the data have samples for."""
+        workload = self._loaded()
+        if workload.data.batched:
+            raise InvalidInput("The data bring micro-batches of their own: their size is not for a knob to say.")
+        settings = self._checked(knobs | {"batch_size": 1})
+        samples = MOST_BATCH if workload.dataset_len is None else workload.dataset_len // len(self._ranks)
+        return settings, max(1, samples // settings.accumulation_steps)
 
     def _loaded(self) -> Any:
         self._foreground.check_loaded()
@@ -128,8 +156,6 @@ class Predicting:
         return [batch_size] if batched or batch_size <= max(SMALL) else list(SMALL)
 
     def _ask(self, settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> list[Forecasts]:
-        with self._foreground.interruptible():
-            self._training.apply()
         call = self._training.ask_alone("forecast", shortened(settings), small, batch_sizes, most)
         answers: list[Forecasts] = self._foreground.finish(call).get()
         return answers

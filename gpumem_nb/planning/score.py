@@ -20,16 +20,12 @@ OOM = "oom"
 
 @dataclass(frozen=True)
 class Asked:
-    """A prediction for a workload, the settings at that time, and how many configurations had been begun before.
-
-    ``model_version`` is the history's, as it was when it was asked for.
-    """
+    """A prediction for a workload, the settings at that time, and how many configurations had been begun before."""
 
     prediction: Prediction
     workload: str
     settings: Settings
     begun: int
-    model_version: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ _NONE = (
 def score(asked: Sequence[Asked], tried: Sequence[Tried]) -> Scoreboard:
     """Which of the configurations tried, in their order, had been predicted; the latest prediction of each counts."""
     scored = dict[int, Scored]()
-    for one in asked:
+    for one in list(asked):  # another thread may add to it
         wanted = one.prediction.settings
         for came in tried[max(0, one.begun - 1) :]:
             done = came.steps or came.outcome == OOM
@@ -129,16 +125,6 @@ def foretold(asked: Sequence[Asked], came: Tried) -> Prediction | None:
         one.prediction
         for one in reversed(list(asked))
         if one.workload == came.workload and _same_memory(came.settings, one.prediction.settings)
-    )
-    return next(about, None)
-
-
-def known(asked: Sequence[Asked], model_version: int, settings: Settings) -> Prediction | None:
-    """The latest prediction for these settings that was made since anything may have changed the model."""
-    about = (
-        one.prediction
-        for one in reversed(list(asked))
-        if one.model_version == model_version and _same_memory(settings, one.prediction.settings)
     )
     return next(about, None)
 

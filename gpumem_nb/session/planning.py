@@ -6,7 +6,7 @@ from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
 from ..planning.prediction import Prediction
-from ..planning.score import Scoreboard, known
+from ..planning.score import Scoreboard
 from ..planning.what_if import WhatIf
 from ..shared.settings import Settings
 
@@ -41,9 +41,18 @@ class Predicts:
 
         What was predicted before a cell ran on the ranks or something was loaded does not count.
         """
-        life = self._life
-        about = life.training.settings if settings is None else settings
-        return known(life.history.asked, life.history.model_version, about)
+        return self._life.history.foreseen.get(self._life.training.settings if settings is None else settings)
+
+    def peaks_by_batch(self, **knobs: Any) -> dict[int, int]:
+        """What the caching allocator would reserve on the rank that needs most, in bytes, by ``batch_size``.
+
+        A few sizes around the present one, or the one that is given, halved and doubled.
+
+        Raises:
+            InvalidInput: as :meth:`largest_batch`.
+            WorkloadError: as :meth:`predict`, and where not even small steps fit.
+        """
+        return self._life.predicting.peaks_by_batch(knobs)
 
     def score(self) -> Scoreboard:
         """Every prediction of this session whose settings were tried afterwards, beside what came."""

@@ -28,7 +28,7 @@ class Controls:
 
     Attributes:
         knobs, more, buttons: the boxes to show; ``more`` holds the knobs that are shown when somebody asks for them.
-        key: what the signs at the knobs mean.
+        foreseen: what belongs to no single knob of what would come of flips.
     """
 
     def __init__(self, session: Steered, ask: Ask, later: Ask) -> None:
@@ -50,7 +50,7 @@ class Controls:
         others = [self._with_error(name) for name, knob in self._knobs.items() if not knob.in_front]
         self.knobs = box(front, "gpumem-knobs")
         self.more = box(others, "gpumem-knobs")
-        self.key = self._foresight.key
+        self.foreseen = box([self._foresight.key, self._foresight.lines], "gpumem-foreseen")
         self.buttons = box([self._play, self._step, self._foresight.button, self._show_more], "gpumem-buttons")
         self._show_more.observe(lambda change: self._open(change["new"]), names="value")
         self._open(False)

@@ -2,140 +2,211 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import ipywidgets
 
 from ..planning.what_if import single_flips
-from ..shared.errors import GpumemError
+from ..report.differences import short
+from ..shared.errors import GpumemError, InvalidInput, WorkloadError
 from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
-from . import wording
+from . import batch_lines, wording
 from .region import Region
 from .steered import Steered
 
-_Key = tuple[int, Settings]  # the model's version, and what was asked about
+LINES_OF = ("precision", "checkpointing")  # knobs with a line of their own for each value
+FLIP, LARGEST, LINE = "flip", "largest", "line"  # kinds of questions
+_Question = tuple[str, Settings]
+
+
+@dataclass
+class _Answers:
+    """What is known of a model as it was at one version, besides the session's predictions."""
+
+    history: object
+    version: int = -1
+    loaded_as: int = -1
+    waits_at: int | None = None  # the step that must be left behind before anything is asked
+    largest: dict[Settings, int] = field(default_factory=dict)  # micro-batch that fits; 0 where none does
+    peaks: dict[Settings, dict[int, int]] = field(default_factory=dict)  # reserved bytes by batch size
+    failed: dict[_Question, str] = field(default_factory=dict)  # what nothing could be said of, and why
+    failed_at: dict[_Question, int] = field(default_factory=dict)  # the step, of what may go well later
 
 
 class Foresight:
     """Asks for one prediction after the other while it is open and nobody waits for the ranks.
 
-    A prediction holds until something may have changed the model. ``submit`` is called with an action to do; it must
-    not wait for it.
+    A prediction holds until something may have changed the model. After a cell nothing is asked before the next step:
+    a question would put modes and gradients back that the next cell may look at. ``submit`` is called with a question
+    to be asked on another thread.
 
     Attributes:
         button: opens and closes it.
         regions: what is shown at the knobs that move memory, by name.
         key: what the signs mean.
+        lines: peaks against the batch size.
     """
 
     def __init__(self, session: Steered, submit: Callable[[Callable[[], object]], None]) -> None:
         self._session = session
         self._submit = submit
         self._asking = False
-        self._of = session.history  # a restart begins another one
-        self._failed: dict[_Key, str] = {}  # what nothing could be said of, and why
-        self._largest: dict[_Key, int] = {}  # micro-batch that fits; 0 where none does
+        self._rests_until_s = 0.0
+        self._answers = _Answers(session.history)
         self._shown: object = None
         self.button = ipywidgets.ToggleButton(
-            description="what if", icon="question", tooltip="what each other value would need, from small undone steps"
+            description="what if", icon="question", tooltip="what each other value would need, from undone steps"
         )
+        self.button.observe(lambda _: self._begin_anew(), names="value")
         self.regions = {
-            name: Region(role="group", label=f"what other values of {name} would need")
+            name: _region("gpumem-what-if", f"what other values of {name} would need")
             for name, knob in KNOBS.items()
             if knob.moves
         }
-        self.button.observe(lambda _: self._failed.clear(), names="value")
-        for region in self.regions.values():
-            region.add_class("gpumem-what-if")
-        self.key = Region(role="group", label="what the signs of what if mean")
-        self.key.add_class("gpumem-what-if-key")
+        self.key = _region("gpumem-what-if-key", "what the signs of what if mean")
+        self.lines = _region("gpumem-batch-lines", "reserved memory against the batch size")
 
     def follow(self, names: Sequence[str]) -> None:
         """Show what is known of flips of these knobs, and ask for what is not."""
         session, history = self._session, self._session.history
+        self._keep_up()
+        answers, known = self._answers, history.foreseen
         is_open = self.button.value and session.workload is not None and not session.ended
-        if history is not self._of:
-            self._of = history
-            self._failed.clear()
-            self._largest.clear()
-        asked = history.asked[-1] if history.asked else None
-        state = (is_open, session.settings, history.model_version, asked, len(self._failed), len(self._largest), names)
+        counts = len(known), len(answers.failed), len(answers.largest), len(answers.peaks)
+        state = (is_open, session.settings, history.model_version, answers.waits_at, counts, names)
         if state != self._shown:
             self._shown = state
             self._show(names if is_open else ())
-        if is_open and not self._asking and not session.busy and (question := self._question(names)):
+        rests = self._asking or session.busy or answers.waits_at is not None or time.monotonic() < self._rests_until_s
+        if is_open and not rests and (question := self._question(names)):
             self._asking = True
-            self._submit(question)
+            self._submit(partial(self._ask, answers, question))
 
     def refusal(self, name: str, value: str) -> str:
         """Why nobody should give this value to this knob; empty where nothing speaks against it.
 
-        While it is open, what is not known yet is predicted first.
+        While it is open, what is not known yet is predicted first, unless somebody waits for the ranks.
         """
         session = self._session
         if name not in self.regions or session.workload is None:
             return ""
         try:
-            settings = session.settings.replace(**{name: value})
-            foreseen = session.foreseen(settings)
-            if foreseen is None and self.button.value:
+            foreseen = session.foreseen(session.settings.replace(**{name: value}))
+            if foreseen is None and self.button.value and not session.busy:
                 foreseen = session.predict(**{name: value})
         except GpumemError:  # whoever sets it will hear of it
             return ""
         return foreseen.refusal if foreseen else ""
 
+    def _begin_anew(self) -> None:
+        """Somebody has opened or closed it: all may be asked for, what failed and after a cell too."""
+        history = self._session.history
+        self._answers = _Answers(history, history.model_version, history.loaded_as)
+
+    def _keep_up(self) -> None:
+        """Forget what does not hold any more."""
+        history, answers = self._session.history, self._answers
+        if history is not answers.history or history.model_version != answers.version:
+            of_a_cell = history is answers.history and history.loaded_as == answers.loaded_as
+            waits_at = history.steps if of_a_cell and answers.version >= 0 else None
+            self._answers = _Answers(history, history.model_version, history.loaded_as, waits_at)
+        elif history.steps != answers.waits_at:
+            answers.waits_at = None
+        passed = [question for question, step in answers.failed_at.items() if step != history.steps]
+        for question in passed:
+            del answers.failed_at[question]
+            answers.failed.pop(question, None)
+
     def _show(self, names: Sequence[str]) -> None:
-        session, now = self._session, self._session.settings
+        session, now, answers = self._session, self._session.settings, self._answers
         for name, region in self.regions.items():
             rows = [
-                wording.flip(KNOBS[name].text(getattr(flip, name)), session.foreseen(flip), self._why_not(flip), now)
+                wording.flip(
+                    KNOBS[name].text(getattr(flip, name)),
+                    session.foreseen(flip),
+                    answers.failed.get((FLIP, flip), ""),
+                    flip.same_mathematics(now),
+                )
                 for flip in (self._flips([name]) if name in names else ())
             ]
-            if name == "batch_size" and (largest := self._largest.get(self._key(now))) is not None and rows:
-                rows.append(wording.largest(largest))
+            if name == "batch_size" and now in answers.largest and rows:
+                rows.append(wording.largest(answers.largest[now], self._samples))
             region.html = "".join(rows)
-        limits = [reading.limit_bytes for reading in session.history.readings if reading]
-        self.key.html = wording.flip_key(limits) if names else ""
+        limits = [reading.limit_bytes for reading in session.history.readings if reading and reading.limit_bytes]
+        limit = min(limits, default=None)
+        self.key.html = wording.flip_key(limit, answers.waits_at is not None) if names else ""
+        lines = {name: answers.peaks[about] for name, about in self._lines(names) if about in answers.peaks}
+        self.lines.html = batch_lines.picture(lines, now.batch_size, limit)
 
-    def _question(self, names: Sequence[str]) -> Callable[[], object] | None:
+    @property
+    def _samples(self) -> int | None:
+        """How many there are for a micro-batch, if that is known."""
+        session = self._session
+        length = session.workload.dataset_len if session.workload else None
+        return length and length // session.size // session.settings.accumulation_steps
+
+    def _question(self, names: Sequence[str]) -> _Question | None:
         """The next thing to find out."""
-        session, now = self._session, self._session.settings
-        unknown = (flip for flip in self._flips(names) if session.foreseen(flip) is None and not self._why_not(flip))
-        if flip := next(unknown, None):
-            changes = flip.changed_from(now)
-            return lambda: self._ask(flip, lambda: session.predict(**changes))
-        batched = session.workload is None or session.workload.data.batched
-        key = self._key(now)
-        if "batch_size" in names and not batched and key not in self._largest and not self._why_not(now):
-            return lambda: self._ask(now, self._find_largest)
-        return None
+        session, answers, now = self._session, self._answers, self._session.settings
+        questions = [(FLIP, flip) for flip in self._flips(names) if session.foreseen(flip) is None]
+        if "batch_size" in names and session.workload and not session.workload.data.batched:
+            questions += [(LARGEST, now)] if now not in answers.largest else []
+            questions += [(LINE, about) for _, about in self._lines(names) if about not in answers.peaks]
+        return next((question for question in questions if question not in answers.failed), None)
 
-    def _ask(self, about: Settings, question: Callable[[], object]) -> None:
-        key = self._key(about)
+    def _ask(self, answers: _Answers, question: _Question) -> None:
+        session = self._session
+        kind, about = question
+        began_s = time.monotonic()
         try:
-            question()
-        except Exception as error:
-            self._failed[key] = str(error)  # and not asked for again
+            now = session.settings
+            changes: dict[str, Any] = about.changed_from(now)
+            if kind == FLIP:
+                session.predict(**changes)
+            elif kind == LARGEST:
+                answers.largest[about] = session.largest_batch(**changes)
+            else:
+                answers.peaks[about] = session.peaks_by_batch(**changes)
+        except Exception as error:  # and is not asked for again, unless it may go well later
+            answers.failed[question] = str(error)
+            if not isinstance(error, InvalidInput | WorkloadError):
+                answers.failed_at[question] = session.history.steps
             if not isinstance(error, GpumemError):
                 raise
         finally:
+            ended_s = time.monotonic()
+            if session.playing:  # which shall come to something between two questions
+                self._rests_until_s = ended_s + (ended_s - began_s)
             self._asking = False
 
-    def _find_largest(self) -> None:
-        key = self._key(self._session.settings)
-        self._largest[key] = self._session.largest_batch()
+    def _lines(self, names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
+        """The present settings and what changes how peaks grow with the batch, with names."""
+        if names:
+            yield "as it is", self._session.settings
+        for flip in self._flips([name for name in LINES_OF if name in names]):
+            yield short(self._session.settings, flip), flip
 
     def _flips(self, names: Sequence[str]) -> Iterator[Settings]:
+        """What the present settings may be flipped to, as far as that goes with what is loaded."""
         session = self._session
+        batched = session.workload is not None and session.workload.data.batched
         for knobs in single_flips(session.settings):
             [(name, value)] = knobs.items()
             refuses = KNOBS[name].refuses
-            if name in names and not (refuses and refuses(value, session.workload)):
-                yield session.settings.replace(**knobs)
+            if name not in names or (name == "batch_size" and batched):
+                continue
+            with suppress(InvalidInput):  # half or twice of it may not be allowed
+                if not (refuses and refuses(value, session.workload)):
+                    yield session.settings.replace(**knobs)
 
-    def _why_not(self, about: Settings) -> str:
-        return self._failed.get(self._key(about), "")
 
-    def _key(self, about: Settings) -> _Key:
-        return self._session.history.model_version, about
+def _region(css_class: str, label: str) -> Region:
+    region = Region(role="group", label=label)
+    region.add_class(css_class)
+    return region

@@ -49,6 +49,7 @@ class Panel:
         self._session = session
         self.big = big
         self._actions = Actions(self._refused, self._refresh)
+        self._questions = Actions(_log.warning, self._refresh)
         self._refreshing = threading.RLock()
         self._shown: tuple[Any, ...] = ()
         self._heard_s = time.monotonic()
@@ -85,6 +86,7 @@ class Panel:
         self._closing.set()
         self._kept.close()
         self._actions.close()
+        self._questions.close()
         with self._refreshing:
             for widget in (self._sidecar, *_family(self.view)):
                 if widget is not None:
@@ -94,6 +96,7 @@ class Panel:
         """Keep the panel up to date until it is closed or the session ends, and do what its controls ask for."""
         if self._worker is None:
             self._worker = threads.start(self._actions.work, "gpumem_nb panel actions")
+            threads.start(self._questions.work, "gpumem_nb panel questions")
         if self._watcher is None or not self._watcher.is_alive():
             self._shown = ()
             self._watcher = threads.start(self._watch, "gpumem_nb panel")
@@ -108,7 +111,7 @@ class Panel:
     def _make(self) -> Any:
         self._ranks = self._session.ranks
         self._charts = Charts(self._ranks, BIG if self.big else 1.0)
-        self._controls = Controls(self._session, self._ask, self._actions.submit)
+        self._controls = Controls(self._session, self._ask, self._questions.submit)
         self._status = _region("gpumem-status", "status", "what is happening")
         self._alert = _region("gpumem-alert", "alert", "")
         self._effect = _region("gpumem-effect", "status", "before and after the latest change")
@@ -136,7 +139,7 @@ class Panel:
         fits = box(self._fits, "gpumem-fits")
         message = box([self._alert, self._dismiss, fits, self._filling], "gpumem-message")
         view_of = box([self._pin, self._latest, self._smooth, self._log_loss], "gpumem-choices")
-        knobs = [self._controls.knobs, self._controls.more, self._controls.key]
+        knobs = [self._controls.knobs, self._controls.more, self._controls.foreseen]
         view = ipywidgets.VBox(
             [
                 css,

@@ -68,6 +68,9 @@ class Steered(Protocol):
     def foreseen(self, settings: Settings | None = None) -> Prediction | None:
         """What was predicted last for these settings, or the present ones."""
 
+    def peaks_by_batch(self, **knobs: Any) -> dict[int, int]:
+        """Reserved bytes by ``batch_size``."""
+
     def largest_batch(self, **knobs: Any) -> int:
         """The largest ``batch_size`` that fits."""
 

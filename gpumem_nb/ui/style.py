@@ -105,6 +105,10 @@ CSS = """<style>
 .gpumem-panel .gpumem-tight { --look: #E69F00; }
 .gpumem-panel .gpumem-too-large { --look: #D55E00; }
 .gpumem-panel .gpumem-what-if-key p { margin: 0.1em 0; font-size: 0.82em; color: var(--jp-ui-font-color2, inherit); }
+.gpumem-panel .gpumem-foreseen { display: block; }
+.gpumem-panel .gpumem-batch-lines > svg { display: block; width: 100%; max-width: 60em; font-size: 12px; }
+.gpumem-panel .gpumem-batch-lines text { fill: var(--jp-ui-font-color1, currentColor); }
+.gpumem-panel .gpumem-batch-lines .gpumem-axis { stroke: var(--jp-border-color1, #888); }
 .gpumem-panel .gpumem-tiles { display: grid; grid-template-columns: repeat(5, minmax(0, 1fr)); gap: 0.4em;
   margin: 0.5em 0 0.3em; }
 .gpumem-panel .gpumem-tiles > div { border: 1px solid var(--jp-border-color2, currentColor); border-radius: 4px;

@@ -13,8 +13,8 @@ from ..report.breakdown import place
 from ..report.configurations import Effect
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
+from ..shared.forecast import MOST_BATCH
 from ..shared.messages import Leak, RankInfo, Reading
-from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
 from .advice import FIXED, what_helps
 from .bands import Peak, above_median, worst_first
@@ -131,19 +131,19 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
     return f"<div><span>{escape(flip)}</span> {peaks} <span>{escape(effect.speed)}</span></div>"
 
 
-def flip(value: str, foreseen: Prediction | None, why_not: str, now: Settings) -> str:
+def flip(value: str, foreseen: Prediction | None, why_not: str, same_mathematics: bool) -> str:
     """What a flip to this value would need; ``why_not``: why nothing can be said, empty while it is looked for."""
     if foreseen is None:
         size = "n/a" if why_not else "…"
         return (
-            f'<div class="gpumem-flip" title="{escape(why_not or "being predicted")}">'
+            f'<div class="gpumem-flip" title="{escape(why_not or "not predicted yet")}">'
             f"<b></b><span>{escape(value)}</span><em>{size}</em></div>"
         )
     sign, look = _VERDICTS.get(foreseen.verdict, ("", "will-fit"))
-    limit = foreseen.limit_bytes or foreseen.high_bytes
+    limit = foreseen.limit_bytes or foreseen.high_bytes or 1
     live, reserved = (100 * min(1, size / limit) for size in (foreseen.live_peak_bytes, foreseen.reserved_peak_bytes))
     rate = "" if foreseen.samples_per_s is None else f"{format_rate(foreseen.samples_per_s)}/s"
-    other = "" if foreseen.settings.same_mathematics(now) else f" {_OTHER_MATHEMATICS}"
+    other = "" if same_mathematics else f" {_OTHER_MATHEMATICS}"
     return (
         f'<div class="gpumem-flip gpumem-{look}" title="{escape(str(foreseen))}">'
         f'<b role="img" aria-label="{escape(foreseen.verdict)}">{sign}</b><span>{escape(value)}{other}</span>'
@@ -152,16 +152,19 @@ def flip(value: str, foreseen: Prediction | None, why_not: str, now: Settings) -
     )
 
 
-def largest(batch_size: int) -> str:
-    """The last line below the flips of the batch size."""
+def largest(batch_size: int, samples: int | None) -> str:
+    """The last line below the flips of the batch size; ``samples``: as many as there are for it, if that is known."""
     most = f"{batch_size:,} at most" if batch_size else "not even 1 fits"
+    if batch_size == (samples or MOST_BATCH):
+        most = f"{batch_size:,} at most (all data)" if samples else "any fits"
     return f'<div class="gpumem-flip"><b></b><span>{most}</span></div>'
 
 
-def flip_key(limits: Sequence[int | None]) -> str:
-    """What the signs and bars of flips mean."""
-    limit = min((limit for limit in limits if limit), default=None)
-    of = f", of {format_bytes(limit)}" if limit else ""
+def flip_key(limit_bytes: int | None, waits: bool) -> str:
+    """What the signs and bars of flips mean; ``waits``: for the next step."""
+    if waits:
+        return "<p>Code ran on the ranks: what flips would need is asked for with the next step.</p>"
+    of = f", of {format_bytes(limit_bytes)}" if limit_bytes else ""
     signs = ", ".join(f"{sign} {verdict}" for verdict, (sign, _) in _VERDICTS.items())
     return (
         f"<p>{signs}; {_OTHER_MATHEMATICS} other mathematics. Live peaks, as bars with reserved memory in pale{of}, on "

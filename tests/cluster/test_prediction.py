@@ -102,6 +102,16 @@ def test_throughput_is_that_of_steps_which_are_waited_for(own: Session, knobs: d
     assert foreseen.low_samples_per_s < foreseen.samples_per_s < foreseen.high_samples_per_s  # type: ignore[operator]
 
 
+def test_peaks_by_batch_are_those_of_predictions(own: Session) -> None:
+    peaks = own.peaks_by_batch(checkpointing="blocks")
+    assert list(peaks) == [2, 4, 8, 16, 32, 64]
+    for size in (4, 8, 64):
+        assert peaks[size] == own.predict(batch_size=size, checkpointing="blocks").reserved_peak_bytes
+    assert list(own.peaks_by_batch(batch_size=100)) == [25, 50, 100, 128], "256 samples on two ranks"
+    with pytest.raises(InvalidInput, match="did you mean 'checkpointing'"):
+        own.peaks_by_batch(chekpointing="blocks")
+
+
 def test_what_does_not_fit_has_no_throughput(own: Session) -> None:
     foreseen = own.predict(batch_size=128)
     assert (foreseen.verdict, foreseen.samples_per_s) == (DOES_NOT_FIT, None)

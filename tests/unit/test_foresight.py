@@ -10,9 +10,10 @@ import pytest
 
 from gpumem_nb.kernel.history import History
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
-from gpumem_nb.planning.score import Asked, known
+from gpumem_nb.planning.score import Asked
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.ui import foresight as foresight_room
 from gpumem_nb.ui.controls import Controls
 from gpumem_nb.ui.foresight import Foresight
 
@@ -26,7 +27,9 @@ class Session:
 
     def __init__(self) -> None:
         self.history, self.settings, self.ended, self.busy, self.playing = History(2), Settings(), "", False, False
-        self.workload: Any = SimpleNamespace(name="mine", data=SimpleNamespace(batched=False), own_optimizer=False)
+        data = SimpleNamespace(batched=False, batch_size=None)
+        self.workload: Any = SimpleNamespace(name="mine", data=data, own_optimizer=False, dataset_len=None)
+        self.size = 2
         self.asked: list[dict[str, Any]] = []
         self.fails: type[Exception] | None = None
 
@@ -38,15 +41,19 @@ class Session:
         size = wanted.batch_size * MIB
         verdict = FITS if size <= LIMIT else DOES_NOT_FIT
         one = Prediction(wanted, size, size, None, size, size, LIMIT, verdict, {}, "forward", "", "", 0.1)
-        self.history.asked.append(Asked(one, "mine", self.settings, 0, self.history.model_version))
+        self.history.predicted(Asked(one, "mine", self.settings, 0), self.history.model_version)
         return one
 
     def foreseen(self, settings: Settings) -> Prediction | None:
-        return known(self.history.asked, self.history.model_version, settings)
+        return self.history.foreseen.get(settings)
 
     def largest_batch(self) -> int:
         self.asked.append({"largest": True})
         return 100
+
+    def peaks_by_batch(self, **knobs: Any) -> dict[int, int]:
+        self.asked.append({"line": knobs})
+        return {size: size * MIB for size in (8, 32, 128)}
 
     def set(self, **knobs: Any) -> Settings:
         self.settings = self.settings.replace(**knobs)
@@ -66,6 +73,11 @@ def foresight(session: Session) -> Foresight:
     return made
 
 
+def load(session: Session) -> None:
+    session.history.loaded_as += 1
+    session.history.model_may_have_changed()
+
+
 def look(foresight: Foresight, times: int = 9) -> None:
     for _ in range(times):
         foresight.follow(NAMES)
@@ -76,26 +88,82 @@ def test_it_asks_for_every_flip_once_and_again_when_the_model_may_have_changed(
 ) -> None:
     look(foresight)
     first = [{"precision": "fp16"}, {"precision": "bf16"}, {"batch_size": 16}, {"batch_size": 64}, {"largest": True}]
+    first += [{"line": knobs} for knobs in ({}, {"precision": "fp16"}, {"precision": "bf16"})]
     assert session.asked == first
     shown = foresight.regions["batch_size"].html
     assert "16.0 MiB" in shown
     assert "64.0 MiB" in shown
     assert "100 at most" in shown
+    assert foresight.lines.html.count("<polyline") == 3
+    assert "as it is" in foresight.lines.html
     assert "other mathematics" in foresight.key.html
     look(foresight)
     assert session.asked == first
-    session.history.model_version += 1
+    load(session)
     look(foresight)
     assert session.asked == first * 2
+
+
+def test_after_a_cell_it_asks_with_the_next_step_and_no_earlier(session: Session, foresight: Foresight) -> None:
+    look(foresight)
+    session.asked = []
+    session.history.model_may_have_changed()
+    look(foresight)
+    assert session.asked == []
+    assert "with the next step" in foresight.key.html
+    session.history.steps += 1
+    look(foresight)
+    assert len(session.asked) == 8
+    session.history.model_may_have_changed()
+    foresight.button.value = False
+    foresight.button.value = True
+    look(foresight)
+    assert len(session.asked) == 16, "whoever opens it wants to know"
+
+
+def test_a_prediction_of_the_model_as_it_was_is_not_kept(session: Session) -> None:
+    old = session.history.model_version
+    session.history.model_may_have_changed()
+    one = session.predict(batch_size=64)
+    session.history.model_may_have_changed()
+    session.history.predicted(Asked(one, "mine", session.settings, 0), old)
+    assert session.foreseen(one.settings) is None
+
+
+def test_a_setting_that_was_changed_meanwhile_marks_no_flip_as_other_mathematics(
+    session: Session, foresight: Foresight
+) -> None:
+    look(foresight)
+    session.set(learning_rate=0.5)
+    foresight.follow(["checkpointing"])
+    look(foresight)
+    foresight.follow(["checkpointing"])
+    assert "≠" not in foresight.regions["checkpointing"].html
+    foresight.follow(["precision"])
+    assert foresight.regions["precision"].html.count("≠") == 2
+
+
+def test_data_with_micro_batches_of_its_own_have_no_batch_size_to_flip(session: Session, foresight: Foresight) -> None:
+    session.workload.data.batched = True
+    look(foresight)
+    assert session.asked == [{"precision": "fp16"}, {"precision": "bf16"}]
+    assert foresight.regions["batch_size"].html == ""
+
+
+def test_a_flip_that_is_not_allowed_is_left_out(session: Session, foresight: Foresight, monkeypatch: Any) -> None:
+    monkeypatch.setattr(foresight_room, "single_flips", lambda _: iter([{"batch_size": -1}, {"batch_size": 64}]))
+    look(foresight)
+    assert session.asked[0] == {"batch_size": 64}
+    assert foresight.regions["batch_size"].html.count('class="gpumem-flip') == 2
 
 
 def test_closed_it_asks_and_shows_nothing(session: Session, foresight: Foresight) -> None:
     look(foresight)
     foresight.button.value, session.asked = False, []
-    session.history.model_version += 1
+    load(session)
     look(foresight)
     assert session.asked == []
-    assert not any(region.html for region in (*foresight.regions.values(), foresight.key))
+    assert not any(region.html for region in (*foresight.regions.values(), foresight.key, foresight.lines))
 
 
 def test_it_waits_while_somebody_waits_for_the_ranks(session: Session, foresight: Foresight) -> None:
@@ -105,7 +173,7 @@ def test_it_waits_while_somebody_waits_for_the_ranks(session: Session, foresight
     assert "…" in foresight.regions["precision"].html
     session.busy = False
     look(foresight)
-    assert len(session.asked) == 5
+    assert len(session.asked) == 8
 
 
 @pytest.mark.parametrize("fails", [WorkloadError, RuntimeError])
@@ -121,7 +189,7 @@ def test_what_cannot_be_said_is_not_asked_for_for_ever(session: Session, fails: 
     foresight = Foresight(session, submit)  # type: ignore[arg-type]
     foresight.button.value, session.fails = True, fails
     look(foresight)
-    assert len(session.asked) == 5
+    assert len(session.asked) == 8, "each once"
     assert told == ["it cannot be said"] * 4 * (fails is RuntimeError)
     assert foresight.regions["precision"].html.count("n/a") == 2
     assert 'title="it cannot be said"' in foresight.regions["precision"].html

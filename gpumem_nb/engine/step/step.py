@@ -77,7 +77,8 @@ class Stepper:
         voting: how the ranks come to the same end.
         began_s: when the latest step began, on the clock of ``time.monotonic``.
         record: the allocations of the latest step, if it was recorded.
-        work_s: what the latest step took whose update was prepared to be undone, without that.
+        work_s: what the latest step took whose update was prepared to be undone, without that and without ``data_s``.
+        data_s: how long the latest step waited for its data.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Stepper:
         self._phase = "settings"
         self.began_s = time.monotonic()
         self.record: Account | None = None
-        self.work_s = 0.0
+        self.work_s = self.data_s = 0.0
         self._reduction_s = 0.0
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
@@ -145,6 +146,7 @@ class Stepper:
                 self._stream.make_ready(self._live.settings.batch_size, self._live.settings.accumulation_steps)
         except BaseException as error:
             return self.failure(error)
+        self.data_s = time.monotonic() - self.began_s
         return None
 
     def _attempt(
@@ -204,7 +206,7 @@ class Stepper:
             collectives.check()
             before = ForwardUndo(self._forward_state)
             self.voting.begin(order)
-            with self._leaks.step():
+            with nullcontext() if order.trial else self._leaks.step():
                 return before, self._forward_backward(), None
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self.failure(error)
@@ -222,7 +224,9 @@ class Stepper:
         with updates_refused(), interruptible():
             count = settings.accumulation_steps
             batches = self._stream.micro_batches(settings.batch_size, count)
+            waits_since_s = time.monotonic()
             for index, batch in enumerate(micro_batches(self._loss, self._live.model, batches, count)):
+                self.data_s += time.monotonic() - waits_since_s
                 batch = to_device(batch, device, copy=self._stream.foreign)
                 if Recorder.current:
                     Recorder.current.claim(INPUTS, tensors_in(batch))
@@ -237,7 +241,7 @@ class Stepper:
                     self.voting.arm()
                 (scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
                 total += loss.detach().float()
-                self.phase = "data"
+                self.phase, waits_since_s = "data", time.monotonic()
             self._live.finished_backward()
         return total
 
@@ -259,7 +263,7 @@ class Stepper:
             copied_s = time.monotonic() - copied_since_s
             with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
                 self._update()
-            self.work_s = time.monotonic() - self.began_s - copied_s
+            self.work_s = time.monotonic() - self.began_s - copied_s - self.data_s
             if trial and Recorder.current:
                 self.record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,10 +13,12 @@ from ...shared.messages import Chunk, Failure
 from ..together.agreement import any_rank
 
 MOST_STEPS = 5  # after one that warms up
-LONGEST_S = 0.3  # no further step is begun after that
+LONGEST_S = 0.3  # no further step is begun after that, but for the second
+LONGEST_FIRST_S = 2.0  # nor after a first one that took so long, of which warming up is a small part
+LEAST_SHARE = 0.25  # of two micro-batches that the second one takes, whatever noise says
 
 Trying = Callable[[Chunk], AbstractContextManager[Failure | None]]
-Step = Callable[[Failure | None, Chunk], tuple[float, Failure | None]]
+Step = Callable[[Failure | None, Chunk], tuple[float, float, Failure | None]]
 
 
 def timed(trying: Trying, step: Step, chunk: Chunk) -> Timing:
@@ -25,7 +28,8 @@ def timed(trying: Trying, step: Step, chunk: Chunk) -> Timing:
 
     Args:
         trying: inside of it steps are under the settings of a chunk; gives why these cannot be applied.
-        step: takes a step of it, unless something failed before, and undoes it: what it worked in seconds, or why not.
+        step: takes a step of it, unless something failed before, and undoes it: what it worked and how long it waited
+            for data in seconds, or why not.
         chunk: a trial of the settings to time.
     """
 
@@ -38,18 +42,25 @@ def timed(trying: Trying, step: Step, chunk: Chunk) -> Timing:
     if not two or count <= 2:
         return Timing(tuple(two), failure)
     one, failure = times(1)
-    pairs = zip(sorted(two), sorted(one), strict=False)
-    return Timing(tuple(of_two + (count - 2) * max(0.0, of_two - of_one) for of_two, of_one in pairs), failure)
+    if not one:
+        return Timing((), failure)
+    least = statistics.median(one)
+    return Timing(tuple(of_two + (count - 2) * max(LEAST_SHARE * of_two, of_two - least) for of_two in two), failure)
 
 
 def _times(trying: Trying, step: Step, chunk: Chunk) -> tuple[list[float], Failure | None]:
+    """Each step with what the first waited for data: later ones get the same samples, which are there already."""
     found: list[float] = []
+    data_s = 0.0
     with trying(chunk) as why_not:
         began_s = time.monotonic()
         while True:
-            work_s, failure = step(why_not, chunk)
+            work_s, waited_s, failure = step(why_not, chunk)
             if any_rank(failure is not None, "timing"):
                 return [], failure
-            found.append(work_s)
-            if any_rank(len(found) > MOST_STEPS or time.monotonic() - began_s > LONGEST_S, "timing on"):
-                return found[1:] or found, None  # of a step that takes that long, warming up is a small part
+            data_s = data_s if found else waited_s
+            found.append(work_s + data_s)
+            took_s = time.monotonic() - began_s
+            longest_s = LONGEST_S if len(found) > 1 else LONGEST_FIRST_S
+            if any_rank(len(found) > MOST_STEPS or took_s > longest_s, "timing on"):
+                return found[1:] or found, None

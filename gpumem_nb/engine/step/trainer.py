@@ -172,11 +172,7 @@ class Trainer:
         self.live.close()
 
     def run(self, chunk: Chunk) -> ChunkReply:
-        """Train one chunk.
-
-        Ends early, on every rank at the same step, when any rank could not finish a step or was nudged, and with an
-        evaluation.
-        """
+        """Train one chunk, which ends early on all ranks alike: after a failure, a nudge or an evaluation."""
         if chunk.settings_id == self._failed_id:
             return ChunkReply(self.stream.rank, (), self._device.reading())
         with self.drawing():
@@ -237,12 +233,13 @@ class Trainer:
     def time_steps(self, settings: Settings) -> Timing:
         """How long steps under other settings take, which are undone on all ranks."""
 
-        def step(failure: Failure | None, chunk: Chunk) -> tuple[float, Failure | None]:
+        def step(failure: Failure | None, chunk: Chunk) -> tuple[float, float, Failure | None]:
             outcome, _ = self._step(failure, chunk)
-            return self._stepper.work_s, outcome.failure
+            # Workers fetch while steps are taken; steps that are undone would wait for each of them to begin.
+            return self._stepper.work_s, 0.0 if settings.num_workers else self._stepper.data_s, outcome.failure
 
         reserved = self._device.reading().reserved_bytes
-        with self._unscaled(), self.drawing():
+        with self._aside(settings):
             timing = timed(self._trying, step, Chunk(settings, _NO_CONFIGURATION, 1, trial=True))
         if self._device.reading().reserved_bytes > reserved:  # what larger steps leave is not what training needs
             self._device.empty_cache()
@@ -254,7 +251,7 @@ class Trainer:
         Those are undone on all ranks. ``most`` is the largest batch size of which the largest that fits is looked for;
         with 0 none is.
         """
-        with self._unscaled(), self.drawing():
+        with self._aside(settings):
             traces, failure, failed_batch = self._small_steps(settings, small)
         reading, room = self._device.reading(), self._device.room()
         if failed_batch:
@@ -265,14 +262,18 @@ class Trainer:
         return Forecasts(self.steps, reading, of, largest(steps, limit, most) if most else 0)
 
     @contextmanager
-    def _unscaled(self) -> Iterator[None]:
-        """A scale that has yet to settle would let fp16 skip the update, and with it the optimizer's state."""
+    def _aside(self, settings: Settings) -> Iterator[None]:
+        """Inside, steps are taken that are not training's, under settings that may be unknown here."""
+        settings.check_known()
         scaler_state = self.live.scaler.state_dict()
         try:
+            # A scale that has yet to settle would let fp16 skip the update, and with it the optimizer's state.
             self.live.replace_scaler(scaler_state | ({"scale": 1.0} if scaler_state else {}))
-            yield
+            with self.drawing():
+                yield
         finally:
             self.live.replace_scaler(scaler_state)
+            self._device.reset_peak()
 
     def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[list[Trace], Failure | None, int]:
         """One step of each size, undone: what they allocated, or what went wrong here if anything did, and at which."""
