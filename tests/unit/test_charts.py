@@ -232,4 +232,4 @@ def test_the_rank_that_the_others_wait_for_is_named_over_the_throughput() -> Non
     rows = [[sample(step, rank, reduction_s=0.05 - 0.04 * rank) for step in range(1, 9)] for rank in range(2)]
     _, layout = drawn(View.of([info(0), info(1)], [reading(), reading()], rows, lambda _: Settings()))
     titles = [note["text"] for note in layout["annotations"]]
-    assert "<b>Samples/s (rank 1 is slowest, others wait 40 %)</b>" in titles
+    assert "<b>Samples/s (others wait 40 % for rank 1)</b>" in titles
