@@ -22,6 +22,7 @@ FLIPS = (("precision", "bf16"), ("checkpointing", "blocks"), ("batch_size", "64"
 TOO_LARGE = ("batch_size", "375")
 LAST = ("checkpointing", "sqrt")
 STEPS = 15
+LINES = 5  # of peaks against the batch: as it is, two other precisions, two ways of checkpointing
 
 
 class Studio:
@@ -132,8 +133,9 @@ def planning(studio: Studio) -> None:
     """What every flip would need, and one that will not fit."""
     with studio.panel(2) as panel:
         _train(panel)
+        panel.pause()
         panel.press("what if")
-        expect(panel.page.locator(".gpumem-flip").filter(has_text="at most")).to_be_visible()
+        expect(panel.page.locator(".gpumem-batch-lines polyline")).to_have_count(LINES)
         panel.choose(*TOO_LARGE)
         expect(panel.error(TOO_LARGE[0])).to_contain_text("will not fit: ")
         studio.picture(panel, "planning")

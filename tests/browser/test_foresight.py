@@ -36,7 +36,8 @@ def test_every_flip_is_foreseen_at_its_knob(panel: PanelPage) -> None:
     panel.press("what if")
     try:
         flips = panel.page.locator(".gpumem-panel .gpumem-flip")
-        expect(flips.filter(has_text="at most")).to_be_visible()  # the last thing that is found out
+        expect(flips.filter(has_text="at most")).to_be_visible()
+        expect(panel.page.locator(".gpumem-batch-lines polyline")).to_have_count(5)  # the last thing that is found out
         expect(flips.filter(has_text="…")).to_have_count(0)
         expect_tidy(panel)
         for knob, value in (("checkpointing", "blocks"), ("precision", "bf16")):
