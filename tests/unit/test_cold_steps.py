@@ -1,0 +1,90 @@
+"""What a dry step holds, and that it holds the same each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpumem_nb as gm
+from gpumem_nb.engine.dry.batches import Batches
+from gpumem_nb.engine.dry.step import DryStep
+from gpumem_nb.memory.ledger.trace import CODE, Trace
+from gpumem_nb.shared.categories import COMMUNICATION
+from gpumem_nb.shared.dry_run import Kernels
+from gpumem_nb.shared.settings import Settings
+
+WIDTH, DEPTH = 64, 3
+
+
+def rows() -> list[tuple[Tensor, int]]:
+    return [(torch.zeros(WIDTH), index % WIDTH) for index in range(8)]
+
+
+def workload(model: Callable[[], nn.Module], data: Any = rows) -> gm.Workload:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs = batch[0].to(next(model.parameters()).dtype)
+        return nn.functional.cross_entropy(model(inputs).float(), batch[1])
+
+    return gm.Workload("mine", model, data, loss)
+
+
+def dry_step(model: Callable[[], nn.Module]) -> DryStep:
+    settings = Settings(optimizer="sgd", optimizer_impl="loop")
+    return DryStep(workload(model), Batches(rows()), settings, Kernels(True, 1024))
+
+
+def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(DEPTH)))
+
+
+def sent_bytes(trace: Trace) -> int:
+    """Of copies that are alive at once."""
+    sent = trace.category == CODE[COMMUNICATION]
+    of_sent = sent[abs(trace.event) - 1]
+    phases = {trace.phases[phase] for phase in trace.phase[of_sent]}
+    assert phases <= {"reduction"}
+    return int(max([0, *(trace.change * of_sent).cumsum()]))
+
+
+@pytest.mark.parametrize(("dtype", "bytes_a_weight"), [(torch.bfloat16, 4), (torch.float16, 4), (torch.float32, 0)])
+def test_gradients_of_16_bits_travel_as_copies_of_32(dtype: torch.dtype, bytes_a_weight: int) -> None:
+    trace = dry_step(lambda: layers(dtype)).trace(2)
+    assert sent_bytes(trace) == DEPTH * (WIDTH * WIDTH + WIDTH) * bytes_a_weight
+
+
+def test_gradients_that_do_not_lie_in_order_travel_as_copies() -> None:
+    def model() -> nn.Module:
+        first = nn.Linear(WIDTH, WIDTH, bias=False)
+        first.weight = nn.Parameter(first.weight.detach().t())
+        return nn.Sequential(first, nn.Linear(WIDTH, WIDTH))
+
+    assert sent_bytes(dry_step(model).trace(2)) == WIDTH * WIDTH * 4
+
+
+def test_weights_without_a_gradient_travel_as_zeros() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused, self.frozen = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+            self.frozen.requires_grad_(False)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.frozen(self.used(inputs))  # type: ignore[no-any-return]
+
+    assert sent_bytes(dry_step(Unused).trace(2)) == WIDTH * WIDTH * 4
+
+
+def test_a_sparse_gradient_travels_as_a_table() -> None:
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(100, WIDTH, sparse=True)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.table(inputs.long()).mean(1)  # type: ignore[no-any-return]
+
+    assert sent_bytes(dry_step(Looked).trace(2)) == 100 * (WIDTH + 1) * 4
