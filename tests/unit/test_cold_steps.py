@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import gpumem_nb as gm
+from gpumem_nb.engine.dry import kernels, scratch
 from gpumem_nb.engine.dry.batches import Batches
 from gpumem_nb.engine.dry.step import DryStep
+from gpumem_nb.internals.torch_internals import fake_mode
 from gpumem_nb.memory.ledger.trace import CODE, Trace
 from gpumem_nb.shared.categories import COMMUNICATION
 from gpumem_nb.shared.dry_run import Kernels
@@ -88,3 +90,49 @@ def test_a_sparse_gradient_travels_as_a_table() -> None:
             return self.table(inputs.long()).mean(1)  # type: ignore[no-any-return]
 
     assert sent_bytes(dry_step(Looked).trace(2)) == 100 * (WIDTH + 1) * 4
+
+
+HEADS, SHARED, LENGTH, HEAD = 8, 2, 64, 16
+
+
+def kept_by_grouped_attention(dtype: torch.dtype, ampere: bool, shared: int = SHARED) -> list[int]:
+    """Elements of each tensor that attention keeps where heads share keys and values."""
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    installed = kernels.install(Kernels(ampere, 0), fake=True)
+    try:
+        with fake_mode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            query = torch.zeros(1, HEADS, LENGTH, HEAD, dtype=dtype, requires_grad=True)
+            key = torch.zeros(1, shared, LENGTH, HEAD, dtype=dtype, requires_grad=True)
+            attend = nn.functional.scaled_dot_product_attention
+            attend(query, key, key, enable_gqa=True).sum().backward()
+            assert key.grad is not None
+            assert key.grad.shape == key.shape
+    finally:
+        del installed
+    return kept
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_keeps_shared_keys_and_values_as_they_are(dtype: torch.dtype) -> None:
+    kept = kept_by_grouped_attention(dtype, ampere=True)
+    assert max(kept) == HEADS * LENGTH * HEAD
+    assert kept.count(SHARED * LENGTH * HEAD) == 2
+    assert kept.count(HEADS * LENGTH * HEAD) == 2  # query and result
+
+
+@pytest.mark.parametrize(("dtype", "ampere"), [(torch.float32, True), (torch.float32, False), (torch.float16, False)])
+def test_shared_keys_and_values_keep_scores_without_flash(dtype: torch.dtype, ampere: bool) -> None:
+    assert max(kept_by_grouped_attention(dtype, ampere)) >= HEADS * LENGTH * LENGTH
+    assert max(kept_by_grouped_attention(dtype, ampere, shared=HEADS)) < HEADS * LENGTH * LENGTH
+
+
+def test_flash_takes_gradients_of_shared_keys_apart() -> None:
+    query, key = (torch.zeros(1, heads, LENGTH, HEAD, dtype=torch.float16) for heads in (HEADS, SHARED))
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    alone, shared = (scratch.operator_bytes(backward, (query, query, one, one), None) for one in (query, key))
+    assert shared - alone == 2 * HEADS * LENGTH * HEAD * 2
