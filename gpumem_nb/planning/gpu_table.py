@@ -23,6 +23,8 @@ _MIB = 2**20
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 NCCL_BYTES, NCCL_ERROR_BYTES = 300 * _MIB, 200 * _MIB
 """An estimate of what one NCCL communicator takes outside of torch's allocator; it grows with ranks and channels."""
+UNKNOWN_ERROR_BYTES = 500 * _MIB
+"""By how much what a GPU that nobody has named takes beside torch's allocator may be wrong, as for an estimate."""
 _SIZES = ("memory", "outside", "outside_error", "convolution")
 _RECORDED_ERROR_BYTES = 50 * _MIB
 
