@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from gpumem_nb.magics import planning
+from gpumem_nb.magics.planning import PlanningMagics
 from gpumem_nb.planning import cold, gpu_table
 
 MIB, GB = 2**20, 10**9
@@ -16,3 +24,45 @@ def test_a_size_alone_is_trusted_less_than_a_gpu_that_was_measured() -> None:
     }
     assert errors == {(True, 1): 50 * MIB, (True, 2): 250 * MIB, (False, 1): 500 * MIB, (False, 2): 700 * MIB}
     assert cold._asked(gpu, None, 1, False).limit_error_bytes == 0  # of no limit
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the magic asks for."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(planning, "predict", lambda workload, **arguments: found.update(arguments))
+    return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "text-gpt --gpu T4-16GB, A100-40GB batch_size=16",
+        "text-gpt --gpu T4-16GB ,A100-40GB",
+        "text-gpt --gpu T4-16GB , A100-40GB",
+        "text-gpt gpu=T4-16GB, A100-40GB",
+        "text-gpt gpu='T4-16GB, A100-40GB'",
+        "--gpu T4-16GB, A100-40GB",
+    ],
+)
+def test_a_space_beside_a_comma_is_said(line: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"GPUs are written without spaces around the commas.*--gpu T4-16GB,A100-40GB"):
+        PlanningMagics(InteractiveShell.instance()).hvd_predict(line)
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("line", "gpu", "memory"),
+    [
+        ("text-gpt --gpu 'T4-16GB, A100-40GB' --memory '24 GB' --ranks 4", "T4-16GB, A100-40GB", "24 GB"),
+        ('text-gpt gpu="T4-16GB,A100-40GB" memory="24GB" ranks=4', "T4-16GB,A100-40GB", "24GB"),
+    ],
+)
+def test_quotes_and_pairs_are_read_as_flags_are(line: str, gpu: str, memory: str, asked: dict[str, Any]) -> None:
+    PlanningMagics(InteractiveShell.instance()).hvd_predict(line)
+    assert asked == {"gpu": gpu, "memory": memory, "ranks": 4}
+
+
+def test_ranks_that_are_no_number_are_a_sentence() -> None:
+    with pytest.raises(UsageError, match="ranks='four' cannot be used: it must be a whole number"):
+        PlanningMagics(InteractiveShell.instance()).hvd_predict("text-gpt ranks=four")
