@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gpumem_nb as gm
-from gpumem_nb.engine.dry import kernels, scratch
+from gpumem_nb.engine.dry import answer, kernels, scratch
 from gpumem_nb.engine.dry.batches import Batches
 from gpumem_nb.engine.dry.step import DryStep
 from gpumem_nb.internals.torch_internals import fake_mode
@@ -136,3 +138,33 @@ def test_flash_takes_gradients_of_shared_keys_apart() -> None:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     alone, shared = (scratch.operator_bytes(backward, (query, query, one, one), None) for one in (query, key))
     assert shared - alone == 2 * HEADS * LENGTH * HEAD * 2
+
+
+def test_what_a_model_draws_is_the_same_in_each_step() -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(30))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            for layer in self.inside:
+                if random.random() < 0.5:
+                    inputs = layer(inputs)
+                if np.random.rand() < 0.5:
+                    inputs = inputs.tanh()
+            return self.inside[0](inputs)  # type: ignore[no-any-return]
+
+    before = random.getstate()
+    first, second = (dry_step(Skipping).trace(2) for _ in range(2))
+    assert list(first.change) == list(second.change)
+    assert random.getstate() == before
+
+
+def test_data_that_draws_is_the_same_in_each_prediction() -> None:
+    def data() -> Any:
+        lengths = int(torch.randint(10**4, ())), random.randrange(10**4), int(np.random.randint(10**4))
+        return [tuple(map(torch.zeros, lengths))] * 4
+
+    first, second = (answer._batches(workload(layers, data)).of(3) for _ in range(2))
+    assert len(first) == 3
+    assert [part.shape for part in first] == [part.shape for part in second]

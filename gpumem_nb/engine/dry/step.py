@@ -18,8 +18,10 @@ from ...shared.categories import COMMUNICATION, INPUTS
 from ...shared.dry_run import Kernels
 from ...shared.errors import InvalidInput
 from ...shared.knobs.optimizer import brings_none
+from ...shared.seeds import DEFAULT_SEED
 from ...shared.settings import Settings
 from ...shared.workload import Workload
+from ..random_state import seeded
 from ..step import optimizers
 from ..step.checkpointing import Checkpointing, find_blocks
 from ..step.checks import check_precision, check_tensors, checked_loss, checked_model, checked_optimizer
@@ -109,7 +111,9 @@ class DryStep:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
+        """Inside, tensors have no memory, and what is drawn is the same each time, as on ranks."""
         with ExitStack() as stack:
+            stack.enter_context(seeded(DEFAULT_SEED))
             stack.enter_context(self._mode)
             stack.enter_context(_Answers(self))
             yield
