@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 
 from ..cluster.shield import shielded
 from ..shared.dry_run import DryAnswer, DryRun
@@ -17,36 +19,41 @@ from ..shared.units import format_bytes
 MOST_BYTES = 4 * 2**30
 """Of data that the process may have; torch alone maps a part of them without using it."""
 TIMEOUT_S = 600
+_LOOKS_EVERY_S = 0.01
 _MODULE = "gpumem_nb.engine.dry"
 
 
 def ask(question: DryRun) -> DryAnswer:
-    """Take dry steps in a new process, which is gone when this returns, however it returns.
+    """Take dry steps in a new process, which is gone when this returns, however it returns, with all that it started.
 
     Raises:
         InvalidInput: what was asked for cannot be used with this workload.
         WorkloadError: the workload cannot be run, or the process ended without an answer.
     """
     command = [sys.executable, "-m", _MODULE, str(MOST_BYTES), str(os.getpid())]
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as answered, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=answered,  # which no helper of somebody's can keep open
             stderr=said,
             env=_environment(),
             start_new_session=True,  # the interrupt is the parent's
+            bufsize=0,
         )
         try:
-            out, _ = process.communicate(pickle.dumps(question), timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise WorkloadError(
-                f"The dry run took longer than {TIMEOUT_S} s and was ended. Predict a smaller model, or start ranks "
-                "(%hvd_start) and predict there."
-            ) from None
+            _tell(process, pickle.dumps(question))
+            in_time = _ends_within(process, TIMEOUT_S)
         finally:
             with shielded():  # from a second interrupt
                 _end(process)
+        if not in_time:
+            raise WorkloadError(
+                f"The dry run took longer than {TIMEOUT_S} s and was ended. Predict a smaller model, or start ranks "
+                "(%hvd_start) and predict there."
+            )
+        answered.seek(0)
+        out = answered.read()
         if process.returncode != 0 or not out:
             said.seek(0)
             raise WorkloadError(_ended(process.returncode, said.read().decode(errors="replace")))
@@ -56,9 +63,29 @@ def ask(question: DryRun) -> DryAnswer:
     return answer
 
 
+def _tell(process: subprocess.Popen[bytes], question: bytes) -> None:
+    """Send the question, as far as the process lives to read it."""
+    assert process.stdin
+    rest = memoryview(question)
+    with process.stdin as stdin, suppress(BrokenPipeError):
+        while rest:
+            rest = rest[stdin.write(rest) :]
+
+
+def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Whether the process ends in time; it is not waited for, so its number and its group stay its own."""
+    until_s = time.monotonic() + timeout_s
+    with suppress(ChildProcessError):  # somebody else has waited for it
+        while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_LOOKS_EVERY_S)
+    return True
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process, and with it those that it has started, such as workers of somebody's own."""
-    if process.returncode is None:  # nobody has waited for it, so its number and its group are its own
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
