@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -30,14 +31,16 @@ def ask(question: DryRun) -> DryAnswer:
         InvalidInput: what was asked for cannot be used with this workload.
         WorkloadError: the workload cannot be run, or the process ended without an answer.
     """
-    command = [sys.executable, "-m", _MODULE, str(MOST_BYTES), str(os.getpid())]
+    command = [sys.executable, "-m", _MODULE, str(_most_bytes()), str(os.getpid())]
+    folder = _folder()
     with tempfile.TemporaryFile() as answered, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=answered,  # which no helper of somebody's can keep open
             stderr=said,
-            env=_environment(),
+            env=_environment(folder),
+            cwd=None if folder else os.sep,
             start_new_session=True,  # the interrupt is the parent's
             bufsize=0,
         )
@@ -90,11 +93,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _environment() -> dict[str, str]:
-    """One thread, no GPU, and the modules that can be imported here."""
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+def _most_bytes() -> int:
+    """What the process may have, which is no more than this one may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    return MOST_BYTES if hard == resource.RLIM_INFINITY else min(MOST_BYTES, hard)
+
+
+def _folder() -> str | None:
+    """The working directory; ``None`` if it was deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+def _environment(folder: str | None) -> dict[str, str]:
+    """One thread, no GPU, and the modules that can be imported here, in the working directory of this process.
+
+    What is no text Python looks into neither, and relative paths lead nowhere from a folder that was deleted.
+    """
+    paths = (path for path in sys.path if isinstance(path, str))
+    found = [os.path.abspath(path) for path in paths if folder or os.path.isabs(path)]
     return os.environ | {
-        "PYTHONPATH": paths,
+        "PYTHONPATH": os.pathsep.join(found),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -105,7 +126,7 @@ def _ended(code: int, said: str) -> str:
     lines = [line for line in said.splitlines() if line.strip()]
     last = f": {lines[-1]}" if lines else ""
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-    lack = f" It may have at most {format_bytes(MOST_BYTES)} of data." if "memory" in last.lower() else ""
+    lack = f" It may have at most {format_bytes(_most_bytes())} of data." if "memory" in last.lower() else ""
     return (
         f"The process that predicts {how}{last}.{lack} Start ranks (%hvd_start) and predict there, or try with a "
         "smaller model."

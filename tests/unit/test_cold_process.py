@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from torch import Tensor, nn
 
 import gpumem_nb as gm
+from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import Prediction
 from tests.timing import HANG_S
 
@@ -78,3 +82,30 @@ def test_a_thread_that_goes_on_takes_no_answer_away() -> None:
     began_s = time.monotonic()
     assert predict(data).live_peak_bytes
     assert time.monotonic() - began_s < HANG_S
+
+
+def test_paths_of_any_kind_and_a_folder_that_is_gone_are_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "path", ["", tmp_path, "relative", *map(os.path.abspath, sys.path)])
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert predict().live_peak_bytes
+
+
+def test_relative_paths_are_those_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["", "relative", tmp_path, "/absolute"])
+    monkeypatch.chdir(tmp_path)
+    found = dry_process._environment(str(tmp_path))["PYTHONPATH"].split(os.pathsep)
+    assert found == [str(tmp_path), str(tmp_path / "relative"), "/absolute"]
+    assert dry_process._environment(None)["PYTHONPATH"] == "/absolute"
+
+
+def test_a_process_may_have_no_more_than_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (2**30, 3 * 2**30))
+    assert dry_process._most_bytes() == 3 * 2**30
+    assert "It may have at most 3.0 GiB of data." in dry_process._ended(1, "MemoryError: no memory")
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (2**30, resource.RLIM_INFINITY))
+    assert dry_process._most_bytes() == dry_process.MOST_BYTES
