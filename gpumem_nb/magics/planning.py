@@ -13,7 +13,7 @@ from ..planning import gpu_table
 from ..session import current
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
-from .parsing import intermixed, pair, pairs, says_usage, shell_of
+from .parsing import intermixed, pair, pairs, says_usage, shell_of, unquoted
 
 _OF_COLD = ("gpu", "memory", "ranks")  # flags that make no sense for the ranks at hand
 
@@ -21,6 +21,11 @@ _OF_COLD = ("gpu", "memory", "ranks")  # flags that make no sense for the ranks 
 def _name_or_pair(text: str) -> str | tuple[str, str]:
     """A name, or ``name=value`` as a pair."""
     return pair(text) if "=" in text else text
+
+
+def _goes_on(entry: str | tuple[str, str]) -> bool:
+    """Whether GPUs end with a comma, so that more of them were meant to follow."""
+    return entry[0] == "gpu" and entry[1].endswith(",")
 
 
 @magics_class
@@ -57,12 +62,22 @@ class PlanningMagics(Magics):
         return current().predict(**pairs(args))
 
     def _cold(self, named: list[str], given: dict[str, Any], args: Any) -> Any:
+        if any("," in name for name in named) or any(
+            _goes_on(entry) for entry in (("gpu", args.gpu or ""), *args.pairs)
+        ):
+            raise InvalidInput(
+                "GPUs are written without spaces around the commas between them, or in quotes: "
+                "%hvd_predict text-gpt --gpu T4-16GB,A100-40GB batch_size=16."
+            )
         if len(named) != 1 or args.largest_batch:
             what = "--largest-batch is for loaded workloads; several GPUs show it too" if named else "Name a workload"
             raise InvalidInput(f"{what}, for example: %hvd_predict text-gpt --gpu T4-16GB,A100-40GB batch_size=16.")
         own = shell_of(self).user_ns.get(named[0])
         args.pairs.remove(named[0])
         knobs: dict[str, Any] = given | pairs(args)
+        knobs |= {name: unquoted(knobs[name]) for name in ("gpu", "memory") if name in knobs}
+        if str(knobs.get("ranks", "")).isdecimal():
+            knobs["ranks"] = int(knobs["ranks"])
         if "workload" in knobs:
             raise InvalidInput(
                 f"workload={knobs['workload']} cannot be used: the workload is named already, {named[0]}. Name one."

@@ -183,6 +183,8 @@ def _asked(gpu: Gpu, capacity: int | None, ranks: int, known: bool) -> Target:
         InvalidInput: it has no memory left for tensors.
     """
     beside, error = gpu.beside(ranks)
+    if not known:
+        error += max(0, gpu_table.UNKNOWN_ERROR_BYTES - gpu.outside_error_bytes)
     memory = capacity if capacity is not None else gpu.memory_bytes if known else None
     if memory is not None and memory <= beside + gpu.convolution_bytes:
         whose = "memory=" if capacity is not None else f"The memory of {gpu.name}: "

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 
 from ..cluster.shield import shielded
 from ..shared.dry_run import DryAnswer, DryRun
@@ -17,36 +20,43 @@ from ..shared.units import format_bytes
 MOST_BYTES = 4 * 2**30
 """Of data that the process may have; torch alone maps a part of them without using it."""
 TIMEOUT_S = 600
+_LOOKS_EVERY_S = 0.01
 _MODULE = "gpumem_nb.engine.dry"
 
 
 def ask(question: DryRun) -> DryAnswer:
-    """Take dry steps in a new process, which is gone when this returns, however it returns.
+    """Take dry steps in a new process, which is gone when this returns, however it returns, with all that it started.
 
     Raises:
         InvalidInput: what was asked for cannot be used with this workload.
         WorkloadError: the workload cannot be run, or the process ended without an answer.
     """
-    command = [sys.executable, "-m", _MODULE, str(MOST_BYTES), str(os.getpid())]
-    with tempfile.TemporaryFile() as said:
+    command = [sys.executable, "-m", _MODULE, str(_most_bytes()), str(os.getpid())]
+    folder = _folder()
+    with tempfile.TemporaryFile() as answered, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=answered,  # which no helper of somebody's can keep open
             stderr=said,
-            env=_environment(),
+            env=_environment(folder),
+            cwd=None if folder else os.sep,
             start_new_session=True,  # the interrupt is the parent's
+            bufsize=0,
         )
         try:
-            out, _ = process.communicate(pickle.dumps(question), timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise WorkloadError(
-                f"The dry run took longer than {TIMEOUT_S} s and was ended. Predict a smaller model, or start ranks "
-                "(%hvd_start) and predict there."
-            ) from None
+            _tell(process, pickle.dumps(question))
+            in_time = _ends_within(process, TIMEOUT_S)
         finally:
             with shielded():  # from a second interrupt
                 _end(process)
+        if not in_time:
+            raise WorkloadError(
+                f"The dry run took longer than {TIMEOUT_S} s and was ended. Predict a smaller model, or start ranks "
+                "(%hvd_start) and predict there."
+            )
+        answered.seek(0)
+        out = answered.read()
         if process.returncode != 0 or not out:
             said.seek(0)
             raise WorkloadError(_ended(process.returncode, said.read().decode(errors="replace")))
@@ -56,18 +66,56 @@ def ask(question: DryRun) -> DryAnswer:
     return answer
 
 
+def _tell(process: subprocess.Popen[bytes], question: bytes) -> None:
+    """Send the question, as far as the process lives to read it."""
+    assert process.stdin
+    rest = memoryview(question)
+    with process.stdin as stdin, suppress(BrokenPipeError):
+        while rest:
+            rest = rest[stdin.write(rest) :]
+
+
+def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Whether the process ends in time; it is not waited for, so its number and its group stay its own."""
+    until_s = time.monotonic() + timeout_s
+    with suppress(ChildProcessError):  # somebody else has waited for it
+        while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_LOOKS_EVERY_S)
+    return True
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process, and with it those that it has started, such as workers of somebody's own."""
-    if process.returncode is None:  # nobody has waited for it, so its number and its group are its own
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _environment() -> dict[str, str]:
-    """One thread, no GPU, and the modules that can be imported here."""
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+def _most_bytes() -> int:
+    """What the process may have, which is no more than this one may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    return MOST_BYTES if hard == resource.RLIM_INFINITY else min(MOST_BYTES, hard)
+
+
+def _folder() -> str | None:
+    """The working directory; ``None`` if it was deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+def _environment(folder: str | None) -> dict[str, str]:
+    """One thread, no GPU, and the modules that can be imported here, in the working directory of this process.
+
+    What is no text Python looks into neither, and relative paths lead nowhere from a folder that was deleted.
+    """
+    paths = (path for path in sys.path if isinstance(path, str))
+    found = [os.path.abspath(path) for path in paths if folder or os.path.isabs(path)]
     return os.environ | {
-        "PYTHONPATH": paths,
+        "PYTHONPATH": os.pathsep.join(found),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -78,7 +126,7 @@ def _ended(code: int, said: str) -> str:
     lines = [line for line in said.splitlines() if line.strip()]
     last = f": {lines[-1]}" if lines else ""
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-    lack = f" It may have at most {format_bytes(MOST_BYTES)} of data." if "memory" in last.lower() else ""
+    lack = f" It may have at most {format_bytes(_most_bytes())} of data." if "memory" in last.lower() else ""
     return (
         f"The process that predicts {how}{last}.{lack} Start ranks (%hvd_start) and predict there, or try with a "
         "smaller model."

@@ -7,8 +7,11 @@ their files in the environment variable ``GPUMEM_NB_GPUS``, separated by colons.
 from __future__ import annotations
 
 import csv
+import io
 import json
+import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,8 @@ _MIB = 2**20
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 NCCL_BYTES, NCCL_ERROR_BYTES = 300 * _MIB, 200 * _MIB
 """An estimate of what one NCCL communicator takes outside of torch's allocator; it grows with ranks and channels."""
+UNKNOWN_ERROR_BYTES = 500 * _MIB
+"""By how much what a GPU that nobody has named takes beside torch's allocator may be wrong, as for an estimate."""
 _SIZES = ("memory", "outside", "outside_error", "convolution")
 _RECORDED_ERROR_BYTES = 50 * _MIB
 
@@ -80,8 +85,8 @@ def table() -> dict[str, Gpu]:
     for name in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
         path = Path(name)
         try:
-            found = list(_of_record(path, gpus) if path.suffix == ".json" else _of_csv(path))
-        except (OSError, KeyError, ValueError, TypeError) as error:
+            found = [_checked(gpu) for gpu in (_of_record(path, gpus) if path.suffix == ".json" else _of_csv(path))]
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
             raise InvalidInput(
                 f"{path}, which {VARIABLE} names, cannot be used ({type(error).__name__}: {error}). Give a file like "
                 "gpumem_nb/planning/gpus.csv, or a record that tests/gpu/run.sh wrote."
@@ -120,19 +125,41 @@ def find(name: str) -> Gpu:
 
 
 def key_of(name: str) -> str:
-    """A name as it is compared: in any case, with spaces or without."""
-    return name.strip().lower().replace(" ", "").replace("_", "-")
+    """A name as it is compared: in any case, with spaces, hyphens or neither."""
+    return re.sub(r"[\s_-]+", "", name).lower()
 
 
 def _of_csv(path: Path) -> Iterator[Gpu]:
     with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
+        if "\0" in (text := file.read()):
+            raise ValueError("it holds NUL bytes, so it is no text")
+        for row in csv.DictReader(io.StringIO(text, newline="")):
             if lacks := [name for name, value in row.items() if name is None or not value]:
                 raise ValueError(f"the line of {row['name']!r} has no value of {lacks[0]}, or too many values")
             major, _, minor = row["capability"].partition(".")
-            memory, outside, error, convolution = (round(float(row[f"{name}_mib"]) * _MIB) for name in _SIZES)
+            memory, outside, error, convolution = (_bytes(row[f"{name}_mib"]) for name in _SIZES)
             sources = (row["memory_source"], row["outside_source"])
             yield Gpu(row["name"], (int(major), int(minor)), memory, outside, error, convolution, sources)
+
+
+def _bytes(mib: str) -> int:
+    if not math.isfinite(float(mib)):
+        raise ValueError(f"{mib} MiB is no size")
+    return round(float(mib) * _MIB)
+
+
+def _checked(gpu: Gpu) -> Gpu:
+    """The GPU, if it can be what somebody's file says.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not gpu.name.isprintable():
+        raise ValueError(f"{gpu.name!r} is no name")
+    sizes = gpu.memory_bytes - 1, gpu.outside_bytes, gpu.outside_error_bytes, gpu.convolution_bytes
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ValueError(f"a size of {gpu.name!r} is negative or no size at all")
+    return gpu
 
 
 def _of_record(path: Path, known: Mapping[str, Gpu]) -> Iterator[Gpu]:
@@ -154,7 +181,7 @@ def _of_record(path: Path, known: Mapping[str, Gpu]) -> Iterator[Gpu]:
 
 def _capability_of(name: str, known: Mapping[str, Gpu]) -> tuple[int, int]:
     """Of a GPU of which NVML says this name: as the known one of the longest name in it, such as A100 and not A10."""
-    models = {key_of(gpu.name).split("-")[0]: gpu.capability for gpu in known.values()}
+    models = {key_of(re.split(r"[\s_-]", gpu.name.strip())[0]): gpu.capability for gpu in known.values()}
     inside = [model for model in models if model in key_of(name)]
     return models[max(inside, key=len)] if inside else _AMPERE
 

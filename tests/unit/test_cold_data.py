@@ -103,6 +103,9 @@ def test_what_cannot_be_told_is_refused() -> None:
     opaque: Any = DataLoader([torch.zeros(3)], collate_fn=lambda samples: Opaque(torch.stack(samples)))  # type: ignore[arg-type]
     with pytest.raises(WorkloadError, match="hold a Opaque, and what that would be with 5 samples cannot be told"):
         Batches(opaque).of(5)
+    sparse: Any = DataLoader([torch.eye(3)], collate_fn=lambda samples: {"x": torch.stack(samples).to_sparse()})  # type: ignore[arg-type]
+    with pytest.raises(WorkloadError, match=r"hold a tensor of layout torch\.sparse_coo, and what that would be"):
+        Batches(sparse).of(5)
     blocks: Any = DataLoader([torch.zeros(3)], collate_fn=lambda samples: torch.zeros(len(samples) ** 2))  # type: ignore[arg-type]
     with pytest.raises(WorkloadError, match="have the lengths 4, 16, 64, from which that of 5 samples cannot be told"):
         Batches(blocks).of(5)

@@ -29,10 +29,12 @@ from ...shared.forecast import (
     Forecast,
 )
 from ...shared.knobs.batch import shortened, why_fixed
+from ...shared.seeds import DEFAULT_SEED
 from ...shared.settings import Settings
 from ...shared.units import format_bytes
 from ...shared.workload import DataInfo, Workload
 from .. import cells
+from ..random_state import seeded
 from . import cuda_autocast, kernels
 from .batches import Batches
 from .refusals import refused
@@ -85,7 +87,8 @@ def _unpickled(workload: bytes) -> Any:
 
 def _batches(workload: Workload) -> Batches:
     try:
-        return Batches(workload.data())
+        with seeded(DEFAULT_SEED):  # as on ranks
+            return Batches(workload.data())
     except GpumemError:
         raise
     except (Exception, SystemExit) as error:

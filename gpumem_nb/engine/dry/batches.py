@@ -97,6 +97,8 @@ def _like(parts: Parts, size: int) -> Any:
     """What stands in this place of a batch of ``size`` samples: ids and labels of 0 are allowed everywhere."""
     first = parts[0]
     if isinstance(first, Tensor):
+        if first.layout is not torch.strided:
+            raise WorkloadError(_no_idea(f"tensor of layout {first.layout}", size))
         return torch.zeros(_shape(parts, size), dtype=first.dtype)
     if isinstance(first, np.ndarray):
         return np.zeros(_shape(parts, size), dtype=first.dtype)
@@ -112,12 +114,16 @@ def _like(parts: Parts, size: int) -> Any:
     if type(first) is int:
         return _length(parts, size)
     if shapes(first):
-        raise WorkloadError(
-            f"Micro-batches of the data hold a {type(first).__name__}, and what that would be with {size} samples "
-            "cannot be told. Let collate_fn give tensors, or lists, tuples, dicts or dataclasses of them, or start "
-            "ranks (%hvd_start) and predict there."
-        )
+        raise WorkloadError(_no_idea(type(first).__name__, size))
     return first
+
+
+def _no_idea(what: str, size: int) -> str:
+    return (
+        f"Micro-batches of the data hold a {what}, and what that would be with {size} samples cannot be told. Let "
+        "collate_fn give dense tensors, or lists, tuples, dicts or dataclasses of them, or start ranks (%hvd_start) "
+        "and predict there."
+    )
 
 
 def _sequence_like(parts: Parts, size: int) -> Any:

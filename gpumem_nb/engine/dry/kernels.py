@@ -62,7 +62,8 @@ def _attention(kernels: Kernels) -> Callable[..., Tensor]:
 
     Flash for 16-bit types from compute capability 8.0 on, without a mask; else the memory-efficient one, which takes
     masks and dropout. Neither keeps an S × S matrix, nor does cuDNN's, which comes first from 9.0 on and keeps what
-    flash keeps. What none of them takes is computed by the plain formula, which does.
+    flash keeps. What none of them takes is computed by the plain formula, which does. Flash alone takes fewer heads of
+    keys and values than of queries as they are (check_batch_size_and_num_heads_dense); the formula repeats them.
     """
 
     def attention(
@@ -76,9 +77,7 @@ def _attention(kernels: Kernels) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if enable_gqa and key.shape[-3] != query.shape[-3]:
-            times = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+        grouped = enable_gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]
         head, fitting = query.shape[-1], query.dim() == 4
         one_head = len({part.shape[-1] for part in (query, key, value)}) == 1
         sixteen_bit = query.dtype in (torch.float16, torch.bfloat16)
@@ -89,13 +88,16 @@ def _attention(kernels: Kernels) -> Callable[..., Tensor]:
             and attn_mask is None
             and one_head
             and head <= _LARGEST_FLASH_HEAD
+            and key.shape[-3] == value.shape[-3]
         ):
             scale = head**-0.5 if scale is None else scale
             padded = [torch.nn.functional.pad(part, (0, -head % _FLASH_HEAD_MULTIPLE)) for part in (query, key, value)]
             parts = padded if head % _FLASH_HEAD_MULTIPLE else [query, key, value]
             out = _aten._scaled_dot_product_flash_attention(*parts, dropout_p, is_causal, False, scale=scale)[0]
             return out[..., :head] if head % _FLASH_HEAD_MULTIPLE else out  # type: ignore[no-any-return]
-        if not fitting or not _efficient(query, key, value, kernels.ampere):
+        if grouped or not fitting or not _efficient(query, key, value, kernels.ampere):
+            if grouped:
+                key, value = _repeated(key, query), _repeated(value, query)
             bias = None if attn_mask is None else _numbers(attn_mask, query)
             return _aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
                 query, key, value, bias, dropout_p, is_causal, scale=scale
@@ -122,6 +124,12 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, ampere: bool) -> bool:
     multiple = 8 if sixteen_bit else 4 if ampere else 1
     heads = query.shape[-1], value.shape[-1]
     return query.shape[-1] == key.shape[-1] and not any(head % multiple for head in heads)
+
+
+def _repeated(heads: Tensor, query: Tensor) -> Tensor:
+    """As many heads as the query has, as the formula has them (ATen/native/transformers/attention.cpp)."""
+    times = query.shape[-3] // heads.shape[-3]
+    return heads if times == 1 else heads.repeat_interleave(times, -3)
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

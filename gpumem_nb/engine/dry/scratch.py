@@ -5,6 +5,7 @@ Bytes come from the shapes alone. Kernels of which no rule is known here are tak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,11 +50,16 @@ def _attention_backward(args: Any, result: Any) -> int:
 
 
 def _flash_backward(args: Any, result: Any) -> int:
-    """Row sums, and the gradient of the query in fp32: ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
-    query = args[1]
+    """Row sums, and the gradient of the query in fp32: ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+
+    Where several heads of the query share keys and values, their gradients for each of the query's heads besides
+    (``dk_expanded``, ``dv_expanded``).
+    """
+    query, key = args[1:3]
+    apart = 2 * query.shape[1] * math.prod(key.shape) // key.shape[1] if query.shape[1] != key.shape[1] else 0
     length = -(-query.shape[2] // 128) * 128
     head = -(-query.shape[3] // 32) * 32
-    return int(query.shape[0] * query.shape[1] * length * (head + 1) * _FP32)
+    return int(query.shape[0] * query.shape[1] * length * (head + 1) * _FP32 + apart * key.element_size())
 
 
 def _convolution_backward(args: Any, result: Any) -> int:

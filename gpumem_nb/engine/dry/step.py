@@ -7,19 +7,21 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...internals.torch_internals import TorchDispatchMode, fake_mode
 from ...memory.ledger.recorder import Recorder
 from ...memory.ledger.trace import Trace
 from ...memory.tensors import tensors_in
-from ...shared.categories import INPUTS
+from ...shared.categories import COMMUNICATION, INPUTS
 from ...shared.dry_run import Kernels
 from ...shared.errors import InvalidInput
 from ...shared.knobs.optimizer import brings_none
+from ...shared.seeds import DEFAULT_SEED
 from ...shared.settings import Settings
 from ...shared.workload import Workload
+from ..random_state import seeded
 from ..step import optimizers
 from ..step.checkpointing import Checkpointing, find_blocks
 from ..step.checks import check_precision, check_tensors, checked_loss, checked_model, checked_optimizer
@@ -27,6 +29,7 @@ from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
 from ..step.precision import autocast
 from ..step.segment import Segment
+from ..step.wire import carried_dtype, outgoing
 from . import scratch
 from .batches import Batches
 from .log import DryDevice, held_by
@@ -108,7 +111,9 @@ class DryStep:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
+        """Inside, tensors have no memory, and what is drawn is the same each time, as on ranks."""
         with ExitStack() as stack:
+            stack.enter_context(seeded(DEFAULT_SEED))
             stack.enter_context(self._mode)
             stack.enter_context(_Answers(self))
             yield
@@ -138,6 +143,8 @@ class DryStep:
     def _take(self, batch_size: int) -> None:
         self._zero_grad()
         self._forward_backward(batch_size)
+        self._mark("reduction")
+        self._send()
         self._mark("update")
         self._update()
 
@@ -161,6 +168,14 @@ class DryStep:
             self._device.log.adds_up = False
             self._mark("data")
 
+    def _send(self) -> None:
+        """Hold what a rank sends until all of it has arrived: copies of gradients that cannot travel as they are."""
+        trained = [param for param in self._params if param.requires_grad and param.numel()]
+        wires = [wire for param in reversed(trained) for wire in _sent(param)]
+        if Recorder.current:
+            gradients = {id(param.grad) for param in trained}
+            Recorder.current.claim(COMMUNICATION, (wire for wire in wires if id(wire) not in gradients))
+
     def _update(self) -> None:
         """Unscaling works in place and clipping takes no more than a number for each weight."""
         self._device.log.on_host = not any(group.get("fused") for group in self._optimizer.param_groups)
@@ -183,6 +198,14 @@ class DryStep:
         state = [value for values in self._optimizer.state.values() for value in tensors_in(values) if value.dim()]
         buffers = [buffer for _, buffer in self._parts.named_buffers()]
         return held_by([*self._parts.parameters(), *buffers, *state])
+
+
+def _sent(param: Tensor) -> list[Tensor]:
+    """What is sent of one weight; a sparse gradient as a whole table, whose rows need not be known for that."""
+    if param.grad is None or not param.grad.is_sparse:
+        return outgoing(param, sparse=False)
+    dtype = carried_dtype(param.dtype)
+    return [torch.zeros_like(param, dtype=dtype), torch.zeros(param.shape[0], dtype=dtype)]
 
 
 class _Answers(TorchDispatchMode):
