@@ -23,8 +23,7 @@ from .training import Training
 
 HALVED, DOUBLED = 2, 3  # times, of the batch size in a line of peaks
 LONGEST_TIMED_S = 2.0  # steps that take longer, as far as is known, are not timed: nobody would wait for that
-
-MARGIN = 5  # times as long takes a recorded small step as its samples' part of a large one
+LONGEST_SMALL_S = 10.0  # nor those whose small steps took longer, where nothing is known yet
 
 
 class Predicting:
@@ -74,9 +73,8 @@ class Predicting:
         tried, settings = self._history.now(), prediction.settings
         samples = settings.samples_per_rank * len(self._ranks)
         speed = tried.samples_per_s if tried else None
-        # A small step is recorded, and two of them are taken, so what follows from them is an upper bound.
-        expected_s = samples / speed if speed else prediction.seconds * samples / sum(SMALL) / len(self._ranks) / MARGIN
-        if prediction.verdict == DOES_NOT_FIT or expected_s > LONGEST_TIMED_S or self._foreground.busy:
+        too_long = samples / speed > LONGEST_TIMED_S if speed else prediction.seconds > LONGEST_SMALL_S
+        if prediction.verdict == DOES_NOT_FIT or too_long or self._foreground.busy:
             return prediction
         began_s = time.perf_counter()
         answers: list[Timing] = self._foreground.finish(self._training.ask_alone("time_steps", settings)).get()

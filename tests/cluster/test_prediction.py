@@ -97,7 +97,7 @@ def test_throughput_is_that_of_steps_which_are_waited_for(own: Session, knobs: d
     foreseen = own.predict(**knobs)
     samples = knobs["batch_size"] * knobs.get("accumulation_steps", 1)
     assert foreseen.step_s is not None
-    assert SLOW_S <= foreseen.step_s / samples <= 2 * SLOW_S
+    assert SLOW_S <= foreseen.step_s / samples <= 5 * SLOW_S, "sleeping, and on a busy machine some work"
     assert foreseen.samples_per_s == pytest.approx(2 * samples / foreseen.step_s)
     assert foreseen.low_samples_per_s < foreseen.samples_per_s < foreseen.high_samples_per_s  # type: ignore[operator]
 
