@@ -29,6 +29,7 @@ from .training import Training
 
 # What a restart allows ranks that may hang, before it takes the last automatic snapshot in place of one made now.
 RESTART_PATIENCE_S = 10.0
+LATE_S = 10.0  # by how much later a rank may refuse to load than another, before it is taken to hang
 ATTACHED = "attached.pickle"
 
 
@@ -264,7 +265,8 @@ class Loading:
             self._foreground.finish(call)
         except (Exception, Interrupted) as error:
             self._foreground.mark_notes(call)
-            refused = not call.pending() and call.first_error() is not None
+            late_s = 0.0 if isinstance(error, Interrupted) else LATE_S
+            refused = call.first_error() is not None and call.finished(late_s) and not call.pending()
             if not (refused and all(self._foreground.call("loaded"))):  # not what was loaded before
                 self._training.unload()
                 if not isinstance(error, Interrupted) and self._origin.unrestored is None:

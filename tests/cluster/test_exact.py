@@ -191,7 +191,7 @@ def test_a_learning_rate_that_differs_is_noticed_and_synced(two_ranks: Session) 
     both.train()
     two_ranks.run("optimizer.param_groups[0]['lr'] = 0.5", ranks="1")
     with pytest.raises(TrainingFailed, match="the ranks hold different weights"):
-        two_ranks.train(30)
+        two_ranks.train(50)
     two_ranks.sync()
     assert two_ranks.train(3).steps == 3
     assert len(weights(two_ranks)) == 1

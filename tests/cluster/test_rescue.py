@@ -193,6 +193,19 @@ def test_fewer_samples_than_ranks_leave_what_was_loaded(two_ranks: Session) -> N
     assert session.history.steps == 2
 
 
+def test_a_rank_that_refuses_later_leaves_what_was_loaded_too(two_ranks: Session) -> None:
+    session = prepared(two_ranks)
+    session.run("single = torch.utils.data.TensorDataset(torch.zeros(1, 8))")
+    session.run("import sys, time\nflush = sys.stdout.flush")
+    session.run("sys.stdout.flush = lambda: time.sleep(0.5)", ranks=1)  # before each answer, more than once
+    try:
+        with pytest.raises(WorkloadError, match="fewer than the 2 ranks"):
+            session.attach(model="net", loss="size", data="single")
+    finally:
+        session.run("sys.stdout.flush = flush", ranks=1)
+    assert session.train(1).steps == 1
+
+
 def test_an_exit_while_loading_leaves_what_was_loaded(two_ranks: Session) -> None:
     session = prepared(two_ranks)
     session.run("class Leaves:\n    def __len__(self):\n        return 64 // (rank != 1 or leave())")

@@ -18,7 +18,7 @@ from .. import cells
 from ..together.agreement import same_everywhere
 from .parts import Parts
 
-EVERY_STEPS = 25
+EVERY_STEPS = 40
 DIGITS = 16  # of 4 bits each: the sums of their squares over a thousand ranks are exact in float32
 _BITS = 4
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 divided by the golden ratio: far from any small multiple
