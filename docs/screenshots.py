@@ -87,6 +87,7 @@ def dark(studio: Studio) -> None:
         panel.choose("checkpointing", "blocks")
         panel.wait_for_steps(STEPS)
         studio.picture(panel, "dark")
+        panel.notebook.theme("JupyterLab Light")  # for the pictures after this one
 
 
 def of_width(width: int) -> Callable[[Studio], None]:
