@@ -208,8 +208,9 @@ class Foreground:
                     if finished:
                         call.settle(1.0)
                     show(call)
-                    if self._told and self._told[0] == threading.get_ident():
-                        self._told[1](report.text if (report := self.wait_report) else "", 0.0)
+                    told = self._told  # which another thread may end
+                    if told and told[0] == threading.get_ident():
+                        told[1](report.text if (report := self.wait_report) else "", 0.0)
                     if not finished and waits.out_of_reach(call.pulses()):
                         raise ClusterDied(f"{self.wait_report}, and could not be freed.")
             except TimeoutError:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,9 @@ def mean_loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def kept_by_attention(dtype: torch.dtype, head: int, ampere: bool, mask: bool = False) -> int:
-    """Elements of the largest tensor that attention over 64 places keeps for backward."""
+@contextmanager
+def keeping(ampere: bool) -> Iterator[list[int]]:
+    """Inside, tensors have no memory and kernels are a GPU's; gives the elements of each tensor kept for backward."""
     kept: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -68,11 +70,17 @@ def kept_by_attention(dtype: torch.dtype, head: int, ampere: bool, mask: bool = 
     installed = kernels.install(Kernels(ampere, 0), fake=True)
     try:
         with fake_mode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            query = torch.zeros(1, 2, 64, head, dtype=dtype, requires_grad=True)
-            given = torch.ones(64, 64, dtype=torch.bool) if mask else None
-            nn.functional.scaled_dot_product_attention(query, query, query, given)
+            yield kept
     finally:
         del installed
+
+
+def kept_by_attention(dtype: torch.dtype, head: int, ampere: bool, mask: bool = False) -> int:
+    """Elements of the largest tensor that attention over 64 places keeps for backward."""
+    with keeping(ampere) as kept:
+        query = torch.zeros(1, 2, 64, head, dtype=dtype, requires_grad=True)
+        given = torch.ones(64, 64, dtype=torch.bool) if mask else None
+        nn.functional.scaled_dot_product_attention(query, query, query, given)
     return max(kept)
 
 

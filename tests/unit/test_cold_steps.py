@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import gpumem_nb as gm
-from gpumem_nb.engine.dry import answer, kernels, scratch
+from gpumem_nb.engine.dry import answer, scratch
 from gpumem_nb.engine.dry.batches import Batches
 from gpumem_nb.engine.dry.step import DryStep
-from gpumem_nb.internals.torch_internals import fake_mode
 from gpumem_nb.memory.ledger.trace import CODE, Trace
 from gpumem_nb.shared.categories import COMMUNICATION
 from gpumem_nb.shared.dry_run import Kernels
 from gpumem_nb.shared.settings import Settings
+
+from .test_cold_model import keeping
 
 WIDTH, DEPTH = 64, 3
 
@@ -99,23 +100,13 @@ HEADS, SHARED, LENGTH, HEAD = 8, 2, 64, 16
 
 def kept_by_grouped_attention(dtype: torch.dtype, ampere: bool, shared: int = SHARED) -> list[int]:
     """Elements of each tensor that attention keeps where heads share keys and values."""
-    kept: list[int] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.numel())
-        return tensor
-
-    installed = kernels.install(Kernels(ampere, 0), fake=True)
-    try:
-        with fake_mode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            query = torch.zeros(1, HEADS, LENGTH, HEAD, dtype=dtype, requires_grad=True)
-            key = torch.zeros(1, shared, LENGTH, HEAD, dtype=dtype, requires_grad=True)
-            attend = nn.functional.scaled_dot_product_attention
-            attend(query, key, key, enable_gqa=True).sum().backward()
-            assert key.grad is not None
-            assert key.grad.shape == key.shape
-    finally:
-        del installed
+    with keeping(ampere) as kept:
+        query = torch.zeros(1, HEADS, LENGTH, HEAD, dtype=dtype, requires_grad=True)
+        key = torch.zeros(1, shared, LENGTH, HEAD, dtype=dtype, requires_grad=True)
+        attend = nn.functional.scaled_dot_product_attention
+        attend(query, key, key, enable_gqa=True).sum().backward()
+        assert key.grad is not None
+        assert key.grad.shape == key.shape
     return kept
 
 
