@@ -21,7 +21,7 @@ from ..memory import cuda
 from ..memory.device import Device, open_device
 from ..shared import cluster_records
 from ..shared.errors import StartError, WorkloadError
-from ..shared.forecast import Forecasts, Timing
+from ..shared.forecast import Forecasts, Rehearsal
 from ..shared.knobs import KNOBS, register
 from ..shared.messages import (
     Apart,
@@ -203,12 +203,12 @@ def record_step() -> Timeline | None:
 
 def forecast(settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> Forecasts:
     """What steps under other settings would need; all ranks take part in the small steps that tell."""
-    return _loaded_trainer().forecast(settings, small, batch_sizes, most)
+    return _loaded_trainer().trials.forecast(settings, small, batch_sizes, most)
 
 
-def time_steps(settings: Settings) -> Timing:
-    """How long steps under other settings take; all ranks take part in them."""
-    return _loaded_trainer().time_steps(settings)
+def rehearse(settings: Settings) -> Rehearsal:
+    """What whole steps under other settings need, and how long they take; all ranks take part in them."""
+    return _loaded_trainer().trials.rehearse(settings)
 
 
 def save(path: str, options: dict[str, float] | None) -> Stored | None:

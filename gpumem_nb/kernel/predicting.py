@@ -12,7 +12,7 @@ from ..planning.prediction import DOES_NOT_FIT, Prediction, out_of_memory, worst
 from ..planning.score import Asked, Scoreboard, score
 from ..planning.what_if import WhatIf, single_flips
 from ..shared.errors import InvalidInput, WorkloadError
-from ..shared.forecast import MOST_BATCH, SMALL, Forecasts, Timing
+from ..shared.forecast import MOST_BATCH, SMALL, Forecasts, Rehearsal
 from ..shared.knobs.batch import shortened
 from ..shared.messages import RankInfo
 from ..shared.settings import Settings
@@ -22,8 +22,8 @@ from .history import History
 from .training import Training
 
 HALVED, DOUBLED = 2, 3  # times, of the batch size in a line of peaks
-LONGEST_TIMED_S = 2.0  # steps that take longer, as far as is known, are not timed: nobody would wait for that
-LONGEST_SMALL_S = 10.0  # nor those whose small steps took longer, where nothing is known yet
+LONGEST_S = 2.0  # whole steps that take longer, as far as is known, are not tried out: nobody would wait for that
+LONGEST_GUESSED_S = 10.0  # nor those that would take longer to judge by small ones, which take their time to begin
 
 
 class Predicting:
@@ -49,7 +49,7 @@ class Predicting:
         """
         history, now = self._history, self._training.settings
         begun, model_version = len(history.tried), history.model_version
-        prediction = self._timed(self._predicted(self._checked(knobs)))
+        prediction = self._rehearsed(self._predicted(self._checked(knobs)))
         history.predicted(Asked(prediction, self._loaded().name, now, begun), model_version)
         return prediction
 
@@ -63,25 +63,38 @@ class Predicting:
         answers = self._ask(settings, small, [settings.batch_size], 0)
         seconds = time.perf_counter() - began_s
         if answer := self._ran_out(answers):
-            assert answer.failure
-            limit = answer.reading.limit_bytes
-            return out_of_memory(answer.failure, answer.failed_batch, limit, settings, seconds)
+            return self._too_large(answer, settings, seconds)
         return self._prediction(settings, answers, small, seconds)
 
-    def _timed(self, prediction: Prediction) -> Prediction:
-        """With throughput too, from whole steps, unless they would not fit or take long."""
-        tried, settings = self._history.now(), prediction.settings
-        samples = settings.samples_per_rank * len(self._ranks)
-        speed = tried.samples_per_s if tried else None
-        too_long = samples / speed > LONGEST_TIMED_S if speed else prediction.seconds > LONGEST_SMALL_S
-        if prediction.verdict == DOES_NOT_FIT or too_long or self._foreground.busy:
+    def _rehearsed(self, prediction: Prediction) -> Prediction:
+        """What whole steps need and how long they take, unless they would not fit or take long."""
+        settings = prediction.settings
+        if prediction.verdict == DOES_NOT_FIT or self._takes_long(prediction) or self._foreground.busy:
             return prediction
         began_s = time.perf_counter()
-        answers: list[Timing] = self._foreground.finish(self._training.ask_alone("time_steps", settings)).get()
-        timed = (
-            prediction.timed([one.steps_s for one in answers]) if all(one.steps_s for one in answers) else prediction
-        )
-        return replace(timed, seconds=prediction.seconds + time.perf_counter() - began_s)
+        rehearsals: list[Rehearsal] = self._foreground.finish(self._training.ask_alone("rehearse", settings)).get()
+        seconds = prediction.seconds + time.perf_counter() - began_s
+        answers = [one.forecasts for one in rehearsals]
+        if answer := next((answer for answer in answers if answer.failure and answer.failure.kind == "oom"), None):
+            return self._too_large(answer, settings, seconds)
+        if not all(answer.of for answer in answers):
+            return replace(prediction, seconds=seconds)
+        found = self._prediction(settings, answers, [settings.batch_size], seconds)
+        return found.timed([one.steps_s for one in rehearsals])
+
+    def _takes_long(self, prediction: Prediction) -> bool:
+        """Whether nobody would wait for a whole step."""
+        tried, settings = self._history.now(), prediction.settings
+        speed: float | None = tried.samples_per_s if tried else None
+        if speed:
+            return settings.samples_per_rank * len(self._ranks) / speed > LONGEST_S
+        small = self._small(settings.batch_size)
+        samples = settings.batch_size * min(2, settings.accumulation_steps)
+        return prediction.seconds * samples / sum(small) > LONGEST_GUESSED_S
+
+    def _too_large(self, answer: Forecasts, settings: Settings, seconds: float) -> Prediction:
+        assert answer.failure
+        return out_of_memory(answer.failure, answer.failed_batch, answer.limit_bytes, settings, seconds)
 
     def what_if(self) -> WhatIf:
         """Every single flip from the present settings; those that cannot be used with what is loaded are left out.
@@ -106,8 +119,12 @@ class Predicting:
             WorkloadError: as :meth:`predict`.
         """
         settings, most = self._of_any_batch(knobs)
-        for small in (list(SMALL), [1, 2], [1]):
-            answers = self._ask(settings, small, [], most if len(small) > 1 else 1)
+        answers: list[Forecasts] = []
+        for small in (list(SMALL), [2, 3], [2], [1]):
+            ran_out = bool(answers)
+            answers = self._ask(settings, small, [], most if len(small) > 1 else small[0])
+            if ran_out and any(answer.failure and answer.failure.kind != "oom" for answer in answers):
+                return 0  # such as one sample where batch norm needs two
             if not self._ran_out(answers):
                 return min(answer.largest for answer in answers)
         return 0
@@ -175,7 +192,7 @@ class Predicting:
             None if reading.device_used_bytes is None else reading.device_used_bytes - reading.reserved_bytes
             for reading in readings
         ]
-        limits = [reading.limit_bytes for reading in readings]
+        limits = [answer.limit_bytes for answer in answers]
         sizes = " and ".join(map(str, small))
         steps = "a step" if len(small) == 1 else "steps"
         basis = f"from {steps} with batch_size {sizes}, undone after step {answers[0].steps}"

@@ -16,8 +16,7 @@ from ..shared.units import format_bytes, format_rate
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 NO_LIMIT = "n/a"
-SEGMENT_BYTES = 2 * 2**20  # the caching allocator reserves no less at a time, so no error is smaller
-
+_SEVERITY = (NO_LIMIT, FITS, TIGHT, DOES_NOT_FIT)
 TIME_ERROR = 0.05  # of a step's time, beyond how much the steps that were timed differ
 
 
@@ -137,12 +136,11 @@ def worst(
         seconds: what finding them took.
     """
 
-    def share(rank: int) -> float:
-        return forecasts[rank].reserved_peak_bytes / (limits[rank] or 1)
-
-    rank = max(range(len(forecasts)), key=share)
-    one, limit, beside = forecasts[rank], limits[rank], device_bytes[rank]
-    return predicted(one, settings, limit, beside, f"{one.how} {basis}", seconds)
+    each = (
+        predicted(one, settings, limit, beside, f"{one.how} {basis}", seconds)
+        for one, limit, beside in zip(forecasts, limits, device_bytes, strict=True)
+    )
+    return max(each, key=lambda one: (_SEVERITY.index(one.verdict), one.high_bytes / (one.limit_bytes or 1)))
 
 
 def predicted(
@@ -165,7 +163,7 @@ def predicted(
         seconds: what finding it took.
         error_bytes: by how much the limit may be wrong.
     """
-    error = max(round(one.error * one.reserved_peak_bytes), SEGMENT_BYTES) + error_bytes
+    error = one.error_bytes + error_bytes
     least = round(one.live_peak_bytes * (1 - one.error))
     low, high = max(least, one.reserved_peak_bytes - error), one.reserved_peak_bytes + error
     return Prediction(

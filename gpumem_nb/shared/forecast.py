@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .messages import Failure, Reading
 
-SMALL = (2, 4)
+SMALL = (8, 16)
 """Batch sizes of the steps from which larger ones follow; see docs/prediction.md."""
 MOST_BATCH = 2**20
 """Of the batch sizes that are looked through where the data set none."""
@@ -29,6 +29,8 @@ ERRORS = {
     ON_CPU: 0.5,
 }
 """By how it was found: the share by which reserved bytes came out higher or lower in 95 % of cases, or less often."""
+SEGMENT_BYTES = 2 * 2**20
+"""The caching allocator reserves no less at a time, so no error is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,10 @@ class Forecast:
         """The share by which reserved bytes may come out higher or lower."""
         return ERRORS[self.how]
 
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """How long steps took that were undone, on one rank, in seconds; none where they failed on some rank."""
-
-    steps_s: tuple[float, ...]
-    failure: Failure | None = None
+    @property
+    def error_bytes(self) -> int:
+        """By how much reserved bytes may come out higher or lower."""
+        return max(round(self.error * self.reserved_peak_bytes), SEGMENT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +74,7 @@ class Forecasts:
     Attributes:
         steps: that were done by then.
         reading: of the rank's device.
+        limit_bytes: what this process may reserve, within its own limit and not taken by others; ``None`` for no limit.
         of: a forecast for each batch size that was asked for; none when a small step could not be done on some rank.
         largest: the largest batch size that fits, if that was asked; 0 if none does.
         failure: why this rank could not do a small step.
@@ -83,7 +83,21 @@ class Forecasts:
 
     steps: int
     reading: Reading
+    limit_bytes: int | None
     of: tuple[Forecast, ...] = ()
     largest: int = 0
     failure: Failure | None = None
     failed_batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Whole steps that were undone, on one rank.
+
+    Attributes:
+        forecasts: what the first of them needed, or why it could not be done.
+        steps_s: how long each took, in seconds; none where one failed on some rank.
+    """
+
+    forecasts: Forecasts
+    steps_s: tuple[float, ...] = ()

@@ -112,6 +112,53 @@ def test_peaks_by_batch_are_those_of_predictions(own: Session) -> None:
         own.peaks_by_batch(chekpointing="blocks")
 
 
+PAIRS = """
+import torch
+from torch import nn
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 8), nn.Linear(16, 8)
+    def forward(self, x):
+        return self.left(x) @ self.right(x).T
+torch.manual_seed(0)
+towers = Towers()
+pairs = [torch.randn(16) for _ in range(4096)]
+def contrast(model, batch):
+    scores = model(batch)
+    return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+"""
+
+
+def test_a_loss_over_pairs_of_samples_needs_what_was_predicted(two_ranks: Session) -> None:
+    two_ranks.run(PAIRS)
+    two_ranks.attach(model="towers", loss="contrast", data="pairs")
+    two_ranks.set(precision="fp32", checkpointing="none", batch_size=1024, accumulation_steps=1, optimizer="sgd")
+    predicted, by_small_steps = two_ranks.predict(), two_ranks.peaks_by_batch()[1024]
+    live, reserved = measured(two_ranks)
+    assert live > 1024**2 * 4
+    assert predicted.live_peak_bytes == pytest.approx(live, rel=0.01)
+    assert by_small_steps == pytest.approx(reserved, rel=0.1)
+
+
+def test_what_no_small_step_shows_is_found_by_a_whole_one(own: Session) -> None:
+    """A model that keeps more from 32 samples on: small steps say that it fits, a step that is undone knows better."""
+    own.run(
+        """
+class Threshold(Mixed):
+    def forward(self, x):
+        x = super().forward(x)
+        return x + (torch.ones(len(x), 2**22) * x.sum()).sum() * 0 if len(x) >= 32 else x
+threshold = Threshold()
+"""
+    )
+    own.attach(model="threshold", loss="criterion", data="images")
+    predicted = own.predict(batch_size=32)
+    assert predicted.verdict == DOES_NOT_FIT
+    assert "ran out of memory" in predicted.basis
+    assert own.train(2).steps == 2
+
+
 def test_what_does_not_fit_has_no_throughput(own: Session) -> None:
     foreseen = own.predict(batch_size=128)
     assert (foreseen.verdict, foreseen.samples_per_s) == (DOES_NOT_FIT, None)

@@ -65,6 +65,36 @@ def test_operators_that_ask_more_often_in_larger_steps_are_taken_as_a_whole() ->
     assert (found.how, found.live_peak_bytes) == (BY_OPERATORS, (1 + 64 + 16) * MIB)
 
 
+def test_calls_are_found_again_where_putting_samples_together_takes_a_call_for_each() -> None:
+    large = trace(4, scratch=3)
+    large = replace(large, call=np.where(large.call > 0, large.call + 2, 0))
+    found = forecast(SmallSteps([trace(2), large]), 64, None)
+    assert (found.how, found.live_peak_bytes) == (BY_OPERATORS, (1 + 64 + 16) * MIB)
+
+
+def test_a_release_that_comes_after_the_end_of_a_step_does_not_matter() -> None:
+    large = trace(4)
+    late = replace(large, event=large.event[:-1], phase=large.phase[:-1], module=large.module[:-1])
+    assert forecast(SmallSteps([trace(2), late]), 64, None).how == SCALED
+
+
+def test_what_is_there_for_each_pair_of_samples_grows_with_their_square() -> None:
+    small, large = (
+        replace(one, size=np.where(one.category == CODE[ACTIVATIONS], one.batch_size**2 * MIB, one.size))
+        for one in (trace(2), trace(4))
+    )
+    assert forecast(SmallSteps([small, large]), 64, None).at_peak[ACTIVATIONS] == 64**2 * MIB
+
+
+def test_a_line_through_two_peaks_is_not_below_the_larger_one_and_not_made_of_segments() -> None:
+    small, large = trace(64), trace(2)
+    small, large = replace(small, batch_size=2), replace(large, batch_size=4, before=~large.before)
+    found = forecast(SmallSteps([small, large]), 1000, None)
+    alone = forecast(SmallSteps([large]), 4, None)
+    assert found.how == BY_PEAKS
+    assert (found.live_peak_bytes, found.reserved_peak_bytes) == (alone.live_peak_bytes, alone.reserved_peak_bytes)
+
+
 def test_steps_that_have_nothing_in_common_are_continued_by_their_peaks() -> None:
     other = trace(4)
     other = replace(other, before=~other.before)
@@ -96,8 +126,10 @@ def test_the_largest_batch_is_the_last_that_fits_with_its_error() -> None:
     small = SmallSteps([trace(2), trace(4)])
     limit = 100 * MIB
     most = largest(small, limit, 1000)
-    assert forecast(small, most, round(limit * 0.98)).fits
-    assert not forecast(small, most + 1, round(limit * 0.98)).fits
+    bounds = [
+        one.reserved_peak_bytes + one.error_bytes for one in (forecast(small, at, limit) for at in (most, most + 1))
+    ]
+    assert bounds[0] <= limit < bounds[1]
     assert largest(small, None, 1000) == 1000
     assert largest(small, 10 * MIB, 1000) == 0
 
@@ -116,3 +148,10 @@ def test_the_rank_with_least_room_counts() -> None:
     found = worst(forecasts, [200 * MIB, 100 * MIB], [None, None], Settings(), "by hand", 0.0)
     assert (found.live_peak_bytes, found.limit_bytes, found.device_bytes) == (40 * MIB, 100 * MIB, None)
     assert "fits: live peak 40.0 MiB" in str(found)
+
+
+def test_the_worst_verdict_counts_before_the_share_of_the_limit() -> None:
+    sure = Forecast(80 * MIB, 80 * MIB, True, {ACTIVATIONS: 80 * MIB}, "", "", SCALED)
+    rough = Forecast(75 * MIB, 75 * MIB, True, {ACTIVATIONS: 75 * MIB}, "", "", VARYING)
+    found = worst([sure, rough], [100 * MIB] * 2, [None, None], Settings(), "by hand", 0.0)
+    assert (found.verdict, found.live_peak_bytes) == (TIGHT, 75 * MIB)

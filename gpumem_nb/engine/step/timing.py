@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from ...shared.forecast import Timing
 from ...shared.messages import Chunk, Failure
 from ..together.agreement import any_rank
 
@@ -21,8 +20,8 @@ Trying = Callable[[Chunk], AbstractContextManager[Failure | None]]
 Step = Callable[[Failure | None, Chunk], tuple[float, float, Failure | None]]
 
 
-def timed(trying: Trying, step: Step, chunk: Chunk) -> Timing:
-    """The times of a few steps, as many on all ranks.
+def timed(trying: Trying, step: Step, chunk: Chunk) -> tuple[tuple[float, ...], Failure | None]:
+    """The times of a few steps in seconds, as many on all ranks; none where one failed, and why if it failed here.
 
     Of several micro-batches one and two are timed, because all after the first take alike.
 
@@ -40,12 +39,12 @@ def timed(trying: Trying, step: Step, chunk: Chunk) -> Timing:
     count = chunk.settings.accumulation_steps
     two, failure = times(min(count, 2))
     if not two or count <= 2:
-        return Timing(tuple(two), failure)
+        return tuple(two), failure
     one, failure = times(1)
     if not one:
-        return Timing((), failure)
+        return (), failure
     least = statistics.median(one)
-    return Timing(tuple(of_two + (count - 2) * max(LEAST_SHARE * of_two, of_two - least) for of_two in two), failure)
+    return tuple(of_two + (count - 2) * max(LEAST_SHARE * of_two, of_two - least) for of_two in two), None
 
 
 def _times(trying: Trying, step: Step, chunk: Chunk) -> tuple[list[float], Failure | None]:

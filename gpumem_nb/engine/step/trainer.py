@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -13,11 +13,7 @@ from torch.optim import Optimizer
 
 from ...memory.device import Device
 from ...memory.leaks.detector import LeakDetector
-from ...memory.ledger.trace import Trace
-from ...memory.prediction.forecast import forecast, largest
-from ...memory.prediction.scaling import SmallSteps
 from ...shared.errors import WorkloadError
-from ...shared.forecast import BY_PEAKS, Forecasts, Timing
 from ...shared.messages import Chunk, ChunkReply, Evaluated, Failure, Sample, Timeline
 from ...shared.settings import Settings
 from ...shared.workload import Workload, WorkloadInfo
@@ -26,7 +22,6 @@ from ..data.held_out import HeldOut
 from ..data.stream import Stream
 from ..random_state import OwnNumbers, seeded
 from ..together import nudge
-from ..together.agreement import any_rank
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
@@ -34,12 +29,9 @@ from .live_model import LiveModel
 from .notes import notes as model_notes
 from .rates import named_rate
 from .step import Outcome, Stepper
-from .timing import timed
+from .trials import NO_CONFIGURATION, Trial, Trials
 from .voting import StepOrder
 
-# In place of a chunk's settings_id, for what is half applied or asked for a forecast: nothing of it is proven.
-_NO_CONFIGURATION = -2
-FORECAST_ATTEMPTS = 2  # a model's very first step may make what later ones find
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
 
 
@@ -52,6 +44,7 @@ class Trainer:
         stream: its data, at the place where the next step begins.
         steps: optimizer steps done.
         random: the random numbers that steps draw, for dropout say.
+        trials: asks what other settings would need.
     """
 
     def __init__(
@@ -85,6 +78,7 @@ class Trainer:
         known = {"model": self.live.model, "dataset": stream.dataset, "workload": workload}
         self._leaks = LeakDetector(stream.rank, device.torch_device, known)
         self._stepper = Stepper(self.live, workload.loss, stream, device, self._leaks)
+        self.trials = Trials(self, device)
         self._cells = cells.ran()
         self._evaluator: Evaluator | None = None
         if held_out is not None:
@@ -230,39 +224,8 @@ class Trainer:
             return None
         return record.timeline(self.stream.rank, self.steps + 1, outcome.ledger)
 
-    def time_steps(self, settings: Settings) -> Timing:
-        """How long steps under other settings take, which are undone on all ranks."""
-
-        def step(failure: Failure | None, chunk: Chunk) -> tuple[float, float, Failure | None]:
-            outcome, _ = self._step(failure, chunk)
-            # Workers fetch while steps are taken; steps that are undone would wait for each of them to begin.
-            return self._stepper.work_s, 0.0 if settings.num_workers else self._stepper.data_s, outcome.failure
-
-        reserved = self._device.reading().reserved_bytes
-        with self._aside(settings):
-            timing = timed(self._trying, step, Chunk(settings, _NO_CONFIGURATION, 1, trial=True))
-        if self._device.reading().reserved_bytes > reserved:  # what larger steps leave is not what training needs
-            self._device.empty_cache()
-        return timing
-
-    def forecast(self, settings: Settings, small: Sequence[int], batch_sizes: Sequence[int], most: int) -> Forecasts:
-        """What steps under other settings would need, from one recorded step at each of the ``small`` batch sizes.
-
-        Those are undone on all ranks. ``most`` is the largest batch size of which the largest that fits is looked for;
-        with 0 none is.
-        """
-        with self._aside(settings):
-            traces, failure, failed_batch = self._small_steps(settings, small)
-        reading, room = self._device.reading(), self._device.room()
-        if failed_batch:
-            return Forecasts(self.steps, reading, failure=failure, failed_batch=failed_batch)
-        limit = None if room is None else reading.reserved_bytes + room
-        steps = SmallSteps(traces)
-        of = tuple(forecast(steps, batch_size, limit) for batch_size in batch_sizes)
-        return Forecasts(self.steps, reading, of, largest(steps, limit, most) if most else 0)
-
     @contextmanager
-    def _aside(self, settings: Settings) -> Iterator[None]:
+    def aside(self, settings: Settings) -> Iterator[None]:
         """Inside, steps are taken that are not training's, under settings that may be unknown here."""
         settings.check_known()
         scaler_state = self.live.scaler.state_dict()
@@ -274,23 +237,6 @@ class Trainer:
         finally:
             self.live.replace_scaler(scaler_state)
             self._device.reset_peak()
-
-    def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[list[Trace], Failure | None, int]:
-        """One step of each size, undone: what they allocated, or what went wrong here if anything did, and at which."""
-        traces: list[Trace] = []
-        for _ in range(FORECAST_ATTEMPTS):
-            traces.clear()
-            for batch_size in small:
-                chunk = Chunk(settings.replace(batch_size=batch_size), _NO_CONFIGURATION, 1, trial=True, ledger_steps=1)
-                failure = self._try_out(chunk).failure
-                record, self._stepper.record = self._stepper.record, None
-                if any_rank(record is None, "forecast"):
-                    return [], failure, batch_size
-                assert record is not None
-                traces.append(record.trace(batch_size))
-            if not any_rank(SmallSteps(traces).how == BY_PEAKS, "forecast again"):
-                break
-        return traces, None, 0
 
     def _evaluates_now(self, chunk: Chunk) -> bool:
         """Whether the model is evaluated after the latest step; the same on all ranks, which are at the same step."""
@@ -307,14 +253,21 @@ class Trainer:
         now_s = time.time() - self._started_s
         return Evaluated(self.stream.rank, self.steps, now_s, settings_id, **dataclasses.asdict(found)), None
 
+    def try_step(self, failure: Failure | None, chunk: Chunk) -> Trial:
+        """One step of a trial, undone on all ranks. A failure to apply its settings fails it from the start."""
+        stepper = self._stepper
+        outcome, _ = self._step(failure, chunk)
+        record, stepper.record = stepper.record, None
+        return Trial(outcome.failure, record, stepper.work_s, stepper.data_s)
+
     def _try_out(self, chunk: Chunk) -> ChunkReply:
         """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""
-        with self._trying(chunk) as failure:
+        with self.trying(chunk) as failure:
             outcome, sample = self._step(failure, chunk)
         return ChunkReply(self.stream.rank, (sample,), self._device.reading(), outcome.failure)
 
     @contextmanager
-    def _trying(self, chunk: Chunk) -> Iterator[Failure | None]:
+    def trying(self, chunk: Chunk) -> Iterator[Failure | None]:
         """Inside, steps are under the settings of a trial; gives why these cannot be applied."""
         settings, settings_id = self.live.settings, self._settings_id
         flipped, recorded_steps = self._flipped, self._recorded_steps
@@ -336,7 +289,7 @@ class Trainer:
             changed = chunk.settings != self.live.settings
             self.live.apply(chunk.settings)
         except BaseException as error:
-            self._settings_id = _NO_CONFIGURATION
+            self._settings_id = NO_CONFIGURATION
             return self._stepper.failure(error)
         self._settings_id = chunk.settings_id
         self._flipped, self._recorded_steps = self._flipped or changed, 0

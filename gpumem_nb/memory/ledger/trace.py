@@ -59,6 +59,12 @@ class Trace:
         change: Ints = np.sign(self.event) * self.size[np.abs(self.event) - 1]
         return change
 
+    @property
+    def lasting(self) -> NDArray[np.bool_]:
+        """Which allocations an operator call of this step made and left to others."""
+        found: NDArray[np.bool_] = ~self.before & ~self.scratch & (self.call > 0)
+        return found
+
     def settled(self, lasting: Sequence[str] = (OPTIMIZER_STATE,)) -> Trace:
         """The same step once the optimizer has its state: what it makes of that and keeps was there before.
 

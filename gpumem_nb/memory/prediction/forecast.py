@@ -7,7 +7,7 @@ import bisect
 import numpy as np
 
 from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OPTIMIZER_STATE, OTHER
-from ...shared.forecast import BY_PEAKS, ERRORS, RECORDED, Forecast
+from ...shared.forecast import BY_PEAKS, RECORDED, Forecast
 from ..ledger.trace import CODE, Trace
 from ..virtual_gpu.replay import replay
 from .scaling import SmallSteps
@@ -51,7 +51,8 @@ def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
         return most
 
     def fits(batch_size: int) -> bool:
-        return forecast(steps, batch_size, round(limit_bytes * (1 - ERRORS[steps.how_at(batch_size)]))).fits
+        one = forecast(steps, batch_size, limit_bytes)
+        return one.reserved_peak_bytes + one.error_bytes <= limit_bytes
 
     return bisect.bisect_left(range(1, most + 1), True, key=lambda batch_size: not fits(batch_size))
 
@@ -82,22 +83,22 @@ def _of(trace: Trace, limit_bytes: int | None, how: str, first: Trace | None = N
 
 
 def _by_peaks(traces: list[Trace], batch_size: int, limit_bytes: int | None) -> Forecast:
-    """A straight line through two peaks, for steps that do not ask for the same tensors."""
+    """A straight line through two peaks, for steps that do not ask for the same tensors.
+
+    Segments come in pieces of 20 MiB, so a line through what two small steps reserve would say little.
+    """
     small, large = (_of(trace, None, BY_PEAKS) for trace in traces)
-    share = (batch_size - traces[1].batch_size) / (traces[1].batch_size - traces[0].batch_size)
-
-    def line(first: int, second: int) -> int:
-        return max(0, round(second + (second - first) * share))
-
-    reserved = line(small.reserved_peak_bytes, large.reserved_peak_bytes)
+    steps = (batch_size - traces[1].batch_size) / (traces[1].batch_size - traces[0].batch_size)
+    grown = max(0, large.live_peak_bytes - small.live_peak_bytes)
+    more = {category: max(0, size - small.at_peak.get(category, 0)) for category, size in large.at_peak.items()}
     at_peak = {
-        category: size
-        for category in CATEGORIES
-        if (size := line(small.at_peak.get(category, 0), large.at_peak.get(category, 0)))
+        category: max(0, round(size + grown * steps * more[category] / (sum(more.values()) or 1)))
+        for category, size in large.at_peak.items()
     }
     live = sum(at_peak.values())
+    reserved = live + large.reserved_peak_bytes - large.live_peak_bytes
     fits = limit_bytes is None or reserved <= limit_bytes
-    return Forecast(live, max(live, reserved), fits, at_peak, large.phase, large.module, BY_PEAKS)
+    return Forecast(live, reserved, fits, at_peak, large.phase, large.module, BY_PEAKS)
 
 
 def _replayable(trace: Trace, first: Trace) -> list[int]:

@@ -1,8 +1,8 @@
 """Two small steps continued to any batch size: the bytes of each allocation lie on a straight line.
 
 A step of a model asks for the same tensors whatever the batch size is, each with a number of elements that is affine in
-it. So each allocation's bytes are continued, and not their sum: the peak of a larger batch may lie elsewhere in the
-step, where a line through two peaks would miss it by up to 9 % (docs/prediction.md).
+it, or one for each pair of samples. So each allocation's bytes are continued, and not their sum: the peak of a larger
+batch may lie elsewhere in the step, where a line through two peaks would miss it by up to 9 % (docs/prediction.md).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...shared.categories import INPUTS
 from ...shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED, VARYING
@@ -33,10 +34,6 @@ class SmallSteps:
             small, large, self.how = _paired(*self.traces)
             self.traces = [small, large]
 
-    def how_at(self, batch_size: int) -> str:
-        """How a step of this size is found."""
-        return RECORDED if self.recorded_at(batch_size) else self.how
-
     def recorded_at(self, batch_size: int) -> Trace | None:
         """The step of that very size, if it is one of these."""
         return next((trace for trace in self.traces if trace.batch_size == batch_size), None)
@@ -44,24 +41,30 @@ class SmallSteps:
     def continued(self, batch_size: int) -> Trace:
         """The step at another batch size, in the order of the larger one."""
         small, large = self.traces
-        run = large.batch_size - small.batch_size
+        share = (batch_size - small.batch_size) / (large.batch_size - small.batch_size)
 
-        def line(first: Ints, second: Ints) -> Ints:
+        def line(first: Ints, second: Ints, square: NDArray[np.bool_]) -> Ints:
+            each, of_large = first / small.batch_size, second / large.batch_size  # for a sample
             if self.how == VARYING:  # nobody knows which samples will come: what the larger of both took for each
-                each = np.maximum(first / small.batch_size, second / large.batch_size)
-                values = np.where(first == second, first, np.rint(each * batch_size))
+                values = np.where(first == second, first, np.maximum(each, of_large) * batch_size)
             else:
-                values = np.maximum(0, np.rint(second + (second - first) * (batch_size - large.batch_size) / run))
-            whole: Ints = values.astype(np.int64)
+                values = np.where(
+                    square, (each + (of_large - each) * share) * batch_size, first + (second - first) * share
+                )
+            whole: Ints = np.rint(np.maximum(0, values)).astype(np.int64)
             return whole
 
         rest, missing = line(
-            np.array([small.rest_bytes, small.missing_bytes]), np.array([large.rest_bytes, large.missing_bytes])
+            np.array([small.rest_bytes, small.missing_bytes]),
+            np.array([large.rest_bytes, large.missing_bytes]),
+            np.array([False, False]),
         ).tolist()
+        # An affine number of elements does not grow for each sample: this is one of pairs of samples, say.
+        pairs = large.lasting & (large.size * small.batch_size > small.size * large.batch_size)
         return replace(
             large,
             batch_size=batch_size,
-            size=line(small.size, large.size),
+            size=line(small.size, large.size, pairs),
             foreign_bytes=max(small.foreign_bytes, large.foreign_bytes),
             rest_bytes=rest,
             missing_bytes=missing,
@@ -72,6 +75,7 @@ def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str]:
     """The two steps allocation by allocation as far as that can be, and how larger ones follow from them."""
     if _alike(small, large):
         return small, large, VARYING if _vary(small, large) else SCALED
+    small = _numbered_as(large, small)
     calls = int(max(small.call.max(initial=0), large.call.max(initial=0)))
     differs = small.scratch_in_calls(calls) != large.scratch_in_calls(calls)
     first, second = small.without_scratch(differs), large.without_scratch(differs)
@@ -80,12 +84,27 @@ def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str]:
     return small, large, BY_PEAKS
 
 
+def _numbered_as(large: Trace, small: Trace) -> Trace:
+    """The smaller step with its operator calls numbered as those of the larger one.
+
+    Samples are put together one by one, which takes calls for each; after that calls are the same ones. What lasts
+    longer than its call is the same in both and says by how much their numbers differ from there on.
+    """
+    ours, theirs = small.call[small.lasting], large.call[large.lasting]
+    if len(ours) != len(theirs):
+        return small
+    order = np.argsort(ours, kind="stable")
+    ours, theirs = ours[order], theirs[order]
+    anchor = np.maximum(0, np.searchsorted(ours, small.call, side="right") - 1)
+    shift = (theirs - ours)[anchor] if len(ours) else 0
+    return replace(small, call=np.where(small.call > 0, small.call + shift, 0))
+
+
 def _alike(small: Trace, large: Trace) -> bool:
     return (
         len(small.size) == len(large.size)
         and np.array_equal(small.before, large.before)
         and np.array_equal(small.call > 0, large.call > 0)
-        and len(small.event) == len(large.event)
     )
 
 

@@ -1,0 +1,124 @@
+"""What other settings would need and how long steps would take: from steps that are taken under them and undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ...memory.device import Device
+from ...memory.ledger.account import Account
+from ...memory.ledger.trace import Trace
+from ...memory.prediction.forecast import forecast, largest
+from ...memory.prediction.scaling import SmallSteps
+from ...shared.forecast import BY_PEAKS, Forecasts, Rehearsal
+from ...shared.messages import Chunk, Failure
+from ...shared.settings import Settings
+from ..together.agreement import any_rank
+from .timing import timed
+
+NO_CONFIGURATION = -2
+"""In place of a chunk's settings_id, for what is half applied or tried out: nothing of it is proven."""
+_ATTEMPTS = 2  # a model's very first step may make what later ones find
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How one step went that was undone: what failed, what it allocated, and how long it worked and waited for data."""
+
+    failure: Failure | None
+    record: Account | None
+    work_s: float
+    data_s: float
+
+
+class Takes(Protocol):
+    """Who takes steps: the trainer."""
+
+    steps: int
+
+    def aside(self, settings: Settings) -> AbstractContextManager[None]:
+        """Inside, steps are taken that are not training's."""
+
+    def trying(self, chunk: Chunk) -> AbstractContextManager[Failure | None]:
+        """Inside, steps are under the settings of a trial; gives why these cannot be applied."""
+
+    def try_step(self, failure: Failure | None, chunk: Chunk) -> Trial:
+        """Take a step of it, unless something failed before, and undo it."""
+
+
+class Trials:
+    """Asks what settings would need; all ranks ask together.
+
+    Args:
+        takes: the steps.
+        device: of this rank.
+    """
+
+    def __init__(self, takes: Takes, device: Device) -> None:
+        self._takes = takes
+        self._device = device
+
+    def forecast(self, settings: Settings, small: Sequence[int], batch_sizes: Sequence[int], most: int) -> Forecasts:
+        """What steps under other settings would need, from one recorded step at each of the ``small`` batch sizes.
+
+        ``most`` is the largest batch size of which the largest that fits is looked for; with 0 none is.
+        """
+        with self._takes.aside(settings):
+            traces, failure, failed_batch = self._small_steps(settings, small)
+        return self._forecasts(traces, batch_sizes, most, failure, failed_batch)
+
+    def rehearse(self, settings: Settings) -> Rehearsal:
+        """What whole steps under other settings need, and how long they take."""
+        traces: list[Trace] = []
+
+        def step(failure: Failure | None, chunk: Chunk) -> tuple[float, float, Failure | None]:
+            # Listening takes time: the first step, which warms up, is the one that is listened to.
+            trial = self._takes.try_step(failure, chunk if traces else replace(chunk, ledger_steps=1))
+            if trial.record:
+                traces.append(trial.record.trace(settings.batch_size))
+            # Workers fetch while steps are taken; steps that are undone would wait for each of them to begin.
+            return trial.work_s, 0.0 if settings.num_workers else trial.data_s, trial.failure
+
+        reserved = self._device.reading().reserved_bytes
+        with self._takes.aside(settings):
+            steps_s, failure = timed(self._takes.trying, step, Chunk(settings, NO_CONFIGURATION, 1, trial=True))
+        if self._device.reading().reserved_bytes > reserved:  # what larger steps leave is not what training needs
+            self._device.empty_cache()
+        failed_batch = 0 if steps_s else settings.batch_size
+        return Rehearsal(self._forecasts(traces[:1], [settings.batch_size], 0, failure, failed_batch), steps_s)
+
+    def _forecasts(
+        self,
+        traces: Sequence[Trace],
+        batch_sizes: Sequence[int],
+        most: int,
+        failure: Failure | None,
+        failed_batch: int,
+    ) -> Forecasts:
+        reading, room = self._device.reading(), self._device.room()
+        limit = None if room is None else reading.reserved_bytes + room
+        if failed_batch:
+            return Forecasts(self._takes.steps, reading, limit, failure=failure, failed_batch=failed_batch)
+        steps = SmallSteps(traces)
+        of = tuple(forecast(steps, batch_size, limit) for batch_size in batch_sizes)
+        return Forecasts(self._takes.steps, reading, limit, of, largest(steps, limit, most) if most else 0)
+
+    def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[list[Trace], Failure | None, int]:
+        """One step of each size, undone: what they allocated, or what went wrong here if anything did, and at which."""
+        traces: list[Trace] = []
+        for _ in range(_ATTEMPTS):
+            traces.clear()
+            for batch_size in small:
+                sized = settings.replace(batch_size=batch_size)
+                chunk = Chunk(sized, NO_CONFIGURATION, 1, trial=True, ledger_steps=1)
+                with self._takes.trying(chunk) as why_not:
+                    trial = self._takes.try_step(why_not, chunk)
+                if any_rank(trial.record is None, "forecast"):
+                    return [], trial.failure, batch_size
+                assert trial.record is not None
+                traces.append(trial.record.trace(batch_size))
+            if not any_rank(SmallSteps(traces).how == BY_PEAKS, "forecast again"):
+                break
+        return traces, None, 0
