@@ -90,7 +90,8 @@ class Predicting:
             return settings.samples_per_rank * len(self._ranks) / speed > LONGEST_S
         small = self._small(settings.batch_size)
         samples = settings.batch_size * min(2, settings.accumulation_steps)
-        return prediction.seconds * samples / sum(small) > LONGEST_GUESSED_S
+        guessed_s: float = prediction.seconds * samples / sum(small)
+        return guessed_s > LONGEST_GUESSED_S
 
     def _too_large(self, answer: Forecasts, settings: Settings, seconds: float) -> Prediction:
         assert answer.failure

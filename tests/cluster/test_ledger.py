@@ -71,6 +71,30 @@ def test_every_byte_of_a_step_has_a_category(two_ranks: Session, fresh: Callable
     assert len(weights(session)) == 1
 
 
+def test_weights_that_nobody_trains_are_weights_too(two_ranks: Session) -> None:
+    """Of a frozen model with a small part to train, as LoRA has it; the optimizer is given that part only."""
+    two_ranks.run(
+        """
+import torch
+from torch import nn
+torch.manual_seed(0)
+backbone = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
+for part in backbone[:4]:
+    part.requires_grad_(False)
+trained = torch.optim.AdamW([p for p in backbone.parameters() if p.requires_grad])
+criterion = nn.CrossEntropyLoss()
+rows = [(torch.randn(64), torch.tensor(index % 4)) for index in range(64)]
+"""
+    )
+    two_ranks.attach(model="backbone", loss="criterion", data="rows", optimizer="trained")
+    two_ranks.set(batch_size=4, optimizer="own")
+    ledger = latest(two_ranks)
+    every = sum(4 * (shape + 1) * out for shape, out in ((64, 512), (512, 512), (512, 4)))
+    assert ledger.at_peak[PARAMETERS] == every
+    predicted = two_ranks.predict(batch_size=32)
+    assert predicted.categories[PARAMETERS] == every
+
+
 def test_each_flip_moves_its_band(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "text-gpt", **GPT)
     session.set(batch_size=16)

@@ -316,7 +316,7 @@ class Stepper:
         else:
             optimizer.step()
         if Recorder.current:
-            Recorder.current.claim_model(self._live.parameters, optimizer.state)
+            Recorder.current.claim_model(self._live.parts.parameters(), optimizer.state)
 
     def _measured(
         self,
