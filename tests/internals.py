@@ -17,6 +17,7 @@ from gpumem_nb import session as session_module
 from gpumem_nb.cluster.hosts import parsing
 from gpumem_nb.cluster.ranks import Ranks
 from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
+from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.session import Session
 from gpumem_nb.shared import cluster_records
 from gpumem_nb.shared.messages import RankInfo
@@ -47,6 +48,12 @@ def claim(monkeypatch: pytest.MonkeyPatch, session: Session, infos: list[RankInf
     """Let the notebook believe this of its ranks."""
     monkeypatch.setattr(session._life.ranks, "infos", infos)
     monkeypatch.setattr(session._life.inspection, "_ranks", tuple(infos))
+
+
+def predicted_by_small_steps(session: Session, knobs: dict[str, Any]) -> Prediction:
+    """What is said before a whole step has confirmed it, or where that would take too long."""
+    predicting = session._life.predicting
+    return predicting._predicted(predicting._checked(knobs))
 
 
 # Processes and what they leave on disk --------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError
 from gpumem_nb.shared.units import format_bytes
+from tests.internals import predicted_by_small_steps
 
 REPORT = Path(__file__).parents[2] / "docs" / "prediction.md"
 MARKER = "<!-- the rest is written by python -m tests.bench.prediction -->\n"
@@ -70,26 +71,27 @@ READY = ("digits-resnet", "digits-separable", "text-gpt")
 
 @dataclass(frozen=True)
 class Case:
-    """One flip: what was said before it and what came; ``None`` where it ran out of memory."""
+    """One flip: what was said before, by small steps alone too, and what came; ``None`` where it ran out of memory."""
 
     model: str
+    small: Prediction
     predicted: Prediction
     live: int | None
     reserved: int | None
     samples_per_s: float | None = None
 
     @property
-    def errors(self) -> tuple[float, float, float]:
-        """Of the live and the reserved peak and of throughput, as shares of what came."""
+    def errors(self) -> tuple[float, ...]:
+        """By small steps, and as shown, of the live and the reserved peak as shares of what came; of throughput."""
         assert self.live
         assert self.reserved
         assert self.samples_per_s
-        said = self.predicted
-        return (
-            said.live_peak_bytes / self.live - 1,
-            said.reserved_peak_bytes / self.reserved - 1,
-            (said.samples_per_s or 0) / self.samples_per_s - 1,
-        )
+        peaks = [
+            error
+            for said in (self.small, self.predicted)
+            for error in (said.live_peak_bytes / self.live - 1, said.reserved_peak_bytes / self.reserved - 1)
+        ]
+        return (*peaks, (self.predicted.samples_per_s or 0) / self.samples_per_s - 1)
 
 
 def main() -> int:
@@ -141,41 +143,45 @@ def flips() -> Iterator[dict[str, Any]]:
 
 def measure(session: Session, model: str, knobs: dict[str, Any]) -> Case:
     """Predict, flip, and look at the steps after the first, which finds an empty cache."""
-    predicted = session.predict(**knobs)
+    small, predicted = predicted_by_small_steps(session, knobs), session.predict(**knobs)
     try:
         session.set(**knobs)
         session.train(2)
         session.run(EMPTY)
         run = session.train(STEPS)
     except GpumemError:
-        return Case(model, predicted, None, None)
+        return Case(model, small, predicted, None, None)
     if session.settings.batch_size != knobs["batch_size"]:  # out of memory, and back
-        return Case(model, predicted, None, None)
+        return Case(model, small, predicted, None, None)
     frame = run.frame()
     reserved, speed = int(frame.reserved_peak_bytes.max()), float(frame.samples_per_s.median())
-    return Case(model, predicted, int(frame.live_peak_bytes.max()), reserved, speed)
+    return Case(model, small, predicted, int(frame.live_peak_bytes.max()), reserved, speed)
 
 
 def words(case: Case) -> str:
     """One line of the log."""
     if case.live is None:
         return f"{case.predicted.verdict}, and ran out of memory"
-    live, reserved, speed = case.errors
-    said = f"live {100 * live:+.3f} %, reserved {100 * reserved:+.2f} %, samples/s {100 * speed:+.0f} %"
-    return f"{said}, {case.predicted.seconds:.2f} s"
+    *peaks, _ = case.errors
+    said = ", ".join(f"{100 * error:+.3f} %" for error in peaks)
+    return f"live and reserved by small steps, and as shown: {said}, {case.small.basis}"
 
 
 def report(cases: Sequence[Case]) -> str:
     """The figures as Markdown."""
-    headings = ("model", "flips", "live, median", "live, p95", "reserved, median", "reserved, p95",
-                "within low to high", "samples/s, median", "within 10 %")  # fmt: skip
+    headings = ["model", "flips"]
+    for by in ("small steps", "as shown"):
+        headings += [f"{by}: live, median", "live, p95", "reserved, median", "reserved, p95", "within low to high"]
+    headings += ["samples/s, median", "within 10 %"]
     rows = [f"| {' | '.join(headings)} |", f"|{' --- |' * len(headings)}"]
     for name in [*dict.fromkeys(case.model for case in cases), ""]:
         of_model = [case for case in cases if name in ("", case.model) and case.live is not None]
         rows.append(_row(name or "all", of_model))
     wrong = [case for case in cases if case.live is None and case.predicted.verdict == FITS]
     wrong += [case for case in cases if case.live is not None and case.predicted.verdict == DOES_NOT_FIT]
+    wrong_small = sum(case.small.verdict == (FITS if case.live is None else DOES_NOT_FIT) for case in cases)
     took = sorted(case.predicted.seconds for case in cases)
+    took_small = sorted(case.small.seconds for case in cases)
     return "\n".join(
         [
             f"{time.strftime('%d %B %Y')}, torch {importlib.metadata.version('torch')}, Python "
@@ -184,21 +190,28 @@ def report(cases: Sequence[Case]) -> str:
             "",
             *rows,
             "",
-            f"Wrong verdicts: {len(wrong)} of {len(cases)}. A prediction took {took[len(took) // 2]:.2f} s in the "
-            f"median, {took[int(0.95 * len(took))]:.2f} s at the 95th percentile.",
+            f"Wrong verdicts: {wrong_small} and {len(wrong)} of {len(cases)}. A prediction by small steps took "
+            f"{took_small[len(took) // 2]:.2f} s in the median, {took_small[int(0.95 * len(took))]:.2f} s at the "
+            f"95th percentile; one with whole steps {took[len(took) // 2]:.2f} s and "
+            f"{took[int(0.95 * len(took))]:.2f} s.",
             "",
         ]
     )
 
 
 def _row(name: str, cases: Sequence[Case]) -> str:
-    live, reserved, speed = (sorted(abs(case.errors[which]) for case in cases) for which in range(3))
-    within = sum(case.predicted.low_bytes <= (case.reserved or 0) <= case.predicted.high_bytes for case in cases)
+    errors = [sorted(abs(case.errors[which]) for case in cases) for which in range(5)]
 
     def at(values: list[float], share: float) -> str:
         return f"{100 * values[min(len(values) - 1, int(share * len(values)))]:.3f} %"
 
-    figures = [at(live, 0.5), at(live, 0.95), at(reserved, 0.5), at(reserved, 0.95), _share(within, cases)]
+    figures: list[str] = []
+    for which, said in enumerate(([case.small for case in cases], [case.predicted for case in cases])):
+        came = [case.reserved or 0 for case in cases]
+        within = sum(one.low_bytes <= size <= one.high_bytes for one, size in zip(said, came, strict=True))
+        figures += [at(values, share) for values in errors[2 * which : 2 * which + 2] for share in (0.5, 0.95)]
+        figures.append(_share(within, cases))
+    speed = errors[4]
     figures += [f"{100 * speed[len(speed) // 2]:.1f} %", _share(sum(error <= 0.1 for error in speed), cases)]
     return f"| {name} | {len(cases)} | {' | '.join(figures)} |"
 
