@@ -318,12 +318,13 @@ class Trainer:
         """Inside, steps are under the settings of a trial; gives why these cannot be applied."""
         settings, settings_id = self.live.settings, self._settings_id
         flipped, recorded_steps = self._flipped, self._recorded_steps
-        try:
-            yield self._apply(chunk)
-        finally:
-            self._apply(Chunk(settings, settings_id, 0, trial=True))  # whatever of it could be applied is taken back
-            self._flipped, self._recorded_steps = flipped, recorded_steps
-            gc.collect()  # what was tried may hang together in circles, with activations among them
+        with self.live.kept():
+            try:
+                yield self._apply(chunk)
+            finally:
+                self._apply(Chunk(settings, settings_id, 0, trial=True))  # whatever could be applied is taken back
+                self._flipped, self._recorded_steps = flipped, recorded_steps
+        gc.collect()  # what was tried may hang together in circles, with activations among them
 
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done; a trial's ``settings_id`` is not theirs."""
