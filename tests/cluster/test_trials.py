@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import WorkloadError
 from tests.conftest import weights
 from tests.internals import INSIDE
 
@@ -41,6 +42,15 @@ class Averaging(nn.Module):
             with torch.no_grad():
                 t.mul_(0.9).add_(q, alpha=0.1)
         return (self.query(x) - self.key(x) + self.teacher(x)).tanh()
+
+def remembered(model):
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+compared, original = [], WeightWatch.digest
+
+def digest(watch):
+    compared.append(watch)
+    return original(watch)
 """
 )
 
@@ -81,3 +91,21 @@ def test_what_an_optimizer_remembers_outlives_a_trial_after_weights_were_added_t
     added = "len(adam.state) - known, {int(state['step']) for state in adam.state.values()}"
     assert own.run(f"optimizer is adam, {added}") == [(True, 2, {1, 3})] * 2
     assert len(weights(own)) == 1
+
+
+def test_weights_that_forward_changes_stay_in_a_trial(own: Session) -> None:
+    own.run("moco = Averaging()")
+    own.attach(model="moco", loss="size", data="rows")
+    own.train(2)
+    own.run("before = remembered(moco)")
+    same = "all(map(torch.equal, remembered(moco), before))"
+    own.predict(batch_size=4)
+    assert own.run(same) == [True] * 2
+    own.timeline()
+    assert own.run(same) == [True] * 2
+    own.train(1)
+    assert own.run(same) == [False] * 2
+    own.run("before = remembered(moco)\nmoco.key.register_forward_hook(lambda *_: 1 / 0)")
+    with pytest.raises(WorkloadError, match="division by zero"):
+        own.predict(batch_size=4)
+    assert own.run(same) == [True] * 2
