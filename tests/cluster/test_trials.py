@@ -109,3 +109,14 @@ def test_weights_that_forward_changes_stay_in_a_trial(own: Session) -> None:
     with pytest.raises(WorkloadError, match="division by zero"):
         own.predict(batch_size=4)
     assert own.run(same) == [True] * 2
+
+
+def test_weights_are_compared_in_steps_that_count_and_not_in_trials(own: Session) -> None:
+    own.run("WeightWatch.digest = digest")
+    try:
+        own.predict(batch_size=4)  # before the first step, and after a cell
+        assert own.run("len(compared)") == [0, 0]
+        own.train(2)
+        assert own.run("len(compared)") == [1, 1]
+    finally:
+        own.run("WeightWatch.digest = original")
