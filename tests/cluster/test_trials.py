@@ -120,3 +120,21 @@ def test_weights_are_compared_in_steps_that_count_and_not_in_trials(own: Session
         assert own.run("len(compared)") == [1, 1]
     finally:
         own.run("WeightWatch.digest = original")
+
+
+def test_modes_are_what_a_cell_has_made_them_until_training_goes_on(own: Session) -> None:
+    training = "[module.training for module in net.modules()]"
+    own.train(1)
+    for cell, ask in (
+        ("net.train()", own.timeline),
+        ("net[1].eval()", own.predict),
+        ("net.eval()", own.predict),
+        ("net[2].train()", own.timeline),
+        ("net[3].train()", lambda: own.set(batch_size=4)),
+    ):
+        own.run(cell)
+        before = own.run(training)
+        ask()
+        assert own.run(training) == before
+    own.train(1)
+    assert own.run(training) == [[True] * 6] * 2, "training had not begun with what was in evaluation mode meanwhile"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -148,14 +148,20 @@ class LiveModel:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, other settings are tried; once these are as before again, so is the optimizer, the very object."""
+        """Inside, something is tried: afterwards modules are in the modes in which cells had left them.
+
+        Once the settings are as before again, so is the optimizer, the very object.
+        """
         name, parked = self.settings.optimizer, self._parked
         self._parked = None  # what is in use takes its place if another one is tried
-        try:
-            yield
-        finally:
-            if self.settings.optimizer == name:
-                self._parked = parked
+        with ExitStack() as stack:
+            for modes in self._modes:
+                stack.enter_context(modes.kept())
+            try:
+                yield
+            finally:
+                if self.settings.optimizer == name:
+                    self._parked = parked
 
     def set_optimizer_impl(self, name: str) -> None:
         """Let torch compute the optimizer's update in this way.

@@ -218,9 +218,9 @@ class Trainer:
         Raises:
             WorkloadError: this rank could not finish it.
         """
-        self.live.resume_modes()
         chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1)
-        with self.drawing():
+        with self.live.kept(), self.drawing():
+            self.live.resume_modes()
             outcome, _ = self._step(None, chunk)
         gc.collect()
         if outcome.failure:
@@ -330,7 +330,8 @@ class Trainer:
         """Switch to the chunk's settings, or say why it cannot be done; a trial's ``settings_id`` is not theirs."""
         self._stepper.phase = "settings"
         try:
-            self.live.resume_modes()
+            if chunk.steps:
+                self.live.resume_modes()
             self.stream.load_with(chunk.settings)
             if chunk.settings_id == self._settings_id and not chunk.trial:
                 return None
