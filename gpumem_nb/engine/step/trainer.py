@@ -219,10 +219,8 @@ class Trainer:
             WorkloadError: this rank could not finish it.
         """
         chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1)
-        with self.live.kept(), self.drawing():
-            self.live.resume_modes()
-            outcome, _ = self._step(None, chunk)
-        gc.collect()
+        with self.drawing(), self._trying(chunk) as failure:
+            outcome, _ = self._step(failure, chunk)
         if outcome.failure:
             raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
         record, self._stepper.record = self._stepper.record, None
@@ -324,7 +322,7 @@ class Trainer:
             finally:
                 self._apply(Chunk(settings, settings_id, 0, trial=True))  # whatever could be applied is taken back
                 self._flipped, self._recorded_steps = flipped, recorded_steps
-        gc.collect()  # what was tried may hang together in circles, with activations among them
+                gc.collect()  # what was tried may hang together in circles, with activations among them
 
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done; a trial's ``settings_id`` is not theirs."""
