@@ -33,7 +33,7 @@ from .surroundings import Followed
 from .training import Training
 
 RESUMING = "gpumem_nb resuming"
-"""Names the thread that puts a state in place, which nothing else may overtake."""
+"""Names the thread that puts a state in place, or settles what a failed load has left: nothing else may overtake it."""
 
 
 class Foreground:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..cluster.calls import Call
 from ..cluster.shield import finish_anyway
 from ..report.differences import typed
 from ..report.status import StateFile
@@ -265,12 +266,9 @@ class Loading:
             self._foreground.finish(call)
         except (Exception, Interrupted) as error:
             self._foreground.mark_notes(call)
-            late_s = 0.0 if isinstance(error, Interrupted) else LATE_S
-            refused = call.first_error() is not None and call.finished(late_s) and not call.pending()
-            if not (refused and all(self._foreground.call("loaded"))):  # not what was loaded before
-                self._training.unload()
-                if not isinstance(error, Interrupted) and self._origin.unrestored is None:
-                    self._origin.workload = self._origin.attached = None
+            interrupted = isinstance(error, Interrupted)
+            with suppress(KeyboardInterrupt):  # what went wrong in the load is said in any case
+                finish_anyway(lambda: self._settle(call, interrupted), RESUMING)
             raise
         info: WorkloadInfo = call.get()[0]
         info = replace(info, notes=(*info.notes, *call.notes()))
@@ -282,16 +280,27 @@ class Loading:
         self._train_from(0, info, settings, f"loaded {info.name}")
         return info
 
+    def _settle(self, call: Call, interrupted: bool) -> None:
+        """A load failed: what was loaded before still is if all ranks refused and say so, else nothing is."""
+        still_loaded = False
+        if call.first_error() is not None and call.finished(0.0 if interrupted else LATE_S) and not call.pending():
+            with suppress(GpumemError):
+                still_loaded = all(self._foreground.call("loaded"))
+        if not still_loaded:
+            self._training.unload()
+            if not interrupted and self._origin.unrestored is None:
+                self._origin.workload = self._origin.attached = None
+
     def _resume_from(self, source: Path, after_restart: bool = False) -> state_file.Header:
         # Training goes on while the ranks look at the file: one that is refused changes nothing.
         try:
             header: state_file.Header = self._foreground.call("resume_check", str(source))[0]
             settings = Settings.from_saved(header.settings, source)  # this process's knobs may be others
+            self._foreground.pause()
         except BaseException:
             with suppress(GpumemError):
-                self._foreground.call("resume_drop")
+                self._foreground.ask("resume_drop")  # not waited for: a rank may not have heard an interrupt yet
             raise
-        self._foreground.pause()
         try:
             finish_anyway(lambda: self._put_in_place(source, header, settings, after_restart), RESUMING)
         except KeyboardInterrupt:

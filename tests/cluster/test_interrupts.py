@@ -259,6 +259,27 @@ def test_an_interrupted_resume_is_done_or_not_begun(
     assert session.history.steps == 4
 
 
+def test_a_resume_that_is_interrupted_while_training_pauses_holds_nothing_of_the_file(
+    two_ranks: Session, tmp_path: Path
+) -> None:
+    session, begun = stuck(two_ranks, ""), tmp_path / "begun"
+    session.save(tmp_path / "one")
+    session.run(
+        "import pathlib\nfrom gpumem_nb.engine import rank as of_ranks\ndef loss(model, batch):\n"
+        f"    while rank == 1 and of_ranks._checked: pathlib.Path({str(begun)!r}).touch()\n"
+        "    return model(batch[0]).square().mean()"
+    )
+    session.attach(model="net", loss="loss", data="rows")
+    session.play()
+    wait_for_steps(session, 1)
+    stop = Stop(begun.exists)
+    with pytest.raises(Interrupted, match="are ready"):
+        session.resume(tmp_path / "one")
+    assert in_time(stop.took_s(), PROMPT_S)
+    assert session.run("of_ranks._checked") == [None, None]
+    assert session.train(1).steps == 1
+
+
 def test_an_interrupted_save_leaves_a_whole_file_or_none(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:

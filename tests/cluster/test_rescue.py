@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
+from gpumem_nb.cluster.calls import Call
+from gpumem_nb.kernel.loading import LATE_S
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError, TrainingFailed, WorkloadError
+from tests.cluster.stop_button import PROMPT_S, Stop
 from tests.cluster.trouble import CODE, everything, prepared, same_as
 from tests.conftest import weights
 from tests.internals import LIVE
+from tests.timing import in_time
 
 pytestmark = pytest.mark.cluster
 
@@ -193,17 +199,59 @@ def test_fewer_samples_than_ranks_leave_what_was_loaded(two_ranks: Session) -> N
     assert session.history.steps == 2
 
 
+@contextmanager
+def answering_late(session: Session) -> Iterator[None]:
+    """Inside, rank 1 waits a moment before each answer, more than once."""
+    session.run("import sys, time\nflush = sys.stdout.flush")
+    session.run("sys.stdout.flush = lambda: time.sleep(0.5)", ranks=1)
+    try:
+        yield
+    finally:
+        session.run("sys.stdout.flush = flush", ranks=1)
+
+
+TOO_FEW = "single = torch.utils.data.TensorDataset(torch.zeros(1, 8))"
+
+
 def test_a_rank_that_refuses_later_leaves_what_was_loaded_too(two_ranks: Session) -> None:
     session = prepared(two_ranks)
-    session.run("single = torch.utils.data.TensorDataset(torch.zeros(1, 8))")
-    session.run("import sys, time\nflush = sys.stdout.flush")
-    session.run("sys.stdout.flush = lambda: time.sleep(0.5)", ranks=1)  # before each answer, more than once
+    session.run(TOO_FEW)
+    with answering_late(session), pytest.raises(WorkloadError, match="fewer than the 2 ranks"):
+        session.attach(model="net", loss="size", data="single")
+    assert session.train(1).steps == 1
+
+
+def test_who_stops_waiting_for_a_rank_that_refuses_later_is_told_what_the_first_one_said(
+    two_ranks: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, waited_for, finished = prepared(two_ranks), threading.Event(), Call.finished
+
+    def told_of_waiting(call: Call, timeout: float) -> bool:
+        if timeout == LATE_S:
+            waited_for.set()
+        return finished(call, timeout)
+
+    monkeypatch.setattr(Call, "finished", told_of_waiting)
+    session.run(TOO_FEW)
+    with answering_late(session):
+        stop = Stop(waited_for.is_set)
+        with pytest.raises(WorkloadError, match="fewer than the 2 ranks"):
+            session.attach(model="net", loss="size", data="single")
+        assert in_time(stop.took_s(), PROMPT_S)
+    assert session.train(1).steps == 1
+
+
+def test_ranks_that_cannot_say_what_they_hold_after_a_refusal_hold_nothing(two_ranks: Session) -> None:
+    session = prepared(two_ranks)
+    session.run(f"{TOO_FEW}\nfrom gpumem_nb.engine import rank as of_ranks\nloaded = of_ranks.loaded")
+    session.run("of_ranks.loaded = lambda: 1 / 0", ranks=1)
     try:
         with pytest.raises(WorkloadError, match="fewer than the 2 ranks"):
             session.attach(model="net", loss="size", data="single")
+        with pytest.raises(WorkloadError, match="Nothing is loaded"):
+            session.train(1)
     finally:
-        session.run("sys.stdout.flush = flush", ranks=1)
-    assert session.train(1).steps == 1
+        session.run("of_ranks.loaded = loaded", ranks=1)
 
 
 def test_an_exit_while_loading_leaves_what_was_loaded(two_ranks: Session) -> None:

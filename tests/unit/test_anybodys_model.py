@@ -308,6 +308,8 @@ def test_modes_that_a_part_was_given_stay_and_an_eval_of_the_whole_is_taken_back
     model.append(nn.Dropout())
     model.eval()
     assert trainer.record() is not None
+    assert modes(model) == [False] * 7, "a step that is undone leaves them as a cell has made them"
+    trainer.run(Chunk(Settings(batch_size=2), 1, 1))
     assert modes(model) == [True, True, False, False, False, False, True]
 
 

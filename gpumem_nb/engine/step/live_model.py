@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -128,20 +129,39 @@ class LiveModel:
             raise WorkloadError(brings_none(self._workload.name))
         named = settings.learning_rate != self.settings.learning_rate
         rate = settings.learning_rate if named else self._rates.first or settings.learning_rate
-        if self._parked is None and self.optimizer is not self.own_optimizer:
-            kept = KeptState(self.optimizer, release=True)
-            self._parked = (self.settings.optimizer, kept, self._rates)
+        trained, parked = self._trained(), self._parked
         if settings.optimizer == "own" and self.own_optimizer and self._own_rates:
-            self.optimizer, self._rates = self.own_optimizer, self._own_rates
-        elif self._parked and self._parked[0] == settings.optimizer:
+            optimizer, rates = self.own_optimizer, self._own_rates
+        elif parked and parked[0] == settings.optimizer:
             with self._device.exempt():
-                self._parked[1].restore()
-            self.optimizer, self._rates, self._parked = self._parked[1].optimizer, self._parked[2], None
+                parked[1].restore()
+            optimizer, rates, self._parked = parked[1].optimizer, parked[2], None
+            _add(optimizer, trained)
         else:
-            self.optimizer = optimizers.build(self._trained(), settings.replace(learning_rate=rate))
-            self._rates = Rates(self.optimizer, settings.learning_rate)
+            optimizer = optimizers.build(trained, settings.replace(learning_rate=rate))
+            rates = Rates(optimizer, settings.learning_rate)
+        if parked is None and self.optimizer is not self.own_optimizer:
+            self._parked = (self.settings.optimizer, KeptState(self.optimizer, release=True), self._rates)
+        self.optimizer, self._rates = optimizer, rates
         self.parts.join(self.own_optimizer, self.optimizer)
         self._note(optimizer=settings.optimizer)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, something is tried: afterwards modules are in the modes in which cells had left them.
+
+        Once the settings are as before again, so is the optimizer, the very object.
+        """
+        name, parked = self.settings.optimizer, self._parked
+        self._parked = None  # what is in use takes its place if another one is tried
+        with ExitStack() as stack:
+            for modes in self._modes:
+                stack.enter_context(modes.kept())
+            try:
+                yield
+            finally:
+                if self.settings.optimizer == name:
+                    self._parked = parked
 
     def set_optimizer_impl(self, name: str) -> None:
         """Let torch compute the optimizer's update in this way.
@@ -177,10 +197,8 @@ class LiveModel:
                 "the optimizer trains other weights on one rank than on another. Run the cell that changed it on all "
                 "ranks, or attach the model again."
             )
-        self.parameters, self._parked = trained, None
-        known = set(map(id, in_groups(self.optimizer)))
-        if missing := [param for param in trained if id(param) not in known]:
-            self.optimizer.add_param_group({"params": missing})
+        self.parameters = trained
+        _add(self.optimizer, trained)
 
     def refuse_strangers(self) -> None:
         """Weights that came into the model meanwhile must be trained, or frozen: nobody would notice otherwise.
@@ -284,3 +302,10 @@ class LiveModel:
 
     def _note(self, **applied: Any) -> None:
         self.settings = self.settings.replace(**applied)
+
+
+def _add(optimizer: Optimizer, trained: Iterable[Tensor]) -> None:
+    """Let an optimizer train these too."""
+    known = set(map(id, in_groups(optimizer)))
+    if missing := [param for param in trained if id(param) not in known]:
+        optimizer.add_param_group({"params": missing})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
 
@@ -27,6 +30,17 @@ class Modes:
             for module in self._root.modules():
                 module.training = self._modes.get(module, True)  # True for one that is new
         self._modes = self._taken()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Whatever happens to modes inside, they are afterwards as before, and training goes on with the same."""
+        known, before = self._modes, self._taken()
+        try:
+            yield
+        finally:
+            self._modes = known
+            for module, training in before.items():
+                module.training = training
 
     def evaluating(self) -> set[nn.Module]:
         """The modules with which training goes on in evaluation mode."""

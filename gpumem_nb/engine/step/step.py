@@ -36,7 +36,7 @@ from .guard import check_no_backward, updates_refused
 from .live_model import LiveModel
 from .own_loss import micro_batches
 from .precision import autocast
-from .undo import ForwardState, ForwardUndo, UpdateUndo
+from .undo import ForwardState, ForwardUndo, KeptWeights, UpdateUndo
 from .voting import StepOrder, Voting
 
 MOST_ATTEMPTS = 4  # at one step, before somebody's code is taken to change what it trains each time
@@ -103,7 +103,7 @@ class Stepper:
         self.began_s = time.monotonic()
         self.record: Account | None = None
         self.work_s = self.data_s = 0.0
-        self._reduction_s = 0.0
+        self._reduction_s = self._copied_s = 0.0
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
     @property
@@ -122,6 +122,7 @@ class Stepper:
         self._device.reset_peak()
         start_s = time.perf_counter()
         self.began_s = time.monotonic()
+        self._copied_s = 0.0
         self.record = None
         failure = failure or self._data_ready()
         for _ in range(MOST_ATTEMPTS):
@@ -204,7 +205,7 @@ class Stepper:
         self.phase = "forward"
         try:
             collectives.check()
-            before = ForwardUndo(self._forward_state)
+            before = ForwardUndo(self._forward_state, self._weights_of_trial() if order.trial else None)
             self.voting.begin(order)
             with nullcontext() if order.trial else self._leaks.step():
                 return before, self._forward_backward(), None
@@ -214,6 +215,12 @@ class Stepper:
             with self._device.exempt():
                 ambient.restore()
         return before, None, failure
+
+    def _weights_of_trial(self) -> KeptWeights:
+        copied_since_s = time.monotonic()
+        weights = KeptWeights.of_trial(self._live.parameters, self._live.parts.parameters())
+        self._copied_s += time.monotonic() - copied_since_s
+        return weights
 
     def _forward_backward(self) -> Tensor:
         """Accumulate the gradients of all micro-batches of this step; returns the mean loss."""
@@ -259,11 +266,12 @@ class Stepper:
         failure, updates = None, list[Update]()
         try:
             copied_since_s = time.monotonic()
-            undo = UpdateUndo(self._live.parameters, self._live.optimizer, None if trial else self._before_hooks())
-            copied_s = time.monotonic() - copied_since_s
+            weights = () if trial else self._live.parameters  # those of a trial were copied before forward
+            undo = UpdateUndo(weights, self._live.optimizer, None if trial else self._before_hooks())
+            self._copied_s += time.monotonic() - copied_since_s
             with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
                 self._update()
-            self.work_s = time.monotonic() - self.began_s - copied_s - self.data_s
+            self.work_s = time.monotonic() - self.began_s - self._copied_s - self.data_s
             if trial and Recorder.current:
                 self.record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:

@@ -212,11 +212,9 @@ class Trainer:
         Raises:
             WorkloadError: this rank could not finish it.
         """
-        self.live.resume_modes()
         chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1)
-        with self.drawing():
-            outcome, _ = self._step(None, chunk)
-        gc.collect()
+        with self.drawing(), self._trying(chunk) as failure:
+            outcome, _ = self._step(failure, chunk)
         if outcome.failure:
             raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
         record, self._stepper.record = self._stepper.record, None
@@ -271,18 +269,20 @@ class Trainer:
         """Inside, steps are under the settings of a trial; gives why these cannot be applied."""
         settings, settings_id = self.live.settings, self._settings_id
         flipped, recorded_steps = self._flipped, self._recorded_steps
-        try:
-            yield self._apply(chunk)
-        finally:
-            self._apply(Chunk(settings, settings_id, 0, trial=True))  # whatever of it could be applied is taken back
-            self._flipped, self._recorded_steps = flipped, recorded_steps
-            gc.collect()  # what was tried may hang together in circles, with activations among them
+        with self.live.kept():
+            try:
+                yield self._apply(chunk)
+            finally:
+                self._apply(Chunk(settings, settings_id, 0, trial=True))  # whatever could be applied is taken back
+                self._flipped, self._recorded_steps = flipped, recorded_steps
+                gc.collect()  # what was tried may hang together in circles, with activations among them
 
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done; a trial's ``settings_id`` is not theirs."""
         self._stepper.phase = "settings"
         try:
-            self.live.resume_modes()
+            if chunk.steps:
+                self.live.resume_modes()
             self.stream.load_with(chunk.settings)
             if chunk.settings_id == self._settings_id and not chunk.trial:
                 return None

@@ -26,9 +26,13 @@ _LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor trained, to b
 
 
 class ForwardUndo:
-    """What a forward pass or a hook changes: buffers, batch norm's for example, what Python keeps, random numbers."""
+    """What a forward pass or a hook changes: buffers, batch norm's for example, what Python keeps, random numbers.
 
-    def __init__(self, state: ForwardState) -> None:
+    And ``weights``, if they are given.
+    """
+
+    def __init__(self, state: ForwardState, weights: KeptWeights | None = None) -> None:
+        self._weights = weights
         self._python = state.python.take()
         # On a GPU the copy stays there: fetching it would wait for the device at every step.
         self._buffers = [(b, state.copy(b)) for _, b in state.python.buffers() if can_be_filled(b)]
@@ -43,6 +47,8 @@ class ForwardUndo:
                 before.put_back()
         for buffer, content in self._buffers:
             overwrite(buffer.data, content)
+        if self._weights:
+            self._weights.put_back()
         self._random.put_back()
 
 
@@ -91,20 +97,45 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if tensor.is_cuda else host_copy(tensor)
 
 
+class KeptWeights:
+    """Weights, copied to host memory."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._params = [_Kept(param, release=False) for param in params]
+
+    @classmethod
+    def of_trial(cls, trained: Iterable[Tensor], weights: Iterable[Tensor]) -> KeptWeights:
+        """Of all ``weights`` those that forward or update may change, which a trial must not.
+
+        Some models keep an average of what is trained in weights of the same shapes, and bring it up to date in
+        forward. Others that are large and not trained, below adapters for example, are not copied.
+        """
+        kept = {id(param): param for param in trained}
+        shapes = {param.shape for param in kept.values()}
+        for weight in filter(can_be_filled, weights):
+            if weight.shape in shapes or weight.nbytes <= _LARGEST_BYTES:
+                kept.setdefault(id(weight), weight)
+        return cls(kept.values())
+
+    def put_back(self) -> None:
+        """Put everything back, bit by bit."""
+        for param in self._params:
+            param.restored()
+
+
 class UpdateUndo:
     """What an update changes: weights, the optimizer's state, and what hooks before it do; copied to host memory."""
 
     def __init__(self, params: Iterable[Tensor], optimizer: Optimizer, hooks: ForwardUndo | None = None) -> None:
         self._hooks = hooks
-        self._params = [_Kept(param, release=False) for param in params]
+        self._weights = KeptWeights(params)
         self._state = KeptState(optimizer, release=False)
 
     def undo(self) -> None:
         """Put everything back, bit by bit; state that was not there before is dropped."""
         if self._hooks:
             self._hooks.undo()
-        for param in self._params:
-            param.restored()
+        self._weights.put_back()
         self._state.restore()
         forget_scaler(self._state.optimizer)
 

@@ -79,7 +79,7 @@ class Voting:
 
     def begin(self, order: StepOrder) -> None:
         """Forward begins."""
-        if self.watch.due(order.step):
+        if self._compares(order):
             self.watch.begin()
 
     def arm(self) -> None:
@@ -158,13 +158,17 @@ class Voting:
                 norms = GradientNorms(self._live.parameters)
                 scaled = self._live.settings.precision == "fp16"  # in gradients; the loss is without its scale
                 nonfinite = norms.nonfinite(loss, self._live.scaler if scaled else None)
-                digest = self.watch.digest() if self.watch.due(order.step) else None
+                digest = self.watch.digest() if self._compares(order) else None
             careful = step.update_may_fail(order)
         except BaseException as error:
             failure = failure or step.failure(error)
         left = nudge.newer_than(order.nudges)
         torn, relisted = self._reduction.torn, self._live.relisted()
         return Ballot(failure is not None, left, careful, torn, relisted, nonfinite, digest), norms, failure
+
+    def _compares(self, order: StepOrder) -> bool:
+        """Whether the ranks' weights are compared in this step; not in trials, of which questions take many."""
+        return not order.trial and self.watch.due(order.step)
 
     def _reduce_all(self) -> GradientReduction:
         """The reduction of all that the optimizer trains."""
