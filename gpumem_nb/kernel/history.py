@@ -146,16 +146,18 @@ class History:
         with self._lock:
             self._forget_foreseen()
 
-    def predicted(self, asked: Asked, model_version: int) -> None:
-        """Take in what was predicted of the model as it was at that version."""
+    def predicted(self, asked: Asked) -> None:
+        """Take in what was predicted of the model as it was at some version."""
         with self._lock:
             self.asked.append(asked)
-            if model_version == self.model_version:
+            if asked.model_version == self.model_version:
                 self.foreseen[asked.prediction.settings] = asked.prediction
 
     def _forget_foreseen(self) -> None:
         self.model_version += 1
         self.foreseen = {}
+        if self.tried:
+            self.tried[-1].model_may_have_changed(self.model_version)
 
     def rescued(self, rescue: Rescue) -> None:
         """A step was discarded."""
@@ -204,7 +206,7 @@ class History:
     def begin(self, settings_id: int, workload: str, settings: Settings) -> None:
         """A configuration is about to be tried."""
         with self._lock:
-            self.tried.append(Tried(settings_id, workload, settings))
+            self.tried.append(Tried(settings_id, workload, settings, self.model_version))
             self._tell(self.tried[-1])
             for old in self.tried[-LATE_STEPS - 1 : -LATE_STEPS]:
                 old.settle()
@@ -220,6 +222,12 @@ class History:
     def settings_now(self) -> Entry | None:
         """The latest configuration, for somebody who is told from now on."""
         return Entry(self.started_s, time.time(), self.tried[-1]) if self.tried else None
+
+    @property
+    def begun(self) -> int:
+        """How many configurations have begun, one that waits for its first step left out."""
+        tried = self.tried
+        return len(tried) - (bool(tried) and not tried[-1].ran)
 
     def configuration(self, settings_id: int) -> Tried | None:
         """The configuration with this id, latest first."""

@@ -48,9 +48,9 @@ class Predicting:
             WorkloadError: nothing is loaded, or a small step failed for another reason than memory.
         """
         history, now = self._history, self._training.settings
-        begun, model_version = len(history.tried), history.model_version
+        begun, model_version = history.begun, history.model_version
         prediction = self._timed(self._predicted(self._checked(knobs)))
-        history.predicted(Asked(prediction, self._loaded().name, now, begun), model_version)
+        history.predicted(Asked(prediction, model_version, now, begun))
         return prediction
 
     def score(self) -> Scoreboard:

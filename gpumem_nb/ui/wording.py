@@ -126,7 +126,7 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
         return f"<div><span>{escape(flip)}</span> will be measured with the next step</div>"
     peaks = f"<span>live peak <b>{escape(effect.memory)}</b></span>"
     if foretold:
-        came = format_bytes(effect.after.peak_bytes)
+        came = format_bytes(effect.after.foreseeable_peak_bytes)
         peaks += f" <span>predicted <b>{format_bytes(foretold.live_peak_bytes)}</b>, came <b>{came}</b></span>"
     return f"<div><span>{escape(flip)}</span> {peaks} <span>{escape(effect.speed)}</span></div>"
 

@@ -204,3 +204,21 @@ def test_predictions_are_held_against_what_came(own: Session) -> None:
     assert one.right
     assert abs(session.score().frame().error.iloc[-1]) < 0.01
     assert f"of {known + 1} verdicts right" in str(session.score())
+
+
+def test_a_prediction_counts_for_the_model_that_it_was_made_of_and_no_other(own: Session) -> None:
+    known = len(own.score().scored)
+    own.predict(batch_size=16)
+    own.run("mixed.head = nn.Sequential(nn.Linear(12, 4096), nn.Linear(4096, 5))")
+    own.attach(model="mixed", loss="criterion", data="images")
+    own.set(batch_size=16)
+    own.train(2)
+    assert len(own.score().scored) == known, "another model under the same name"
+    own.predict(batch_size=8)
+    own.run("mixed.down.requires_grad_(False)")
+    own.set(batch_size=8)
+    own.train(2)
+    assert len(own.score().scored) == known, "a cell may have changed it"
+    own.predict()
+    own.train(2)
+    assert len(own.score().scored) == known, "it had been tried before"

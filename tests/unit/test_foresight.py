@@ -41,7 +41,7 @@ class Session:
         size = wanted.batch_size * MIB
         verdict = FITS if size <= LIMIT else DOES_NOT_FIT
         one = Prediction(wanted, size, size, None, size, size, LIMIT, verdict, {}, "forward", "", "", 0.1)
-        self.history.predicted(Asked(one, "mine", self.settings, 0), self.history.model_version)
+        self.history.predicted(Asked(one, self.history.model_version, self.settings, 0))
         return one
 
     def foreseen(self, settings: Settings) -> Prediction | None:
@@ -126,7 +126,7 @@ def test_a_prediction_of_the_model_as_it_was_is_not_kept(session: Session) -> No
     session.history.model_may_have_changed()
     one = session.predict(batch_size=64)
     session.history.model_may_have_changed()
-    session.history.predicted(Asked(one, "mine", session.settings, 0), old)
+    session.history.predicted(Asked(one, old, session.settings, 0))
     assert session.foreseen(one.settings) is None
 
 
