@@ -150,6 +150,21 @@ def test_training_goes_on_while_somebody_asks(own: Session) -> None:
     assert own.history.rescue is None
 
 
+def test_whoever_finds_nobody_waiting_finds_that_the_model_may_have_changed(
+    two_ranks: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, changed = [], two_ranks.history.model_may_have_changed
+
+    def seen() -> None:
+        busy.append(two_ranks.busy)
+        changed()
+
+    monkeypatch.setattr(two_ranks.history, "model_may_have_changed", seen)
+    two_ranks.run("1")
+    assert busy == [True]
+    assert not two_ranks.busy
+
+
 def test_every_single_flip_is_in_the_table(own: Session) -> None:
     table = own.what_if()
     flips = table.frame().set_index("flip")
