@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from .region import Region
 from .steered import Steered
 
 LINES_OF = ("precision", "checkpointing")  # knobs with a line of their own for each value
+PATIENCE_S = 10.0  # of whoever chooses a flip, for the question under way
 FLIP, LARGEST, LINE = "flip", "largest", "line"  # kinds of questions
 _Question = tuple[str, Settings]
 
@@ -56,7 +58,8 @@ class Foresight:
     def __init__(self, session: Steered, submit: Callable[[Callable[[], object]], None]) -> None:
         self._session = session
         self._submit = submit
-        self._asking = False
+        self._turn = threading.Condition()
+        self._asking = self._choosing = False
         self._rests_until_s = 0.0
         self._answers = _Answers(session.history)
         self._shown: object = None
@@ -75,6 +78,7 @@ class Foresight:
     def follow(self, names: Sequence[str]) -> None:
         """Show what is known of flips of these knobs, and ask for what is not."""
         session, history = self._session, self._session.history
+        busy = session.busy  # asked first: a cell that has ended by now has made another version of the model
         self._keep_up()
         answers, known = self._answers, history.foreseen
         is_open = self.button.value and session.workload is not None and not session.ended
@@ -83,26 +87,49 @@ class Foresight:
         if state != self._shown:
             self._shown = state
             self._show(names if is_open else ())
-        rests = self._asking or session.busy or answers.waits_at is not None or time.monotonic() < self._rests_until_s
-        if is_open and not rests and (question := self._question(names)):
-            self._asking = True
+        rests = busy or answers.waits_at is not None or time.monotonic() < self._rests_until_s
+        if is_open and not rests and (question := self._question(names)) and self._begins_to_ask():
             self._submit(partial(self._ask, answers, question))
 
     def refusal(self, name: str, value: str) -> str:
         """Why nobody should give this value to this knob; empty where nothing speaks against it.
 
-        While it is open, what is not known yet is predicted first, unless somebody waits for the ranks.
+        While it is open, what is not known yet is predicted first, unless somebody else waits for the ranks. This waits
+        for the question under way, so it is not for the page's own thread.
         """
         session = self._session
         if name not in self.regions or session.workload is None:
             return ""
         try:
-            foreseen = session.foreseen(session.settings.replace(**{name: value}))
-            if foreseen is None and self.button.value and not session.busy:
-                foreseen = session.predict(**{name: value})
+            wanted = session.settings.replace(**{name: value})
+            foreseen = session.foreseen(wanted)
+            if foreseen is None and self.button.value:
+                with self._between_questions():
+                    foreseen = session.foreseen(wanted)
+                    if foreseen is None and not session.busy:
+                        foreseen = session.predict(**{name: value})
         except GpumemError:  # whoever sets it will hear of it
             return ""
         return foreseen.refusal if foreseen else ""
+
+    def _begins_to_ask(self) -> bool:
+        """Take the turn, if it is free."""
+        with self._turn:
+            free = not (self._asking or self._choosing)
+            self._asking = self._asking or free
+            return free
+
+    @contextmanager
+    def _between_questions(self) -> Iterator[None]:
+        """Inside, none is under way, unless it takes too long, and none is begun."""
+        with self._turn:
+            self._choosing = True
+            self._turn.wait_for(lambda: not self._asking, PATIENCE_S)
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._choosing = False
 
     def _begin_anew(self) -> None:
         """Somebody has opened or closed it: all may be asked for, what failed and after a cell too."""
@@ -183,7 +210,9 @@ class Foresight:
             ended_s = time.monotonic()
             if session.playing:  # which shall come to something between two questions
                 self._rests_until_s = ended_s + (ended_s - began_s)
-            self._asking = False
+            with self._turn:
+                self._asking = False
+                self._turn.notify_all()
 
     def _lines(self, names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
         """The present settings and what changes how peaks grow with the batch, with names."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui import foresight as foresight_room
 from gpumem_nb.ui.controls import Controls
 from gpumem_nb.ui.foresight import Foresight
+from tests.timing import HANG_S
 
 MIB = 2**20
 LIMIT = 100 * MIB
@@ -198,6 +200,90 @@ def test_what_cannot_be_said_is_not_asked_for_for_ever(session: Session, fails: 
     foresight.button.value = True
     look(foresight)
     assert "n/a" not in foresight.regions["precision"].html
+
+
+def test_a_cell_that_ends_while_it_looks_is_not_overlooked(
+    session: Session, foresight: Foresight, monkeypatch: Any
+) -> None:
+    look(foresight)
+    session.asked = []
+
+    def ended_by_now(_: Session) -> bool:
+        session.history.model_may_have_changed()
+        monkeypatch.delattr(Session, "busy")
+        return False
+
+    del session.busy
+    monkeypatch.setattr(Session, "busy", property(ended_by_now), raising=False)
+    foresight.follow(NAMES)
+    assert session.asked == []
+
+
+@pytest.fixture
+def slow(session: Session, monkeypatch: Any) -> Iterator[SimpleNamespace]:
+    """A question that is under way on a thread of its own until it is told to end, and keeps the session busy."""
+    foresight = Foresight(session, lambda question: questions.append(Thread(target=question)))  # type: ignore[arg-type]
+    questions: list[Thread] = []
+    began, ends, looked, predict, foreseen = Event(), Event(), Event(), session.predict, session.foreseen
+
+    def held(**knobs: Any) -> Prediction:
+        session.busy = True
+        began.set()
+        ends.wait(HANG_S)
+        session.busy = False
+        return predict(**knobs)
+
+    def looking(settings: Settings) -> Prediction | None:
+        looked.set()
+        return foreseen(settings)
+
+    foresight.button.value = True
+    monkeypatch.setattr(session, "predict", held)
+    foresight.follow(NAMES)
+    (question,) = questions
+    question.start()
+    assert began.wait(HANG_S)
+    monkeypatch.setattr(session, "predict", predict)
+    monkeypatch.setattr(session, "foreseen", looking)
+    yield SimpleNamespace(foresight=foresight, questions=questions, ends=ends, looked=looked)
+    ends.set()
+    question.join()
+
+
+def test_a_flip_that_is_chosen_during_a_question_of_its_own_is_predicted_too(
+    session: Session, slow: SimpleNamespace, monkeypatch: Any
+) -> None:
+    said: list[str] = []
+    chosen = Thread(target=lambda: said.append(slow.foresight.refusal("batch_size", "1024")))
+    predict = session.predict
+
+    def no_other_question_meanwhile(**knobs: Any) -> Prediction:
+        if knobs.get("batch_size") == "1024":
+            slow.foresight.follow(NAMES)
+        return predict(**knobs)
+
+    monkeypatch.setattr(session, "predict", no_other_question_meanwhile)
+    chosen.start()
+    assert slow.looked.wait(HANG_S)
+    slow.ends.set()
+    chosen.join()
+    assert said == ["will not fit: 1.0 GiB of 100.0 MiB"]
+    assert len(slow.questions) == 1
+    slow.foresight.follow(NAMES)
+    assert len(slow.questions) == 2, "it goes on afterwards"
+
+
+def test_whoever_chooses_a_flip_waits_for_no_cell_and_not_for_ever(
+    session: Session, slow: SimpleNamespace, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(foresight_room, "PATIENCE_S", 0.0)
+    assert slow.foresight.refusal("batch_size", "1024") == ""
+    slow.ends.set()
+    slow.questions[0].join()
+    foresight = Foresight(session, lambda question: None)  # type: ignore[arg-type]
+    foresight.button.value, session.busy = True, True
+    assert foresight.refusal("batch_size", "1024") == ""
+    assert not any(knobs.get("batch_size") == "1024" for knobs in session.asked)
 
 
 def test_what_will_not_fit_is_said_once_and_then_done(session: Session) -> None:
