@@ -72,6 +72,7 @@ class History:
         asked: what was predicted, to be held against what came.
         model_version: grows with whatever may change the model, such as a cell on the ranks.
         foreseen: the latest prediction for settings, since the model may have changed.
+        foreseen_version: grows with every change of that.
         evaluations: on the validation data, of all that was loaded so far.
         version: grows with every change.
     """
@@ -85,6 +86,7 @@ class History:
         self.asked: deque[Asked] = deque(maxlen=ASKED_KEPT)
         self.model_version = 0
         self.foreseen: dict[Settings, Prediction] = {}
+        self.foreseen_version = 0
         self.pinned: Tried | None = None
         self.readings: list[Reading | None] = [None] * size
         self.device_uses: list[DeviceUse | None] = [None] * size
@@ -152,10 +154,12 @@ class History:
             self.asked.append(asked)
             if asked.model_version == self.model_version:
                 self.foreseen[asked.prediction.settings] = asked.prediction
+                self.foreseen_version += 1
 
     def _forget_foreseen(self) -> None:
         self.model_version += 1
         self.foreseen = {}
+        self.foreseen_version += 1
         if self.tried:
             self.tried[-1].model_may_have_changed(self.model_version)
 

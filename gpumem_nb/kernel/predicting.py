@@ -74,8 +74,10 @@ class Predicting:
         samples = settings.samples_per_rank * len(self._ranks)
         speed = tried.samples_per_s if tried else None
         too_long = samples / speed > LONGEST_TIMED_S if speed else prediction.seconds > LONGEST_SMALL_S
-        if prediction.verdict == DOES_NOT_FIT or too_long or self._foreground.busy:
+        if prediction.verdict == DOES_NOT_FIT or too_long:
             return prediction
+        if self._foreground.busy:
+            return replace(prediction, cut_short=True)
         began_s = time.perf_counter()
         answers: list[Timing] = self._foreground.finish(self._training.ask_alone("time_steps", settings)).get()
         timed = (

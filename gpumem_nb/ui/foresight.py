@@ -63,6 +63,7 @@ class Foresight:
         self._rests_until_s = 0.0
         self._answers = _Answers(session.history)
         self._shown: object = None
+        self._news = object()  # another one with all that becomes known or is forgotten here
         self.button = ipywidgets.ToggleButton(
             description="what if", icon="question", tooltip="what each other value would need, from undone steps"
         )
@@ -80,10 +81,9 @@ class Foresight:
         session, history = self._session, self._session.history
         busy = session.busy  # asked first: a cell that has ended by now has made another version of the model
         self._keep_up()
-        answers, known = self._answers, history.foreseen
+        answers = self._answers
         is_open = self.button.value and session.workload is not None and not session.ended
-        counts = len(known), len(answers.failed), len(answers.largest), len(answers.peaks)
-        state = (is_open, session.settings, history.model_version, answers.waits_at, counts, names)
+        state = (is_open, session.settings, history, history.foreseen_version, self._news, names)
         if state != self._shown:
             self._shown = state
             self._show(names if is_open else ())
@@ -135,6 +135,7 @@ class Foresight:
         """Somebody has opened or closed it: all may be asked for, what failed and after a cell too."""
         history = self._session.history
         self._answers = _Answers(history, history.model_version, history.loaded_as)
+        self._news = object()
 
     def _keep_up(self) -> None:
         """Forget what does not hold any more."""
@@ -143,12 +144,15 @@ class Foresight:
             of_a_cell = history is answers.history and history.loaded_as == answers.loaded_as
             waits_at = history.steps if of_a_cell and answers.version >= 0 else None
             self._answers = _Answers(history, history.model_version, history.loaded_as, waits_at)
-        elif history.steps != answers.waits_at:
+            self._news = object()
+        elif answers.waits_at not in (None, history.steps):
             answers.waits_at = None
+            self._news = object()
         passed = [question for question, step in answers.failed_at.items() if step != history.steps]
         for question in passed:
             del answers.failed_at[question]
             answers.failed.pop(question, None)
+            self._news = object()
 
     def _show(self, names: Sequence[str]) -> None:
         session, now, answers = self._session, self._session.settings, self._answers
@@ -181,10 +185,12 @@ class Foresight:
     def _question(self, names: Sequence[str]) -> _Question | None:
         """The next thing to find out."""
         session, answers, now = self._session, self._answers, self._session.settings
-        questions = [(FLIP, flip) for flip in self._flips(names) if session.foreseen(flip) is None]
+        known = [(flip, session.foreseen(flip)) for flip in self._flips(names)]
+        questions = [(FLIP, flip) for flip, foreseen in known if foreseen is None]
         if "batch_size" in names and session.workload and not session.workload.data.batched:
             questions += [(LARGEST, now)] if now not in answers.largest else []
             questions += [(LINE, about) for _, about in self._lines(names) if about not in answers.peaks]
+        questions += [(FLIP, flip) for flip, foreseen in known if foreseen and foreseen.cut_short]
         return next((question for question in questions if question not in answers.failed), None)
 
     def _ask(self, answers: _Answers, question: _Question) -> None:
@@ -210,6 +216,7 @@ class Foresight:
             ended_s = time.monotonic()
             if session.playing:  # which shall come to something between two questions
                 self._rests_until_s = ended_s + (ended_s - began_s)
+            self._news = object()
             with self._turn:
                 self._asking = False
                 self._turn.notify_all()

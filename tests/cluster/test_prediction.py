@@ -9,6 +9,7 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from gpumem_nb.kernel.foreground import Foreground
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
@@ -115,6 +116,18 @@ def test_peaks_by_batch_are_those_of_predictions(own: Session) -> None:
 def test_what_does_not_fit_has_no_throughput(own: Session) -> None:
     foreseen = own.predict(batch_size=128)
     assert (foreseen.verdict, foreseen.samples_per_s) == (DOES_NOT_FIT, None)
+
+
+def test_who_waits_is_not_kept_waiting_for_throughput_and_that_is_said(
+    own: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Foreground, "busy", True)
+        foreseen = own.predict(batch_size=16)
+    assert (foreseen.samples_per_s, foreseen.cut_short) == (None, True)
+    foreseen = own.predict(batch_size=16)
+    assert foreseen.samples_per_s
+    assert not foreseen.cut_short
 
 
 def test_asking_changes_nothing_that_is_trained(own: Session) -> None:

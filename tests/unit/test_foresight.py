@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from tests.timing import HANG_S
 MIB = 2**20
 LIMIT = 100 * MIB
 NAMES = ["precision", "batch_size"]
+LINES: list[dict[str, Any]] = [{}, {"precision": "fp16"}, {"precision": "bf16"}]
 
 
 class Session:
@@ -34,15 +36,17 @@ class Session:
         self.size = 2
         self.asked: list[dict[str, Any]] = []
         self.fails: type[Exception] | None = None
+        self.bytes_per_sample, self.cut_short = MIB, False
 
     def predict(self, **knobs: Any) -> Prediction:
         self.asked.append(knobs)
         if self.fails:
             raise self.fails("it cannot be said")
         wanted = self.settings.replace(**knobs)
-        size = wanted.batch_size * MIB
+        size = wanted.batch_size * self.bytes_per_sample
         verdict = FITS if size <= LIMIT else DOES_NOT_FIT
         one = Prediction(wanted, size, size, None, size, size, LIMIT, verdict, {}, "forward", "", "", 0.1)
+        one = replace(one, cut_short=True) if self.cut_short else one.timed([[1.0]])
         self.history.predicted(Asked(one, self.history.model_version, self.settings, 0))
         return one
 
@@ -90,7 +94,7 @@ def test_it_asks_for_every_flip_once_and_again_when_the_model_may_have_changed(
 ) -> None:
     look(foresight)
     first = [{"precision": "fp16"}, {"precision": "bf16"}, {"batch_size": 16}, {"batch_size": 64}, {"largest": True}]
-    first += [{"line": knobs} for knobs in ({}, {"precision": "fp16"}, {"precision": "bf16"})]
+    first += [{"line": knobs} for knobs in LINES]
     assert session.asked == first
     shown = foresight.regions["batch_size"].html
     assert "16.0 MiB" in shown
@@ -284,6 +288,29 @@ def test_whoever_chooses_a_flip_waits_for_no_cell_and_not_for_ever(
     foresight.button.value, session.busy = True, True
     assert foresight.refusal("batch_size", "1024") == ""
     assert not any(knobs.get("batch_size") == "1024" for knobs in session.asked)
+
+
+def test_what_was_cut_short_is_asked_for_again(session: Session, foresight: Foresight) -> None:
+    session.cut_short = True
+    look(foresight)
+    assert session.asked[4:8] == [{"largest": True}, *({"line": knobs} for knobs in LINES)], "the others come first"
+    assert "32.0 MiB" in foresight.regions["precision"].html
+    assert "<u></u>" in foresight.regions["precision"].html
+    session.cut_short, session.asked = False, []
+    look(foresight)
+    assert foresight.regions["precision"].html.count("<u>32/s</u>") == 2
+    assert len(session.asked) == 4, "each once"
+
+
+def test_a_later_prediction_of_the_same_flip_is_shown(session: Session, foresight: Foresight) -> None:
+    look(foresight)
+    assert "16.0 MiB" in foresight.regions["batch_size"].html
+    session.bytes_per_sample = 10 * MIB
+    session.predict(batch_size=16)
+    foresight.follow(NAMES)
+    shown = foresight.regions["batch_size"].html
+    assert "160.0 MiB" in shown
+    assert DOES_NOT_FIT in shown
 
 
 def test_what_will_not_fit_is_said_once_and_then_done(session: Session) -> None:
