@@ -11,10 +11,10 @@ from typing import Any
 from ..planning.prediction import DOES_NOT_FIT, Prediction, out_of_memory, worst
 from ..planning.score import Asked, Scoreboard, score
 from ..planning.what_if import WhatIf, single_flips
-from ..shared.errors import InvalidInput, WorkloadError
+from ..shared.errors import InvalidInput, NotThisTime, WorkloadError
 from ..shared.forecast import MOST_BATCH, SMALL, Forecasts, Timing
 from ..shared.knobs.batch import shortened
-from ..shared.messages import RankInfo
+from ..shared.messages import Failure, RankInfo
 from ..shared.settings import Settings
 from . import compatibility
 from .foreground import Foreground
@@ -62,7 +62,7 @@ class Predicting:
         small = self._small(settings.batch_size)
         answers = self._ask(settings, small, [settings.batch_size], 0)
         seconds = time.perf_counter() - began_s
-        if answer := self._ran_out(answers):
+        if answer := self._ran_out(settings, answers):
             assert answer.failure
             limit = answer.reading.limit_bytes
             return out_of_memory(answer.failure, answer.failed_batch, limit, settings, seconds)
@@ -110,7 +110,7 @@ class Predicting:
         settings, most = self._of_any_batch(knobs)
         for small in (list(SMALL), [1, 2], [1]):
             answers = self._ask(settings, small, [], most if len(small) > 1 else 1)
-            if not self._ran_out(answers):
+            if not self._ran_out(settings, answers):
                 return min(answer.largest for answer in answers)
         return 0
 
@@ -125,7 +125,7 @@ class Predicting:
         middle = min(most, self._training.settings.replace(**knobs).batch_size)
         sizes = sorted({min(most, max(1, round(middle * 2.0**power))) for power in range(-HALVED, DOUBLED + 1)})
         answers = self._ask(settings, list(SMALL), sizes, 0)
-        if failed := self._ran_out(answers):
+        if failed := self._ran_out(settings, answers):
             raise WorkloadError(f"Not even a step with batch_size={failed.failed_batch} fits.")
         peaks = [[one.reserved_peak_bytes for one in answer.of] for answer in answers]
         return {size: max(of_size) for size, *of_size in zip(sizes, *peaks, strict=True)}
@@ -160,12 +160,12 @@ class Predicting:
         answers: list[Forecasts] = self._foreground.finish(call).get()
         return answers
 
-    def _ran_out(self, answers: list[Forecasts]) -> Forecasts | None:
+    def _ran_out(self, settings: Settings, answers: list[Forecasts]) -> Forecasts | None:
         """The answer of a rank that ran out of memory in a small step; raises if any failed for another reason."""
         failed = [answer for answer in answers if answer.failure]
         for answer in failed:
             if answer.failure and answer.failure.kind != "oom":
-                raise WorkloadError(
+                raise (NotThisTime if _passes(answer.failure, settings) else WorkloadError)(
                     f"A step with batch_size={answer.failed_batch}, from which larger ones follow, failed: "
                     f"{answer.failure.message}"
                 )
@@ -182,3 +182,9 @@ class Predicting:
         steps = "a step" if len(small) == 1 else "steps"
         basis = f"from {steps} with batch_size {sizes}, undone after step {answers[0].steps}"
         return worst([answer.of[0] for answer in answers], limits, beside, settings, basis, seconds)
+
+
+def _passes(failure: Failure, settings: Settings) -> bool:
+    """Whether another try may go well: an interrupt, ranks that came apart or differ, a data worker that has ended."""
+    of_a_worker = failure.phase == "data" and settings.num_workers > 0
+    return failure.kind in ("interrupted", "stall", "diverged") or of_a_worker

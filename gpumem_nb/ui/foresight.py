@@ -14,7 +14,7 @@ import ipywidgets
 
 from ..planning.what_if import single_flips
 from ..report.differences import short
-from ..shared.errors import GpumemError, InvalidInput, WorkloadError
+from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
 from . import batch_lines, wording
@@ -208,7 +208,7 @@ class Foresight:
                 answers.peaks[about] = session.peaks_by_batch(**changes)
         except Exception as error:  # and is not asked for again, unless it may go well later
             answers.failed[question] = str(error)
-            if not isinstance(error, InvalidInput | WorkloadError):
+            if isinstance(error, NotThisTime) or not isinstance(error, InvalidInput | WorkloadError):
                 answers.failed_at[question] = session.history.steps
             if not isinstance(error, GpumemError):
                 raise

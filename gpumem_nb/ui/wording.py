@@ -163,7 +163,7 @@ def largest(batch_size: int, samples: int | None) -> str:
 def flip_key(limit_bytes: int | None, waits: bool) -> str:
     """What the signs and bars of flips mean; ``waits``: for the next step."""
     if waits:
-        return "<p>Code ran on the ranks: what flips would need is asked for with the next step.</p>"
+        return "<p>Something ran on the ranks: what flips would need is asked for with the next step.</p>"
     of = f", of {format_bytes(limit_bytes)}" if limit_bytes else ""
     signs = ", ".join(f"{sign} {verdict}" for verdict, (sign, _) in _VERDICTS.items())
     return (

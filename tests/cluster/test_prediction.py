@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from gpumem_nb.kernel.foreground import Foreground
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from gpumem_nb.shared.errors import InvalidInput, NotThisTime, WorkloadError
 from tests.conftest import weights
 
 pytestmark = pytest.mark.cluster
@@ -200,6 +200,37 @@ def test_what_cannot_be_predicted_is_a_sentence(own: Session, shell: Interactive
     own.attach(model="mixed", loss="broken", data="images_too")
     with pytest.raises(WorkloadError, match=r"from which larger ones follow, failed: .*on purpose"):
         own.predict()
+
+
+DIED = """
+import os
+from torch.utils import data
+class Dying:
+    def __len__(self):
+        return len(images)
+    def __getitem__(self, index):
+        return images[index] if data.get_worker_info() is None else os._exit(1)
+"""
+
+
+def test_what_may_go_well_the_next_time_is_told_from_what_will_not(own: Session) -> None:
+    own.run("def interrupted(outputs, targets):\n    raise KeyboardInterrupt")
+    own.attach(model="mixed", loss="interrupted", data="images")
+    with pytest.raises(NotThisTime):
+        own.predict()
+    own.run(DIED + "dying = Dying()")
+    own.attach(model="mixed", loss="criterion", data="dying")
+    own.set(batch_size=2, num_workers=1)
+    own.train(1)  # the first step of a size is fetched by the ranks themselves
+    with pytest.raises(NotThisTime, match="data worker"):
+        own.predict()
+
+
+def test_ranks_that_are_made_alike_may_be_others(own: Session) -> None:
+    foreseen = own.predict()
+    assert own.foreseen() == foreseen
+    own.sync()
+    assert own.foreseen() is None
 
 
 def test_by_magic(own: Session, shell: InteractiveShell) -> None:

@@ -13,7 +13,7 @@ import pytest
 from gpumem_nb.kernel.history import History
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.planning.score import Asked
-from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.errors import NotThisTime, WorkloadError
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui import foresight as foresight_room
 from gpumem_nb.ui.controls import Controls
@@ -288,6 +288,21 @@ def test_whoever_chooses_a_flip_waits_for_no_cell_and_not_for_ever(
     foresight.button.value, session.busy = True, True
     assert foresight.refusal("batch_size", "1024") == ""
     assert not any(knobs.get("batch_size") == "1024" for knobs in session.asked)
+
+
+def test_what_could_not_be_said_this_time_is_asked_for_with_the_next_step(
+    session: Session, foresight: Foresight
+) -> None:
+    session.fails = NotThisTime
+    look(foresight)
+    assert foresight.regions["precision"].html.count("n/a") == 2
+    session.fails, session.asked = None, []
+    look(foresight)
+    assert session.asked == []
+    session.history.steps += 1
+    look(foresight)
+    assert "n/a" not in foresight.regions["precision"].html
+    assert len(session.asked) == 4
 
 
 def test_what_was_cut_short_is_asked_for_again(session: Session, foresight: Foresight) -> None:
