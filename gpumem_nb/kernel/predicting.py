@@ -136,8 +136,9 @@ class Predicting:
         if workload.data.batched:
             raise InvalidInput("The data bring micro-batches of their own: their size is not for a knob to say.")
         settings = self._checked(knobs | {"batch_size": 1})
-        samples = MOST_BATCH if workload.dataset_len is None else workload.dataset_len // len(self._ranks)
-        return settings, max(1, samples // settings.accumulation_steps)
+        if workload.dataset_len is None:
+            return settings, MOST_BATCH
+        return settings, max(1, workload.dataset_len // len(self._ranks) // settings.accumulation_steps)
 
     def _loaded(self) -> Any:
         self._foreground.check_loaded()

@@ -13,6 +13,7 @@ from gpumem_nb.kernel.foreground import Foreground
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, NotThisTime, WorkloadError
+from gpumem_nb.shared.forecast import MOST_BATCH
 from tests.conftest import weights
 
 pytestmark = pytest.mark.cluster
@@ -152,6 +153,22 @@ def test_what_does_not_fit_is_said_before_and_the_largest_that_does_fits(own: Se
     assert own.predict(batch_size=largest).verdict == FITS
     own.set(batch_size=largest)
     assert own.train(2).notes == []
+
+
+ENDLESS = """
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(1), torch.zeros(1)
+line, endless, nearness = nn.Linear(1, 1), Endless(), nn.MSELoss()
+"""
+
+
+def test_where_nothing_limits_the_batch_the_end_of_the_search_is_told(own: Session) -> None:
+    own.run(ENDLESS)
+    own.attach(model="line", loss="nearness", data="endless")
+    assert own.largest_batch() == MOST_BATCH
+    assert own.largest_batch(accumulation_steps=4) == MOST_BATCH, "each micro-batch may be that large"
 
 
 def test_training_goes_on_while_somebody_asks(own: Session) -> None:
