@@ -92,12 +92,9 @@ class Predicting:
             WorkloadError: nothing is loaded, or a small step under the present settings failed, but not for memory.
         """
         now, flips = self.predict({}), []
-        batched = self._loaded().data.batched
-        for knobs in single_flips(self._training.settings):
-            if batched and "batch_size" in knobs:
-                continue
+        for _, flip in single_flips(now.settings, self._loaded()):
             with suppress(InvalidInput, WorkloadError):
-                flips.append(self.predict(knobs))
+                flips.append(self.predict(flip.changed_from(now.settings)))
         return WhatIf(now, tuple(flips))
 
     def largest_batch(self, knobs: dict[str, Any]) -> int:
@@ -136,9 +133,8 @@ class Predicting:
         if workload.data.batched:
             raise InvalidInput("The data bring micro-batches of their own: their size is not for a knob to say.")
         settings = self._checked(knobs | {"batch_size": 1})
-        if workload.dataset_len is None:
-            return settings, MOST_BATCH
-        return settings, max(1, workload.dataset_len // len(self._ranks) // settings.accumulation_steps)
+        samples = workload.samples_per_micro_batch(len(self._ranks), settings.accumulation_steps)
+        return settings, MOST_BATCH if samples is None else max(1, samples)
 
     def _loaded(self) -> Any:
         self._foreground.check_loaded()

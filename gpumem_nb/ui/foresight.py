@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -178,9 +178,10 @@ class Foresight:
     @property
     def _samples(self) -> int | None:
         """How many there are for a micro-batch, if that is known."""
-        session = self._session
-        length = session.workload.dataset_len if session.workload else None
-        return length and length // session.size // session.settings.accumulation_steps
+        session, workload = self._session, self._session.workload
+        if workload is None:
+            return None
+        return workload.samples_per_micro_batch(session.size, session.settings.accumulation_steps)
 
     def _question(self, names: Sequence[str]) -> _Question | None:
         """The next thing to find out."""
@@ -230,16 +231,9 @@ class Foresight:
 
     def _flips(self, names: Sequence[str]) -> Iterator[Settings]:
         """What the present settings may be flipped to, as far as that goes with what is loaded."""
-        session = self._session
-        batched = session.workload is not None and session.workload.data.batched
-        for knobs in single_flips(session.settings):
-            [(name, value)] = knobs.items()
-            refuses = KNOBS[name].refuses
-            if name not in names or (name == "batch_size" and batched):
-                continue
-            with suppress(InvalidInput):  # half or twice of it may not be allowed
-                if not (refuses and refuses(value, session.workload)):
-                    yield session.settings.replace(**knobs)
+        session, workload = self._session, self._session.workload
+        flips = single_flips(session.settings, workload) if workload else ()
+        return (flip for name, flip in flips if name in names)
 
 
 def _region(css_class: str, label: str) -> Region:

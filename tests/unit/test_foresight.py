@@ -15,6 +15,7 @@ from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.shared.errors import NotThisTime, WorkloadError
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import DataInfo, WorkloadInfo
 from gpumem_nb.ui import foresight as foresight_room
 from gpumem_nb.ui.controls import Controls
 from gpumem_nb.ui.foresight import Foresight
@@ -31,8 +32,7 @@ class Session:
 
     def __init__(self) -> None:
         self.history, self.settings, self.ended, self.busy, self.playing = History(2), Settings(), "", False, False
-        data = SimpleNamespace(batched=False, batch_size=None)
-        self.workload: Any = SimpleNamespace(name="mine", data=data, own_optimizer=False, dataset_len=None)
+        self.workload = WorkloadInfo("mine", 1, 4, dataset_len=None, blocks=3)
         self.size = 2
         self.asked: list[dict[str, Any]] = []
         self.fails: type[Exception] | None = None
@@ -150,16 +150,23 @@ def test_a_setting_that_was_changed_meanwhile_marks_no_flip_as_other_mathematics
 
 
 def test_data_with_micro_batches_of_its_own_have_no_batch_size_to_flip(session: Session, foresight: Foresight) -> None:
-    session.workload.data.batched = True
+    session.workload = replace(session.workload, data=DataInfo(batched=True))
     look(foresight)
     assert session.asked == [{"precision": "fp16"}, {"precision": "bf16"}]
     assert foresight.regions["batch_size"].html == ""
 
 
-def test_a_flip_that_is_not_allowed_is_left_out(session: Session, foresight: Foresight, monkeypatch: Any) -> None:
-    monkeypatch.setattr(foresight_room, "single_flips", lambda _: iter([{"batch_size": -1}, {"batch_size": 64}]))
-    look(foresight)
-    assert session.asked[0] == {"batch_size": 64}
+def test_a_flip_that_is_not_allowed_is_left_out(session: Session, foresight: Foresight) -> None:
+    session.settings = Settings(batch_size=2**31, accumulation_steps=1)
+    for _ in range(9):
+        foresight.follow(["batch_size", "accumulation_steps", "optimizer"])
+    values = [value for knobs in session.asked for value in knobs.items()]
+    assert ("batch_size", 2**30) in values
+    assert ("batch_size", 2**32) not in values
+    assert ("accumulation_steps", 2) in values
+    assert ("accumulation_steps", 0) not in values
+    assert ("optimizer", "sgd") in values
+    assert ("optimizer", "own") not in values, "there is none"
     assert foresight.regions["batch_size"].html.count('class="gpumem-flip') == 2
 
 
