@@ -230,11 +230,12 @@ class Foreground:
     def _finished(
         self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None
     ) -> Call:
-        try:
-            return self.finish(call, timeout, show)
-        finally:
-            self._history.model_may_have_changed()
-            self.mark_notes(call)
+        with self._waited_for():  # whoever finds nobody waiting finds the model's new version
+            try:
+                return self.finish(call, timeout, show)
+            finally:
+                self._history.model_may_have_changed()
+                self.mark_notes(call)
 
     def _tell_surroundings(self) -> None:
         """Let the ranks work and import where the notebook does, if that has changed since they were told."""
@@ -257,12 +258,18 @@ class Foreground:
             stop_ranks: interrupts them, and says whether they stopped in time; training by default.
             busy: the ranks that have not answered; those that train by default.
         """
+        with self._waited_for():
+            try:
+                yield
+            except KeyboardInterrupt:
+                training = self._training
+                raise self._interrupts.explain(stop_ranks or training.interrupt, busy or training.waiting_for) from None
+
+    @contextmanager
+    def _waited_for(self) -> Iterator[None]:
         self._waiting += 1
         try:
             yield
-        except KeyboardInterrupt:
-            training = self._training
-            raise self._interrupts.explain(stop_ranks or training.interrupt, busy or training.waiting_for) from None
         finally:
             self._waiting -= 1
             self._touch()

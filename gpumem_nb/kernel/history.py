@@ -72,6 +72,7 @@ class History:
         asked: what was predicted, to be held against what came.
         model_version: grows with whatever may change the model, such as a cell on the ranks.
         foreseen: the latest prediction for settings, since the model may have changed.
+        foreseen_version: grows with every change of that.
         evaluations: on the validation data, of all that was loaded so far.
         version: grows with every change.
     """
@@ -85,6 +86,7 @@ class History:
         self.asked: deque[Asked] = deque(maxlen=ASKED_KEPT)
         self.model_version = 0
         self.foreseen: dict[Settings, Prediction] = {}
+        self.foreseen_version = 0
         self.pinned: Tried | None = None
         self.readings: list[Reading | None] = [None] * size
         self.device_uses: list[DeviceUse | None] = [None] * size
@@ -146,16 +148,20 @@ class History:
         with self._lock:
             self._forget_foreseen()
 
-    def predicted(self, asked: Asked, model_version: int) -> None:
-        """Take in what was predicted of the model as it was at that version."""
+    def predicted(self, asked: Asked) -> None:
+        """Take in what was predicted of the model as it was at some version."""
         with self._lock:
             self.asked.append(asked)
-            if model_version == self.model_version:
+            if asked.model_version == self.model_version:
                 self.foreseen[asked.prediction.settings] = asked.prediction
+                self.foreseen_version += 1
 
     def _forget_foreseen(self) -> None:
         self.model_version += 1
         self.foreseen = {}
+        self.foreseen_version += 1
+        if self.tried:
+            self.tried[-1].model_may_have_changed(self.model_version)
 
     def rescued(self, rescue: Rescue) -> None:
         """A step was discarded."""
@@ -204,7 +210,7 @@ class History:
     def begin(self, settings_id: int, workload: str, settings: Settings) -> None:
         """A configuration is about to be tried."""
         with self._lock:
-            self.tried.append(Tried(settings_id, workload, settings))
+            self.tried.append(Tried(settings_id, workload, settings, self.model_version))
             self._tell(self.tried[-1])
             for old in self.tried[-LATE_STEPS - 1 : -LATE_STEPS]:
                 old.settle()
@@ -220,6 +226,12 @@ class History:
     def settings_now(self) -> Entry | None:
         """The latest configuration, for somebody who is told from now on."""
         return Entry(self.started_s, time.time(), self.tried[-1]) if self.tried else None
+
+    @property
+    def begun(self) -> int:
+        """How many configurations have begun, one that waits for its first step left out."""
+        tried = self.tried
+        return len(tried) - (bool(tried) and not tried[-1].ran)
 
     def configuration(self, settings_id: int) -> Tried | None:
         """The configuration with this id, latest first."""

@@ -11,16 +11,17 @@ from typing import Any
 from ..planning.prediction import DOES_NOT_FIT, Prediction, out_of_memory, worst
 from ..planning.score import Asked, Scoreboard, score
 from ..planning.what_if import WhatIf, single_flips
-from ..shared.errors import InvalidInput, WorkloadError
+from ..shared.errors import InvalidInput, NotThisTime, WorkloadError
 from ..shared.forecast import MOST_BATCH, SMALL, Forecasts, Rehearsal
 from ..shared.knobs.batch import shortened
-from ..shared.messages import RankInfo
+from ..shared.messages import Failure, RankInfo
 from ..shared.settings import Settings
 from . import compatibility
 from .foreground import Foreground
 from .history import History
 from .training import Training
 
+FEWEST = [2, 3]  # samples of two steps, where larger ones run out of memory
 HALVED, DOUBLED = 2, 3  # times, of the batch size in a line of peaks
 LONGEST_S = 2.0  # whole steps that take longer, as far as is known, are not tried out: nobody would wait for that
 LONGEST_GUESSED_S = 10.0  # nor those that would take longer to judge by small ones, which take their time to begin
@@ -48,9 +49,9 @@ class Predicting:
             WorkloadError: nothing is loaded, or a small step failed for another reason than memory.
         """
         history, now = self._history, self._training.settings
-        begun, model_version = len(history.tried), history.model_version
+        begun, model_version = history.begun, history.model_version
         prediction = self._rehearsed(self._predicted(self._checked(knobs)))
-        history.predicted(Asked(prediction, self._loaded().name, now, begun), model_version)
+        history.predicted(Asked(prediction, model_version, now, begun))
         return prediction
 
     def score(self) -> Scoreboard:
@@ -62,15 +63,17 @@ class Predicting:
         small = self._small(settings.batch_size)
         answers = self._ask(settings, small, [settings.batch_size], 0)
         seconds = time.perf_counter() - began_s
-        if answer := self._ran_out(answers):
+        if answer := self._ran_out(settings, answers):
             return self._too_large(answer, settings, seconds)
         return self._prediction(settings, answers, small, seconds)
 
     def _rehearsed(self, prediction: Prediction) -> Prediction:
         """What whole steps need and how long they take, unless they would not fit or take long."""
         settings = prediction.settings
-        if prediction.verdict == DOES_NOT_FIT or self._takes_long(prediction) or self._foreground.busy:
+        if prediction.verdict == DOES_NOT_FIT or self._takes_long(prediction):
             return prediction
+        if self._foreground.busy:
+            return replace(prediction, cut_short=True)
         began_s = time.perf_counter()
         rehearsals: list[Rehearsal] = self._foreground.finish(self._training.ask_alone("rehearse", settings)).get()
         seconds = prediction.seconds + time.perf_counter() - began_s
@@ -78,7 +81,8 @@ class Predicting:
         if answer := next((answer for answer in answers if answer.failure and answer.failure.kind == "oom"), None):
             return self._too_large(answer, settings, seconds)
         if not all(answer.of for answer in answers):
-            return replace(prediction, seconds=seconds)
+            cut_short = any(answer.failure and _passes(answer.failure, settings) for answer in answers)
+            return replace(prediction, seconds=seconds, cut_short=cut_short)
         found = self._prediction(settings, answers, [settings.batch_size], seconds)
         return found.timed([one.steps_s for one in rehearsals])
 
@@ -104,12 +108,9 @@ class Predicting:
             WorkloadError: nothing is loaded, or a small step under the present settings failed, but not for memory.
         """
         now, flips = self.predict({}), []
-        batched = self._loaded().data.batched
-        for knobs in single_flips(self._training.settings):
-            if batched and "batch_size" in knobs:
-                continue
+        for _, flip in single_flips(now.settings, self._loaded()):
             with suppress(InvalidInput, WorkloadError):
-                flips.append(self.predict(knobs))
+                flips.append(self.predict(flip.changed_from(now.settings)))
         return WhatIf(now, tuple(flips))
 
     def largest_batch(self, knobs: dict[str, Any]) -> int:
@@ -120,13 +121,16 @@ class Predicting:
             WorkloadError: as :meth:`predict`.
         """
         settings, most = self._of_any_batch(knobs)
-        answers: list[Forecasts] = []
-        for small in (list(SMALL), [2, 3], [2], [1]):
-            ran_out = bool(answers)
+        ran_out = None
+        for small in (list(SMALL), FEWEST, [2], [1]):
             answers = self._ask(settings, small, [], most if len(small) > 1 else small[0])
-            if ran_out and any(answer.failure and answer.failure.kind != "oom" for answer in answers):
-                return 0  # such as one sample where batch norm needs two
-            if not self._ran_out(answers):
+            try:
+                ran_out = self._ran_out(settings, answers)
+            except WorkloadError as error:
+                if not ran_out or isinstance(error, NotThisTime):
+                    raise
+                return 0  # one sample is too few for batch norm, say
+            if not ran_out:
                 return min(answer.largest for answer in answers)
         return 0
 
@@ -141,7 +145,9 @@ class Predicting:
         middle = min(most, self._training.settings.replace(**knobs).batch_size)
         sizes = sorted({min(most, max(1, round(middle * 2.0**power))) for power in range(-HALVED, DOUBLED + 1)})
         answers = self._ask(settings, list(SMALL), sizes, 0)
-        if failed := self._ran_out(answers):
+        if self._ran_out(settings, answers):
+            answers = self._ask(settings, FEWEST, sizes, 0)
+        if failed := self._ran_out(settings, answers):
             raise WorkloadError(f"Not even a step with batch_size={failed.failed_batch} fits.")
         peaks = [[one.reserved_peak_bytes for one in answer.of] for answer in answers]
         return {size: max(of_size) for size, *of_size in zip(sizes, *peaks, strict=True)}
@@ -152,8 +158,8 @@ class Predicting:
         if workload.data.batched:
             raise InvalidInput("The data bring micro-batches of their own: their size is not for a knob to say.")
         settings = self._checked(knobs | {"batch_size": 1})
-        samples = MOST_BATCH if workload.dataset_len is None else workload.dataset_len // len(self._ranks)
-        return settings, max(1, samples // settings.accumulation_steps)
+        samples = workload.samples_per_micro_batch(len(self._ranks), settings.accumulation_steps)
+        return settings, MOST_BATCH if samples is None else max(1, samples)
 
     def _loaded(self) -> Any:
         self._foreground.check_loaded()
@@ -176,12 +182,12 @@ class Predicting:
         answers: list[Forecasts] = self._foreground.finish(call).get()
         return answers
 
-    def _ran_out(self, answers: list[Forecasts]) -> Forecasts | None:
+    def _ran_out(self, settings: Settings, answers: list[Forecasts]) -> Forecasts | None:
         """The answer of a rank that ran out of memory in a small step; raises if any failed for another reason."""
         failed = [answer for answer in answers if answer.failure]
         for answer in failed:
             if answer.failure and answer.failure.kind != "oom":
-                raise WorkloadError(
+                raise (NotThisTime if _passes(answer.failure, settings) else WorkloadError)(
                     f"A step with batch_size={answer.failed_batch}, from which larger ones follow, failed: "
                     f"{answer.failure.message}"
                 )
@@ -198,3 +204,9 @@ class Predicting:
         steps = "a step" if len(small) == 1 else "steps"
         basis = f"from {steps} with batch_size {sizes}, undone after step {answers[0].steps}"
         return worst([answer.of[0] for answer in answers], limits, beside, settings, basis, seconds)
+
+
+def _passes(failure: Failure, settings: Settings) -> bool:
+    """Whether another try may go well: an interrupt, ranks that came apart or differ, a data worker that has ended."""
+    of_a_worker = failure.phase == "data" and settings.num_workers > 0
+    return failure.kind in ("interrupted", "stall", "diverged") or of_a_worker

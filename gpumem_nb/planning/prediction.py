@@ -38,6 +38,7 @@ class Prediction:
         low_samples_per_s, high_samples_per_s: between which throughput will be, as long as the machine does as it did.
         basis: what it was found from, in words.
         seconds: what predicting took.
+        cut_short: whether it was not timed because somebody waited for the ranks.
     """
 
     settings: Settings
@@ -57,6 +58,7 @@ class Prediction:
     samples_per_s: float | None = None
     low_samples_per_s: float | None = None
     high_samples_per_s: float | None = None
+    cut_short: bool = False
 
     @property
     def refusal(self) -> str:

@@ -20,10 +20,10 @@ OOM = "oom"
 
 @dataclass(frozen=True)
 class Asked:
-    """A prediction for a workload, the settings at that time, and how many configurations had been begun before."""
+    """A prediction of a model at one version, the settings at that time, and how many configurations had begun."""
 
     prediction: Prediction
-    workload: str
+    model_version: int
     settings: Settings
     begun: int
 
@@ -39,7 +39,7 @@ class Scored:
     @property
     def error(self) -> float | None:
         """By which share of what came the live peak was predicted too high; ``None`` where no step was done."""
-        peak = self.came.peak_bytes
+        peak = self.came.foreseeable_peak_bytes
         return None if not peak else self.predicted.live_peak_bytes / peak - 1
 
     @property
@@ -66,7 +66,7 @@ class Scoreboard:
                 "outcome": one.came.outcome,
                 "right": one.right,
                 "predicted_bytes": one.predicted.live_peak_bytes,
-                "came_bytes": one.came.peak_bytes,
+                "came_bytes": one.came.foreseeable_peak_bytes,
                 "error": one.error,
             }
             for one in self.scored
@@ -89,7 +89,7 @@ class Scoreboard:
                 one.came.outcome,
                 "yes" if one.right else "no",
                 format_bytes(one.predicted.live_peak_bytes),
-                format_bytes(one.came.peak_bytes),
+                format_bytes(one.came.foreseeable_peak_bytes),
                 _percent(one.error),
             )
             for one in self.scored
@@ -107,26 +107,26 @@ _NONE = (
 
 
 def score(asked: Sequence[Asked], tried: Sequence[Tried]) -> Scoreboard:
-    """Which of the configurations tried, in their order, had been predicted; the latest prediction of each counts."""
+    """Which of the configurations tried, in their order, had been predicted; the first prediction of each counts."""
     scored = dict[int, Scored]()
     for one in list(asked):  # another thread may add to it
-        wanted = one.prediction.settings
-        for came in tried[max(0, one.begun - 1) :]:
-            done = came.steps or came.outcome == OOM
-            if done and came.workload == one.workload and _same_memory(came.settings, wanted):
-                scored[came.settings_id] = Scored(arrows(one.settings, wanted) or "as it is", one.prediction, came)
+        for came in tried[one.begun :]:
+            if (came.steps or came.outcome == OOM) and _is_about(one, came):
+                flip = arrows(one.settings, one.prediction.settings) or "as it is"
+                scored.setdefault(came.settings_id, Scored(flip, one.prediction, came))
                 break
     return Scoreboard([scored[settings_id] for settings_id in sorted(scored)])
 
 
-def foretold(asked: Sequence[Asked], came: Tried) -> Prediction | None:
-    """The latest prediction for the configuration that is tried now."""
-    about = (
-        one.prediction
-        for one in reversed(list(asked))
-        if one.workload == came.workload and _same_memory(came.settings, one.prediction.settings)
-    )
-    return next(about, None)
+def foretold(asked: Sequence[Asked], tried: Sequence[Tried], came: Tried) -> Prediction | None:
+    """What was predicted for the configuration that is tried now, before it was tried first."""
+    scored = score([one for one in list(asked) if _is_about(one, came)], tried).scored
+    return scored[-1].predicted if scored else None
+
+
+def _is_about(one: Asked, came: Tried) -> bool:
+    """Whether a prediction was of the same model, and of settings that take the same memory."""
+    return one.model_version == came.model_version and _same_memory(one.prediction.settings, came.settings)
 
 
 def _same_memory(one: Settings, other: Settings) -> bool:

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..report.differences import arrows
 from ..report.tables import Table
+from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
+from ..shared.workload import WorkloadInfo
 from .prediction import Prediction
 
 UNMOVED = 0.005  # of the live peak: what changes it by less says nothing about memory
 
 
-def single_flips(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Each knob that moves memory with each of its other values; of numbers, half and twice what they are."""
+def single_flips(settings: Settings, workload: WorkloadInfo) -> Iterator[tuple[str, Settings]]:
+    """Each knob that moves memory, with the settings that each of its other values gives, if that goes with a workload.
+
+    Of numbers, half and twice what they are.
+    """
     for name, knob in KNOBS.items():
-        if not knob.moves:
+        if not knob.moves or (name == "batch_size" and workload.data.batched):
             continue
         now = getattr(settings, name)
         values: Sequence[Any] = knob.choices
         if not values and isinstance(now, int) and not isinstance(now, bool):
-            values = [*([now // 2] if now > 1 else []), now * 2]
-        yield from ({name: value} for value in values if value != now)
+            values = [now // 2, now * 2]
+        for value in values:
+            if value == now or (knob.refuses and knob.refuses(value, workload)):
+                continue
+            with suppress(InvalidInput):  # half or twice of it may not be allowed
+                yield name, settings.replace(**{name: value})
 
 
 @dataclass(frozen=True)

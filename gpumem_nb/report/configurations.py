@@ -18,6 +18,7 @@ from .tables import Table, notes_html
 if TYPE_CHECKING:
     import pandas as pd
 
+_NOT_RUN = "not run"
 _NOTHING = "Nothing has been tried yet. Train some steps first: %hvd_train 20"
 _ABOUT = (
     "batch = micro-batch × accumulation × ranks; changed: since the workload's row before; live peak: worst rank; "
@@ -30,6 +31,7 @@ class Tried:
     """One configuration and what it measured.
 
     Attributes:
+        model_version: which the model had at its first step; see ``History``.
         steps: steps done under it.
         peak_bytes: highest live bytes of any rank in the steps judged.
         throughputs: samples/s of all ranks together, one value for each of the last steps; none once it is settled.
@@ -39,13 +41,22 @@ class Tried:
     settings_id: int
     workload: str
     settings: Settings
+    model_version: int = 0
     steps: int = 0
     loss: float | None = None
-    outcome: str = "not run"
+    outcome: str = _NOT_RUN
     peaks: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     reserved: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     throughputs: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     _settled: Speed | None = field(default=None, init=False)
+    _of_that_model: int | None = field(default=None, init=False)
+
+    def model_may_have_changed(self, version: int) -> None:
+        """Steps that follow are of the model at this version."""
+        if not self.steps:
+            self.model_version = version
+        elif self._of_that_model is None:
+            self._of_that_model = self.peak_bytes
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Take in one finished step of all ranks."""
@@ -72,9 +83,19 @@ class Tried:
         self.throughputs.clear()
 
     @property
+    def ran(self) -> bool:
+        """Whether a step was done, or failed."""
+        return bool(self.steps) or self.outcome != _NOT_RUN
+
+    @property
     def peak_bytes(self) -> int | None:
         """Highest live bytes over the steps judged, worst rank."""
         return max(self.peaks, default=None)
+
+    @property
+    def foreseeable_peak_bytes(self) -> int | None:
+        """The same of the steps before the model may have changed: what was predicted of it is held against that."""
+        return self.peak_bytes if self._of_that_model is None else self._of_that_model
 
     @property
     def reserved_peak_bytes(self) -> int | None:
@@ -128,7 +149,7 @@ class Runs:
     """Every configuration tried, side by side."""
 
     def __init__(self, tried: Sequence[Tried], size: int) -> None:
-        self._tried = [entry for entry in tried if entry.steps or entry.outcome != "not run"]
+        self._tried = [entry for entry in tried if entry.ran]
         self._size = size
 
     def __len__(self) -> int:

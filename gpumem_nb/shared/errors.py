@@ -48,6 +48,10 @@ class WorkloadError(GpumemError):
     """The model, loss, data or optimizer that was handed over cannot be trained as it is."""
 
 
+class NotThisTime(WorkloadError):
+    """What was asked could not be found out, for a reason that may be gone the next time, such as an interrupt."""
+
+
 class TrainingFailed(GpumemError):
     """Training stopped by itself: a step could not be finished and there is nothing to go back to."""
 

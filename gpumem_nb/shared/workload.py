@@ -82,3 +82,7 @@ class WorkloadInfo:
     notes: tuple[str, ...] = ()
     data: DataInfo = DataInfo()
     eval_len: int | None = None
+
+    def samples_per_micro_batch(self, ranks: int, accumulation_steps: int) -> int | None:
+        """As many as an epoch has for each micro-batch of one step; ``None`` when that is not known."""
+        return None if self.dataset_len is None else self.dataset_len // ranks // accumulation_steps

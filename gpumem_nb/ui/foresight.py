@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import ipywidgets
 
 from ..planning.what_if import single_flips
 from ..report.differences import short
-from ..shared.errors import GpumemError, InvalidInput, WorkloadError
+from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
 from . import batch_lines, wording
@@ -21,6 +22,7 @@ from .region import Region
 from .steered import Steered
 
 LINES_OF = ("precision", "checkpointing")  # knobs with a line of their own for each value
+PATIENCE_S = 10.0  # of whoever chooses a flip, for the question under way
 FLIP, LARGEST, LINE = "flip", "largest", "line"  # kinds of questions
 _Question = tuple[str, Settings]
 
@@ -56,10 +58,12 @@ class Foresight:
     def __init__(self, session: Steered, submit: Callable[[Callable[[], object]], None]) -> None:
         self._session = session
         self._submit = submit
-        self._asking = False
+        self._turn = threading.Condition()
+        self._asking = self._choosing = False
         self._rests_until_s = 0.0
         self._answers = _Answers(session.history)
         self._shown: object = None
+        self._news = object()  # another one with all that becomes known or is forgotten here
         self.button = ipywidgets.ToggleButton(
             description="what if", icon="question", tooltip="what each other value would need, from undone steps"
         )
@@ -75,39 +79,63 @@ class Foresight:
     def follow(self, names: Sequence[str]) -> None:
         """Show what is known of flips of these knobs, and ask for what is not."""
         session, history = self._session, self._session.history
+        busy = session.busy  # asked first: a cell that has ended by now has made another version of the model
         self._keep_up()
-        answers, known = self._answers, history.foreseen
+        answers = self._answers
         is_open = self.button.value and session.workload is not None and not session.ended
-        counts = len(known), len(answers.failed), len(answers.largest), len(answers.peaks)
-        state = (is_open, session.settings, history.model_version, answers.waits_at, counts, names)
+        state = (is_open, session.settings, history, history.foreseen_version, self._news, names)
         if state != self._shown:
             self._shown = state
             self._show(names if is_open else ())
-        rests = self._asking or session.busy or answers.waits_at is not None or time.monotonic() < self._rests_until_s
-        if is_open and not rests and (question := self._question(names)):
-            self._asking = True
+        rests = busy or answers.waits_at is not None or time.monotonic() < self._rests_until_s
+        if is_open and not rests and (question := self._question(names)) and self._begins_to_ask():
             self._submit(partial(self._ask, answers, question))
 
     def refusal(self, name: str, value: str) -> str:
         """Why nobody should give this value to this knob; empty where nothing speaks against it.
 
-        While it is open, what is not known yet is predicted first, unless somebody waits for the ranks.
+        While it is open, what is not known yet is predicted first, unless somebody else waits for the ranks. This waits
+        for the question under way, so it is not for the page's own thread.
         """
         session = self._session
         if name not in self.regions or session.workload is None:
             return ""
         try:
-            foreseen = session.foreseen(session.settings.replace(**{name: value}))
-            if foreseen is None and self.button.value and not session.busy:
-                foreseen = session.predict(**{name: value})
+            wanted = session.settings.replace(**{name: value})
+            foreseen = session.foreseen(wanted)
+            if foreseen is None and self.button.value:
+                with self._between_questions():
+                    foreseen = session.foreseen(wanted)
+                    if foreseen is None and not session.busy:
+                        foreseen = session.predict(**{name: value})
         except GpumemError:  # whoever sets it will hear of it
             return ""
         return foreseen.refusal if foreseen else ""
+
+    def _begins_to_ask(self) -> bool:
+        """Take the turn, if it is free."""
+        with self._turn:
+            free = not (self._asking or self._choosing)
+            self._asking = self._asking or free
+            return free
+
+    @contextmanager
+    def _between_questions(self) -> Iterator[None]:
+        """Inside, none is under way, unless it takes too long, and none is begun."""
+        with self._turn:
+            self._choosing = True
+            self._turn.wait_for(lambda: not self._asking, PATIENCE_S)
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._choosing = False
 
     def _begin_anew(self) -> None:
         """Somebody has opened or closed it: all may be asked for, what failed and after a cell too."""
         history = self._session.history
         self._answers = _Answers(history, history.model_version, history.loaded_as)
+        self._news = object()
 
     def _keep_up(self) -> None:
         """Forget what does not hold any more."""
@@ -116,12 +144,15 @@ class Foresight:
             of_a_cell = history is answers.history and history.loaded_as == answers.loaded_as
             waits_at = history.steps if of_a_cell and answers.version >= 0 else None
             self._answers = _Answers(history, history.model_version, history.loaded_as, waits_at)
-        elif history.steps != answers.waits_at:
+            self._news = object()
+        elif answers.waits_at not in (None, history.steps):
             answers.waits_at = None
+            self._news = object()
         passed = [question for question, step in answers.failed_at.items() if step != history.steps]
         for question in passed:
             del answers.failed_at[question]
             answers.failed.pop(question, None)
+            self._news = object()
 
     def _show(self, names: Sequence[str]) -> None:
         session, now, answers = self._session, self._session.settings, self._answers
@@ -147,17 +178,20 @@ class Foresight:
     @property
     def _samples(self) -> int | None:
         """How many there are for a micro-batch, if that is known."""
-        session = self._session
-        length = session.workload.dataset_len if session.workload else None
-        return length and length // session.size // session.settings.accumulation_steps
+        session, workload = self._session, self._session.workload
+        if workload is None:
+            return None
+        return workload.samples_per_micro_batch(session.size, session.settings.accumulation_steps)
 
     def _question(self, names: Sequence[str]) -> _Question | None:
         """The next thing to find out."""
         session, answers, now = self._session, self._answers, self._session.settings
-        questions = [(FLIP, flip) for flip in self._flips(names) if session.foreseen(flip) is None]
+        known = [(flip, session.foreseen(flip)) for flip in self._flips(names)]
+        questions = [(FLIP, flip) for flip, foreseen in known if foreseen is None]
         if "batch_size" in names and session.workload and not session.workload.data.batched:
             questions += [(LARGEST, now)] if now not in answers.largest else []
             questions += [(LINE, about) for _, about in self._lines(names) if about not in answers.peaks]
+        questions += [(FLIP, flip) for flip, foreseen in known if foreseen and foreseen.cut_short]
         return next((question for question in questions if question not in answers.failed), None)
 
     def _ask(self, answers: _Answers, question: _Question) -> None:
@@ -175,7 +209,7 @@ class Foresight:
                 answers.peaks[about] = session.peaks_by_batch(**changes)
         except Exception as error:  # and is not asked for again, unless it may go well later
             answers.failed[question] = str(error)
-            if not isinstance(error, InvalidInput | WorkloadError):
+            if isinstance(error, NotThisTime) or not isinstance(error, InvalidInput | WorkloadError):
                 answers.failed_at[question] = session.history.steps
             if not isinstance(error, GpumemError):
                 raise
@@ -183,7 +217,10 @@ class Foresight:
             ended_s = time.monotonic()
             if session.playing:  # which shall come to something between two questions
                 self._rests_until_s = ended_s + (ended_s - began_s)
-            self._asking = False
+            self._news = object()
+            with self._turn:
+                self._asking = False
+                self._turn.notify_all()
 
     def _lines(self, names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
         """The present settings and what changes how peaks grow with the batch, with names."""
@@ -194,16 +231,9 @@ class Foresight:
 
     def _flips(self, names: Sequence[str]) -> Iterator[Settings]:
         """What the present settings may be flipped to, as far as that goes with what is loaded."""
-        session = self._session
-        batched = session.workload is not None and session.workload.data.batched
-        for knobs in single_flips(session.settings):
-            [(name, value)] = knobs.items()
-            refuses = KNOBS[name].refuses
-            if name not in names or (name == "batch_size" and batched):
-                continue
-            with suppress(InvalidInput):  # half or twice of it may not be allowed
-                if not (refuses and refuses(value, session.workload)):
-                    yield session.settings.replace(**knobs)
+        session, workload = self._session, self._session.workload
+        flips = single_flips(session.settings, workload) if workload else ()
+        return (flip for name, flip in flips if name in names)
 
 
 def _region(css_class: str, label: str) -> Region:

@@ -237,7 +237,8 @@ class Panel:
             return
         self._shown = state
         effect = history.effect()
-        self._effect.html = wording.effect(effect, foretold(history.asked, effect.after) if effect else None)
+        predicted = foretold(history.asked, history.tried, effect.after) if effect else None
+        self._effect.html = wording.effect(effect, predicted)
         self._tiles.html = wording.tiles(session, history.readings)
         settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
         evaluations = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]

@@ -126,7 +126,7 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
         return f"<div><span>{escape(flip)}</span> will be measured with the next step</div>"
     peaks = f"<span>live peak <b>{escape(effect.memory)}</b></span>"
     if foretold:
-        came = format_bytes(effect.after.peak_bytes)
+        came = format_bytes(effect.after.foreseeable_peak_bytes)
         peaks += f" <span>predicted <b>{format_bytes(foretold.live_peak_bytes)}</b>, came <b>{came}</b></span>"
     return f"<div><span>{escape(flip)}</span> {peaks} <span>{escape(effect.speed)}</span></div>"
 
@@ -163,7 +163,7 @@ def largest(batch_size: int, samples: int | None) -> str:
 def flip_key(limit_bytes: int | None, waits: bool) -> str:
     """What the signs and bars of flips mean; ``waits``: for the next step."""
     if waits:
-        return "<p>Code ran on the ranks: what flips would need is asked for with the next step.</p>"
+        return "<p>Something ran on the ranks: what flips would need is asked for with the next step.</p>"
     of = f", of {format_bytes(limit_bytes)}" if limit_bytes else ""
     signs = ", ".join(f"{sign} {verdict}" for verdict, (sign, _) in _VERDICTS.items())
     return (

@@ -9,9 +9,11 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from gpumem_nb.kernel.foreground import Foreground
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from gpumem_nb.shared.errors import InvalidInput, NotThisTime, WorkloadError
+from gpumem_nb.shared.forecast import MOST_BATCH
 from tests.conftest import weights
 
 pytestmark = pytest.mark.cluster
@@ -164,6 +166,18 @@ def test_what_does_not_fit_has_no_throughput(own: Session) -> None:
     assert (foreseen.verdict, foreseen.samples_per_s) == (DOES_NOT_FIT, None)
 
 
+def test_who_waits_is_not_kept_waiting_for_throughput_and_that_is_said(
+    own: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Foreground, "busy", True)
+        foreseen = own.predict(batch_size=16)
+    assert (foreseen.samples_per_s, foreseen.cut_short) == (None, True)
+    foreseen = own.predict(batch_size=16)
+    assert foreseen.samples_per_s
+    assert not foreseen.cut_short
+
+
 def test_asking_changes_nothing_that_is_trained(own: Session) -> None:
     losses = own.train(3).frame().groupby("step").loss.mean().tolist()
     own.attach(model="mixed", loss="criterion", data="images")
@@ -188,6 +202,22 @@ def test_what_does_not_fit_is_said_before_and_the_largest_that_does_fits(own: Se
     assert own.train(2).notes == []
 
 
+ENDLESS = """
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(1), torch.zeros(1)
+line, endless, nearness = nn.Linear(1, 1), Endless(), nn.MSELoss()
+"""
+
+
+def test_where_nothing_limits_the_batch_the_end_of_the_search_is_told(own: Session) -> None:
+    own.run(ENDLESS)
+    own.attach(model="line", loss="nearness", data="endless")
+    assert own.largest_batch() == MOST_BATCH
+    assert own.largest_batch(accumulation_steps=4) == MOST_BATCH, "each micro-batch may be that large"
+
+
 def test_training_goes_on_while_somebody_asks(own: Session) -> None:
     own.play()
     predicted = [own.predict(batch_size=size).live_peak_bytes for size in (16, 32, 64)]
@@ -195,6 +225,21 @@ def test_training_goes_on_while_somebody_asks(own: Session) -> None:
     assert own.playing
     own.pause()
     assert own.history.rescue is None
+
+
+def test_whoever_finds_nobody_waiting_finds_that_the_model_may_have_changed(
+    two_ranks: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, changed = [], two_ranks.history.model_may_have_changed
+
+    def seen() -> None:
+        busy.append(two_ranks.busy)
+        changed()
+
+    monkeypatch.setattr(two_ranks.history, "model_may_have_changed", seen)
+    two_ranks.run("1")
+    assert busy == [True]
+    assert not two_ranks.busy
 
 
 def test_every_single_flip_is_in_the_table(own: Session) -> None:
@@ -219,6 +264,37 @@ def test_what_cannot_be_predicted_is_a_sentence(own: Session, shell: Interactive
     own.attach(model="mixed", loss="broken", data="images_too")
     with pytest.raises(WorkloadError, match=r"from which larger ones follow, failed: .*on purpose"):
         own.predict()
+
+
+DIED = """
+import os
+from torch.utils import data
+class Dying:
+    def __len__(self):
+        return len(images)
+    def __getitem__(self, index):
+        return images[index] if data.get_worker_info() is None else os._exit(1)
+"""
+
+
+def test_what_may_go_well_the_next_time_is_told_from_what_will_not(own: Session) -> None:
+    own.run("def interrupted(outputs, targets):\n    raise KeyboardInterrupt")
+    own.attach(model="mixed", loss="interrupted", data="images")
+    with pytest.raises(NotThisTime):
+        own.predict()
+    own.run(DIED + "dying = Dying()")
+    own.attach(model="mixed", loss="criterion", data="dying")
+    own.set(batch_size=2, num_workers=1)
+    own.train(1)  # the first step of a size is fetched by the ranks themselves
+    with pytest.raises(NotThisTime, match="data worker"):
+        own.predict()
+
+
+def test_ranks_that_are_made_alike_may_be_others(own: Session) -> None:
+    foreseen = own.predict()
+    assert own.foreseen() == foreseen
+    own.sync()
+    assert own.foreseen() is None
 
 
 def test_by_magic(own: Session, shell: InteractiveShell) -> None:
@@ -251,3 +327,21 @@ def test_predictions_are_held_against_what_came(own: Session) -> None:
     assert one.right
     assert abs(session.score().frame().error.iloc[-1]) < 0.01
     assert f"of {known + 1} verdicts right" in str(session.score())
+
+
+def test_a_prediction_counts_for_the_model_that_it_was_made_of_and_no_other(own: Session) -> None:
+    known = len(own.score().scored)
+    own.predict(batch_size=16)
+    own.run("mixed.head = nn.Sequential(nn.Linear(12, 4096), nn.Linear(4096, 5))")
+    own.attach(model="mixed", loss="criterion", data="images")
+    own.set(batch_size=16)
+    own.train(2)
+    assert len(own.score().scored) == known, "another model under the same name"
+    own.predict(batch_size=8)
+    own.run("mixed.down.requires_grad_(False)")
+    own.set(batch_size=8)
+    own.train(2)
+    assert len(own.score().scored) == known, "a cell may have changed it"
+    own.predict()
+    own.train(2)
+    assert len(own.score().scored) == known, "it had been tried before"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +13,18 @@ import pytest
 from gpumem_nb.kernel.history import History
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.planning.score import Asked
-from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.errors import NotThisTime, WorkloadError
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import DataInfo, WorkloadInfo
 from gpumem_nb.ui import foresight as foresight_room
 from gpumem_nb.ui.controls import Controls
 from gpumem_nb.ui.foresight import Foresight
+from tests.timing import HANG_S
 
 MIB = 2**20
 LIMIT = 100 * MIB
 NAMES = ["precision", "batch_size"]
+LINES: list[dict[str, Any]] = [{}, {"precision": "fp16"}, {"precision": "bf16"}]
 
 
 class Session:
@@ -27,21 +32,22 @@ class Session:
 
     def __init__(self) -> None:
         self.history, self.settings, self.ended, self.busy, self.playing = History(2), Settings(), "", False, False
-        data = SimpleNamespace(batched=False, batch_size=None)
-        self.workload: Any = SimpleNamespace(name="mine", data=data, own_optimizer=False, dataset_len=None)
+        self.workload = WorkloadInfo("mine", 1, 4, dataset_len=None, blocks=3)
         self.size = 2
         self.asked: list[dict[str, Any]] = []
         self.fails: type[Exception] | None = None
+        self.bytes_per_sample, self.cut_short = MIB, False
 
     def predict(self, **knobs: Any) -> Prediction:
         self.asked.append(knobs)
         if self.fails:
             raise self.fails("it cannot be said")
         wanted = self.settings.replace(**knobs)
-        size = wanted.batch_size * MIB
+        size = wanted.batch_size * self.bytes_per_sample
         verdict = FITS if size <= LIMIT else DOES_NOT_FIT
         one = Prediction(wanted, size, size, None, size, size, LIMIT, verdict, {}, "forward", "", "", 0.1)
-        self.history.predicted(Asked(one, "mine", self.settings, 0), self.history.model_version)
+        one = replace(one, cut_short=True) if self.cut_short else one.timed([[1.0]])
+        self.history.predicted(Asked(one, self.history.model_version, self.settings, 0))
         return one
 
     def foreseen(self, settings: Settings) -> Prediction | None:
@@ -88,7 +94,7 @@ def test_it_asks_for_every_flip_once_and_again_when_the_model_may_have_changed(
 ) -> None:
     look(foresight)
     first = [{"precision": "fp16"}, {"precision": "bf16"}, {"batch_size": 16}, {"batch_size": 64}, {"largest": True}]
-    first += [{"line": knobs} for knobs in ({}, {"precision": "fp16"}, {"precision": "bf16"})]
+    first += [{"line": knobs} for knobs in LINES]
     assert session.asked == first
     shown = foresight.regions["batch_size"].html
     assert "16.0 MiB" in shown
@@ -126,7 +132,7 @@ def test_a_prediction_of_the_model_as_it_was_is_not_kept(session: Session) -> No
     session.history.model_may_have_changed()
     one = session.predict(batch_size=64)
     session.history.model_may_have_changed()
-    session.history.predicted(Asked(one, "mine", session.settings, 0), old)
+    session.history.predicted(Asked(one, old, session.settings, 0))
     assert session.foreseen(one.settings) is None
 
 
@@ -144,16 +150,23 @@ def test_a_setting_that_was_changed_meanwhile_marks_no_flip_as_other_mathematics
 
 
 def test_data_with_micro_batches_of_its_own_have_no_batch_size_to_flip(session: Session, foresight: Foresight) -> None:
-    session.workload.data.batched = True
+    session.workload = replace(session.workload, data=DataInfo(batched=True))
     look(foresight)
     assert session.asked == [{"precision": "fp16"}, {"precision": "bf16"}]
     assert foresight.regions["batch_size"].html == ""
 
 
-def test_a_flip_that_is_not_allowed_is_left_out(session: Session, foresight: Foresight, monkeypatch: Any) -> None:
-    monkeypatch.setattr(foresight_room, "single_flips", lambda _: iter([{"batch_size": -1}, {"batch_size": 64}]))
-    look(foresight)
-    assert session.asked[0] == {"batch_size": 64}
+def test_a_flip_that_is_not_allowed_is_left_out(session: Session, foresight: Foresight) -> None:
+    session.settings = Settings(batch_size=2**31, accumulation_steps=1)
+    for _ in range(9):
+        foresight.follow(["batch_size", "accumulation_steps", "optimizer"])
+    values = [value for knobs in session.asked for value in knobs.items()]
+    assert ("batch_size", 2**30) in values
+    assert ("batch_size", 2**32) not in values
+    assert ("accumulation_steps", 2) in values
+    assert ("accumulation_steps", 0) not in values
+    assert ("optimizer", "sgd") in values
+    assert ("optimizer", "own") not in values, "there is none"
     assert foresight.regions["batch_size"].html.count('class="gpumem-flip') == 2
 
 
@@ -198,6 +211,128 @@ def test_what_cannot_be_said_is_not_asked_for_for_ever(session: Session, fails: 
     foresight.button.value = True
     look(foresight)
     assert "n/a" not in foresight.regions["precision"].html
+
+
+def test_a_cell_that_ends_while_it_looks_is_not_overlooked(
+    session: Session, foresight: Foresight, monkeypatch: Any
+) -> None:
+    look(foresight)
+    session.asked = []
+
+    def ended_by_now(_: Session) -> bool:
+        session.history.model_may_have_changed()
+        monkeypatch.delattr(Session, "busy")
+        return False
+
+    del session.busy
+    monkeypatch.setattr(Session, "busy", property(ended_by_now), raising=False)
+    foresight.follow(NAMES)
+    assert session.asked == []
+
+
+@pytest.fixture
+def slow(session: Session, monkeypatch: Any) -> Iterator[SimpleNamespace]:
+    """A question that is under way on a thread of its own until it is told to end, and keeps the session busy."""
+    foresight = Foresight(session, lambda question: questions.append(Thread(target=question)))  # type: ignore[arg-type]
+    questions: list[Thread] = []
+    began, ends, looked, predict, foreseen = Event(), Event(), Event(), session.predict, session.foreseen
+
+    def held(**knobs: Any) -> Prediction:
+        session.busy = True
+        began.set()
+        ends.wait(HANG_S)
+        session.busy = False
+        return predict(**knobs)
+
+    def looking(settings: Settings) -> Prediction | None:
+        looked.set()
+        return foreseen(settings)
+
+    foresight.button.value = True
+    monkeypatch.setattr(session, "predict", held)
+    foresight.follow(NAMES)
+    (question,) = questions
+    question.start()
+    assert began.wait(HANG_S)
+    monkeypatch.setattr(session, "predict", predict)
+    monkeypatch.setattr(session, "foreseen", looking)
+    yield SimpleNamespace(foresight=foresight, questions=questions, ends=ends, looked=looked)
+    ends.set()
+    question.join()
+
+
+def test_a_flip_that_is_chosen_during_a_question_of_its_own_is_predicted_too(
+    session: Session, slow: SimpleNamespace, monkeypatch: Any
+) -> None:
+    said: list[str] = []
+    chosen = Thread(target=lambda: said.append(slow.foresight.refusal("batch_size", "1024")))
+    predict = session.predict
+
+    def no_other_question_meanwhile(**knobs: Any) -> Prediction:
+        if knobs.get("batch_size") == "1024":
+            slow.foresight.follow(NAMES)
+        return predict(**knobs)
+
+    monkeypatch.setattr(session, "predict", no_other_question_meanwhile)
+    chosen.start()
+    assert slow.looked.wait(HANG_S)
+    slow.ends.set()
+    chosen.join()
+    assert said == ["will not fit: 1.0 GiB of 100.0 MiB"]
+    assert len(slow.questions) == 1
+    slow.foresight.follow(NAMES)
+    assert len(slow.questions) == 2, "it goes on afterwards"
+
+
+def test_whoever_chooses_a_flip_waits_for_no_cell_and_not_for_ever(
+    session: Session, slow: SimpleNamespace, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(foresight_room, "PATIENCE_S", 0.0)
+    assert slow.foresight.refusal("batch_size", "1024") == ""
+    slow.ends.set()
+    slow.questions[0].join()
+    foresight = Foresight(session, lambda question: None)  # type: ignore[arg-type]
+    foresight.button.value, session.busy = True, True
+    assert foresight.refusal("batch_size", "1024") == ""
+    assert not any(knobs.get("batch_size") == "1024" for knobs in session.asked)
+
+
+def test_what_could_not_be_said_this_time_is_asked_for_with_the_next_step(
+    session: Session, foresight: Foresight
+) -> None:
+    session.fails = NotThisTime
+    look(foresight)
+    assert foresight.regions["precision"].html.count("n/a") == 2
+    session.fails, session.asked = None, []
+    look(foresight)
+    assert session.asked == []
+    session.history.steps += 1
+    look(foresight)
+    assert "n/a" not in foresight.regions["precision"].html
+    assert len(session.asked) == 4
+
+
+def test_what_was_cut_short_is_asked_for_again(session: Session, foresight: Foresight) -> None:
+    session.cut_short = True
+    look(foresight)
+    assert session.asked[4:8] == [{"largest": True}, *({"line": knobs} for knobs in LINES)], "the others come first"
+    assert "32.0 MiB" in foresight.regions["precision"].html
+    assert "<u></u>" in foresight.regions["precision"].html
+    session.cut_short, session.asked = False, []
+    look(foresight)
+    assert foresight.regions["precision"].html.count("<u>32/s</u>") == 2
+    assert len(session.asked) == 4, "each once"
+
+
+def test_a_later_prediction_of_the_same_flip_is_shown(session: Session, foresight: Foresight) -> None:
+    look(foresight)
+    assert "16.0 MiB" in foresight.regions["batch_size"].html
+    session.bytes_per_sample = 10 * MIB
+    session.predict(batch_size=16)
+    foresight.follow(NAMES)
+    shown = foresight.regions["batch_size"].html
+    assert "160.0 MiB" in shown
+    assert DOES_NOT_FIT in shown
 
 
 def test_what_will_not_fit_is_said_once_and_then_done(session: Session) -> None:

@@ -5,25 +5,33 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from gpumem_nb.kernel.history import History
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.planning.score import Asked, foretold, score
 from gpumem_nb.report.configurations import Effect, Tried
+from gpumem_nb.shared.messages import Reading, Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui.wording import effect
 
 NOW = Settings()
 MIB = 2**20
+READING = Reading(1, 1, 2, 2, None, None)
 
 
-def predicted(peak_mib: int, verdict: str = FITS, workload: str = "mine", begun: int = 1, **knobs: Any) -> Asked:
+def sample(step: int, settings_id: int, peak_mib: int) -> Sample:
+    peak = peak_mib * MIB
+    return Sample(0, step, float(step), 1.0, 0.1, 10.0, 1, peak, 2, peak, None, settings_id, "")
+
+
+def predicted(peak_mib: int, verdict: str = FITS, version: int = 0, begun: int = 1, **knobs: Any) -> Asked:
     peak = peak_mib * MIB
     wanted = NOW.replace(**knobs)
     one = Prediction(wanted, peak, peak, None, peak, peak, None, verdict, {}, "forward", "", "", 0.1)
-    return Asked(one, workload, NOW, begun)
+    return Asked(one, version, NOW, begun)
 
 
-def came(settings_id: int, peak_mib: int | None, workload: str = "mine", **knobs: Any) -> Tried:
-    tried = Tried(settings_id, workload, NOW.replace(**knobs))
+def came(settings_id: int, peak_mib: int | None, version: int = 0, **knobs: Any) -> Tried:
+    tried = Tried(settings_id, "mine", NOW.replace(**knobs), version)
     if peak_mib is None:
         tried.outcome = "oom"
     else:
@@ -36,31 +44,56 @@ def test_a_prediction_meets_the_first_configuration_that_takes_the_same_memory()
     board = score(asked, [came(0, 60), came(1, 100, batch_size=64, learning_rate=0.5), came(2, 90, batch_size=64)])
     (one,) = board.scored
     assert (one.flip, one.came.settings_id) == ("batch_size 32 → 64", 1)
-    assert one.error == 101 / 100 - 1, "the latest prediction counts"
+    assert one.error == 99 / 100 - 1, "the first prediction counts"
     assert "1 of 1 verdicts right, 1.0 % off in the median" in str(board)
 
 
-def test_another_workload_and_what_came_before_are_not_meant() -> None:
+def test_another_model_and_what_came_before_are_not_meant() -> None:
     asked = [predicted(99, batch_size=64, begun=2)]
     assert not score(asked, [came(0, 99, batch_size=64), came(1, 60)]).scored
-    assert not score(asked, [came(0, 60), came(1, 60), came(2, 99, workload="other", batch_size=64)]).scored
+    assert not score(asked, [came(0, 60), came(1, 60), came(2, 99, version=1, batch_size=64)]).scored
+
+
+def test_what_a_configuration_takes_once_the_model_may_have_changed_was_not_predicted() -> None:
+    history = History(1)
+    history.begin(1, "mine", NOW)
+    history.mark("load", "mine")
+    assert history.begun == 0, "it waits for its first step"
+    history.predicted(Asked(predicted(99).prediction, history.model_version, NOW, history.begun))
+    history.add([sample(step, 1, peak_mib=100) for step in range(8)], [READING])
+    assert history.begun == 1
+    history.predicted(Asked(predicted(100).prediction, history.model_version, NOW, history.begun))
+    history.model_may_have_changed()
+    history.add([sample(step, 1, peak_mib=400) for step in range(8, 16)], [READING])
+    (one,) = score(history.asked, history.tried).scored
+    assert one.error == 99 / 100 - 1
+    history.predicted(Asked(predicted(500, batch_size=64).prediction, history.model_version, NOW, history.begun))
+    history.begin(2, "mine", NOW.replace(batch_size=64))
+    history.model_may_have_changed()
+    history.add([sample(step, 2, peak_mib=800) for step in range(16, 24)], [READING])
+    assert len(score(history.asked, history.tried).scored) == 1, "it was changed before the first step"
+    assert foretold(history.asked, history.tried, history.tried[-1]) is None
 
 
 def test_whether_it_fits_counts_too() -> None:
     asked = [predicted(99, batch_size=64), predicted(999, DOES_NOT_FIT, batch_size=128), predicted(9, batch_size=256)]
-    tried = [came(1, None, batch_size=64), came(2, None, batch_size=128), came(3, 9, batch_size=256)]
+    tried = [came(0, 60), came(1, None, batch_size=64), came(2, None, batch_size=128), came(3, 9, batch_size=256)]
     board = score(asked, tried)
     assert [(one.right, one.error) for one in board.scored] == [(False, None), (True, None), (True, 0)]
     assert "2 of 3 verdicts right" in str(board)
     assert list(board.frame().right) == [False, True, True]
 
 
-def test_what_was_predicted_for_what_is_tried_now_is_the_latest_that_was_said_of_it() -> None:
-    asked = [predicted(99, batch_size=64), predicted(101, batch_size=64), predicted(50, workload="other")]
+def test_what_was_predicted_for_what_is_tried_now_was_said_before_it_was_tried() -> None:
     now = came(3, 100, batch_size=64, learning_rate=0.5)
-    assert foretold(asked, now) is asked[1].prediction
-    assert foretold(asked, came(4, 100)) is None
-    assert "predicted <b>101.0 MiB</b>, came <b>100.0 MiB</b>" in effect(Effect(came(0, 60), now), asked[1].prediction)
+    tried = [came(0, 60), now]
+    asked = [predicted(101, batch_size=64), predicted(99, batch_size=64, begun=2), predicted(50, version=1)]
+    assert foretold(asked, tried, now) is asked[0].prediction
+    again = came(4, 100, batch_size=64)
+    assert foretold(asked, [*tried, again], again) is asked[1].prediction, "said before it was tried again"
+    other = came(4, 100)
+    assert foretold(asked, [*tried, other], other) is None
+    assert "predicted <b>101.0 MiB</b>, came <b>100.0 MiB</b>" in effect(Effect(came(0, 60), now), asked[0].prediction)
 
 
 def test_nothing_to_show_is_a_sentence() -> None:

@@ -213,7 +213,7 @@ class Trainer:
             WorkloadError: this rank could not finish it.
         """
         chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1)
-        with self.drawing(), self._trying(chunk) as failure:
+        with self.drawing(), self.trying(chunk) as failure:
             outcome, _ = self._step(failure, chunk)
         if outcome.failure:
             raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
