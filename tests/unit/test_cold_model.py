@@ -125,6 +125,31 @@ def test_recurrent_layers_keep_their_gates_and_are_predicted_roughly() -> None:
     assert predicted.high_bytes >= 1.5 * predicted.reserved_peak_bytes
 
 
+class Summing(torch.optim.SGD):
+    """Makes its state when it is built and at no other time, as torch's Adagrad did."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, lr=0.1, momentum=0.9)
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight] = {"momentum_buffer": torch.zeros_like(weight), "sums": [torch.zeros_like(weight)]}
+
+    def step(self, closure: Any = None) -> Any:
+        for state in self.state.values():
+            state["sums"][0].add_(state["momentum_buffer"])
+        assert self.state
+        return super().step(closure)
+
+
+def test_an_optimizer_that_makes_its_state_when_it_is_built_has_it_in_each_step() -> None:
+    found: Any = gm.predict(workload(perceptron, optimizer=Summing), gpu=["T4-16GB", "A100-40GB"], batch_size=BATCH)
+    later = predict(workload(perceptron), gpu="T4-16GB", optimizer="momentum")
+    assert "a step on fake tensors" in found["A100-40GB"].basis
+    assert found.largest["T4-16GB"] > BATCH
+    state_bytes = later.categories["optimizer state"]
+    assert found["T4-16GB"].categories["optimizer state"] == state_bytes
+    assert found["T4-16GB"].live_peak_bytes == pytest.approx(later.live_peak_bytes + state_bytes, rel=0.01)
+
+
 class CallsForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -71,6 +71,7 @@ class DryStep:
             for part in self._parts.named.values():
                 check_tensors(part)
             self._optimizer = self._built()
+            self._first_state = _copied(dict(self._optimizer.state))
             self._parts.join(self._optimizer)
         check_precision(settings, self._parts)
         self._params = list(in_groups(self._optimizer))
@@ -92,8 +93,9 @@ class DryStep:
         return sum(param.numel() for param in self._parts.parameters())
 
     def trace(self, batch_size: int) -> Trace:
-        """The first step of this batch size: in its update the optimizer makes its state."""
+        """The first step of this batch size: its update makes what the optimizer has not made when it was built."""
         self._optimizer.state.clear()
+        self._optimizer.state.update(_copied(self._first_state))
         checkpointing = self._checkpointing()
         try:
             with self._inside(), Recorder(self._device, *self._parts.named.values()).watching():
@@ -198,6 +200,15 @@ class DryStep:
         state = [value for values in self._optimizer.state.values() for value in tensors_in(values) if value.dim()]
         buffers = [buffer for _, buffer in self._parts.named_buffers()]
         return held_by([*self._parts.parameters(), *buffers, *state])
+
+
+def _copied(value: Any) -> Any:
+    """The same with copies of the tensors in it; weights, the keys of an optimizer's state, stay what they are."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _sent(param: Tensor) -> list[Tensor]:
