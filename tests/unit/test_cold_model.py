@@ -221,10 +221,11 @@ def test_a_large_model_whose_constructor_asks_for_values_takes_no_steps_on_the_c
     given = workload(model)
     own, answer.MOST_REAL_BYTES = answer.MOST_REAL_BYTES, 1000
     try:
-        run = answer._Run(given, Batches(rows()), Settings(batch_size=2), Kernels(True, 0))
-        with pytest.raises(WorkloadError, match="Small steps on the CPU would need more than"):
-            run._dry(2)
-        run.close()
+        with (
+            answer._Run(given, Batches(rows()), Settings(batch_size=2), Kernels(True, 0)) as run,
+            pytest.raises(WorkloadError, match="Small steps on the CPU would need more than"),
+        ):
+            run.take()
     finally:
         answer.MOST_REAL_BYTES = own
 
