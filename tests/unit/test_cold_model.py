@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import gpumem_nb as gm
@@ -27,7 +28,7 @@ from gpumem_nb.engine.dry.step import DryStep
 from gpumem_nb.internals.torch_internals import fake_mode
 from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import SEGMENT_BYTES, Prediction
-from gpumem_nb.shared.dry_run import Kernels
+from gpumem_nb.shared.dry_run import Kernels, Target
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.knobs import KNOBS, Knob, register
 from gpumem_nb.shared.settings import Settings
@@ -123,6 +124,37 @@ def test_recurrent_layers_keep_their_gates_and_are_predicted_roughly() -> None:
     assert predicted.live_peak_bytes > gates
     assert "what cuDNN keeps of recurrent layers is not documented" in predicted.basis
     assert predicted.high_bytes >= 1.5 * predicted.reserved_peak_bytes
+
+
+def image_loss(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0].view(-1, 1, 16, 16)).mean()  # type: ignore[no-any-return]
+
+
+def checkpointed_loss(model: nn.Module, batch: Any) -> Tensor:
+    inputs = batch[0].requires_grad_()
+    return torch.utils.checkpoint.checkpoint(model, inputs, use_reentrant=False).mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize(
+    ("model", "loss", "knobs", "error"),
+    [
+        (perceptron, mean_loss, {}, 0.18),
+        (perceptron, mean_loss, {"precision": "bf16"}, 0.3),
+        (perceptron, mean_loss, {"checkpointing": "blocks"}, 0.3),
+        (perceptron, checkpointed_loss, {}, 0.3),
+        (lambda: nn.Conv2d(1, 4, 3), image_loss, {}, 0.3),
+        (lambda: nn.Conv2d(1, 4, 3), image_loss, {"precision": "fp16"}, 0.5),
+    ],
+)
+def test_the_error_is_wider_for_steps_of_a_kind_that_was_not_measured(
+    model: Callable[[], nn.Module], loss: Any, knobs: dict[str, Any], error: float
+) -> None:
+    with answer._Run(workload(model, loss), Batches(rows()), Settings(batch_size=8, **knobs), Kernels(True, 0)) as run:
+        run.take()
+        found = run.found(Target(Kernels(True, 0), (), None, 0, 0)).forecast
+    assert found.error == error
+    assert ("only fp32 without checkpointing was measured" in found.how) == (knobs != {} or loss is checkpointed_loss)
 
 
 class Summing(torch.optim.SGD):

@@ -21,7 +21,9 @@ from ...shared.errors import GpumemError, InvalidInput, WorkloadError, text_of
 from ...shared.forecast import (
     DRY,
     DRY_CONVOLUTIONS,
+    DRY_CONVOLUTIONS_UNMEASURED,
     DRY_RECURRENT,
+    DRY_UNMEASURED,
     MOST_BATCH,
     ON_CPU,
     SCALED,
@@ -276,8 +278,10 @@ class _Run:
             self._certainty = VARYING
         elif step.recurs:
             self._certainty = DRY_RECURRENT
-        else:
+        elif step.as_measured:
             self._certainty = DRY_CONVOLUTIONS if step.convolves else DRY
+        else:
+            self._certainty = DRY_CONVOLUTIONS_UNMEASURED if step.convolves else DRY_UNMEASURED
 
     @property
     def _phase(self) -> str:

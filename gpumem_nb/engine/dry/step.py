@@ -64,6 +64,7 @@ class DryStep:
         self._workload, self._batches, self._settings = workload, batches, settings
         self._mode: AbstractContextManager[Any] = fake_mode() if fake else nullcontext()
         self.phase = "model"
+        self._recomputed = False
         with self._inside():
             self.model = checked_model(workload.model())
             self.model.train()
@@ -88,6 +89,11 @@ class DryStep:
         return any(isinstance(module, nn.RNNBase) for module in self._parts.modules())
 
     @property
+    def as_measured(self) -> bool:
+        """Whether the latest step was of the kind that was held against GPUs: in fp32, and nothing computed twice."""
+        return not (self._device.log.narrows or self._recomputed)
+
+    @property
     def parameters(self) -> int:
         """How many numbers the model has."""
         return sum(param.numel() for param in self._parts.parameters())
@@ -106,7 +112,9 @@ class DryStep:
                     checkpointing.finished()
                 recorder.claim_model(self._params, self._optimizer.state)
                 self._zero_grad()
-                return recorder.end().trace(batch_size)
+                trace = recorder.end().trace(batch_size)
+                self._recomputed = checkpointing is not None or "recomputation" in trace.phases
+                return trace
         finally:
             if checkpointing:
                 checkpointing.remove()
