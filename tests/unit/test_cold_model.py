@@ -157,6 +157,31 @@ def test_the_error_is_wider_for_steps_of_a_kind_that_was_not_measured(
     assert ("only fp32 without checkpointing was measured" in found.how) == (knobs != {} or loss is checkpointed_loss)
 
 
+def in_16_bits() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(layer, nn.LayerNorm(WIDTH), layer).to(torch.bfloat16)  # one weight under two names
+
+
+def test_a_model_that_is_converted_takes_a_step_without_memory() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0].bfloat16()).float().mean()  # type: ignore[no-any-return]
+
+    predicted = predict(workload(in_16_bits, loss))
+    assert "a step on fake tensors" in predicted.basis
+    assert predicted.categories["parameters"] == sum(param.nbytes for param in in_16_bits().parameters())
+
+
+def test_autocast_for_cuda_in_a_loss_is_autocast() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.float16):
+            return mean_loss(model, batch)
+
+    own = predict(workload(perceptron, loss), batch_size=2**14)
+    knob = predict(workload(perceptron), batch_size=2**14, precision="fp16")
+    assert own.categories["activations"] == knob.categories["activations"]
+    assert "only fp32 without checkpointing was measured" in own.basis
+
+
 class Summing(torch.optim.SGD):
     """Makes its state when it is built and at no other time, as torch's Adagrad did."""
 

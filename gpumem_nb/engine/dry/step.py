@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...internals.torch_internals import TorchDispatchMode, fake_mode
+from ...internals.torch_internals import TorchDispatchMode, fake_mode, fake_weights_converted_in_place
 from ...memory.ledger.recorder import Recorder
 from ...memory.ledger.trace import Trace
 from ...memory.tensors import tensors_in
@@ -32,6 +32,7 @@ from ..step.segment import Segment
 from ..step.wire import carried_dtype, outgoing
 from . import scratch
 from .batches import Batches
+from .cuda_autocast import taken_for_the_cpu
 from .log import DryDevice, held_by
 
 _ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default)
@@ -125,6 +126,8 @@ class DryStep:
         with ExitStack() as stack:
             stack.enter_context(seeded(DEFAULT_SEED))
             stack.enter_context(self._mode)
+            stack.enter_context(fake_weights_converted_in_place())
+            stack.enter_context(taken_for_the_cpu())
             stack.enter_context(_Answers(self))
             yield
 
