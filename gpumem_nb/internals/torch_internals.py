@@ -16,8 +16,9 @@
   which it does so.
 - Schedulers of schedulers: ``_schedulers``, in them and in their state. Data loaders: the module of their handler of
   SIGCHLD.
-- Fake tensors: ``torch._subclasses.FakeTensorMode`` and the errors with which it refuses an operator. What keeps a
-  kernel written in Python from calling itself: ``_ExcludeDispatchKeyGuard``.
+- Fake tensors: ``torch._subclasses.FakeTensorMode``, the errors with which it refuses an operator, and
+  ``Module._apply``, which cannot convert them. What keeps a kernel written in Python from calling itself:
+  ``_ExcludeDispatchKeyGuard``.
 - ``torch._foreach_norm`` (the norms of many tensors in few kernels; ``nn.utils.get_total_norm`` came after torch 2.4).
 - The CUDA allocator's history (``torch.cuda.memory._record_memory_history``, ``_dump_snapshot``), which torch documents
   as it is, underscore and all.
@@ -245,6 +246,31 @@ def fake_mode() -> AbstractContextManager[Any]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]  # or a copied module could not meet the others
     return mode
+
+
+@contextmanager
+def fake_weights_converted_in_place() -> Iterator[None]:
+    """Inside, ``module.to(dtype)`` and its like work on fake weights: torch would swap them, and fails."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    own: Callable[..., nn.Module] = nn.Module._apply
+
+    def applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        names, weights = list(module._parameters), module._parameters
+        fake: dict[str, Any] = {name: weights.pop(name) for name in names if isinstance(weights[name], FakeTensor)}
+        for weight in fake.values():
+            with torch.no_grad():
+                weight.data = fn(weight)
+        own(module, fn, recurse)
+        for name in names:  # in the same order
+            weights[name] = fake[name] if name in fake else weights.pop(name)
+        return module
+
+    nn.Module._apply = applied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = own  # type: ignore[method-assign]
 
 
 def refused_operator(error: BaseException) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..report.tables import Table
+from ..report.tables import Table, notes_html
 from ..shared.dry_run import DryAnswer, DryRun, Target
 from ..shared.errors import InvalidInput, nearest
 from ..shared.knobs import KNOBS, additional
@@ -23,7 +23,7 @@ from .prediction import FITS, Prediction, predicted
 GENERIC = "A100-40GB"
 """Whose kernels are meant where no GPU is named."""
 
-_FIXED = "fixed by the data"
+_FIXED, _UNKNOWN = "fixed by the data", "not known"
 
 FUSION_BYTES = 128 * 2**20
 """Horovod's fusion buffer, from torch's allocator: the default of HOROVOD_FUSION_THRESHOLD (operations.cc)."""
@@ -35,12 +35,15 @@ class ColdPredictions:
 
     Attributes:
         by_gpu: a prediction for each GPU, in the order in which they were named.
-        largest: the largest ``batch_size`` that surely fits each; 0 if none does, ``None`` if the data says it.
+        largest: the largest ``batch_size`` that surely fits each; 0 if none does, ``None`` if the data says it, or it
+            is not known.
+        unknown: why the largest ``batch_size`` is not known, as a sentence, for those GPUs of which it is not.
         seconds: what predicting took.
     """
 
     by_gpu: Mapping[str, Prediction]
     largest: Mapping[str, int | None]
+    unknown: Mapping[str, str]
     seconds: float
 
     def __getitem__(self, gpu: str) -> Prediction:
@@ -69,12 +72,24 @@ class ColdPredictions:
         )
 
     def __str__(self) -> str:
-        return str(self._table)
+        return "\n".join((str(self._table), *self._notes))
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return self._table.html()
+        return self._table.html() + notes_html(self._notes)
+
+    @property
+    def _notes(self) -> list[str]:
+        gpus: dict[str, list[str]] = {}
+        for gpu, why in self.unknown.items():
+            gpus.setdefault(why, []).append(gpu)
+        return [f"Largest batch of {', '.join(those)} not known: {why}" for why, those in gpus.items()]
+
+    def _largest_text(self, gpu: str) -> str:
+        if gpu in self.unknown:
+            return _UNKNOWN
+        return _FIXED if self.largest[gpu] is None else str(self.largest[gpu] or "none")
 
     @property
     def _table(self) -> Table:
@@ -85,7 +100,7 @@ class ColdPredictions:
                 format_bytes(one.reserved_peak_bytes),
                 f"{format_bytes(one.low_bytes)} to {format_bytes(one.high_bytes)}",
                 format_bytes(one.limit_bytes),
-                _FIXED if self.largest[gpu] is None else str(self.largest[gpu] or "none"),
+                self._largest_text(gpu),
             )
             for gpu, one in self.by_gpu.items()
         )
@@ -123,7 +138,9 @@ def predict(
     seconds = time.perf_counter() - began_s
     by_gpu = {one.name: _prediction(answer, one, asked[one.name], ranks, known, seconds) for one in gpus}
     if several:
-        return ColdPredictions(by_gpu, {name: found.largest for name, found in answer.of.items()}, seconds)
+        largest = {name: answer.of[name].largest for name in by_gpu}
+        unknown = {name: why for name in by_gpu if (why := answer.of[name].unknown)}
+        return ColdPredictions(by_gpu, largest, unknown, seconds)
     return by_gpu[gpus[0].name]
 
 

@@ -11,9 +11,10 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from typing import IO
 
 from ..cluster.shield import shielded
-from ..shared.dry_run import DryAnswer, DryRun
+from ..shared.dry_run import SEARCH_S, DryAnswer, DryRun
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.units import format_bytes
 
@@ -26,6 +27,8 @@ _MODULE = "gpumem_nb.engine.dry"
 
 def ask(question: DryRun) -> DryAnswer:
     """Take dry steps in a new process, which is gone when this returns, however it returns, with all that it started.
+
+    The last answer that is whole counts, whatever became of the process after it.
 
     Raises:
         InvalidInput: what was asked for cannot be used with this workload.
@@ -46,21 +49,20 @@ def ask(question: DryRun) -> DryAnswer:
         )
         try:
             _tell(process, pickle.dumps(question))
-            in_time = _ends_within(process, TIMEOUT_S)
+            in_time = _ends_in_time(process, answered.fileno())
         finally:
             with shielded():  # from a second interrupt
                 _end(process)
-        if not in_time:
+        answered.seek(0)
+        answer = _last_whole(answered)
+        if answer is None and not in_time:
             raise WorkloadError(
                 f"The dry run took longer than {TIMEOUT_S} s and was ended. Predict a smaller model, or start ranks "
                 "(%hvd_start) and predict there."
             )
-        answered.seek(0)
-        out = answered.read()
-        if process.returncode != 0 or not out:
+        if answer is None:
             said.seek(0)
             raise WorkloadError(_ended(process.returncode, said.read().decode(errors="replace")))
-    answer: DryAnswer = pickle.loads(out)
     if answer.problem:
         raise (InvalidInput if answer.of_input else WorkloadError)(answer.problem)
     return answer
@@ -75,11 +77,25 @@ def _tell(process: subprocess.Popen[bytes], question: bytes) -> None:
             rest = rest[stdin.write(rest) :]
 
 
-def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Whether the process ends in time; it is not waited for, so its number and its group stay its own."""
-    until_s = time.monotonic() + timeout_s
+def _last_whole(answered: IO[bytes]) -> DryAnswer | None:
+    """The last of the answers that is not cut off."""
+    answer: DryAnswer | None = None
+    with suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            answer = pickle.load(answered)
+    return answer
+
+
+def _ends_in_time(process: subprocess.Popen[bytes], answered: int) -> bool:
+    """Whether the process ends in time, which is less once it has answered something.
+
+    It is not waited for, so its number and its group stay its own.
+    """
+    until_s, has_answered = time.monotonic() + TIMEOUT_S, False
     with suppress(ChildProcessError):  # somebody else has waited for it
         while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if not has_answered and os.fstat(answered).st_size:
+                until_s, has_answered = min(until_s, time.monotonic() + SEARCH_S), True
             if time.monotonic() > until_s:
                 return False
             time.sleep(_LOOKS_EVERY_S)

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from .forecast import Forecast
 from .settings import Settings
 
+SEARCH_S = 120
+"""For which the largest batches are looked for, once it is known what was asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
@@ -71,19 +74,22 @@ class OnGpu:
         limit_bytes: of what may be reserved, with regard to convolutions; ``None`` without a limit.
         convolves: whether convolutions are computed.
         how: the steps were taken, in words.
-        largest: the largest batch size that fits, 0 if none does; ``None`` if nobody asked, or the data says it.
+        largest: the largest batch size that fits, 0 if none does; ``None`` if nobody asked, the data says it, or it is
+            not known.
+        unknown: why the largest batch size is not known, as a sentence; empty if it is, or nobody asked.
     """
 
     forecast: Forecast
     limit_bytes: int | None
     convolves: bool
     how: str
-    largest: int | None
+    largest: int | None = None
+    unknown: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DryAnswer:
-    """An answer.
+    """An answer, whole in itself; a later one to the same question knows more largest batches.
 
     Attributes:
         of: what was found, by the GPU's name; nothing if there is a problem.

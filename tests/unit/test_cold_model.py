@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import gpumem_nb as gm
@@ -27,7 +28,7 @@ from gpumem_nb.engine.dry.step import DryStep
 from gpumem_nb.internals.torch_internals import fake_mode
 from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import Prediction
-from gpumem_nb.shared.dry_run import Kernels
+from gpumem_nb.shared.dry_run import Kernels, Target
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.forecast import SEGMENT_BYTES
 from gpumem_nb.shared.knobs import KNOBS, Knob, register
@@ -126,6 +127,87 @@ def test_recurrent_layers_keep_their_gates_and_are_predicted_roughly() -> None:
     assert predicted.high_bytes >= 1.5 * predicted.reserved_peak_bytes
 
 
+def image_loss(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0].view(-1, 1, 16, 16)).mean()  # type: ignore[no-any-return]
+
+
+def checkpointed_loss(model: nn.Module, batch: Any) -> Tensor:
+    inputs = batch[0].requires_grad_()
+    return torch.utils.checkpoint.checkpoint(model, inputs, use_reentrant=False).mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize(
+    ("model", "loss", "knobs", "error"),
+    [
+        (perceptron, mean_loss, {}, 0.18),
+        (perceptron, mean_loss, {"precision": "bf16"}, 0.3),
+        (perceptron, mean_loss, {"checkpointing": "blocks"}, 0.3),
+        (perceptron, checkpointed_loss, {}, 0.3),
+        (lambda: nn.Conv2d(1, 4, 3), image_loss, {}, 0.3),
+        (lambda: nn.Conv2d(1, 4, 3), image_loss, {"precision": "fp16"}, 0.5),
+    ],
+)
+def test_the_error_is_wider_for_steps_of_a_kind_that_was_not_measured(
+    model: Callable[[], nn.Module], loss: Any, knobs: dict[str, Any], error: float
+) -> None:
+    with answer._Run(workload(model, loss), Batches(rows()), Settings(batch_size=8, **knobs), Kernels(True, 0)) as run:
+        run.take()
+        found = run.found(Target(Kernels(True, 0), (), None, 0, 0)).forecast
+    assert found.error == error
+    assert ("only fp32 without checkpointing was measured" in found.how) == (knobs != {} or loss is checkpointed_loss)
+
+
+def in_16_bits() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(layer, nn.LayerNorm(WIDTH), layer).to(torch.bfloat16)  # one weight under two names
+
+
+def test_a_model_that_is_converted_takes_a_step_without_memory() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0].bfloat16()).float().mean()  # type: ignore[no-any-return]
+
+    predicted = predict(workload(in_16_bits, loss))
+    assert "a step on fake tensors" in predicted.basis
+    assert predicted.categories["parameters"] == sum(param.nbytes for param in in_16_bits().parameters())
+
+
+def test_autocast_for_cuda_in_a_loss_is_autocast() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.float16):
+            return mean_loss(model, batch)
+
+    own = predict(workload(perceptron, loss), batch_size=2**14)
+    knob = predict(workload(perceptron), batch_size=2**14, precision="fp16")
+    assert own.categories["activations"] == knob.categories["activations"]
+    assert "only fp32 without checkpointing was measured" in own.basis
+
+
+class Summing(torch.optim.SGD):
+    """Makes its state when it is built and at no other time, as torch's Adagrad did."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, lr=0.1, momentum=0.9)
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight] = {"momentum_buffer": torch.zeros_like(weight), "sums": [torch.zeros_like(weight)]}
+
+    def step(self, closure: Any = None) -> Any:
+        for state in self.state.values():
+            state["sums"][0].add_(state["momentum_buffer"])
+        assert self.state
+        return super().step(closure)
+
+
+def test_an_optimizer_that_makes_its_state_when_it_is_built_has_it_in_each_step() -> None:
+    found: Any = gm.predict(workload(perceptron, optimizer=Summing), gpu=["T4-16GB", "A100-40GB"], batch_size=BATCH)
+    later = predict(workload(perceptron), gpu="T4-16GB", optimizer="momentum")
+    assert "a step on fake tensors" in found["A100-40GB"].basis
+    assert found.largest["T4-16GB"] > BATCH
+    state_bytes = later.categories["optimizer state"]
+    assert found["T4-16GB"].categories["optimizer state"] == state_bytes
+    assert found["T4-16GB"].live_peak_bytes == pytest.approx(later.live_peak_bytes + state_bytes, rel=0.01)
+
+
 class CallsForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -197,10 +279,11 @@ def test_a_large_model_whose_constructor_asks_for_values_takes_no_steps_on_the_c
     given = workload(model)
     own, answer.MOST_REAL_BYTES = answer.MOST_REAL_BYTES, 1000
     try:
-        run = answer._Run(given, Batches(rows()), Settings(batch_size=2), Kernels(True, 0))
-        with pytest.raises(WorkloadError, match="Small steps on the CPU would need more than"):
-            run._dry(2)
-        run.close()
+        with (
+            answer._Run(given, Batches(rows()), Settings(batch_size=2), Kernels(True, 0)) as run,
+            pytest.raises(WorkloadError, match="Small steps on the CPU would need more than"),
+        ):
+            run.take()
     finally:
         answer.MOST_REAL_BYTES = own
 

@@ -1,4 +1,4 @@
-"""The process that takes dry steps: a question comes on standard input, the answer goes to standard output.
+"""The process that takes dry steps: a question comes on standard input, answers go to standard output.
 
 ``python -m gpumem_nb.engine.dry`` is started by ``planning/dry_process.py``. It never imports CUDA or Horovod, prints
 nothing of its own, and ends when its parent does. Once it has answered, threads that somebody has started do not keep
@@ -22,20 +22,22 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def main() -> int:
-    """Answer one question."""
+    """Answer one question, as often as more is known."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[2]):  # which was gone before
         return 1
-    answers = os.fdopen(os.dup(1), "wb")
+    told = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what somebody's code prints is no answer
     most_bytes = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     warnings.simplefilter("ignore")
     question = pickle.load(sys.stdin.buffer)
-    from .answer import answer
+    from .answer import answers
 
-    pickle.dump(answer(question), answers)
-    answers.close()
+    for answer in answers(question):
+        pickle.dump(answer, told)
+        told.flush()
+    told.close()
     threading.Thread(target=_leave, daemon=True).start()
     return 0
 

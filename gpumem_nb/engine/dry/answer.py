@@ -5,26 +5,28 @@ from __future__ import annotations
 import bisect
 import pickle
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 
 from ...memory.ledger.trace import Trace
 from ...memory.prediction.forecast import forecast, from_the_start
 from ...memory.prediction.scaling import SmallSteps
 from ...shared.categories import COMMUNICATION
-from ...shared.dry_run import DryAnswer, DryRun, Kernels, OnGpu, Target
+from ...shared.dry_run import SEARCH_S, DryAnswer, DryRun, Kernels, OnGpu, Target
 from ...shared.errors import GpumemError, InvalidInput, WorkloadError, text_of
 from ...shared.forecast import (
     DRY,
     DRY_CONVOLUTIONS,
+    DRY_CONVOLUTIONS_UNMEASURED,
     DRY_RECURRENT,
+    DRY_UNMEASURED,
     MOST_BATCH,
     ON_CPU,
     SCALED,
-    SMALL,
     VARYING,
     Forecast,
 )
@@ -41,38 +43,64 @@ from .refusals import refused
 from .step import DryStep
 
 MOST_REAL_BYTES = 2**30
+_SMALL = (2, 4)  # batch sizes of the steps that are taken on the CPU
+_NO_END = f"It was not found within {SEARCH_S} s and the memory of a dry run. Predict single sizes."
 BYTES_A_PARAMETER = 5 * 4  # weight, gradient, two of Adam's and a copy of one, in fp32
 
 
-def answer(question: DryRun) -> DryAnswer:
-    """What these GPUs would need; a problem is said in the answer, and not raised."""
+def answers(question: DryRun) -> Iterator[DryAnswer]:
+    """What these GPUs would need, and then, with one GPU after the other, the largest batch that fits it.
+
+    A problem is said in an answer, and not raised. What goes wrong while the largest batch is looked for takes away
+    nothing that was found before.
+    """
     torch.set_num_threads(1)
     try:
-        given = _answered(question)
+        for given in _answers(question):
+            yield _measured(given)
     except GpumemError as error:
         given = DryAnswer({}, question.settings, problem=str(error), of_input=isinstance(error, InvalidInput))
+        yield _measured(given)
     except MemoryError as error:
         problem = f"The dry run needs more memory than it may take ({error})."
-        given = DryAnswer({}, question.settings, problem=problem)
+        yield _measured(DryAnswer({}, question.settings, problem=problem))
+
+
+def _measured(given: DryAnswer) -> DryAnswer:
     return replace(given, peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def _answered(question: DryRun) -> DryAnswer:
+def _answers(question: DryRun) -> Iterator[DryAnswer]:
     for title, source in question.sources.items():
         cells.remember(source, title)
     workload: Workload = _unpickled(question.workload)
     batches = _batches(workload)
     settings = _settled(question, batches.info)
+    runs: dict[Kernels, _Run] = {}
     found: dict[str, OnGpu] = {}
-    parameters = 0
+    searched = question.largest and not batches.fixed
     for used in dict.fromkeys(asked.kernels for asked in question.gpus.values()):
-        run = _Run(workload, batches, settings, used)
-        for name, asked in question.gpus.items():
-            if asked.kernels == used:
-                found[name] = run.found(asked, question.largest)
-        parameters = run.parameters
-        run.close()
-    return DryAnswer(found, settings, parameters)
+        with _Run(workload, batches, settings, used) as run:
+            run.take()
+            runs[used] = run
+            for name, asked in question.gpus.items():
+                if asked.kernels == used:
+                    found[name] = replace(run.found(asked), unknown=_NO_END * searched)
+    parameters = run.parameters
+    yield DryAnswer(dict(found), settings, parameters)
+    # The largest first: a line that holds for it holds for the others.
+    by_limit = sorted(found, key=lambda name: -(found[name].limit_bytes or 0))
+    for name in by_limit * searched:
+        with runs[question.gpus[name].kernels] as run:
+            found[name] = _searched(found[name], run, question.gpus[name])
+        yield DryAnswer(dict(found), settings, parameters)
+
+
+def _searched(found: OnGpu, run: _Run, asked: Target) -> OnGpu:
+    try:
+        return replace(found, largest=run.largest(asked), unknown="")
+    except (GpumemError, MemoryError) as error:
+        return replace(found, unknown=str(error))
 
 
 def _unpickled(workload: bytes) -> Any:
@@ -115,7 +143,7 @@ def _settled(question: DryRun, info: DataInfo) -> Settings:
 
 
 class _Run:
-    """Steps of one workload under one setting with one set of kernels, taken when they are asked for.
+    """Steps of one workload under one setting with one set of kernels, which operators have inside of ``with`` alone.
 
     A model that cannot be run without memory takes two small steps with it, if they are not too large.
 
@@ -125,113 +153,160 @@ class _Run:
 
     def __init__(self, workload: Workload, batches: Batches, settings: Settings, used: Kernels) -> None:
         self._given = workload, batches, shortened(settings), used
-        self._installed = [kernels.install(used, fake=True), cuda_autocast.install()]
+        self._installed: list[Any] = []
         self._traces: dict[int, Trace] = {}
         self._step: DryStep | None = None
         self._pair: tuple[SmallSteps, Trace] | None = None
+        self._line_holds_to = 0
         self._with_memory: list[Trace] = []
+        self._convolves = False
+        self._certainty = ON_CPU
         self._how = "a step on fake tensors"
         self.parameters = 0
 
-    def close(self) -> None:
-        """Let operators be what they were."""
+    def __enter__(self) -> Self:
+        self._install(fake=not self._with_memory)
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._installed = []
 
-    def found(self, asked: Target, largest: bool) -> OnGpu:
+    def _install(self, fake: bool) -> None:
+        self._installed = [kernels.install(self._given[3], fake), cuda_autocast.install()]
+
+    @property
+    def _begin(self) -> int:
+        batch_size: int = self._given[2].batch_size
+        return batch_size
+
+    def take(self) -> None:
+        """Take a step as the settings say, or small ones on the CPU if it cannot be taken without memory.
+
+        Raises:
+            WorkloadError: neither can be taken.
+        """
+        try:
+            self._stepped(self._begin)
+        except GpumemError:
+            raise
+        except (Exception, SystemExit) as error:
+            self._take_with_memory(refused(error, self._phase))
+
+    def found(self, asked: Target) -> OnGpu:
         """What steps under these settings would need, and whether that fits."""
-        forecast = self._forecast(asked, self._given[2].batch_size)
-        assert self._step
-        most = self._largest(asked) if largest and not self._given[1].fixed else None
-        return OnGpu(forecast, self._limit(asked), self._step.convolves, self._how, most)
+        forecast = self._forecast(asked, self._begin, self._limit(asked))
+        return OnGpu(forecast, self._limit(asked), self._convolves, self._how)
 
-    def _forecast(self, asked: Target, batch_size: int) -> Forecast:
-        trace = None if self._with_memory else self._at(batch_size)
-        limit = self._limit(asked)
-        if trace is None:
-            steps = SmallSteps([small.with_held(asked.held_bytes, COMMUNICATION) for small in self._with_memory])
-            return replace(forecast(steps, batch_size, limit), how=ON_CPU)
-        return from_the_start(trace.with_held(asked.held_bytes, COMMUNICATION), limit, self._certainty)
+    def largest(self, asked: Target) -> int:
+        """The largest batch size that fits with what a forecast may be wrong by; 0 if none does.
 
-    def _largest(self, asked: Target) -> int:
-        """The largest batch size that fits with what a forecast may be wrong by; 0 if none does."""
+        Raises:
+            WorkloadError: a step of another size cannot be taken, so it is not known.
+        """
         limit = self._limit(asked)
         if limit is None:
             return MOST_BATCH
-        unlimited = replace(asked, limit_bytes=None)
+        try:
+            return self._largest(asked, limit)
+        except GpumemError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise WorkloadError(f"With another batch_size: {refused(error, self._phase)}") from None
 
-        def needs(size: int) -> int:
-            found = self._forecast(unlimited, size)
+    def _largest(self, asked: Target, limit: int) -> int:
+        def needs(size: int, stepped: bool = False) -> int:
+            found = self._forecast(asked, size, None, stepped)
             return round(found.reserved_peak_bytes * (1 + found.error)) + asked.limit_error_bytes
 
-        begin = self._given[2].batch_size
-        first, second = needs(begin), needs(2 * begin)
-        guess = begin + (limit - first) // max(1, (second - first) // begin)
-        return _last(lambda size: needs(size) <= limit, min(max(1, guess), MOST_BATCH))
+        sizes = self._begin, 2 * self._begin
+        first, second = map(needs, sizes)
+        guess = self._begin + (limit - first) // max(1, (second - first) // self._begin)
+        size = _last(lambda size: needs(size) <= limit, min(max(1, guess), MOST_BATCH))
+        if size <= self._line_holds_to or self._with_memory:
+            return size
+        expected, real = needs(size), needs(size, stepped=True)
+        if real <= limit:
+            self._line_holds_to = size if real == expected else self._line_holds_to
+            return size
+        # Some of it does not lie on a line, such as what grows with the square of the batch.
+        roots = np.roots(np.polyfit((*sizes, size), (first - limit, second - limit, real - limit), 2))
+        guess = int(max(roots.real, default=1))
+        return _last(lambda size: needs(size, stepped=True) <= limit, min(max(1, guess), size))
+
+    def _forecast(self, asked: Target, batch_size: int, limit: int | None, stepped: bool = False) -> Forecast:
+        """Of a step of this size, which is taken if it is to be ``stepped``, or does not follow from others."""
+        if self._with_memory:
+            steps = SmallSteps([small.with_held(asked.held_bytes, COMMUNICATION) for small in self._with_memory])
+            return replace(forecast(steps, batch_size, limit), how=ON_CPU)
+        trace = self._stepped(batch_size) if stepped else self._at(batch_size)
+        return from_the_start(trace.with_held(asked.held_bytes, COMMUNICATION), limit, self._certainty)
 
     def _limit(self, asked: Target) -> int | None:
         """Of what may be reserved, once a step was taken."""
         if asked.limit_bytes is None:
             return None
-        convolves = bool(self._step and self._step.convolves)
-        return max(1, asked.limit_bytes - asked.convolution_bytes * convolves)
+        return max(1, asked.limit_bytes - asked.convolution_bytes * self._convolves)
 
-    @property
-    def _certainty(self) -> str:
-        if self._given[1].varies:
-            return VARYING
-        if self._step and self._step.recurs:
-            return DRY_RECURRENT
-        return DRY_CONVOLUTIONS if self._step and self._step.convolves else DRY
-
-    def _at(self, batch_size: int) -> Trace | None:
+    def _at(self, batch_size: int) -> Trace:
         if batch_size not in self._traces and len(self._traces) > 1 and self._pair is None:
             self._pair = self._paired()
         if batch_size not in self._traces and self._pair and self._pair[0].how == SCALED:
             line = self._pair[0].continued(batch_size)
             return replace(self._pair[1], batch_size=batch_size, size=line.size, rest_bytes=line.rest_bytes)
-        if batch_size not in self._traces:
-            trace = self._dry(batch_size)
-            if trace is None:
-                return None
-            self._traces[batch_size] = trace
-        return self._traces[batch_size]
+        return self._stepped(batch_size)
 
     def _paired(self) -> tuple[SmallSteps, Trace]:
         """Two steps from which others follow, larger ones if some operator works otherwise on few samples."""
         small, large = sorted(self._traces.values(), key=lambda trace: trace.batch_size)[-2:]
         steps = SmallSteps([small, large])
-        larger = self._dry(2 * large.batch_size) if steps.how != SCALED else None
-        return (SmallSteps([large, larger]), larger) if larger else (steps, large)
+        if steps.how == SCALED:
+            return steps, large
+        larger = self._stepped(2 * large.batch_size)
+        return SmallSteps([large, larger]), larger
 
-    def _dry(self, batch_size: int) -> Trace | None:
-        """A step without memory; ``None`` if it cannot be taken, and small steps were taken with memory instead."""
-        try:
+    def _stepped(self, batch_size: int) -> Trace:
+        """A step without memory."""
+        if batch_size not in self._traces:
             self._step = self._step or DryStep(*self._given)
-            self.parameters = self._step.parameters
-            return self._step.trace(batch_size)
-        except GpumemError:
-            raise
-        except (Exception, SystemExit) as error:
-            self._take_with_memory(refused(error, self._step.phase if self._step else "model"))
-            return None
+            self._traces[batch_size] = self._step.trace(batch_size)
+            self._learn(self._step)
+        return self._traces[batch_size]
+
+    def _learn(self, step: DryStep) -> None:
+        self.parameters, self._convolves = step.parameters, step.convolves
+        if self._given[1].varies:
+            self._certainty = VARYING
+        elif step.recurs:
+            self._certainty = DRY_RECURRENT
+        elif step.as_measured:
+            self._certainty = DRY_CONVOLUTIONS if step.convolves else DRY
+        else:
+            self._certainty = DRY_CONVOLUTIONS_UNMEASURED if step.convolves else DRY_UNMEASURED
+
+    @property
+    def _phase(self) -> str:
+        return self._step.phase if self._step else "model"
 
     def _take_with_memory(self, refusal: WorkloadError) -> None:
         """Small steps on the CPU; one, where batches have no other size."""
         workload, batches, settings, used = self._given
+        self.parameters = self._step.parameters if self._step else 0
         self._refuse_large(refusal)
-        self._installed = [kernels.install(used, fake=False), cuda_autocast.install()]
-        sizes = (settings.batch_size,) if batches.fixed else SMALL
+        self._install(fake=False)
+        sizes = (settings.batch_size,) if batches.fixed else _SMALL
         self._step = None
         try:
             self._step = DryStep(workload, batches, settings, used, fake=False)
             self.parameters = self._step.parameters
             self._refuse_large(refusal)  # a model that could not be built without memory was not counted before
             self._with_memory = [self._step.trace(size) for size in sizes]
+            self._convolves = self._step.convolves
         except GpumemError:
             raise
         except (Exception, SystemExit) as error:
-            why = refused(error, self._step.phase if self._step else "model", "run on the CPU")
+            why = refused(error, self._phase, "run on the CPU")
             raise WorkloadError(f"{refusal} {why} Mend that line, or start ranks and predict there.") from None
+        self._step = None  # and its memory
         named = " and ".join(map(str, sizes))
         steps = "a step" if len(sizes) == 1 else "steps"
         self._how = f"{steps} on the CPU with batch_size {named} (attention as there). {refusal}"

@@ -7,7 +7,8 @@ AT_FORALL_FP32_SET_OPT_DTYPE), as far as torch names an operator of them to Pyth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,6 +89,23 @@ def install() -> Any:
             if operator is not None:
                 library.impl(name, rule(operator), "AutocastCPU", allow_override=True)
     return library
+
+
+@contextmanager
+def taken_for_the_cpu() -> Iterator[None]:
+    """Inside, autocast that somebody's own code enters for CUDA is that of the CPU, which has CUDA's rules here."""
+    own = torch.autocast.__init__
+
+    def entered(self: torch.autocast, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        own(self, device_type, dtype, *args, **kwargs)
+
+    torch.autocast.__init__ = entered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = own  # type: ignore[method-assign]
 
 
 def _operator(name: str) -> Any:

@@ -19,6 +19,7 @@ from ...shared.messages import Reading
 _aten = torch.ops.aten
 _CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
 _GEMMS = {getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")}
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 Scratch = Callable[[Any, Any, Any], int]
 """Bytes that an operator takes and gives back before it returns, from the operator, its arguments and its result."""
 
@@ -36,6 +37,7 @@ class DryLog(TensorLog):
 
     Attributes:
         convolves: whether a convolution was seen.
+        narrows: whether an operator gave a tensor of 16-bit numbers.
         on_host: single numbers are in the host's memory for the moment.
         adds_up: sums in backward are those of gradients of several micro-batches.
 
@@ -55,7 +57,7 @@ class DryLog(TensorLog):
         self._sum: tuple[Known, Known] | None = None  # the first summand, and a sum that may have taken its place
         self._gemm_workspace_bytes = gemm_workspace_bytes
         self._gemms: set[bool] = set()  # whether backward ran, at each first one
-        self.convolves = self.on_host = self.adds_up = False
+        self.convolves = self.narrows = self.on_host = self.adds_up = False
 
     def begin(self, params: Sequence[Tensor]) -> Base:
         """Log from now on."""
@@ -73,6 +75,7 @@ class DryLog(TensorLog):
         """Take note of what went into an operator and what came out."""
         self._call += 1
         self.convolves = self.convolves or operator is _aten.convolution.default
+        self.narrows = self.narrows or (isinstance(result, Tensor) and result.dtype in _SIXTEEN_BIT)
         if operator in _GEMMS and (backward := in_backward()) not in self._gemms:
             self._gemms.add(backward)
             self._note(new_number(), self._gemm_workspace_bytes)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...internals.torch_internals import TorchDispatchMode, fake_mode
+from ...internals.torch_internals import TorchDispatchMode, fake_mode, fake_weights_converted_in_place
 from ...memory.ledger.recorder import Recorder
 from ...memory.ledger.trace import Trace
 from ...memory.tensors import tensors_in
@@ -32,6 +32,7 @@ from ..step.segment import Segment
 from ..step.wire import carried_dtype, outgoing
 from . import scratch
 from .batches import Batches
+from .cuda_autocast import taken_for_the_cpu
 from .log import DryDevice, held_by
 
 _ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default)
@@ -64,6 +65,7 @@ class DryStep:
         self._workload, self._batches, self._settings = workload, batches, settings
         self._mode: AbstractContextManager[Any] = fake_mode() if fake else nullcontext()
         self.phase = "model"
+        self._recomputed = False
         with self._inside():
             self.model = checked_model(workload.model())
             self.model.train()
@@ -71,6 +73,7 @@ class DryStep:
             for part in self._parts.named.values():
                 check_tensors(part)
             self._optimizer = self._built()
+            self._first_state = _copied(dict(self._optimizer.state))
             self._parts.join(self._optimizer)
         check_precision(settings, self._parts)
         self._params = list(in_groups(self._optimizer))
@@ -87,13 +90,19 @@ class DryStep:
         return any(isinstance(module, nn.RNNBase) for module in self._parts.modules())
 
     @property
+    def as_measured(self) -> bool:
+        """Whether the latest step was of the kind that was held against GPUs: in fp32, and nothing computed twice."""
+        return not (self._device.log.narrows or self._recomputed)
+
+    @property
     def parameters(self) -> int:
         """How many numbers the model has."""
         return sum(param.numel() for param in self._parts.parameters())
 
     def trace(self, batch_size: int) -> Trace:
-        """The first step of this batch size: in its update the optimizer makes its state."""
+        """The first step of this batch size: its update makes what the optimizer has not made when it was built."""
         self._optimizer.state.clear()
+        self._optimizer.state.update(_copied(self._first_state))
         checkpointing = self._checkpointing()
         try:
             with self._inside(), Recorder(self._device, *self._parts.named.values()).watching():
@@ -102,9 +111,11 @@ class DryStep:
                 self._take(batch_size)
                 if checkpointing:
                     checkpointing.finished()
-                recorder.claim_model(self._params, self._optimizer.state)
+                recorder.claim_model(self._parts.parameters(), self._optimizer.state)
                 self._zero_grad()
-                return recorder.end().trace(batch_size)
+                trace = recorder.end().trace(batch_size)
+                self._recomputed = checkpointing is not None or "recomputation" in trace.phases
+                return trace
         finally:
             if checkpointing:
                 checkpointing.remove()
@@ -115,6 +126,8 @@ class DryStep:
         with ExitStack() as stack:
             stack.enter_context(seeded(DEFAULT_SEED))
             stack.enter_context(self._mode)
+            stack.enter_context(fake_weights_converted_in_place())
+            stack.enter_context(taken_for_the_cpu())
             stack.enter_context(_Answers(self))
             yield
 
@@ -198,6 +211,15 @@ class DryStep:
         state = [value for values in self._optimizer.state.values() for value in tensors_in(values) if value.dim()]
         buffers = [buffer for _, buffer in self._parts.named_buffers()]
         return held_by([*self._parts.parameters(), *buffers, *state])
+
+
+def _copied(value: Any) -> Any:
+    """The same with copies of the tensors in it; weights, the keys of an optimizer's state, stay what they are."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _sent(param: Tensor) -> list[Tensor]:
