@@ -143,6 +143,33 @@ def test_a_loss_over_pairs_of_samples_needs_what_was_predicted(two_ranks: Sessio
     assert by_small_steps == pytest.approx(reserved, rel=0.1)
 
 
+def test_texts_of_different_lengths_are_predicted_roughly(two_ranks: Session) -> None:
+    """Also where one small step is all there is, or where the longest text happens to be among the first."""
+    two_ranks.run(
+        """
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+torch.manual_seed(0)
+texts = [torch.randint(0, 50, (2 + 37 * index % 61,)) for index in range(128)]
+words = nn.Embedding(50, 8)
+def mean(model, batch):
+    return model(batch).mean()
+def padded(samples):
+    return pad_sequence(samples, batch_first=True)
+def to_the_end(samples):
+    return torch.stack([nn.functional.pad(sample, (0, 64 - len(sample))) for sample in samples])
+loaders = [torch.utils.data.DataLoader(texts, 4, collate_fn=collate) for collate in (padded, to_the_end)]
+rough, alike = loaders
+"""
+    )
+    for data, known in (("rough", True), ("alike", False)):
+        two_ranks.attach(model="words", loss="mean", data=data)
+        two_ranks.set(precision="fp32", checkpointing="none", batch_size=4, accumulation_steps=1, optimizer="sgd")
+        for batch_size in (4, 32):
+            assert ("differ in size" in two_ranks.predict(batch_size=batch_size).basis) is known
+
+
 def test_what_no_small_step_shows_is_found_by_a_whole_one(own: Session) -> None:
     """A model that keeps more from 32 samples on: small steps say that it fits, a step that is undone knows better."""
     own.run(

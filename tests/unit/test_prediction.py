@@ -15,6 +15,7 @@ from gpumem_nb.shared.categories import (
     ACTIVATIONS,
     INPUTS,
     OPTIMIZER_STATE,
+    OTHER,
     PARAMETERS,
     TEMPORARIES,
 )
@@ -72,10 +73,14 @@ def test_calls_are_found_again_where_putting_samples_together_takes_a_call_for_e
     assert (found.how, found.live_peak_bytes) == (BY_OPERATORS, (1 + 64 + 16) * MIB)
 
 
-def test_a_release_that_comes_after_the_end_of_a_step_does_not_matter() -> None:
+def test_what_other_threads_let_go_of_in_the_middle_of_a_step_does_not_matter() -> None:
     large = trace(4)
     late = replace(large, event=large.event[:-1], phase=large.phase[:-1], module=large.module[:-1])
     assert forecast(SmallSteps([trace(2), late]), 64, None).how == SCALED
+    vote = large.with_held([4], OTHER)
+    there_before = replace(vote, event=np.append(vote.event, -len(vote.size)), phase=np.append(vote.phase, 1),
+                           module=np.append(vote.module, 0))  # fmt: skip
+    assert forecast(SmallSteps([trace(2), there_before]), 64, None).how == SCALED
 
 
 def test_what_is_there_for_each_pair_of_samples_grows_with_their_square() -> None:
@@ -88,7 +93,7 @@ def test_what_is_there_for_each_pair_of_samples_grows_with_their_square() -> Non
 
 def test_a_line_through_two_peaks_is_not_below_the_larger_one_and_not_made_of_segments() -> None:
     small, large = trace(64), trace(2)
-    small, large = replace(small, batch_size=2), replace(large, batch_size=4, before=~large.before)
+    small, large = replace(small, batch_size=2), replace(large, batch_size=4, before=np.zeros(4, dtype=np.bool_))
     found = forecast(SmallSteps([small, large]), 1000, None)
     alone = forecast(SmallSteps([large]), 4, None)
     assert found.how == BY_PEAKS
@@ -97,7 +102,7 @@ def test_a_line_through_two_peaks_is_not_below_the_larger_one_and_not_made_of_se
 
 def test_steps_that_have_nothing_in_common_are_continued_by_their_peaks() -> None:
     other = trace(4)
-    other = replace(other, before=~other.before)
+    other = replace(other, before=np.zeros(4, dtype=np.bool_))
     assert forecast(SmallSteps([trace(2), other]), 64, None).how == BY_PEAKS
 
 

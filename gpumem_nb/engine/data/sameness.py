@@ -19,6 +19,7 @@ from .handed import Collate, rows
 from .held_out import HeldOut
 from .iterables import IterableStream
 from .once import samples_at
+from .shapes import shapes, size
 from .stream import ShardedStream, Stream
 
 _LOOKED_AT = 5  # samples, spread over the dataset
@@ -44,6 +45,7 @@ class Look(NamedTuple):
     digest: int
     steady: bool
     draws: bool
+    varies: bool
 
 
 def look_at(stream: Stream) -> Look:
@@ -65,8 +67,9 @@ def look_at(stream: Stream) -> Look:
         samples, digest, draws = _fetched(stream.dataset, indices)
         _, again, _ = _fetched(stream.dataset, indices)
         draws = draws or _collating_draws(stream.collate, samples)
+        varies = _collated_vary(stream.collate, samples)
     _take_batch_size(stream, samples)
-    return Look(length, order, digest, digest == again, draws)
+    return Look(length, order, digest, digest == again, draws, varies)
 
 
 def digest_of(held_out: HeldOut | None) -> int:
@@ -111,6 +114,7 @@ def agree(stream: Stream, look: Look) -> None:
     if not steady:
         stream.notes = (*stream.notes, _UNSTEADY_PASS if stream.length is None else _UNSTEADY)
     stream.draws = any(other.draws for other in seen)
+    stream.varies = any(other.varies for other in seen)
 
 
 def _places(length: int) -> list[int]:
@@ -124,9 +128,10 @@ def _look_at_items(stream: IterableStream) -> Look:
         if not items:
             raise WorkloadError("The data gave nothing when it was iterated over. Give it at least one sample.")
         draws = _collating_draws(stream.collate, items[:1] if stream.info.batched else items)
+        varies = len(set(map(size, items))) > 1 if stream.info.batched else _collated_vary(stream.collate, items)
         digest, again = _digest(items), _digest(stream.first_items(_LOOKED_AT))
     _take_batch_size(stream, items)
-    return Look(0, 0, digest, digest == again, draws)
+    return Look(0, 0, digest, digest == again, draws, varies)
 
 
 def _fetched(dataset: Any, indices: list[Any]) -> tuple[list[Any], int, bool]:
@@ -159,6 +164,17 @@ def _collating_draws(collate: Collate, samples: list[Any]) -> bool:
     except Exception:  # a step will say it
         return False
     return before.moved()
+
+
+def _collated_vary(collate: Collate, samples: list[Any]) -> bool:
+    """Whether micro-batches of the smallest and of the largest of these samples have other shapes."""
+    smallest, *_, largest = sorted(samples, key=size) if len(samples) > 1 else samples * 2
+    if size(smallest) == size(largest):
+        return False
+    try:
+        return shapes(collate([smallest] * 2)) != shapes(collate([largest] * 2))
+    except Exception:  # a step will say it
+        return False
 
 
 def _take_batch_size(stream: Stream, items: list[Any]) -> None:

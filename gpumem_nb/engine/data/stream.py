@@ -53,6 +53,7 @@ class Stream:
         notes: what is to be said of it once.
         draws: whether samples or their collation draw random numbers. Those of each sample begin from seed and place
             then, so that they depend neither on who fetches it nor on what was fetched before.
+        varies: whether samples are of different sizes after they were collated too, as far as was seen.
         foreign: whether its batches lie in memory that the virtual GPU does not count.
     """
 
@@ -65,7 +66,7 @@ class Stream:
         self.size = size
         self.seed = seed
         self.position = self.passes = self.pass_began = 0
-        self.draws = self.foreign = False
+        self.draws = self.varies = self.foreign = False
         self.info = DataInfo()
         self.notes: tuple[str, ...] = ()
         self._loading = Loading()

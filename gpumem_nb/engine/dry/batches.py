@@ -14,7 +14,8 @@ from torch.utils.data import default_collate
 
 from ...shared.errors import WorkloadError, text_of
 from ..data.handed import Handed, do_not_go_together, handed_over, rows
-from .samples import looked_at, shapes
+from ..data.shapes import shapes
+from .samples import looked_at
 
 _SMALL = (2, 4, 8)
 """Samples of the three: even numbers, because some collate functions mix pairs."""

@@ -15,6 +15,7 @@ from ...memory.prediction.scaling import SmallSteps
 from ...shared.forecast import BY_PEAKS, Forecasts, Rehearsal
 from ...shared.messages import Chunk, Failure
 from ...shared.settings import Settings
+from ..data.stream import Stream
 from ..together.agreement import any_rank
 from .timing import timed
 
@@ -37,6 +38,7 @@ class Takes(Protocol):
     """Who takes steps: the trainer."""
 
     steps: int
+    stream: Stream
 
     def aside(self, settings: Settings) -> AbstractContextManager[None]:
         """Inside, steps are taken that are not training's."""
@@ -101,7 +103,7 @@ class Trials:
         limit = None if room is None else reading.reserved_bytes + room
         if failed_batch:
             return Forecasts(self._takes.steps, reading, limit, failure=failure, failed_batch=failed_batch)
-        steps = SmallSteps(traces)
+        steps = SmallSteps(traces, self._takes.stream.varies)
         of = tuple(forecast(steps, batch_size, limit) for batch_size in batch_sizes)
         return Forecasts(self._takes.steps, reading, limit, of, largest(steps, limit, most) if most else 0)
 

@@ -60,9 +60,15 @@ class Trace:
         return change
 
     @property
+    def births(self) -> NDArray[np.bool_]:
+        """Which allocations this step made; those of other threads have no size here."""
+        made: NDArray[np.bool_] = ~self.before & (self.size > 0)
+        return made
+
+    @property
     def lasting(self) -> NDArray[np.bool_]:
         """Which allocations an operator call of this step made and left to others."""
-        found: NDArray[np.bool_] = ~self.before & ~self.scratch & (self.call > 0)
+        found: NDArray[np.bool_] = self.births & ~self.scratch & (self.call > 0)
         return found
 
     def settled(self, lasting: Sequence[str] = (OPTIMIZER_STATE,)) -> Trace:

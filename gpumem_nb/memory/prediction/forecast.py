@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+from dataclasses import replace
 
 import numpy as np
 
 from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OPTIMIZER_STATE, OTHER
-from ...shared.forecast import BY_PEAKS, RECORDED, Forecast
+from ...shared.forecast import BY_PEAKS, RECORDED, VARYING, Forecast
 from ..ledger.trace import CODE, Trace
 from ..virtual_gpu.replay import replay
 from .scaling import SmallSteps
@@ -25,10 +26,12 @@ def forecast(steps: SmallSteps, batch_size: int, limit_bytes: int | None) -> For
     """
     recorded = steps.recorded_at(batch_size)
     if recorded is not None:
-        return _of(recorded, limit_bytes, RECORDED)
-    if steps.how == BY_PEAKS:
-        return _by_peaks(steps.traces, batch_size, limit_bytes)
-    return _of(steps.continued(batch_size), limit_bytes, steps.how)
+        found = _of(recorded, limit_bytes, RECORDED)
+    elif steps.how == BY_PEAKS:
+        found = _by_peaks(steps.traces, batch_size, limit_bytes)
+    else:
+        found = _of(steps.continued(batch_size), limit_bytes, steps.how)
+    return replace(found, how=VARYING) if steps.varies else found
 
 
 def from_the_start(first: Trace, limit_bytes: int | None, how: str) -> Forecast:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...shared.categories import INPUTS
-from ...shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED, VARYING
+from ...shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED
 from ..ledger.trace import CODE, Ints, Trace
 
 
@@ -22,17 +22,23 @@ class SmallSteps:
     """Recorded steps that differ in nothing but the batch size, ready to be continued.
 
     Attributes:
-        traces: those steps, once the optimizer has its state; two of them with an allocation of one for each of the
+        traces: those steps, once the optimizer has its state; two of them make an allocation of one for each of the
             other, unless ``how`` is ``BY_PEAKS``.
         how: larger steps follow from them.
+        varies: whether samples are of different sizes, such as texts padded to the longest: the next are others.
+
+    Args:
+        traces: one or two, of different batch sizes.
+        varies: as far as is known from the data; inputs that lie on no line tell it too.
     """
 
-    def __init__(self, traces: Sequence[Trace]) -> None:
+    def __init__(self, traces: Sequence[Trace], varies: bool = False) -> None:
         self.traces = [trace.settled() for trace in traces]
-        self.how = RECORDED
+        self.how, self.varies = RECORDED, varies
         if len(self.traces) > 1:
             small, large, self.how = _paired(*self.traces)
             self.traces = [small, large]
+            self.varies = varies or (self.how != BY_PEAKS and _vary(small, large))
 
     def recorded_at(self, batch_size: int) -> Trace | None:
         """The step of that very size, if it is one of these."""
@@ -45,7 +51,7 @@ class SmallSteps:
 
         def line(first: Ints, second: Ints, square: NDArray[np.bool_]) -> Ints:
             each, of_large = first / small.batch_size, second / large.batch_size  # for a sample
-            if self.how == VARYING:  # nobody knows which samples will come: what the larger of both took for each
+            if self.varies:  # nobody knows which samples will come: what the larger of both took for each
                 values = np.where(first == second, first, np.maximum(each, of_large) * batch_size)
             else:
                 values = np.where(
@@ -54,33 +60,32 @@ class SmallSteps:
             whole: Ints = np.rint(np.maximum(0, values)).astype(np.int64)
             return whole
 
-        rest, missing = line(
-            np.array([small.rest_bytes, small.missing_bytes]),
-            np.array([large.rest_bytes, large.missing_bytes]),
-            np.array([False, False]),
-        ).tolist()
+        missing = line(np.array([small.missing_bytes]), np.array([large.missing_bytes]), np.array([False]))
+        first, second = small.size[small.births], large.size[large.births]
         # An affine number of elements does not grow for each sample: this is one of pairs of samples, say.
-        pairs = large.lasting & (large.size * small.batch_size > small.size * large.batch_size)
+        pairs = large.lasting[large.births] & (second * small.batch_size > first * large.batch_size)
+        size = large.size.copy()  # what was there before does not depend on the step
+        size[large.births] = line(first, second, pairs)
         return replace(
             large,
             batch_size=batch_size,
-            size=line(small.size, large.size, pairs),
+            size=size,
             foreign_bytes=max(small.foreign_bytes, large.foreign_bytes),
-            rest_bytes=rest,
-            missing_bytes=missing,
+            rest_bytes=max(small.rest_bytes, large.rest_bytes),
+            missing_bytes=int(missing[0]),
         )
 
 
 def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str]:
     """The two steps allocation by allocation as far as that can be, and how larger ones follow from them."""
     if _alike(small, large):
-        return small, large, VARYING if _vary(small, large) else SCALED
+        return small, large, SCALED
     small = _numbered_as(large, small)
     calls = int(max(small.call.max(initial=0), large.call.max(initial=0)))
     differs = small.scratch_in_calls(calls) != large.scratch_in_calls(calls)
     first, second = small.without_scratch(differs), large.without_scratch(differs)
     if _alike(first, second):
-        return first, second, VARYING if _vary(first, second) else BY_OPERATORS
+        return first, second, BY_OPERATORS
     return small, large, BY_PEAKS
 
 
@@ -101,15 +106,13 @@ def _numbered_as(large: Trace, small: Trace) -> Trace:
 
 
 def _alike(small: Trace, large: Trace) -> bool:
-    return (
-        len(small.size) == len(large.size)
-        and np.array_equal(small.before, large.before)
-        and np.array_equal(small.call > 0, large.call > 0)
-    )
+    """Whether both make the same allocations; what other threads let go of meanwhile may differ."""
+    return np.array_equal(small.call[small.births] > 0, large.call[large.births] > 0)
 
 
 def _vary(small: Trace, large: Trace) -> bool:
-    """Whether samples are of different sizes, such as texts padded to the longest: then bytes lie on no line."""
-    inputs = (small.category == CODE[INPUTS]) & ~small.before
-    of_samples = inputs & (small.size != large.size)
-    return not np.array_equal(small.size[of_samples] * large.batch_size, large.size[of_samples] * small.batch_size)
+    """Whether bytes of inputs lie on no line."""
+    inputs = small.category[small.births] == CODE[INPUTS]
+    first, second = small.size[small.births][inputs], large.size[large.births][inputs]
+    of_samples = first != second
+    return not np.array_equal(first[of_samples] * large.batch_size, second[of_samples] * small.batch_size)
