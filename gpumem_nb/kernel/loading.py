@@ -181,8 +181,10 @@ class Loading:
 
     def sync(self) -> None:
         """Give all ranks what rank 0 holds."""
-        self._foreground.call("sync")
-        self._history.model_may_have_changed()
+        try:
+            self._foreground.call("sync")
+        finally:
+            self._history.model_may_have_changed()
         self._history.settled("diverged")
         self._history.mark("note", "all ranks have the weights and the optimizer's state of rank 0")
 

@@ -21,7 +21,8 @@ from .foreground import Foreground
 from .history import History
 from .training import Training
 
-FEWEST = [2, 3]  # samples of two steps, where larger ones run out of memory
+FEWEST = [2, 4]  # samples of two steps, where larger ones run out of memory; some models mix pairs
+_PASSING = ("interrupted", "stall", "diverged")  # failures after which another try may go well
 HALVED, DOUBLED = 2, 3  # times, of the batch size in a line of peaks
 LONGEST_S = 2.0  # whole steps that take longer, as far as is known, are not tried out: nobody would wait for that
 LONGEST_GUESSED_S = 10.0  # nor those that would take longer to judge by small ones, which take their time to begin
@@ -59,10 +60,9 @@ class Predicting:
         return score(self._history.asked, self._history.tried)
 
     def _predicted(self, settings: Settings) -> Prediction:
-        began_s = time.perf_counter()
         small = self._small(settings.batch_size)
         answers = self._ask(settings, small, [settings.batch_size], 0)
-        seconds = time.perf_counter() - began_s
+        seconds = max(answer.seconds for answer in answers)  # without the waiting for what was under way
         if answer := self._ran_out(settings, answers):
             return self._too_large(answer, settings, seconds)
         return self._prediction(settings, answers, small, seconds)
@@ -81,7 +81,7 @@ class Predicting:
         if answer := next((answer for answer in answers if answer.failure and answer.failure.kind == "oom"), None):
             return self._too_large(answer, settings, seconds)
         if not all(answer.of for answer in answers):
-            cut_short = any(answer.failure and _passes(answer.failure, settings) for answer in answers)
+            cut_short = any(answer.failure and answer.failure.kind in _PASSING for answer in answers)
             return replace(prediction, seconds=seconds, cut_short=cut_short)
         found = self._prediction(settings, answers, [settings.batch_size], seconds)
         return found.timed([one.steps_s for one in rehearsals])
@@ -121,17 +121,19 @@ class Predicting:
             WorkloadError: as :meth:`predict`.
         """
         settings, most = self._of_any_batch(knobs)
-        ran_out = None
+        ran_out = False
         for small in (list(SMALL), FEWEST, [2], [1]):
-            answers = self._ask(settings, small, [], most if len(small) > 1 else small[0])
+            answers = self._ask(settings, small, [], most)
             try:
-                ran_out = self._ran_out(settings, answers)
+                failed = self._ran_out(settings, answers)
             except WorkloadError as error:
                 if not ran_out or isinstance(error, NotThisTime):
                     raise
-                return 0  # one sample is too few for batch norm, say
-            if not ran_out:
-                return min(answer.largest for answer in answers)
+                continue  # one sample is too few for batch norm, say
+            found = 0 if failed else min(answer.largest for answer in answers)
+            if found or (not failed and len(small) > 1):
+                return found
+            ran_out = True
         return 0
 
     def peaks_by_batch(self, knobs: dict[str, Any]) -> dict[int, int]:
@@ -209,4 +211,4 @@ class Predicting:
 def _passes(failure: Failure, settings: Settings) -> bool:
     """Whether another try may go well: an interrupt, ranks that came apart or differ, a data worker that has ended."""
     of_a_worker = failure.phase == "data" and settings.num_workers > 0
-    return failure.kind in ("interrupted", "stall", "diverged") or of_a_worker
+    return failure.kind in _PASSING or of_a_worker

@@ -81,6 +81,7 @@ class Forecasts:
     Attributes:
         steps: that were done by then.
         reading: of the rank's device.
+        seconds: what the steps took.
         limit_bytes: what this process may reserve, within its own limit and not taken by others; ``None`` for no limit.
         of: a forecast for each batch size that was asked for; none when a small step could not be done on some rank.
         largest: the largest batch size that fits, if that was asked; 0 if none does.
@@ -90,6 +91,7 @@ class Forecasts:
 
     steps: int
     reading: Reading
+    seconds: float
     limit_bytes: int | None
     of: tuple[Forecast, ...] = ()
     largest: int = 0

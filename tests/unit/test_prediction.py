@@ -91,6 +91,33 @@ def test_what_is_there_for_each_pair_of_samples_grows_with_their_square() -> Non
     assert forecast(SmallSteps([small, large]), 64, None).at_peak[ACTIVATIONS] == 64**2 * MIB
 
 
+def test_rows_for_all_samples_but_one_lie_on_a_line() -> None:
+    small, large = (
+        replace(one, size=np.where(one.category == CODE[ACTIVATIONS], (one.batch_size - 1) * MIB, one.size))
+        for one in (trace(8), trace(16))
+    )
+    assert forecast(SmallSteps([small, large]), 64, None).at_peak[ACTIVATIONS] == 63 * MIB
+
+
+def test_pairs_are_told_where_operator_calls_are_not_known() -> None:
+    """As on real GPUs, where tensors are seen and nothing else."""
+    small, large = (
+        replace(
+            one,
+            size=np.where(one.category == CODE[ACTIVATIONS], one.batch_size**2 * MIB, one.size),
+            call=np.zeros_like(one.call),
+            scratch=np.zeros_like(one.scratch),
+        )
+        for one in (trace(8), trace(16))
+    )
+    assert forecast(SmallSteps([small, large]), 64, None).at_peak[ACTIVATIONS] == 64**2 * MIB
+
+
+def test_of_a_single_step_the_largest_batch_is_its_own_or_none() -> None:
+    assert largest(SmallSteps([trace(2)]), 100 * MIB, 1000) == 2
+    assert largest(SmallSteps([trace(2)], varies=True), 30 * MIB, 1000) == 0
+
+
 def test_a_line_through_two_peaks_is_not_below_the_larger_one_and_not_made_of_segments() -> None:
     small, large = trace(64), trace(2)
     small, large = replace(small, batch_size=2), replace(large, batch_size=4, before=np.zeros(4, dtype=np.bool_))

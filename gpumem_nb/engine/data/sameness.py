@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import zlib
 from collections.abc import Mapping
@@ -128,7 +129,7 @@ def _look_at_items(stream: IterableStream) -> Look:
         if not items:
             raise WorkloadError("The data gave nothing when it was iterated over. Give it at least one sample.")
         draws = _collating_draws(stream.collate, items[:1] if stream.info.batched else items)
-        varies = len(set(map(size, items))) > 1 if stream.info.batched else _collated_vary(stream.collate, items)
+        varies = _collated_vary(stream.collate, items) if not stream.info.batched else _vary(items)
         digest, again = _digest(items), _digest(stream.first_items(_LOOKED_AT))
     _take_batch_size(stream, items)
     return Look(0, 0, digest, digest == again, draws, varies)
@@ -160,21 +161,36 @@ def _fetched(dataset: Any, indices: list[Any]) -> tuple[list[Any], int, bool]:
 def _collating_draws(collate: Collate, samples: list[Any]) -> bool:
     before = RandomState.take()
     try:
-        collate(samples)
+        collate(_copied(samples))
     except Exception:  # a step will say it
         return False
     return before.moved()
 
 
+def _vary(items: list[Any]) -> bool:
+    try:
+        return len(set(map(size, items))) > 1
+    except Exception:  # of somebody's own class
+        return False
+
+
 def _collated_vary(collate: Collate, samples: list[Any]) -> bool:
     """Whether micro-batches of the smallest and of the largest of these samples have other shapes."""
-    smallest, *_, largest = sorted(samples, key=size) if len(samples) > 1 else samples * 2
-    if size(smallest) == size(largest):
-        return False
     try:
-        return shapes(collate([smallest] * 2)) != shapes(collate([largest] * 2))
+        smallest, *_, largest = sorted(samples * 2, key=size)
+        if size(smallest) == size(largest):
+            return False
+        return shapes(collate(_copied([smallest] * 2))) != shapes(collate(_copied([largest] * 2)))
     except Exception:  # a step will say it
         return False
+
+
+def _copied(samples: list[Any]) -> list[Any]:
+    """Samples that a collate function may change, each for itself; where they cannot be copied, themselves."""
+    try:
+        return [copy.deepcopy(sample) for sample in samples]
+    except Exception:
+        return samples
 
 
 def _take_batch_size(stream: Stream, items: list[Any]) -> None:

@@ -55,15 +55,16 @@ def answers(question: DryRun) -> Iterator[DryAnswer]:
     nothing that was found before.
     """
     torch.set_num_threads(1)
+    given: DryAnswer | None = None
     try:
         for given in _answers(question):
             yield _measured(given)
-    except GpumemError as error:
-        given = DryAnswer({}, question.settings, problem=str(error), of_input=isinstance(error, InvalidInput))
-        yield _measured(given)
-    except MemoryError as error:
-        problem = f"The dry run needs more memory than it may take ({error})."
-        yield _measured(DryAnswer({}, question.settings, problem=problem))
+    except (GpumemError, MemoryError) as error:
+        if given is None:
+            lacks = f"The dry run needs more memory than it may take ({error})."
+            problem = str(error) if isinstance(error, GpumemError) else lacks
+            given = DryAnswer({}, question.settings, problem=problem, of_input=isinstance(error, InvalidInput))
+            yield _measured(given)
 
 
 def _measured(given: DryAnswer) -> DryAnswer:

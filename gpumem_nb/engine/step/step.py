@@ -271,6 +271,8 @@ class Stepper:
             self._copied_s += time.monotonic() - copied_since_s
             with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
                 self._update()
+            if trial and self._device.kind == "cuda":  # whose work is timed
+                torch.cuda.synchronize(self._device.torch_device)
             self.work_s = time.monotonic() - self.began_s - self._copied_s - self.data_s
             if trial and Recorder.current:
                 self.record = Recorder.current.end()  # undoing is no part of a step

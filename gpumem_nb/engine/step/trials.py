@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -67,9 +68,10 @@ class Trials:
 
         ``most`` is the largest batch size of which the largest that fits is looked for; with 0 none is.
         """
+        began_s = time.monotonic()
         with self._takes.aside(settings):
             traces, failure, failed_batch = self._small_steps(settings, small)
-        return self._forecasts(traces, batch_sizes, most, failure, failed_batch)
+        return self._forecasts(traces, began_s, batch_sizes, most, failure, failed_batch)
 
     def rehearse(self, settings: Settings) -> Rehearsal:
         """What whole steps under other settings need, and how long they take."""
@@ -83,17 +85,19 @@ class Trials:
             # Workers fetch while steps are taken; steps that are undone would wait for each of them to begin.
             return trial.work_s, 0.0 if settings.num_workers else trial.data_s, trial.failure
 
-        reserved = self._device.reading().reserved_bytes
+        began_s, reserved = time.monotonic(), self._device.reading().reserved_bytes
         with self._takes.aside(settings):
             steps_s, failure = timed(self._takes.trying, step, Chunk(settings, NO_CONFIGURATION, 1, trial=True))
         if self._device.reading().reserved_bytes > reserved:  # what larger steps leave is not what training needs
             self._device.empty_cache()
         failed_batch = 0 if steps_s else settings.batch_size
-        return Rehearsal(self._forecasts(traces[:1], [settings.batch_size], 0, failure, failed_batch), steps_s)
+        found = self._forecasts(traces[:1], began_s, [settings.batch_size], 0, failure, failed_batch)
+        return Rehearsal(found, steps_s)
 
     def _forecasts(
         self,
         traces: Sequence[Trace],
+        began_s: float,
         batch_sizes: Sequence[int],
         most: int,
         failure: Failure | None,
@@ -101,11 +105,12 @@ class Trials:
     ) -> Forecasts:
         reading, room = self._device.reading(), self._device.room()
         limit = None if room is None else reading.reserved_bytes + room
+        steps_done, seconds = self._takes.steps, time.monotonic() - began_s
         if failed_batch:
-            return Forecasts(self._takes.steps, reading, limit, failure=failure, failed_batch=failed_batch)
+            return Forecasts(steps_done, reading, seconds, limit, failure=failure, failed_batch=failed_batch)
         steps = SmallSteps(traces, self._takes.stream.varies)
         of = tuple(forecast(steps, batch_size, limit) for batch_size in batch_sizes)
-        return Forecasts(self._takes.steps, reading, limit, of, largest(steps, limit, most) if most else 0)
+        return Forecasts(steps_done, reading, seconds, limit, of, largest(steps, limit, most) if most else 0)
 
     def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[list[Trace], Failure | None, int]:
         """One step of each size, undone: what they allocated, or what went wrong here if anything did, and at which."""

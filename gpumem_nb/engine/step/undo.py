@@ -108,14 +108,16 @@ class KeptWeights:
         """Of all ``weights`` those that forward or update may change, which a trial must not.
 
         Some models keep an average of what is trained in weights of the same shapes, and bring it up to date in
-        forward. Others that are large and not trained, below adapters for example, are not copied.
+        forward. Others that are large and not trained, such as those below adapters, are not copied; nor are more bytes
+        of the same shapes than are trained, as they are where the last block of many is.
         """
         kept = {id(param): param for param in trained}
         shapes = {param.shape for param in kept.values()}
-        for weight in filter(can_be_filled, weights):
-            if weight.shape in shapes or weight.nbytes <= _LARGEST_BYTES:
-                kept.setdefault(id(weight), weight)
-        return cls(kept.values())
+        frozen = [weight for weight in weights if id(weight) not in kept and can_be_filled(weight)]
+        alike = [weight for weight in frozen if weight.shape in shapes and weight.nbytes > _LARGEST_BYTES]
+        few = sum(weight.nbytes for weight in alike) <= sum(param.nbytes for param in kept.values())
+        small = [weight for weight in frozen if weight.nbytes <= _LARGEST_BYTES]
+        return cls([*kept.values(), *small, *(alike if few else ())])
 
     def put_back(self) -> None:
         """Put everything back, bit by bit."""

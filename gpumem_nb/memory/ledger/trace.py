@@ -67,8 +67,8 @@ class Trace:
 
     @property
     def lasting(self) -> NDArray[np.bool_]:
-        """Which allocations an operator call of this step made and left to others."""
-        found: NDArray[np.bool_] = self.births & ~self.scratch & (self.call > 0)
+        """Which allocations an operator call of this step made and left to others; all where calls are unknown."""
+        found: NDArray[np.bool_] = self.births & ~self.scratch & ((self.call > 0) | ~self.call.any())
         return found
 
     def settled(self, lasting: Sequence[str] = (OPTIMIZER_STATE,)) -> Trace:

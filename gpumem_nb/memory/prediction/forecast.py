@@ -49,7 +49,10 @@ def from_the_start(first: Trace, limit_bytes: int | None, how: str) -> Forecast:
 
 
 def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
-    """The largest batch size up to ``most`` that fits with what a forecast may be wrong by; 0 if none does."""
+    """The largest batch size up to ``most`` that fits with what a forecast may be wrong by; 0 if none does.
+
+    Of a single step that is its own size or none.
+    """
     if limit_bytes is None:
         return most
 
@@ -57,6 +60,8 @@ def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
         one = forecast(steps, batch_size, limit_bytes)
         return one.reserved_peak_bytes + one.error_bytes <= limit_bytes
 
+    if len(steps.traces) == 1:
+        return steps.traces[0].batch_size * fits(steps.traces[0].batch_size)
     return bisect.bisect_left(range(1, most + 1), True, key=lambda batch_size: not fits(batch_size))
 
 

@@ -17,6 +17,8 @@ from ...shared.categories import INPUTS
 from ...shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED
 from ..ledger.trace import CODE, Ints, Trace
 
+WHOLE = 1e-6  # by how much less than this a number of samples is whole
+
 
 class SmallSteps:
     """Recorded steps that differ in nothing but the batch size, ready to be continued.
@@ -44,6 +46,18 @@ class SmallSteps:
         """The step of that very size, if it is one of these."""
         return next((trace for trace in self.traces if trace.batch_size == batch_size), None)
 
+    def _of_pairs(self, first: Ints, second: Ints) -> NDArray[np.bool_]:
+        """Which sizes are those of pairs of samples: they grow for each sample.
+
+        So do those of all samples but some whole number of them, which still lie on a line.
+        """
+        small, large = (trace.batch_size for trace in self.traces)
+        slope = (second - first) / (large - small)
+        grows = second * small > first * large
+        without = small - np.divide(first, slope, out=np.zeros(len(first)), where=grows)
+        of_pairs: NDArray[np.bool_] = grows & (np.abs(without - np.rint(without)) > WHOLE)
+        return of_pairs
+
     def continued(self, batch_size: int) -> Trace:
         """The step at another batch size, in the order of the larger one."""
         small, large = self.traces
@@ -62,8 +76,7 @@ class SmallSteps:
 
         missing = line(np.array([small.missing_bytes]), np.array([large.missing_bytes]), np.array([False]))
         first, second = small.size[small.births], large.size[large.births]
-        # An affine number of elements does not grow for each sample: this is one of pairs of samples, say.
-        pairs = large.lasting[large.births] & (second * small.batch_size > first * large.batch_size)
+        pairs = large.lasting[large.births] & self._of_pairs(first, second)
         size = large.size.copy()  # what was there before does not depend on the step
         size[large.births] = line(first, second, pairs)
         return replace(
