@@ -3,6 +3,7 @@
 - The engine's ``shell.data_pub`` with its ``session`` and ``pub_socket``: it publishes data beside an answer that is
   still awaited. The shell's own changes its parent with each request, so a thread gets a publisher of its own.
 - ``AsyncResult.metadata["data"]``: there such data arrive.
+- A launcher's ``_wait_thread``: it takes in how the process ended, which the system tells once only.
 - ``Client.history``: the client keeps the id of every message it ever sent.
 """
 
@@ -31,3 +32,8 @@ def published_beside(result: Any) -> Mapping[str, Any]:
 def forget_sent(client: Any) -> None:
     """Let the client forget the ids of the messages that it has sent; answers still arrive."""
     client.history.clear()
+
+
+def await_exit_code(launcher: Any, patience_s: float) -> None:
+    """Wait until the launcher's own thread knows how the process ended: who asked beside it could take it away."""
+    launcher._wait_thread.join(patience_s)

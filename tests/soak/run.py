@@ -25,6 +25,7 @@ from gpumem_nb.shared.units import format_bytes
 from tests.cluster import faults, trouble
 from tests.cluster.faults import FAULTS, Fault
 from tests.conftest import ranks
+from tests.soak.timeline import Timeline
 
 REPORT = Path(__file__).parents[2] / "docs" / "reliability.md"
 SITUATIONS = ("foreground", "background", "flip", "cell")
@@ -66,11 +67,16 @@ def main() -> int:
     parser.add_argument("--no-report", action="store_true", help="print only, leave docs/reliability.md alone")
     args = parser.parse_args()
     cells = {(fault.name, situation): cell(fault, situation) for fault in FAULTS for situation in SITUATIONS}
-    for tally in soak(args.minutes, random.Random(args.seed)):
-        # Written again and again: whoever ends it early has the figures up to then.
-        text = report(cells, tally, args.seed)
-        if not args.no_report:
-            REPORT.write_text(text)
+    timeline = Timeline()
+    try:
+        for tally in soak(args.minutes, random.Random(args.seed), timeline):
+            # Written again and again: whoever ends it early has the figures up to then.
+            text = report(cells, tally, args.seed)
+            if not args.no_report:
+                REPORT.write_text(text)
+    except Exception:
+        print(f"What the ranks did before it failed:\n{timeline}", flush=True)
+        raise
     print(text)
     check_flat(tally)
     return 0
@@ -91,10 +97,11 @@ def inject(session: Session, fault: Fault, situation: str, stall_limit_s: float)
     return incident.took_s, lost
 
 
-def soak(minutes: float, dice: random.Random) -> Iterator[Tally]:
+def soak(minutes: float, dice: random.Random, timeline: Timeline) -> Iterator[Tally]:
     """Random flips and faults on four ranks; what was counted up to each measurement."""
     tally, kernel = Tally(), psutil.Process()
     session = trouble.prepared(ranks(4))
+    timeline.watch(session)
     tally.resident.append([])
     began_s, measured_s = time.monotonic(), 0.0
     deadline = began_s + 60 * minutes
@@ -111,6 +118,7 @@ def soak(minutes: float, dice: random.Random) -> Iterator[Tally]:
         tally.lost[fault.name] += lost
         if fault.ends == "dies":
             session = trouble.prepared(session)
+            timeline.watch(session)
             tally.resident.append([])
         if time.monotonic() - measured_s > MEASURE_EVERY_S:
             measured_s = time.monotonic()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -16,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import ipyparallel
+import ipyparallel.cluster.launcher
 import ipyparallel.engine.kernel
 import pytest
 import torch
@@ -131,6 +134,16 @@ def beside() -> None:
     must(isinstance(AsyncResult.metadata, property), "an answer has no metadata")
     answer = SimpleNamespace(metadata=client.Metadata(data={"pulse": 1}))
     must(ipyparallel_internals.published_beside(answer) == {"pulse": 1}, "data are not found")
+
+
+@checks("ipyparallel", "a launcher's _wait_thread")
+def waiting() -> None:
+    launcher = ipyparallel.cluster.launcher.LocalProcessLauncher
+    must("self._wait_thread = Thread(" in inspect.getsource(launcher._start_waiting), "there is none")
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    ipyparallel_internals.await_exit_code(SimpleNamespace(_wait_thread=thread), 60.0)
+    must(not thread.is_alive(), "it was not waited for")
 
 
 @checks("ipyparallel", "Client.history")

@@ -17,10 +17,13 @@ import ipyparallel
 import psutil
 from traitlets.config import Config
 
+from ...internals import ipyparallel_internals
 from ...shared.processes import Identity, identify
 
 HEARTBEAT_MS = 300
 """An engine is registered with the second one: the default of 3 s would make a start long."""
+EXIT_CODE_PATIENCE_S = 1.0
+"""For what the system has told to ipyparallel's thread; it is there in milliseconds unless the machine is busy."""
 _NEVER = 2**31 - 1
 """So many beats of an engine may the controller miss; ``0`` would be none at all."""
 
@@ -81,9 +84,10 @@ def connection_file(cluster: Any) -> Path:
 
 
 def exit_code(cluster: Any, pid: int) -> int | None:
-    """How a process ended that was started here, negative for a signal; ``None`` while it runs or if nobody knows."""
+    """How a process ended that was started here, negative for a signal; ``None`` if nobody knows."""
     for launcher in (cluster.controller, cluster.engine_set):
         if launcher is not None and launcher.pid == pid:
+            ipyparallel_internals.await_exit_code(launcher, EXIT_CODE_PATIENCE_S)
             with suppress(psutil.Error):
                 code = launcher.process.wait(0)
                 return code if code is None else int(code)
