@@ -5,7 +5,8 @@ Ranks read it so, and so do dry runs, which have no Horovod.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,6 +189,21 @@ def check_repeatable(data: Any) -> None:
             f"The data ({type(data).__name__}) can be iterated over only once, so a second pass could not begin. "
             "Give an object whose __iter__ begins anew each time, such as an IterableDataset or a DataLoader."
         )
+
+
+def collated_copies(collate: Collate, samples: Sequence[Any]) -> Any:
+    """A micro-batch of copies, because some collate functions take things out of their samples.
+
+    A sample that cannot be copied goes in itself.
+    """
+    return collate([_copied(sample) for sample in samples])
+
+
+def _copied(sample: Any) -> Any:
+    try:
+        return copy.deepcopy(sample)
+    except Exception:
+        return sample
 
 
 def do_not_go_together(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import zlib
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from torch import Tensor
 from ...shared.errors import WorkloadError, text_of
 from ..random_state import RandomState, begin_on_host, set_aside
 from . import orders
-from .handed import Collate, rows
+from .handed import Collate, collated_copies, rows
 from .held_out import HeldOut
 from .iterables import IterableStream
 from .once import samples_at
@@ -161,7 +160,7 @@ def _fetched(dataset: Any, indices: list[Any]) -> tuple[list[Any], int, bool]:
 def _collating_draws(collate: Collate, samples: list[Any]) -> bool:
     before = RandomState.take()
     try:
-        collate(_copied(samples))
+        collated_copies(collate, samples)
     except Exception:  # a step will say it
         return False
     return before.moved()
@@ -180,17 +179,9 @@ def _collated_vary(collate: Collate, samples: list[Any]) -> bool:
         smallest, *_, largest = sorted(samples * 2, key=size)
         if size(smallest) == size(largest):
             return False
-        return shapes(collate(_copied([smallest] * 2))) != shapes(collate(_copied([largest] * 2)))
+        return shapes(collated_copies(collate, [smallest] * 2)) != shapes(collated_copies(collate, [largest] * 2))
     except Exception:  # a step will say it
         return False
-
-
-def _copied(samples: list[Any]) -> list[Any]:
-    """Samples that a collate function may change, each for itself; where they cannot be copied, themselves."""
-    try:
-        return [copy.deepcopy(sample) for sample in samples]
-    except Exception:
-        return samples
 
 
 def _take_batch_size(stream: Stream, items: list[Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ...shared.errors import WorkloadError, text_of
-from ..data.handed import Handed, do_not_go_together, handed_over, rows
+from ..data.handed import Handed, collated_copies, do_not_go_together, handed_over, rows
 from ..data.shapes import shapes
 from .samples import looked_at
 
@@ -76,7 +75,7 @@ class Batches:
 
 def _collated(handed: Handed, samples: Sequence[Any]) -> Any:
     try:
-        return handed.collate([_copied(sample) for sample in samples])
+        return collated_copies(handed.collate, samples)
     except Exception as error:
         if handed.collate is default_collate:
             raise WorkloadError(do_not_go_together(error)) from None
@@ -84,14 +83,6 @@ def _collated(handed: Handed, samples: Sequence[Any]) -> Any:
             f"collate_fn cannot make a batch of {len(samples)} samples ({type(error).__name__}: {text_of(error)}). "
             "Mend it, or start ranks (%hvd_start) and predict there."
         ) from None
-
-
-def _copied(sample: Any) -> Any:
-    """A copy: some collate functions take things out of their samples."""
-    try:
-        return copy.deepcopy(sample)
-    except Exception:
-        return sample
 
 
 def _like(parts: Parts, size: int) -> Any:

@@ -70,8 +70,8 @@ class Trials:
         """
         began_s = time.monotonic()
         with self._takes.aside(settings):
-            traces, failure, failed_batch = self._small_steps(settings, small)
-        return self._forecasts(traces, began_s, batch_sizes, most, failure, failed_batch)
+            steps, failure, failed_batch = self._small_steps(settings, small)
+        return self._forecasts(steps, began_s, batch_sizes, most, failure, failed_batch)
 
     def rehearse(self, settings: Settings) -> Rehearsal:
         """What whole steps under other settings need, and how long they take."""
@@ -90,13 +90,13 @@ class Trials:
             steps_s, failure = timed(self._takes.trying, step, Chunk(settings, NO_CONFIGURATION, 1, trial=True))
         if self._device.reading().reserved_bytes > reserved:  # what larger steps leave is not what training needs
             self._device.empty_cache()
-        failed_batch = 0 if steps_s else settings.batch_size
-        found = self._forecasts(traces[:1], began_s, [settings.batch_size], 0, failure, failed_batch)
-        return Rehearsal(found, steps_s)
+        steps = SmallSteps(traces[:1], self._takes.stream.varies) if steps_s else None
+        batch_size = settings.batch_size
+        return Rehearsal(self._forecasts(steps, began_s, [batch_size], 0, failure, batch_size), steps_s)
 
     def _forecasts(
         self,
-        traces: Sequence[Trace],
+        steps: SmallSteps | None,
         began_s: float,
         batch_sizes: Sequence[int],
         most: int,
@@ -106,26 +106,26 @@ class Trials:
         reading, room = self._device.reading(), self._device.room()
         limit = None if room is None else reading.reserved_bytes + room
         steps_done, seconds = self._takes.steps, time.monotonic() - began_s
-        if failed_batch:
+        if steps is None:
             return Forecasts(steps_done, reading, seconds, limit, failure=failure, failed_batch=failed_batch)
-        steps = SmallSteps(traces, self._takes.stream.varies)
         of = tuple(forecast(steps, batch_size, limit) for batch_size in batch_sizes)
         return Forecasts(steps_done, reading, seconds, limit, of, largest(steps, limit, most) if most else 0)
 
-    def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[list[Trace], Failure | None, int]:
+    def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[SmallSteps | None, Failure | None, int]:
         """One step of each size, undone: what they allocated, or what went wrong here if anything did, and at which."""
-        traces: list[Trace] = []
+        steps = None
         for _ in range(_ATTEMPTS):
-            traces.clear()
+            traces: list[Trace] = []
             for batch_size in small:
                 sized = settings.replace(batch_size=batch_size)
                 chunk = Chunk(sized, NO_CONFIGURATION, 1, trial=True, ledger_steps=1)
                 with self._takes.trying(chunk) as why_not:
                     trial = self._takes.try_step(why_not, chunk)
                 if any_rank(trial.record is None, "forecast"):
-                    return [], trial.failure, batch_size
+                    return None, trial.failure, batch_size
                 assert trial.record is not None
                 traces.append(trial.record.trace(batch_size))
-            if not any_rank(SmallSteps(traces).how == BY_PEAKS, "forecast again"):
+            steps = SmallSteps(traces, self._takes.stream.varies)
+            if not any_rank(steps.how == BY_PEAKS, "forecast again"):
                 break
-        return traces, None, 0
+        return steps, None, 0
