@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
-
 from gpumem_nb.session import Session
 from tests.internals import COLLECT, INSIDE
 from tests.timing import HANG_S
@@ -187,13 +185,18 @@ KEPT_BYTES = 1024
 
 
 def same_memory(before: list[tuple[str, int]], session: Session) -> None:
-    """Live bytes of each rank as before, but for the votes and what rides on them: 204 bytes were seen in a soak.
+    """No rank holds more live bytes than before, but for the votes and what rides on them: 204 were seen in a soak.
 
-    Horovod's thread lets go of what it has reduced a moment later, on a busy machine after somebody has looked.
+    Horovod's thread lets go of what it has reduced a moment later, on a busy machine after somebody has looked. Who
+    looked too early for `before` saw 1,164 bytes too many once; less is no fault, as digests tell what is lost.
     """
+
+    def held() -> list[int]:
+        return [now - then for now, then in zip(live(everything(session)), live(before), strict=True)]
+
     deadline = time.monotonic() + HANG_S
-    while (after := live(everything(session))) != pytest.approx(live(before), abs=KEPT_BYTES):
-        assert time.monotonic() < deadline, (before, after)
+    while max(more := held()) > KEPT_BYTES:
+        assert time.monotonic() < deadline, (before, more)
 
 
 def live(looks: list[tuple[str, int]]) -> list[int]:
