@@ -24,6 +24,10 @@ class Tryout:
         rescue: of the step that ran out of memory; what is found out is added to it.
         blocks: whether the model has blocks that can be checkpointed.
         sample_s: seconds that a rank takes for one sample.
+
+    Attributes:
+        rescue: as given.
+        mild: the candidates that are all tried.
     """
 
     def __init__(self, rescue: Rescue, blocks: bool, sample_s: float) -> None:
@@ -34,7 +38,8 @@ class Tryout:
         self._sample_s = sample_s
         lighter = _lighter_than(failed, phase, blocks)
         together = _together(failed, lighter)
-        self._mild = iter(lighter if together in (failed, *lighter) else [*lighter, together])
+        self.mild = tuple(lighter if together in (failed, *lighter) else [*lighter, together])
+        self._mild = iter(self.mild)
         self._ladder = iter(()) if phase == "update" else _ever_smaller(failed, together)
         self._until_s = time.monotonic() + PATIENCE_S
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..shared.messages import Failure
@@ -14,7 +15,7 @@ TRIALS_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Settings tried out on the ranks after memory ran out. ``peak_bytes``: live, worst rank; ``None``: no fit."""
+    """Settings in place of some that ran out of memory. ``peak_bytes``: live, worst rank; ``None``: no fit."""
 
     settings: Settings
     peak_bytes: int | None
@@ -30,6 +31,7 @@ class Rescue:
         settings: what it ran under.
         did: what was done about it.
         goes_on: the smaller micro-batches that training went on with.
+        foreseen: what was predicted to fit before the step was taken.
         looking: whether it is still being found out what would have fit.
         trials: what was tried afterwards, each for one step that was undone.
         untried: what would have taken longer than there was time for.
@@ -40,6 +42,7 @@ class Rescue:
     settings: Settings
     did: str = ""
     goes_on: Settings | None = None
+    foreseen: list[Fit] = field(default_factory=list)
     looking: bool = False
     trials: list[Fit] = field(default_factory=list)
     untried: list[Settings] = field(default_factory=list)
@@ -71,9 +74,10 @@ class Rescue:
     @property
     def fits(self) -> list[str]:
         """The flips that would have made it fit, as they were measured."""
-        return [
-            f"{typed(self.settings, fit.settings)} (live peak {format_bytes(fit.peak_bytes)})" for fit in self.fitting
-        ]
+        return self._flips_to(self.fitting)
+
+    def _flips_to(self, fits: Sequence[Fit]) -> list[str]:
+        return [f"{typed(self.settings, fit.settings)} (live peak {format_bytes(fit.peak_bytes)})" for fit in fits]
 
     @property
     def advice(self) -> str:
@@ -87,7 +91,8 @@ class Rescue:
             found = f"Tried out on the ranks, these would have fit: {'; '.join(self.fits)}."
             return f"{found} Type %hvd_set {typed(self.settings, self.fitting[0].settings)}"
         if self.looking:
-            return "What would have fit is being tried out on the ranks."
+            predicted = f"Predicted to fit: {'; '.join(self._flips_to(self.foreseen))}. " if self.foreseen else ""
+            return f"{predicted}What would have fit is being tried out on the ranks."
         larger = "Use a smaller model or a larger limit."
         untried = f"There was no time to try {typed(self.settings, self.untried[0])}. " if self.untried else ""
         if not self.trials:

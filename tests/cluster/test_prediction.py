@@ -238,6 +238,21 @@ line, endless, nearness = nn.Linear(1, 1), Endless(), nn.MSELoss()
 """
 
 
+def test_what_was_predicted_to_fit_is_named_when_memory_runs_out(own: Session) -> None:
+    own.run("images = images * 16")
+    own.attach(model="mixed", loss="criterion", data="images")
+    own.train(1)
+    size = own.largest_batch(checkpointing="blocks")
+    assert size > own.largest_batch()
+    lighter = own.predict(batch_size=size, checkpointing="blocks")
+    assert lighter.verdict == FITS
+    own.set(batch_size=size)
+    assert own.train(2).notes, "there is a rescue"
+    rescue = own.history.rescue
+    assert rescue is not None
+    assert [(fit.settings, fit.peak_bytes) for fit in rescue.foreseen] == [(lighter.settings, lighter.live_peak_bytes)]
+
+
 def test_where_nothing_limits_the_batch_the_end_of_the_search_is_told(own: Session) -> None:
     own.run(ENDLESS)
     own.attach(model="line", loss="nearness", data="endless")

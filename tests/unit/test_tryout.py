@@ -6,7 +6,7 @@ import pytest
 
 from gpumem_nb.kernel.tryout import Tryout
 from gpumem_nb.report.differences import typed
-from gpumem_nb.report.rescue import Rescue
+from gpumem_nb.report.rescue import Fit, Rescue
 from gpumem_nb.shared.messages import Failure
 from gpumem_nb.shared.settings import Settings
 
@@ -63,3 +63,17 @@ def test_what_there_was_no_time_for_is_told_apart_from_what_does_not_fit() -> No
     rescue.looking = False
     assert "none of these would have fit: batch_size=2 accumulation_steps=4" in rescue.advice
     assert "There was no time to try batch_size=4 accumulation_steps=2." in rescue.advice
+
+
+def test_what_was_predicted_to_fit_is_named_until_a_trial_has_said_so() -> None:
+    settings, lighter = Settings(batch_size=8), Settings(batch_size=8, checkpointing="blocks")
+    rescue = Rescue(Failure(0, "oom", "forward", ""), 1, settings, foreseen=[Fit(lighter, 3 * 2**20)])
+    tryout = Tryout(rescue, blocks=True, sample_s=0.0)
+    assert lighter in tryout.mild
+    assert "Predicted to fit: checkpointing=blocks (live peak 3.0 MiB). What would have fit is being" in rescue.advice
+    tryout.next()
+    tryout.learn({"oom"}, [])
+    assert "Predicted to fit" in rescue.advice
+    rescue.trials.append(Fit(lighter, 2 * 2**20))
+    assert "Predicted" not in rescue.advice
+    assert "these would have fit: checkpointing=blocks (live peak 2.0 MiB)" in rescue.advice

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ...planning.prediction import FITS
 from ...report.differences import typed
-from ...report.rescue import Rescue
+from ...report.rescue import Fit, Rescue
 from ...shared.errors import TrainingFailed
 from ...shared.knobs.batch import shrunk
 from ...shared.messages import Chunk, ChunkReply, Failure, Sample
@@ -146,6 +147,8 @@ class Failures:
         sample_s = max((1 / sample.samples_per_s for sample in latest), default=0.0)
         workload = self._state.workload
         self._tryout = Tryout(rescue, workload is not None and workload.blocks > 0, sample_s)
+        foreseen = [one for settings in self._tryout.mild if (one := self._history.foreseen.get(settings))]
+        rescue.foreseen = [Fit(one.settings, one.live_peak_bytes) for one in foreseen if one.verdict == FITS]
         self._try_next(TRIAL_ID)
 
     def _try_next(self, trial_id: int) -> None:
