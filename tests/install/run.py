@@ -1,7 +1,8 @@
 """Set-up as a new user types it, in a copy of this checkout for each torch and Python: does it end, and do ranks train?
 
 ``make cuda-build``: both CUDA builds of Horovod are compiled, linked, imported and proven on the CPU; needs no GPU, no
-toolkit, 12 GB of disk and the package index. ``make matrix-install``: Pythons and torches; writes docs/install.md.
+toolkit, 12 GB of disk and the package index. ``make matrix-install``: Pythons and torches; writes docs/install.md. It
+takes an hour; ``python -m tests.install.run matrix python3.12`` tries some of the Pythons and leaves the others' rows.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "docs" / "install.md"
 MARKER = "<!-- the rest is written by make matrix-install -->\n"
 PYTHONS = ("python3.11", "python3.12", "python3.13")
-TORCHES = ("torch==2.4.*", "torch==2.9.*", "")  # the last: whatever set-up chooses
-NEVER_PUBLISHED = [("python3.13", "torch==2.4.*")]
+TORCHES = ("torch==2.6.*", "torch==2.9.*", "")  # the last: whatever set-up chooses
 # Of the build of torch that the index has for every platform, for which a plain number of its version stands.
 CUDA_TORCH = "torch===2.13.0"
 OTHERS = ("CUDA_", "HOROVOD_", "MAKE", "MFLAGS")  # what a row's own variables shall not be mixed with
@@ -44,6 +44,11 @@ class Row:
     torch: str
     variables: Mapping[str, str]
     horovod: Set[str]
+
+    @property
+    def number(self) -> str:
+        """Of its Python, such as ``3.12``."""
+        return self.python.removeprefix("python")
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,10 @@ def main() -> int:
     if sys.argv[1:] == ["cuda"]:
         rows = CUDA_ROWS
     else:
-        there = [python for python in PYTHONS if shutil.which(python)]
-        print(f"Not here, so not tried: {', '.join(sorted(set(PYTHONS) - set(there))) or 'none'}.", flush=True)
-        pairs = [(python, torch) for python in there for torch in TORCHES]
-        rows = [Row(*pair, {}, {"MPI"}) for pair in pairs if pair not in NEVER_PUBLISHED]
+        wanted = sys.argv[2:] or PYTHONS
+        there = [python for python in wanted if shutil.which(python)]
+        print(f"Not here, so not tried: {', '.join(sorted(set(wanted) - set(there))) or 'none'}.", flush=True)
+        rows = [Row(python, torch, {}, {"MPI"}) for python in there for torch in TORCHES]
     outcomes = []
     for row in rows:
         print(f"== {row.python} {row.torch or '(what set-up chooses)'} {' '.join(row.variables.values())}", flush=True)
@@ -78,8 +83,11 @@ def main() -> int:
         print(f"== {outcome.found or outcome.sentence} ({outcome.took_s:.0f} s)", flush=True)
     print("\n".join(table(rows, outcomes)))
     if rows is not CUDA_ROWS:
-        by_hand = REPORT.read_text().partition(MARKER)[0]
-        REPORT.write_text("\n".join([by_hand + MARKER, *table(rows, outcomes), ""]))
+        by_hand, _, before = REPORT.read_text().partition(MARKER)
+        again = tuple(f"| {row.number}{after}" for row in rows for after in (".", " "))
+        kept = [line for line in before.splitlines()[2:] if not line.startswith(again)]
+        heading, line, *new = table(rows, outcomes)
+        REPORT.write_text("\n".join([by_hand + MARKER + heading, line, *sorted(kept + new), ""]))
     return 0 if all(outcome.found for outcome in outcomes) else 1
 
 
@@ -162,7 +170,7 @@ def table(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[str]:
         horovod = ", ".join(map(str, found.get("horovod", [])))  # type: ignore[call-overload]
         words = f"{STEPS} steps on two ranks" if found else outcome.sentence
         lines.append(
-            f"| {found.get('python', row.python)} | {row.torch or 'not named'} | {found.get('torch', 'n/a')} "
+            f"| {found.get('python', row.number)} | {row.torch or 'not named'} | {found.get('torch', 'n/a')} "
             f"| {horovod} | {outcome.took_s:.0f} | {outcome.size_gib:.1f} | {words} |"
         )
     return lines

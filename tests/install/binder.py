@@ -1,0 +1,115 @@
+"""Binder's build and the quickstart in the 2 GiB that Binder gives: does the build end, and does the notebook run?
+
+``python -m tests.install.binder`` needs root, a Python of ``binder/runtime.txt`` and control groups (version 1 or 2)
+that can be written; prints what came of it, with the highest memory that processes held.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.install.run import ROOT, copy_checkout
+
+LIMIT_BYTES = 2 * 2**30
+GROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # of version 1 and of version 2
+NOTEBOOK = "notebooks/01_quickstart.ipynb"
+PORT = 8899
+LOOK_EVERY_S = 0.25
+
+
+def main() -> int:
+    """Build, run, and say what came of both; the exit code is 0 if both ended well."""
+    version = (ROOT / "binder" / "runtime.txt").read_text().strip().replace("-", "")
+    python = shutil.which(version)
+    if python is None or os.geteuid():
+        print(f"SKIPPED: nothing was rehearsed, which takes root and {version} on the PATH.")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="gpumem_nb-binder-") as scratch:
+        checkout, home, environment = Path(scratch, "checkout"), Path(scratch, "home"), Path(scratch, "environment")
+        copy_checkout(checkout)
+        home.mkdir()
+        subprocess.run([python, "-m", "venv", environment], check=True)
+        variables = {"PATH": f"{environment / 'bin'}:/usr/bin:/bin", "HOME": str(home), "LANG": "C.UTF-8"}
+        variables |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
+        built = rehearse("build", [["bash", "binder/postBuild"]], checkout, variables)
+        lab = ["jupyter", "lab", "--no-browser", f"--port={PORT}", "--ServerApp.token=", "--allow-root"]
+        runs = ["jupyter", "execute", NOTEBOOK]
+        return built or rehearse(f"{NOTEBOOK} beside JupyterLab", [runs, lab], checkout, variables)
+
+
+def rehearse(what: str, commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str]) -> int:
+    """Run the first command to its end in a control group of its own, with the others beside it."""
+    with control_group() as group, watched(group) as highest:
+        began_s = time.monotonic()
+        first, *others = [started(command, group, folder, environment) for command in commands]
+        code = first.wait()
+        for other in others:
+            other.terminate()
+            other.wait()
+        took_s = time.monotonic() - began_s
+    end = "ended well" if not code else f"ended with exit code {code}"
+    print(f"{what}: {end} after {took_s:.0f} s; processes held {max(highest) / 2**30:.2f} GiB at most", flush=True)
+    return code
+
+
+def started(
+    command: Sequence[str], group: Path, folder: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """A process in the group, with all that it starts."""
+    enter = f'echo $$ > "{group}/cgroup.procs" && exec "$@"'
+    return subprocess.Popen(
+        ["/bin/sh", "-c", enter, "sh", *command], cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL
+    )
+
+
+@contextmanager
+def control_group() -> Iterator[Path]:
+    """A control group of Binder's memory; whatever still runs in it is ended."""
+    base = next(base for base in GROUPS if (base / "cgroup.procs").exists())
+    group = base / f"gpumem_nb-binder-{os.getpid()}"
+    group.mkdir()
+    try:
+        limit = next(name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists())
+        (group / limit).write_text(str(LIMIT_BYTES))
+        yield group
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
+        while (group / "cgroup.procs").read_text():
+            time.sleep(LOOK_EVERY_S)
+        group.rmdir()
+
+
+@contextmanager
+def watched(group: Path) -> Iterator[list[int]]:
+    """Inside, what the group's processes hold, without what files take, is looked at again and again."""
+    found, over = [0], threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            stat = (group / "memory.stat").read_text()
+            if held := re.search(r"^(?:total_rss|anon) (\d+)$", stat, re.MULTILINE):
+                found.append(int(held[1]))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
