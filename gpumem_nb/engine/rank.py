@@ -20,6 +20,7 @@ from ..internals.ipyparallel_internals import publish_beside
 from ..memory import cuda
 from ..memory.device import Device, open_device
 from ..shared import cluster_records
+from ..shared.allocator_settings import AllocatorSettings
 from ..shared.errors import StartError, WorkloadError
 from ..shared.forecast import Forecasts, Rehearsal
 from ..shared.knobs import KNOBS, register
@@ -99,6 +100,7 @@ def set_up(config: RankConfig) -> RankInfo:
         memory_limit=_device.reading().limit_bytes,
         threads=torch.get_num_threads(),
         note=_device.note,
+        allocator=_device.allocator,
         machine=cluster_records.machine(),
     )
 
@@ -209,6 +211,11 @@ def forecast(settings: Settings, small: list[int], batch_sizes: list[int], most:
 def rehearse(settings: Settings) -> Rehearsal:
     """What whole steps under other settings need, and how long they take; all ranks take part in them."""
     return _loaded_trainer().trials.rehearse(settings)
+
+
+def forecast_allocators(settings: Settings, allocators: list[AllocatorSettings]) -> Forecasts:
+    """What a step needs, and would with the caching allocator set in each of these ways; all ranks take part in it."""
+    return _loaded_trainer().trials.allocators(settings, allocators)
 
 
 def save(path: str, options: dict[str, float] | None) -> Stored | None:

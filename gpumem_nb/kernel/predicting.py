@@ -8,11 +8,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from ..planning.allocators import AllocatorWhatIf
 from ..planning.prediction import DOES_NOT_FIT, Prediction, out_of_memory, worst
 from ..planning.score import Asked, Scoreboard, score
 from ..planning.what_if import WhatIf, single_flips
+from ..shared.allocator_settings import USUAL, AllocatorSettings
 from ..shared.errors import InvalidInput, NotThisTime, WorkloadError
-from ..shared.forecast import MOST_BATCH, SMALL, Forecasts, Rehearsal
+from ..shared.forecast import MOST_BATCH, SMALL, VARYING, Forecasts, Rehearsal
 from ..shared.knobs.batch import shortened
 from ..shared.messages import Failure, RankInfo
 from ..shared.settings import Settings
@@ -112,6 +114,30 @@ class Predicting:
             with suppress(InvalidInput, WorkloadError):
                 flips.append(self.predict(flip.changed_from(now.settings)))
         return WhatIf(now, tuple(flips))
+
+    def allocators(self, others: Sequence[str]) -> AllocatorWhatIf:
+        """The present settings under other settings of the caching allocator, from one step.
+
+        Args:
+            others: as torch writes them; without any, each that is known, alone.
+
+        Raises:
+            InvalidInput: one that is not known.
+            WorkloadError: nothing is loaded, or the step failed.
+        """
+        settings, now = self._checked({}), self._ranks[0].allocator
+        wanted = [one for one in map(AllocatorSettings.parse, others) if one != now] if others else list(USUAL)
+        call = self._training.ask_alone("forecast_allocators", shortened(settings), wanted)
+        answers: list[Forecasts] = self._foreground.finish(call).get()
+        if self._ran_out(settings, answers):
+            raise WorkloadError("A step does not fit as it is, so none can be followed: %hvd_what_if says what would.")
+        seconds, size = max(answer.seconds for answer in answers), [settings.batch_size]
+        found = [
+            (one, self._prediction(settings, [replace(answer, of=answer.of[at:]) for answer in answers], size, seconds))
+            for at, one in enumerate([now, *wanted])
+        ]
+        varies = any(answer.of[0].how == VARYING for answer in answers)
+        return AllocatorWhatIf(found[0], tuple(found[1:]), varies, self._ranks[0].virtual)
 
     def largest_batch(self, knobs: dict[str, Any]) -> int:
         """The largest ``batch_size`` that fits every rank, error included, with these changes; 0 if none does.

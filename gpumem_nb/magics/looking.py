@@ -12,6 +12,7 @@ from ..completion import Offered
 from ..kernel.logging.logs import TARGETS
 from ..report.memory import VIEWS
 from ..session import current
+from ..shared.allocator_settings import NAMES
 from .parsing import says_usage, unquoted
 
 
@@ -59,6 +60,14 @@ class LookingMagics(Magics):
     )
     @argument("--timeline", action="store_true", help="record one step, allocation by allocation; it is undone")
     @argument("--snapshot", metavar="PATH", help="write torch's own snapshot of one step on rank 0's GPU to a file")
+    @argument(
+        "--what-if",
+        nargs="*",
+        metavar="SETTING",
+        type=Offered(NAMES),
+        help="what a step would reserve were the caching allocator set otherwise, such as expandable_segments or "
+        "max_split_size_mb:128; without one, the usual ones",
+    )
     @line_magic
     @says_usage
     def hvd_memory(self, line: str) -> Any:
@@ -66,6 +75,8 @@ class LookingMagics(Magics):
         args = parse_argstring(self.hvd_memory, line)
         if args.snapshot is not None:
             return print(f"Written: {current().memory_snapshot(unquoted(args.snapshot))} (for pytorch.org/memory_viz)")
+        if args.what_if is not None:
+            return current().allocator_what_if(*args.what_if)
         report = current().memory(by=args.by, timeline=args.timeline)
         if args.by or args.timeline:
             from ..ui.memory_figures import show_figures  # plotly takes long to import

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from ..internals import torch_internals
+from ..shared.allocator_settings import in_force
 from ..shared.errors import InvalidInput, SetupError
 from ..shared.messages import DeviceUse, Reading
 from ..shared.units import format_bytes
@@ -41,7 +42,8 @@ class CudaDevice:
         self._total: int = properties.total_memory
         self._limit = self._total
         self._nvml = Nvml(str(properties.uuid))
-        self.note = self._nvml.note
+        self.allocator, not_modelled = in_force()
+        self.note = " ".join(filter(None, (self._nvml.note, not_modelled)))
         self._device_used = self.use().used_bytes
         if memory_limit is not None:
             self.set_limit(memory_limit)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from ..shared.allocator_settings import AllocatorSettings
 from ..shared.errors import InvalidInput, nearest
 from ..shared.messages import DeviceUse, Reading
 
@@ -46,11 +47,13 @@ class Device(Listened, Protocol):
         name: what people call it.
         torch_device: where models and batches go.
         note: one sentence on what its readings lack, or empty.
+        allocator: how its caching allocator is set.
     """
 
     name: str
     torch_device: torch.device
     note: str
+    allocator: AllocatorSettings
 
     def use(self) -> DeviceUse | None:
         """What NVML says of the whole device; takes milliseconds, so never within a step. A virtual GPU has no NVML."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
+from ..planning.allocators import AllocatorWhatIf
 from ..planning.prediction import Prediction
 from ..planning.score import Scoreboard
 from ..planning.what_if import WhatIf
@@ -35,6 +36,19 @@ class Predicts:
             WorkloadError: as :meth:`predict`.
         """
         return self._life.predicting.largest_batch(knobs)
+
+    def allocator_what_if(self, *settings: str) -> AllocatorWhatIf:
+        """What the caching allocator would reserve for a step if it were set otherwise, by a model of it.
+
+        Args:
+            settings: each as torch's PYTORCH_CUDA_ALLOC_CONF has it, such as ``expandable_segments:True`` or
+                ``max_split_size_mb:128,roundup_power2_divisions:4``; without any, the usual ones.
+
+        Raises:
+            InvalidInput: one that is not known.
+            WorkloadError: nothing is loaded, or a step failed.
+        """
+        return self._life.predicting.allocators(settings)
 
     def foreseen(self, settings: Settings | None = None) -> Prediction | None:
         """What was predicted last for these settings, or the present ones; ``None`` if nothing was.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .messages import Failure, Reading
 
@@ -19,6 +19,7 @@ DRY_RECURRENT = "without running it, roughly, because what cuDNN keeps of recurr
 DRY_UNMEASURED = "without running it, roughly, because only fp32 without checkpointing was measured,"
 DRY_CONVOLUTIONS_UNMEASURED = f"{DRY_UNMEASURED[:-1]} and because of cuDNN's workspaces,"
 ON_CPU = "roughly, as on the CPU,"
+OTHERWISE_SET = "as a model of the caching allocator has it,"
 ERRORS = {
     RECORDED: 0.02,
     SCALED: 0.02,
@@ -31,6 +32,7 @@ ERRORS = {
     DRY_UNMEASURED: 0.3,
     DRY_CONVOLUTIONS_UNMEASURED: 0.5,
     ON_CPU: 0.5,
+    OTHERWISE_SET: 0.1,
 }
 """By how it was found: the share by which reserved bytes came out higher or lower in 95 % of cases, or less often.
 
@@ -62,6 +64,10 @@ class Forecast:
     phase: str
     module: str
     how: str
+
+    def with_another_allocator(self) -> Forecast:
+        """The same as what was replayed under settings of the caching allocator that this process does not have."""
+        return self if self.how == VARYING else replace(self, how=OTHERWISE_SET)
 
     @property
     def error(self) -> float:

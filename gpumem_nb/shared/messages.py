@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .allocator_settings import DEFAULT, AllocatorSettings
 from .knobs import Knob
 from .readings import METRICS
 from .seeds import DEFAULT_SEED
@@ -320,6 +321,7 @@ class RankInfo:
     threads: int
     note: str = ""
     machine: str = ""
+    allocator: AllocatorSettings = DEFAULT
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,3 +149,37 @@ def test_replaying_what_happened_reserves_the_same(gpu: VirtualGPU) -> None:
     assert (replayed.reserved_bytes, replayed.reserved_peak_bytes) == (now.reserved_bytes, now.reserved_peak_bytes)
     assert gpu.reading() == now, "a replay is no allocation"
     held.clear()
+
+
+@on_virtual_gpu
+def test_what_is_held_is_replayed_from_where_it_lies(gpu: VirtualGPU) -> None:
+    from gpumem_nb.memory.virtual_gpu.replay import replay
+
+    chance = random.Random(7)
+    held = [tensor(int(2 ** chance.uniform(4, 24))) for _ in range(600)]
+    del held[::2], held[::3]
+    log = gpu.event_log()
+    layout = log.begin([]).layout
+    log.end()
+    number = {int(id_): place for place, id_ in enumerate(layout[layout[:, 1] > 0, 1], start=1)}
+    layout[layout[:, 1] > 0, 1] = range(1, len(number) + 1)
+    gpu.empty_cache()
+    gpu.reset_peak()
+    assert replay([], layout=layout).reserved_peak_bytes == gpu.reading().reserved_bytes
+    numbers = {number[log.allocation(one)]: one for one in held}
+    del held
+    events: list[int] = []
+    made = len(number)
+    for _ in range(1500):
+        if numbers and chance.random() < 0.48:
+            events.append(-chance.choice(list(numbers)))
+            del numbers[-events[-1]]
+        else:
+            made += 1
+            events.append(int(2 ** chance.uniform(0, 24)))
+            numbers[made] = tensor(events[-1])
+    now, replayed = gpu.reading(), replay(events, layout=layout)
+    assert (replayed.reserved_bytes, replayed.reserved_peak_bytes) == (now.reserved_bytes, now.reserved_peak_bytes)
+    anew = replay([*layout[layout[:, 1] > 0, 0].tolist(), *events])
+    assert anew.reserved_peak_bytes != now.reserved_peak_bytes, "or it would not matter where it lies"
+    numbers.clear()

@@ -10,7 +10,9 @@ import pytest
 from gpumem_nb.memory.ledger.trace import CODE, Trace
 from gpumem_nb.memory.prediction.forecast import forecast, largest
 from gpumem_nb.memory.prediction.scaling import SmallSteps
+from gpumem_nb.memory.virtual_gpu.replay import NOTHING_HELD
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, verdict, worst
+from gpumem_nb.shared.allocator_settings import DEFAULT
 from gpumem_nb.shared.categories import (
     ACTIVATIONS,
     INPUTS,
@@ -46,6 +48,10 @@ def trace(batch_size: int, scratch: int = 1) -> Trace:
         foreign_bytes=0,
         rest_bytes=0,
         missing_bytes=0,
+        number=np.arange(len(size)) + 1,
+        layout=NOTHING_HELD,
+        held_foreign_bytes=0,
+        allocator=DEFAULT,
     )
 
 

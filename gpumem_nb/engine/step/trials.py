@@ -13,6 +13,7 @@ from ...memory.ledger.account import Account
 from ...memory.ledger.trace import Trace
 from ...memory.prediction.forecast import forecast, largest
 from ...memory.prediction.scaling import SmallSteps
+from ...shared.allocator_settings import AllocatorSettings
 from ...shared.forecast import BY_PEAKS, Forecasts, Rehearsal
 from ...shared.messages import Chunk, Failure
 from ...shared.settings import Settings
@@ -93,6 +94,17 @@ class Trials:
         steps = SmallSteps(traces[:1], self._takes.stream.varies) if steps_s else None
         batch_size = settings.batch_size
         return Rehearsal(self._forecasts(steps, began_s, [batch_size], 0, failure, batch_size), steps_s)
+
+    def allocators(self, settings: Settings, allocators: Sequence[AllocatorSettings]) -> Forecasts:
+        """What one step needs now, and would with the caching allocator set in each of these ways."""
+        began_s, batch_size = time.monotonic(), settings.batch_size
+        with self._takes.aside(settings):
+            steps, failure, failed_batch = self._small_steps(settings, [batch_size])
+        now = self._forecasts(steps, began_s, [batch_size], 0, failure, failed_batch)
+        if steps is None:
+            return now
+        others = (forecast(steps, batch_size, now.limit_bytes, one) for one in allocators)
+        return replace(now, of=(*now.of, *(one.with_another_allocator() for one in others)))
 
     def _forecasts(
         self,

@@ -186,6 +186,10 @@ class Account:
             foreign_bytes=base.foreign_bytes + highest,
             rest_bytes=max(0, int(live - sizes[before & ~foreign].sum())),
             missing_bytes=0 if self._observed.exact else max(0, events.live_peak_bytes - seen),
+            number=np.concatenate([self._numbers, np.array(others, dtype=np.int64)])[order],
+            layout=base.layout,
+            held_foreign_bytes=base.foreign_bytes,
+            allocator=base.allocator,
         )
 
     def _lives(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], _Array]:

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,15 +16,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...internals.torch_internals import TorchDispatchMode, address
+from ...shared.allocator_settings import DEFAULT, AllocatorSettings, in_force
 from ..tensors import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What was alive when a log began; ``foreign_bytes`` is the part that other threads had asked for."""
+    """What was alive when a log began.
+
+    Attributes:
+        foreign_bytes: the part that other threads had asked for.
+        layout: where it lay in the caching allocator's segments, as :func:`..virtual_gpu.replay.replay` takes it;
+            empty where that is not known.
+        allocator: how the caching allocator is set.
+    """
 
     live_bytes: int
     foreign_bytes: int
+    layout: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
+    allocator: AllocatorSettings = DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,7 @@ class TensorLog:
         """Log from now on."""
         self._known, self._rows, self._logging = {}, [], True
         self._params, self._casts = {id(param): index for index, param in enumerate(params)}, {}
-        return Base(self._requested()[0], 0)
+        return Base(self._requested()[0], 0, allocator=in_force()[0])
 
     def watching(self) -> AbstractContextManager[object]:
         """Shows the log every operator's tensors."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ...shared.allocator_settings import AllocatorSettings
 from ...shared.categories import CATEGORIES, OPTIMIZER_STATE
 
 Ints = NDArray[np.int64]
@@ -19,8 +20,8 @@ CODE = {category: code for code, category in enumerate(CATEGORIES)}
 class Trace:
     """What one step of the computing thread allocated and released, and what was there before it.
 
-    An allocation has one place in ``size``, ``category``, ``before``, ``call`` and ``scratch``, in the order in which
-    they came to be; an event has one place in ``event``, ``phase`` and ``module``.
+    An allocation has one place in ``size``, ``category``, ``before``, ``call``, ``scratch`` and ``number``, in the
+    order in which they came to be; an event has one place in ``event``, ``phase`` and ``module``.
 
     Attributes:
         batch_size: samples of a micro-batch.
@@ -36,6 +37,10 @@ class Trace:
         foreign_bytes: the most that other threads (Horovod's) held.
         rest_bytes: what was there when the step began and is in no allocation that is known.
         missing_bytes: of the allocator's own peak, those that were not seen; 0 where all were.
+        number: the allocator's own number of each allocation, by which ``layout`` names them.
+        layout: where everything lay when the step began (:class:`.events.Base`), and ``held_foreign_bytes`` of it of
+            other threads.
+        allocator: how the caching allocator was set.
     """
 
     batch_size: int
@@ -52,6 +57,10 @@ class Trace:
     foreign_bytes: int
     rest_bytes: int
     missing_bytes: int
+    number: Ints
+    layout: Ints
+    held_foreign_bytes: int
+    allocator: AllocatorSettings
 
     @property
     def change(self) -> Ints:
@@ -96,6 +105,7 @@ class Trace:
             before=np.append(self.before, none == 0),
             call=np.append(self.call, none),
             scratch=np.append(self.scratch, none > 0),
+            number=np.append(self.number, none),
         )
 
     def scratch_in_calls(self, calls: int) -> Ints:
@@ -149,6 +159,7 @@ class Trace:
             before=self.before[stays],
             call=self.call[stays],
             scratch=self.scratch[stays],
+            number=self.number[stays],
             event=np.array(event, dtype=np.int64),
             phase=np.array(phase, dtype=np.int64),
             module=np.array(module, dtype=np.int64),

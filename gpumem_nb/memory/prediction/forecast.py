@@ -7,30 +7,34 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...shared.allocator_settings import AllocatorSettings
 from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OPTIMIZER_STATE, OTHER
 from ...shared.forecast import BY_PEAKS, RECORDED, VARYING, Forecast
-from ..ledger.trace import CODE, Trace
+from ..ledger.trace import CODE, Ints, Trace
 from ..virtual_gpu.replay import replay
 from .scaling import SmallSteps
 
 STEPS = 3  # replayed one after another: the second finds the segments of the first, and the third changes little
 
 
-def forecast(steps: SmallSteps, batch_size: int, limit_bytes: int | None) -> Forecast:
+def forecast(
+    steps: SmallSteps, batch_size: int, limit_bytes: int | None, allocator: AllocatorSettings | None = None
+) -> Forecast:
     """What a step needs at this batch size.
 
     Args:
         steps: one recorded at it, or two at smaller ones.
         batch_size: samples of a micro-batch.
         limit_bytes: what may be reserved; ``None`` for no limit.
+        allocator: how the caching allocator is set; ``None`` for as it is.
     """
     recorded = steps.recorded_at(batch_size)
     if recorded is not None:
-        found = _of(recorded, limit_bytes, RECORDED)
+        found = _of(recorded, limit_bytes, RECORDED, allocator)
     elif steps.how == BY_PEAKS:
-        found = _by_peaks(steps.traces, batch_size, limit_bytes)
+        found = _by_peaks(steps.traces, batch_size, limit_bytes, allocator)
     else:
-        found = _of(steps.continued(batch_size), limit_bytes, steps.how)
+        found = _of(steps.continued(batch_size), limit_bytes, steps.how, allocator)
     return replace(found, how=VARYING) if steps.varies else found
 
 
@@ -45,7 +49,7 @@ def from_the_start(first: Trace, limit_bytes: int | None, how: str) -> Forecast:
         limit_bytes: what may be reserved; ``None`` for no limit.
         how: the trace was found.
     """
-    return _of(first.settled((OPTIMIZER_STATE, OTHER)), limit_bytes, how, first)
+    return _of(first.settled((OPTIMIZER_STATE, OTHER)), limit_bytes, how, None, first)
 
 
 def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
@@ -65,7 +69,9 @@ def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
     return bisect.bisect_left(range(1, most + 1), True, key=lambda batch_size: not fits(batch_size))
 
 
-def _of(trace: Trace, limit_bytes: int | None, how: str, first: Trace | None = None) -> Forecast:
+def _of(
+    trace: Trace, limit_bytes: int | None, how: str, allocator: AllocatorSettings | None, first: Trace | None = None
+) -> Forecast:
     base = np.bincount(trace.category[trace.before], trace.size[trace.before], len(CATEGORIES)).astype(np.int64)
     base[CODE[COMMUNICATION]] += trace.foreign_bytes
     base[CODE[OTHER]] += trace.rest_bytes
@@ -75,14 +81,18 @@ def _of(trace: Trace, limit_bytes: int | None, how: str, first: Trace | None = N
     place = np.abs(trace.event[:peak]) - 1
     at_peak = base + np.bincount(trace.category[place], change[:peak], len(CATEGORIES)).astype(np.int64)
     at_peak[CODE[INSIDE_OPERATORS]] += trace.missing_bytes
-    events = _replayable(trace, first or trace)
-    without_limit = replay(events)
-    fits = limit_bytes is None or without_limit.reserved_peak_bytes <= limit_bytes
+    allocator = trace.allocator if allocator is None else allocator
+    # Segments of their own and a growing one are cut differently.
+    laid_out = allocator.expandable_segments == trace.allocator.expandable_segments
+    events, layout = _replayable(trace, first or trace, laid_out)
+    collected = limit_bytes if allocator.garbage_collection_threshold else None  # a share of the limit
+    without_limit = replay(events, collected, allocator, layout)
+    fits = limit_bytes is None or (without_limit.within_limit and without_limit.reserved_peak_bytes <= limit_bytes)
     at = max(0, peak - 1)
     return Forecast(
         live_peak_bytes=int(at_peak.sum()),
         reserved_peak_bytes=max(without_limit.reserved_peak_bytes, int(at_peak.sum())),
-        fits=fits or replay(events, limit_bytes).within_limit,
+        fits=fits or replay(events, limit_bytes, allocator, layout).within_limit,
         at_peak={category: int(size) for category, size in zip(CATEGORIES, at_peak, strict=True) if size},
         phase=trace.phases[trace.phase[at]] if len(trace.event) else "",
         module=trace.modules[trace.module[at]] if len(trace.event) else "",
@@ -90,12 +100,14 @@ def _of(trace: Trace, limit_bytes: int | None, how: str, first: Trace | None = N
     )
 
 
-def _by_peaks(traces: list[Trace], batch_size: int, limit_bytes: int | None) -> Forecast:
+def _by_peaks(
+    traces: list[Trace], batch_size: int, limit_bytes: int | None, allocator: AllocatorSettings | None
+) -> Forecast:
     """A straight line through two peaks, for steps that do not ask for the same tensors.
 
     Segments come in pieces of 20 MiB, so a line through what two small steps reserve would say little.
     """
-    small, large = (_of(trace, None, BY_PEAKS) for trace in traces)
+    small, large = (_of(trace, None, BY_PEAKS, allocator) for trace in traces)
     steps = (batch_size - traces[1].batch_size) / (traces[1].batch_size - traces[0].batch_size)
     grown = max(0, large.live_peak_bytes - small.live_peak_bytes)
     more = {category: max(0, size - small.at_peak.get(category, 0)) for category, size in large.at_peak.items()}
@@ -109,15 +121,24 @@ def _by_peaks(traces: list[Trace], batch_size: int, limit_bytes: int | None) -> 
     return Forecast(live, reserved, fits, at_peak, large.phase, large.module, BY_PEAKS)
 
 
-def _replayable(trace: Trace, first: Trace) -> list[int]:
+def _replayable(trace: Trace, first: Trace, laid_out: bool) -> tuple[list[int], Ints]:
     """The trace for the replay: what was there, and then the step several times over, the ``first`` time another one.
 
     What a step leaves is released when the next one begins, and what it took away is there again. Both traces are of
-    the same allocations.
+    the same allocations. If ``laid_out``, what was there lies where it lay, else as if it came one after another.
     """
-    numbers = dict[int, int]()  # of what is held, by its place in the trace
-    events = [int(size) for size in (trace.rest_bytes, trace.foreign_bytes) if size]
-    made = len(events)
+    held = trace.layout[trace.layout[:, 1] > 0]
+    held = held[np.argsort(held[:, 1])]  # the oldest first
+    number_of = {int(allocation): number for number, allocation in enumerate(held[:, 1], start=1)}
+    places = np.flatnonzero(trace.before & (trace.size > 0)).tolist()
+    numbers = {place: number_of[number] for place in places if (number := int(trace.number[place])) in number_of}
+    if len(held):
+        events = [] if laid_out else held[:, 0].tolist()
+        foreign = [trace.foreign_bytes - trace.held_foreign_bytes]
+    else:
+        events, foreign = [], [trace.rest_bytes, trace.foreign_bytes]
+    events += [int(size) for size in foreign if size > 0]
+    made = len(held) + sum(size > 0 for size in foreign)
     for step in (first, *(trace for _ in range(STEPS - 1))):
         for place in np.flatnonzero(step.before & (step.size > 0)).tolist():
             if place not in numbers:
@@ -134,4 +155,7 @@ def _replayable(trace: Trace, first: Trace) -> list[int]:
                 events.append(-numbers.pop(place))
         for place in [place for place in numbers if not trace.before[place]]:
             events.append(-numbers.pop(place))
-    return events
+    layout = trace.layout[: len(trace.layout) * laid_out].copy()
+    in_use = layout[:, 1] > 0
+    layout[in_use, 1] = [number_of[number] for number in layout[in_use, 1].tolist()]
+    return events, layout

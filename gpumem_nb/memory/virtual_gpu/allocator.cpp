@@ -124,27 +124,23 @@ void record(State& s, const Header& header, int64_t change) {
 }
 
 Header count_in(size_t nbytes) {
-  const size_t size = gpumem::block_size(nbytes);
-  const size_t segment = gpumem::segment_size(size);
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
-  Block* block = s.cache.from_cache(size);
+  const size_t size = s.cache.block_size(nbytes);
+  Block* block = s.cache.allocate(size, s.limit);
   if (!block) {
-    const auto passes = [&] { return s.limit != 0 && s.cache.reserved + segment > s.limit; };
-    if (passes()) s.cache.release_free_segments();
-    if (passes()) {
-      if (enforced) {
-        const GpumemReading at = read_locked(s);
-        lock.unlock();
-        raise_out_of_memory(nbytes, segment, at);
-      }
-      ++s.over_limit;
+    if (enforced) {
+      const GpumemReading at = read_locked(s);
+      lock.unlock();
+      raise_out_of_memory(nbytes, gpumem::segment_size(size), at);
     }
-    block = s.cache.from_new_segment(size);
+    ++s.over_limit;
+    block = s.cache.from_device(size);
   }
   s.live += nbytes;
   s.live_peak = std::max(s.live_peak, s.live);
   const Header header{kMagic, nbytes, block, ++s.allocations, is_foreign(s)};
+  block->id = header.id;
   record(s, header, static_cast<int64_t>(nbytes));
   return header;
 }
@@ -245,8 +241,10 @@ void after_fork_in_child() {
 
 extern "C" {
 
-void gpumem_install() {
-  static const bool once = [] {
+// The allocator is configured when it is installed for the first time.
+void gpumem_install(const gpumem::Config* config) {
+  static const bool once = [config] {
+    state().cache.config = *config;
     static auto* allocator = new VirtualAllocator;
     pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
     keep_freed_memory();
@@ -312,6 +310,15 @@ void gpumem_log_end(uint64_t handle, const GpumemEvent** events, size_t* length,
   *length = log.events().size();
   *casts = log.casts().data();
   *cast_count = log.casts().size();
+}
+
+// Where the blocks of all segments lie (CachingModel::layout): how many numbers that takes, and those for which there is
+// room.
+size_t gpumem_layout(int64_t* out, size_t room) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  const std::vector<int64_t> numbers = state().cache.layout();
+  std::copy_n(numbers.begin(), std::min(room, numbers.size()), out);
+  return numbers.size();
 }
 
 // Which allocation a storage lies in; 0 for one that was not counted here.

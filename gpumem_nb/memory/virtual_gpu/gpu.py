@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...internals.torch_internals import address
+from ...shared.allocator_settings import AllocatorSettings, in_force
 from ...shared.errors import SetupError
 from ...shared.messages import Reading
 from ...shared.units import format_bytes
 from ..ledger.events import Base, Events
 from .build import build
 
+Ints = NDArray[np.int64]
 DEFAULT_LIMIT_BYTES = 2 * 2**30  # per rank: room for the ready-made workloads, and near enough to run into
 
 
@@ -41,6 +43,24 @@ class _CReading(ctypes.Structure):
     foreign: int
 
 
+class CConfig(ctypes.Structure):
+    """``gpumem::Config`` of caching_model.h."""
+
+    _fields_ = (
+        ("roundup_divisions", ctypes.c_uint64),
+        ("max_split", ctypes.c_uint64),
+        ("collect_above", ctypes.c_double),
+        ("expandable", ctypes.c_bool),
+    )
+
+    @classmethod
+    def of(cls, settings: AllocatorSettings) -> CConfig:
+        """The same in the allocator's own units."""
+        size_mb, threshold = settings.max_split_size_mb, settings.garbage_collection_threshold
+        largest = 2**64 - 1 if size_mb is None else size_mb * 2**20
+        return cls(settings.roundup_power2_divisions, largest, threshold or 0.0, settings.expandable_segments)
+
+
 # ``GpumemEvent`` and ``GpumemCast`` of event_log.h.
 _EVENT = np.dtype([("id", "u8"), ("bytes", "i8"), ("time_ns", "u8"), ("foreign", "u4"), ("call", "u4")])
 _CAST = np.dtype([("parameter", "u8"), ("allocation", "u8")])
@@ -51,8 +71,9 @@ class AllocatorLog:
 
     exact = True
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, allocator: AllocatorSettings) -> None:
         self._library = library
+        self._allocator = allocator
         self._handle: int | None = None
         self._params: dict[int, int] = {}
 
@@ -61,8 +82,16 @@ class AllocatorLog:
         now = _CReading()
         self._params = {address(param): index for index, param in enumerate(params)}
         addresses = (ctypes.c_void_p * len(self._params))(*sorted(self._params))
+        layout = self._layout()
         self._handle = self._library.gpumem_log_begin(addresses, len(addresses), ctypes.byref(now))
-        return Base(now.live, now.foreign)
+        return Base(now.live, now.foreign, layout, self._allocator)
+
+    def _layout(self) -> Ints:
+        """Where every block lies now, as the replay takes it: a row for each."""
+        numbers = np.empty(0, dtype=np.int64)
+        while (length := self._library.gpumem_layout(pointer(numbers), len(numbers))) > len(numbers):
+            numbers = np.empty(length, dtype=np.int64)  # once more, as other threads go on
+        return numbers[:length].reshape(-1, 3)
 
     def watching(self) -> AbstractContextManager[object]:
         """Nothing to do: the allocator sees everything."""
@@ -87,6 +116,11 @@ class AllocatorLog:
         copies = _copied(casts, lengths[1].value, _CAST)
         of = {int(row["allocation"]): self._params[int(row["parameter"])] for row in copies}
         return _events(_copied(events, lengths[0].value, _EVENT), of, now.live_peak)
+
+
+def pointer(numbers: Ints) -> Any:
+    """As C takes them."""
+    return numbers.ctypes.data_as(ctypes.POINTER(ctypes.c_int64))
 
 
 def _copied(start: ctypes.c_void_p, length: int, kind: np.dtype[np.void]) -> NDArray[np.void]:
@@ -114,11 +148,11 @@ class VirtualGPU:
 
     def __init__(self, local_rank: int, memory_limit: int | None = None) -> None:
         self._library = library()
-        self._library.gpumem_install()
+        self.allocator, self.note = in_force()
+        self._library.gpumem_install(ctypes.byref(CConfig.of(self.allocator)))
         self._library.gpumem_enforce_on_this_thread(True)
         self.kind: Literal["virtual", "cuda"] = "virtual"
         self.torch_device = torch.device("cpu")
-        self.note = ""
         limit = memory_limit or DEFAULT_LIMIT_BYTES
         self.name = f"virtual GPU {local_rank} ({format_bytes(limit)})"
         self.set_limit(limit)
@@ -180,7 +214,7 @@ class VirtualGPU:
 
     def event_log(self) -> AllocatorLog:
         """Its allocations and releases, one by one."""
-        return AllocatorLog(self._library)
+        return AllocatorLog(self._library, self.allocator)
 
     def _read(self) -> _CReading:
         now = _CReading()
@@ -202,7 +236,7 @@ def _load(path: Path) -> ctypes.CDLL:
             f"The virtual GPU's library {path} cannot be loaded ({error}): "
             "delete it and run python -m gpumem_nb.memory.virtual_gpu.build."
         ) from None
-    library.gpumem_install.restype = None
+    library.gpumem_install.argtypes, library.gpumem_install.restype = [ctypes.POINTER(CConfig)], None
     library.gpumem_set_limit.argtypes, library.gpumem_set_limit.restype = [ctypes.c_uint64], None
     library.gpumem_enforce_on_this_thread.argtypes = [ctypes.c_bool]
     library.gpumem_enforce_on_this_thread.restype = ctypes.c_bool
@@ -212,12 +246,15 @@ def _load(path: Path) -> ctypes.CDLL:
     library.gpumem_reset_peak.restype = None
     library.gpumem_log_begin.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(_CReading)]
     library.gpumem_log_begin.restype = ctypes.c_uint64
-    address, length = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
-    library.gpumem_log_end.argtypes = [ctypes.c_uint64, address, length, address, length]
+    address, count = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
+    library.gpumem_log_end.argtypes = [ctypes.c_uint64, address, count, address, count]
     library.gpumem_log_end.restype = None
     library.gpumem_allocation.argtypes, library.gpumem_allocation.restype = [ctypes.c_void_p], ctypes.c_uint64
     library.gpumem_empty_cache.restype = None
     events = ctypes.POINTER(ctypes.c_int64)
-    library.gpumem_replay.argtypes = [events, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p]
+    config = ctypes.POINTER(CConfig)
+    library.gpumem_layout.argtypes, library.gpumem_layout.restype = [events, ctypes.c_size_t], ctypes.c_size_t
+    length, limit = ctypes.c_size_t, ctypes.c_uint64
+    library.gpumem_replay.argtypes = [events, length, events, length, limit, config, ctypes.c_void_p]
     library.gpumem_replay.restype = ctypes.c_size_t
     return library

@@ -19,22 +19,30 @@ extern "C" struct GpumemReplayed {  // bytes
 
 // An event n > 0 allocates n bytes, an event -k releases the k-th allocation, counted from 1. Returns how many events
 // could be followed: fewer than given when one releases what is not there. With a limit (0: none) free segments are
-// given back where it would be passed, and what passes it all the same is counted and allocated.
-extern "C" size_t gpumem_replay(const int64_t* events, size_t count, uint64_t limit, GpumemReplayed* out) {
-  gpumem::CachingModel cache;
+// given back where it would be passed, and what passes it all the same is counted and allocated. A layout
+// (CachingModel::layout) is what is there at the beginning, without free segments; the blocks in use that it names are
+// the first allocations, by the number that it gives.
+extern "C" size_t gpumem_replay(const int64_t* events, size_t count, const int64_t* layout, size_t layout_length,
+                                uint64_t limit, const gpumem::Config* config, GpumemReplayed* out) {
+  gpumem::CachingModel cache(*config);
   std::vector<std::pair<gpumem::Block*, uint64_t>> allocations;
   uint64_t live = 0, live_peak = 0, over_limit = 0;
-  const auto passes = [&](size_t size) { return limit && cache.reserved + gpumem::segment_size(size) > limit; };
+  for (gpumem::Block* block : cache.restore(layout, layout_length)) {
+    allocations.resize(std::max<size_t>(allocations.size(), block->id));
+    allocations[block->id - 1] = {block, block->size};
+    live_peak = live += block->size;
+  }
+  cache.release_free_segments();
+  cache.reserved_peak = cache.reserved;
   size_t followed = 0;
   for (; followed < count; ++followed) {
     const int64_t event = events[followed];
     if (event > 0) {
       const auto nbytes = static_cast<uint64_t>(event);
-      const size_t size = gpumem::block_size(nbytes);
-      gpumem::Block* block = cache.from_cache(size);
-      if (!block && passes(size)) cache.release_free_segments();
-      if (!block && passes(size)) ++over_limit;
-      allocations.emplace_back(block ? block : cache.from_new_segment(size), nbytes);
+      const size_t size = cache.block_size(nbytes);
+      gpumem::Block* block = cache.allocate(size, limit);
+      if (!block) ++over_limit;
+      allocations.emplace_back(block ? block : cache.from_device(size), nbytes);
       live += nbytes;
       live_peak = std::max(live_peak, live);
       continue;

@@ -11,8 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from ...shared.allocator_settings import DEFAULT, AllocatorSettings
 from ...shared.errors import InvalidInput
-from .gpu import library
+from .gpu import CConfig, Ints, library, pointer
+
+NOTHING_HELD = np.empty((0, 3), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +45,31 @@ class _CReplayed(ctypes.Structure):
     over_limit: int
 
 
-def replay(events: Sequence[int], limit_bytes: int | None = None) -> Replayed:
+def replay(
+    events: Sequence[int],
+    limit_bytes: int | None = None,
+    allocator: AllocatorSettings = DEFAULT,
+    layout: Ints = NOTHING_HELD,
+) -> Replayed:
     """Follow recorded events with an empty cache; tensors of this process are not touched.
 
     Args:
         events: what was allocated and released.
         limit_bytes: of what may be reserved; ``None`` for no limit.
+        allocator: how the caching allocator is set.
+        layout: what it holds at the beginning, without free segments: a row for each block, in the order of
+            addresses. Its bytes; the allocation in it, numbered from 1 as events count them, or 0 for a free one and -1
+            for one without memory; its kind as a sum: 1 small, 2 expandable, 4 the first of a segment.
 
     Raises:
         InvalidInput: an event that releases what is not allocated.
         SetupError: the virtual GPU's library cannot be built.
     """
     out = _CReplayed()
-    given = (ctypes.c_int64 * len(events))(*events)
-    followed = library().gpumem_replay(given, len(events), limit_bytes or 0, ctypes.byref(out))
+    given, held = np.array(events, dtype=np.int64), np.ascontiguousarray(layout)
+    config = CConfig.of(allocator)
+    streams = (pointer(given), len(given), pointer(held), held.size)
+    followed = library().gpumem_replay(*streams, limit_bytes or 0, ctypes.byref(config), ctypes.byref(out))
     if followed < len(events):
         raise InvalidInput(
             f"The trace cannot be followed: event {followed} is {events[followed]}, which releases nothing that is "

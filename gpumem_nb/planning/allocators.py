@@ -1,0 +1,94 @@
+"""What the caching allocator would reserve if it were set otherwise, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..report.tables import Table, notes_html
+from ..shared.allocator_settings import DEFAULT, VARIABLES, AllocatorSettings
+from ..shared.units import format_bytes
+from .prediction import Prediction
+
+_MODELLED = (
+    "One step, recorded and undone, and followed three times by a model of torch's caching allocator that begins with "
+    "an empty cache. What earlier settings or batches of other sizes have left in pieces is not in it."
+)
+_VARIES = "Samples differ in size, which leaves more pieces than one step does: expandable_segments may save more."
+_COLLECTS = "garbage_collection_threshold counts only for ranks with a memory limit: %hvd_start --memory-limit SIZE."
+
+
+@dataclass(frozen=True, repr=False)
+class AllocatorWhatIf:
+    """The same step under other settings of the caching allocator, on the rank that has least room under each.
+
+    Attributes:
+        now: how it is set at present, and what the step needs.
+        others: other settings with the same.
+        varies: whether the samples differ in size.
+        virtual: whether the ranks have virtual GPUs.
+    """
+
+    now: tuple[AllocatorSettings, Prediction]
+    others: tuple[tuple[AllocatorSettings, Prediction], ...]
+    varies: bool
+    virtual: bool
+
+    def frame(self) -> Any:
+        """A pandas DataFrame with one row for each setting, the present one first; bytes of the worst rank."""
+        import pandas as pd  # takes long to import
+
+        columns = ("verdict", "live_peak_bytes", "reserved_peak_bytes", "low_bytes", "high_bytes", "limit_bytes")
+        rows = [
+            {"allocator": str(settings), **{name: one.columns[name] for name in columns}}
+            for settings, one in (self.now, *self.others)
+        ]
+        return pd.DataFrame(rows).astype({name: "Int64" for name in columns[1:]})
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """How the figures were found, and how to have one of the settings."""
+        best, one = min(self.others, key=lambda entry: entry[1].reserved_peak_bytes, default=self.now)
+        advice = (
+            f"To have it: %env {VARIABLES[-1]}={best} and %hvd_restart, which brings the training back."
+            if one.reserved_peak_bytes < self.now[1].reserved_peak_bytes
+            else "None of them reserves less."
+        )
+        collects = any(settings.garbage_collection_threshold for settings, _ in self.others)
+        return (
+            _MODELLED,
+            *([_VARIES] if self.varies else []),
+            *([_COLLECTS] if collects and not self.virtual else []),
+            advice,
+        )
+
+    def __str__(self) -> str:
+        return f"{self._table}\n\n" + "\n".join(self.sentences)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self._table.html() + notes_html(self.sentences)
+
+    @property
+    def _table(self) -> Table:
+        now = self.now[1]
+        rows = tuple(
+            (
+                str(settings) or ("torch's default" if settings == DEFAULT else ""),
+                "as it is" if one is now else one.verdict,
+                format_bytes(one.reserved_peak_bytes),
+                _change(one.reserved_peak_bytes, now.reserved_peak_bytes),
+                format_bytes(one.reserved_peak_bytes - one.live_peak_bytes),
+            )
+            for settings, one in (self.now, *self.others)
+        )
+        limit = format_bytes(now.limit_bytes) if now.limit_bytes else "n/a"
+        title = f"The caching allocator: live peak {format_bytes(now.live_peak_bytes)}, limit {limit}"
+        headings = ("setting", "verdict", "reserved peak", "change", "reserved − live")
+        return Table(title, headings, rows, frozenset({"setting", "verdict"}))
+
+
+def _change(then: int, now: int) -> str:
+    share = then / max(1, now) - 1
+    return "" if then == now else f"{100 * share:+.1f} %".replace("-", "−")
