@@ -40,6 +40,8 @@ Those of 0.5, and that of ``DRY_UNMEASURED``, are estimates for which no measure
 """
 SEGMENT_BYTES = 2 * 2**20
 """The caching allocator reserves no less at a time, so no error is smaller."""
+LARGE_SEGMENT_BYTES = 20 * 2**20
+"""What it reserves for tensors of 1 to 10 MiB; a line through two peaks cannot know whether it takes one more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ class Forecast:
     @property
     def error_bytes(self) -> int:
         """By how much reserved bytes may come out higher or lower."""
-        return max(round(self.error * self.reserved_peak_bytes), SEGMENT_BYTES)
+        least = LARGE_SEGMENT_BYTES if self.how == BY_PEAKS else SEGMENT_BYTES
+        return max(round(self.error * self.reserved_peak_bytes), least)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, NotThisTime, WorkloadError
 from gpumem_nb.shared.forecast import MOST_BATCH
 from tests.conftest import weights
+from tests.internals import predicted_by_small_steps
 
 pytestmark = pytest.mark.cluster
 
@@ -236,6 +237,26 @@ class Endless(torch.utils.data.IterableDataset):
             yield torch.zeros(1), torch.zeros(1)
 line, endless, nearness = nn.Linear(1, 1), Endless(), nn.MSELoss()
 """
+
+
+MADE = """
+class Made(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1024
+    def __getitem__(self, index):
+        return torch.randn(3, 32, 32)[:, ::2, ::2] / 2, torch.tensor(index % 5)
+made = Made()
+"""
+
+
+def test_samples_that_are_made_when_they_are_asked_for_are_no_reason_to_guess(own: Session) -> None:
+    own.run(MADE)
+    own.attach(model="mixed", loss="criterion", data="made")
+    said = predicted_by_small_steps(own, {"batch_size": 64})
+    live, reserved = measured(own, batch_size=64)
+    assert said.basis.startswith("scaled")
+    assert said.live_peak_bytes == pytest.approx(live, rel=0.01)
+    assert said.low_bytes <= reserved <= said.high_bytes
 
 
 def test_what_was_predicted_to_fit_is_named_when_memory_runs_out(own: Session) -> None:
