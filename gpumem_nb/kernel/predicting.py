@@ -53,7 +53,8 @@ class Predicting:
         """
         history, now = self._history, self._training.settings
         begun, model_version = history.begun, history.model_version
-        prediction = self._rehearsed(self._predicted(self._checked(knobs)))
+        found = self._rehearsed(self._predicted(self._checked(knobs)))
+        prediction = found.widened(self.score().missed(model_version))
         history.predicted(Asked(prediction, model_version, now, begun))
         return prediction
 

@@ -113,6 +113,24 @@ class Prediction:
             high_samples_per_s=samples / min(slowest) * (1 + TIME_ERROR),
         )
 
+    def widened(self, share: float) -> Prediction:
+        """The same with an error of at least this share of reserved bytes, by which an earlier prediction missed.
+
+        What ran out of memory in a small step needs at least what is said, whatever else was missed.
+        """
+        reserved = self.reserved_peak_bytes
+        low, high = round(reserved * (1 - share)), round(reserved * (1 + share))
+        if self.low_bytes == self.high_bytes or (self.low_bytes <= low and high <= self.high_bytes):
+            return self
+        low, high = min(low, self.low_bytes), max(high, self.high_bytes)
+        return replace(
+            self,
+            low_bytes=low,
+            high_bytes=high,
+            verdict=verdict(low, high, self.limit_bytes, self.verdict != DOES_NOT_FIT),
+            basis=f"{self.basis}, with the {100 * share:.0f} % by which an earlier prediction of this model missed",
+        )
+
     __repr__ = __str__
 
     def _repr_html_(self) -> str:

@@ -48,12 +48,28 @@ class Scored:
         wrong = FITS if self.came.outcome == OOM else DOES_NOT_FIT
         return self.predicted.verdict != wrong
 
+    @property
+    def missed(self) -> float:
+        """By which share of the prediction memory came otherwise, if that is beyond its error; else 0.
+
+        Of what was said to fit and ran out of memory the least that this can mean.
+        """
+        said = self.predicted
+        if said.verdict == FITS and self.came.outcome == OOM:
+            return (said.limit_bytes or 0) / said.reserved_peak_bytes - 1
+        off = abs(1 / (1 + self.error) - 1) if self.error is not None else 0.0
+        return off if off > said.high_bytes / said.reserved_peak_bytes - 1 else 0.0
+
 
 class Scoreboard:
     """Every prediction of this session whose settings were tried afterwards, in the order in which they were made."""
 
     def __init__(self, scored: Sequence[Scored]) -> None:
         self.scored = tuple(scored)
+
+    def missed(self, model_version: int) -> float:
+        """The largest share by which memory of a model came otherwise than predicted, beyond the error; else 0."""
+        return max((one.missed for one in self.scored if one.came.model_version == model_version), default=0.0)
 
     def frame(self) -> Any:
         """A pandas DataFrame with one row a prediction."""

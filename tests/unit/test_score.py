@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from gpumem_nb.kernel.history import History
-from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from gpumem_nb.planning.score import Asked, foretold, score
 from gpumem_nb.report.configurations import Effect, Tried
 from gpumem_nb.shared.messages import Reading, Sample
@@ -98,3 +101,26 @@ def test_what_was_predicted_for_what_is_tried_now_was_said_before_it_was_tried()
 
 def test_nothing_to_show_is_a_sentence() -> None:
     assert "Predict a flip with %hvd_predict" in str(score([], []))
+
+
+def with_error(one: Asked, limit_mib: int, share: float = 0.02) -> Asked:
+    reserved = one.prediction.reserved_peak_bytes
+    low, high = round(reserved * (1 - share)), round(reserved * (1 + share))
+    prediction = replace(one.prediction, low_bytes=low, high_bytes=high, limit_bytes=limit_mib * MIB)
+    return replace(one, prediction=prediction)
+
+
+def test_a_prediction_that_missed_widens_the_next_ones_of_that_model() -> None:
+    asked = with_error(predicted(100, batch_size=64), limit_mib=120)
+    for peak_mib, missed in ((101, 0.0), (110, 0.1), (75, 0.25), (None, 0.2)):
+        board = score([asked], [came(0, 60), came(1, peak_mib, batch_size=64)])
+        assert board.missed(0) == pytest.approx(missed), peak_mib
+        assert board.missed(1) == 0.0, "of another model"
+    following = with_error(predicted(100, batch_size=32), limit_mib=120).prediction
+    assert following.widened(0.01) is following
+    wider = following.widened(0.25)
+    assert (wider.low_bytes, wider.high_bytes, wider.verdict) == (75 * MIB, 125 * MIB, TIGHT)
+    assert "the 25 % by which an earlier prediction of this model missed" in str(wider)
+    assert replace(following, verdict=DOES_NOT_FIT, limit_bytes=90 * MIB).widened(0.25).verdict == TIGHT
+    at_least = replace(following, verdict=DOES_NOT_FIT, low_bytes=100 * MIB, high_bytes=100 * MIB)
+    assert at_least.widened(0.25) is at_least
