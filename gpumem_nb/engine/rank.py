@@ -213,9 +213,9 @@ def rehearse(settings: Settings) -> Rehearsal:
     return _loaded_trainer().trials.rehearse(settings)
 
 
-def forecast_allocators(settings: Settings, allocators: list[AllocatorSettings]) -> Forecasts:
+def forecast_allocators(settings: Settings, small: list[int], allocators: list[AllocatorSettings]) -> Forecasts:
     """What a step needs, and would with the caching allocator set in each of these ways; all ranks take part in it."""
-    return _loaded_trainer().trials.allocators(settings, allocators)
+    return _loaded_trainer().trials.allocators(settings, small, allocators)
 
 
 def save(path: str, options: dict[str, float] | None) -> Stored | None:

@@ -12,7 +12,7 @@ from ..planning.allocators import AllocatorWhatIf
 from ..planning.prediction import DOES_NOT_FIT, Prediction, out_of_memory, worst
 from ..planning.score import Asked, Scoreboard, score
 from ..planning.what_if import WhatIf, single_flips
-from ..shared.allocator_settings import USUAL, AllocatorSettings
+from ..shared.allocator_settings import DEFAULT, USUAL, AllocatorSettings, variable
 from ..shared.errors import InvalidInput, NotThisTime, WorkloadError
 from ..shared.forecast import MOST_BATCH, SMALL, VARYING, Forecasts, Rehearsal
 from ..shared.knobs.batch import shortened
@@ -127,18 +127,33 @@ class Predicting:
             WorkloadError: nothing is loaded, or the step failed.
         """
         settings, now = self._checked({}), self._ranks[0].allocator
-        wanted = [one for one in map(AllocatorSettings.parse, others) if one != now] if others else list(USUAL)
-        call = self._training.ask_alone("forecast_allocators", shortened(settings), wanted)
-        answers: list[Forecasts] = self._foreground.finish(call).get()
+        if any(rank.allocator != now for rank in self._ranks):
+            raise InvalidInput(
+                f"The ranks' caching allocators are set differently: set {variable()} alike and %hvd_restart."
+            )
+        parsed = map(AllocatorSettings.parse, others) if others else (DEFAULT, *USUAL)
+        wanted = [one for one in dict.fromkeys(parsed) if one != now]
+        small = [settings.batch_size]
+        answers = self._ask_allocators(settings, small, wanted)
         if self._ran_out(settings, answers):
-            raise WorkloadError("A step does not fit as it is, so none can be followed: %hvd_what_if says what would.")
-        seconds, size = max(answer.seconds for answer in answers), [settings.batch_size]
+            small = self._small(settings.batch_size)
+            answers = self._ask_allocators(settings, small, wanted)
+        if self._ran_out(settings, answers):
+            raise WorkloadError("Not even a small step fits, so none can be followed: %hvd_what_if says what would.")
+        seconds = max(answer.seconds for answer in answers)
+        each = [[replace(answer, of=answer.of[at:]) for answer in answers] for at in range(len(wanted) + 1)]
         found = [
-            (one, self._prediction(settings, [replace(answer, of=answer.of[at:]) for answer in answers], size, seconds))
-            for at, one in enumerate([now, *wanted])
+            (one, self._prediction(settings, of_one, small, seconds))
+            for one, of_one in zip([now, *wanted], each, strict=True)
         ]
         varies = any(answer.of[0].how == VARYING for answer in answers)
-        return AllocatorWhatIf(found[0], tuple(found[1:]), varies, self._ranks[0].virtual)
+        notes = tuple(dict.fromkeys(rank.note for rank in self._ranks if rank.note))
+        return AllocatorWhatIf(found[0], tuple(found[1:]), varies, self._ranks[0].virtual, variable(), notes)
+
+    def _ask_allocators(self, settings: Settings, small: list[int], wanted: list[AllocatorSettings]) -> list[Forecasts]:
+        call = self._training.ask_alone("forecast_allocators", shortened(settings), small, wanted)
+        answers: list[Forecasts] = self._foreground.finish(call).get()
+        return answers
 
     def largest_batch(self, knobs: dict[str, Any]) -> int:
         """The largest ``batch_size`` that fits every rank, error included, with these changes; 0 if none does.

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..report.tables import Table, notes_html
-from ..shared.allocator_settings import DEFAULT, VARIABLES, AllocatorSettings
+from ..shared.allocator_settings import AllocatorSettings
 from ..shared.units import format_bytes
 from .prediction import Prediction
 
+MUCH = 0.02  # of reserved bytes: what a restart may be worth
 _MODELLED = (
-    "One step, recorded and undone, and followed three times by a model of torch's caching allocator that begins with "
-    "an empty cache. What earlier settings or batches of other sizes have left in pieces is not in it."
+    "One step, recorded and undone, and followed three times by a model of torch's caching allocator, beginning with "
+    "nothing cached. What earlier settings have left in pieces counts as it is, but not for expandable segments."
 )
 _VARIES = "Samples differ in size, which leaves more pieces than one step does: expandable_segments may save more."
 _COLLECTS = "garbage_collection_threshold counts only for ranks with a memory limit: %hvd_start --memory-limit SIZE."
@@ -27,12 +28,16 @@ class AllocatorWhatIf:
         others: other settings with the same.
         varies: whether the samples differ in size.
         virtual: whether the ranks have virtual GPUs.
+        variable: by which the allocator is set.
+        notes: sentences of the ranks on what is not modelled.
     """
 
     now: tuple[AllocatorSettings, Prediction]
     others: tuple[tuple[AllocatorSettings, Prediction], ...]
     varies: bool
     virtual: bool
+    variable: str
+    notes: tuple[str, ...] = ()
 
     def frame(self) -> Any:
         """A pandas DataFrame with one row for each setting, the present one first; bytes of the worst rank."""
@@ -48,17 +53,22 @@ class AllocatorWhatIf:
     @property
     def sentences(self) -> tuple[str, ...]:
         """How the figures were found, and how to have one of the settings."""
+        now = self.now[1].reserved_peak_bytes
         best, one = min(self.others, key=lambda entry: entry[1].reserved_peak_bytes, default=self.now)
-        advice = (
-            f"To have it: %env {VARIABLES[-1]}={best} and %hvd_restart, which brings the training back."
-            if one.reserved_peak_bytes < self.now[1].reserved_peak_bytes
-            else "None of them reserves less."
-        )
+        if not self.others:
+            advice = "It is set so already."
+        elif one.reserved_peak_bytes > (1 - MUCH) * now:
+            advice = "None of them reserves much less."
+        else:
+            name = self.variable
+            setting = f"%env {name}={best}" if str(best) else f"os.environ.pop('{name}')"
+            advice = f"To have {_named(best)}: {setting} and %hvd_restart, which brings the training back."
         collects = any(settings.garbage_collection_threshold for settings, _ in self.others)
         return (
             _MODELLED,
             *([_VARIES] if self.varies else []),
             *([_COLLECTS] if collects and not self.virtual else []),
+            *self.notes,
             advice,
         )
 
@@ -75,7 +85,7 @@ class AllocatorWhatIf:
         now = self.now[1]
         rows = tuple(
             (
-                str(settings) or ("torch's default" if settings == DEFAULT else ""),
+                _named(settings),
                 "as it is" if one is now else one.verdict,
                 format_bytes(one.reserved_peak_bytes),
                 _change(one.reserved_peak_bytes, now.reserved_peak_bytes),
@@ -87,6 +97,10 @@ class AllocatorWhatIf:
         title = f"The caching allocator: live peak {format_bytes(now.live_peak_bytes)}, limit {limit}"
         headings = ("setting", "verdict", "reserved peak", "change", "reserved − live")
         return Table(title, headings, rows, frozenset({"setting", "verdict"}))
+
+
+def _named(settings: AllocatorSettings) -> str:
+    return str(settings) or "torch's default"
 
 
 def _change(then: int, now: int) -> str:

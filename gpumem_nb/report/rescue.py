@@ -91,7 +91,9 @@ class Rescue:
             found = f"Tried out on the ranks, these would have fit: {'; '.join(self.fits)}."
             return f"{found} Type %hvd_set {typed(self.settings, self.fitting[0].settings)}"
         if self.looking:
-            predicted = f"Predicted to fit: {'; '.join(self._flips_to(self.foreseen))}. " if self.foreseen else ""
+            known = [trial.settings for trial in self.trials]
+            hopeful = self._flips_to([fit for fit in self.foreseen if fit.settings not in known])
+            predicted = f"Predicted to fit: {'; '.join(hopeful)}. " if hopeful else ""
             return f"{predicted}What would have fit is being tried out on the ranks."
         larger = "Use a smaller model or a larger limit."
         untried = f"There was no time to try {typed(self.settings, self.untried[0])}. " if self.untried else ""

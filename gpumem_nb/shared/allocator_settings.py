@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from typing import Any
 
 from .errors import InvalidInput, nearest
@@ -12,6 +15,7 @@ from .errors import InvalidInput, nearest
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where torch looks, the one that goes first first; torch before 2.9 knows the second only."""
 LARGE_SEGMENT_MIB = 20
+_MOST_MIB, _MOST_DIVISIONS = 2**24, 1024
 
 
 def _switch(text: str) -> bool:
@@ -22,7 +26,7 @@ def _switch(text: str) -> bool:
 
 def _mebibytes(text: str) -> int:
     size = int(text)
-    if size <= LARGE_SEGMENT_MIB:
+    if not LARGE_SEGMENT_MIB < size <= _MOST_MIB:
         raise ValueError
     return size
 
@@ -36,7 +40,7 @@ def _share(text: str) -> float:
 
 def _power_of_two(text: str) -> int:
     divisions = int(text)
-    if divisions < 1 or divisions & (divisions - 1):
+    if not 1 <= divisions <= _MOST_DIVISIONS or divisions & (divisions - 1):
         raise ValueError
     return divisions
 
@@ -54,10 +58,15 @@ _OPTIONS: Mapping[str, _Option] = {
     "expandable_segments": _Option(_switch, "True or False", "True"),
     "max_split_size_mb": _Option(_mebibytes, f"a whole number of MiB above {LARGE_SEGMENT_MIB}", "128"),
     "garbage_collection_threshold": _Option(_share, "a number between 0 and 1", "0.8"),
-    "roundup_power2_divisions": _Option(_power_of_two, "a power of two, such as 4", "4"),
+    "roundup_power2_divisions": _Option(_power_of_two, f"a power of two up to {_MOST_DIVISIONS}", "4"),
 }
 _WITHOUT_EFFECT = ("backend:native", "pinned_", "release_lock_on_cudamalloc:")
 """How entries begin that do not change what is reserved on a device."""
+
+
+def _entries(text: str) -> list[str]:
+    """The settings of a line, with what stands in brackets."""
+    return re.findall(r"[^,\[]+(?:\[[^\]]*\]?)?", text.replace(" ", "").replace("=", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,7 @@ class AllocatorSettings:
             InvalidInput: a name or a value that is not known.
         """
         found: dict[str, Any] = {}
-        for entry in filter(None, text.replace(" ", "").replace("=", ":").split(",")):
+        for entry in _entries(text):
             if entry.startswith(_WITHOUT_EFFECT):
                 continue
             name, colon, value = entry.partition(":")
@@ -105,6 +114,13 @@ class AllocatorSettings:
                 ) from None
         return cls(**found)
 
+    def rounded(self, nbytes: Any) -> int:
+        """What blocks for so many bytes take together, from an array of whole numbers, each a multiple of 512."""
+        parts = self.roundup_power2_divisions
+        sizes = [int(size) for size in nbytes]
+        steps = [(1 << size.bit_length() - 1) // parts if parts > 1 and size > 512 * parts else 512 for size in sizes]
+        return sum(-(-size // step) * step for size, step in zip(sizes, steps, strict=True))
+
     def __str__(self) -> str:
         """As torch reads it; empty for its default."""
         changed = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -117,12 +133,22 @@ USUAL = tuple(AllocatorSettings.parse(name) for name in NAMES)
 """Each setting alone, at its usual value."""
 
 
+def variable() -> str:
+    """The one that torch looks at first here, of those that are set; the one that every torch knows where none is."""
+    major, minor, *_ = version("torch").split(".")
+    known = VARIABLES if (int(major), int(minor)) >= (2, 9) else VARIABLES[1:]
+    return next((name for name in known if os.environ.get(name)), VARIABLES[-1])
+
+
 def in_force() -> tuple[AllocatorSettings, str]:
     """What this process's environment says, and a sentence on what of it is not modelled, or nothing."""
-    for variable in VARIABLES:
-        if text := os.environ.get(variable):
-            try:
-                return AllocatorSettings.parse(text), ""
-            except InvalidInput as error:
-                return DEFAULT, f"{variable}={text} is left out where reserved memory is modelled. {error}"
-    return DEFAULT, ""
+    name = variable()
+    understood, lacking = list[str](), list[str]()
+    for entry in _entries(os.environ.get(name, "")):
+        with suppress(InvalidInput):
+            AllocatorSettings.parse(entry)
+            understood.append(entry)
+            continue
+        lacking.append(entry)
+    note = f"Of {name}, {', '.join(lacking)} is left out where reserved memory is modelled." if lacking else ""
+    return AllocatorSettings.parse(",".join(understood)), note

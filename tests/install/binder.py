@@ -31,8 +31,8 @@ def main() -> int:
     """Build, run, and say what came of both; the exit code is 0 if both ended well."""
     version = (ROOT / "binder" / "runtime.txt").read_text().strip().replace("-", "")
     python = shutil.which(version)
-    if python is None or os.geteuid():
-        print(f"SKIPPED: nothing was rehearsed, which takes root and {version} on the PATH.")
+    if python is None or os.geteuid() or not any(map(is_controllable, GROUPS)):
+        print(f"SKIPPED: nothing was rehearsed, which takes root, {version} on the PATH and control groups.")
         return 0
     with tempfile.TemporaryDirectory(prefix="gpumem_nb-binder-") as scratch:
         checkout, home, environment = Path(scratch, "checkout"), Path(scratch, "home"), Path(scratch, "environment")
@@ -54,12 +54,18 @@ def rehearse(what: str, commands: Sequence[Sequence[str]], folder: Path, environ
         first, *others = [started(command, group, folder, environment) for command in commands]
         code = first.wait()
         for other in others:
+            code = code or other.poll() or 0  # it should run yet
             other.terminate()
             other.wait()
         took_s = time.monotonic() - began_s
     end = "ended well" if not code else f"ended with exit code {code}"
     print(f"{what}: {end} after {took_s:.0f} s; processes held {max(highest) / 2**30:.2f} GiB at most", flush=True)
     return code
+
+
+def is_controllable(base: Path) -> bool:
+    """Whether memory can be limited there."""
+    return (base / "cgroup.procs").exists() and os.access(base, os.W_OK)
 
 
 def started(
@@ -75,7 +81,7 @@ def started(
 @contextmanager
 def control_group() -> Iterator[Path]:
     """A control group of Binder's memory; whatever still runs in it is ended."""
-    base = next(base for base in GROUPS if (base / "cgroup.procs").exists())
+    base = next(filter(is_controllable, GROUPS))
     group = base / f"gpumem_nb-binder-{os.getpid()}"
     group.mkdir()
     try:
@@ -83,10 +89,10 @@ def control_group() -> Iterator[Path]:
         (group / limit).write_text(str(LIMIT_BYTES))
         yield group
     finally:
-        for pid in (group / "cgroup.procs").read_text().split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), 9)
-        while (group / "cgroup.procs").read_text():
+        while pids := (group / "cgroup.procs").read_text().split():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), 9)
             time.sleep(LOOK_EVERY_S)
         group.rmdir()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from gpumem_nb.memory.virtual_gpu.replay import replay
-from gpumem_nb.shared.allocator_settings import DEFAULT, NAMES, USUAL, AllocatorSettings, in_force
+from gpumem_nb.shared import allocator_settings
+from gpumem_nb.shared.allocator_settings import DEFAULT, NAMES, USUAL, AllocatorSettings, in_force, variable
 from gpumem_nb.shared.errors import InvalidInput
 from tests.allocator_reference import Reference
 
@@ -40,6 +42,8 @@ def test_settings_are_read_as_torch_writes_them_and_as_people_do(text: str, sett
         ("garbage_collection_threshold:80", "between 0 and 1"),
         ("garbage_collection_threshold:nan", "between 0 and 1"),
         ("roundup_power2_divisions:3", "a power of two"),
+        (f"roundup_power2_divisions:{2**55}", "a power of two"),
+        (f"max_split_size_mb:{2**44}", "a whole number of MiB above 20"),
         ("roundup_power2_divisions:[256:1,>:4]", "a power of two"),
         ("backend:cudaMallocAsync", "allowed: " + ", ".join(NAMES)),
     ],
@@ -54,10 +58,14 @@ def test_what_is_in_force_is_what_torch_reads(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert in_force() == (AllocatorSettings(expandable_segments=True), "")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,roundup_power2_divisions:[256:1,>:4],new:1")
     settings, note = in_force()
-    assert settings == DEFAULT
-    assert "PYTORCH_ALLOC_CONF=backend:cudaMallocAsync is left out" in note
+    assert settings == AllocatorSettings(expandable_segments=True), "what is understood counts"
+    assert "Of PYTORCH_CUDA_ALLOC_CONF, roundup_power2_divisions:[256:1,>:4], new:1 is left out" in note
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    for torch, name in (("2.8.0+cu128", "PYTORCH_CUDA_ALLOC_CONF"), ("2.13.0+cpu", "PYTORCH_ALLOC_CONF")):
+        monkeypatch.setattr(allocator_settings, "version", lambda package, torch=torch: torch)
+        assert variable() == name
 
 
 @pytest.mark.parametrize(
@@ -112,3 +120,19 @@ def test_the_model_does_what_the_rules_say(settings: AllocatorSettings, limit: i
             if now:
                 assert (now.reserved_bytes, now.reserved_peak_bytes) == (reference.reserved, reference.peak), seed
                 assert now.within_limit == (reference.over_limit == 0)
+
+
+def test_what_is_held_is_rounded_as_torch_would() -> None:
+    four = AllocatorSettings.parse("roundup_power2_divisions:4")
+    assert [four.rounded([size]) for size in (512, 33 * MIB, 32 * MIB, 2560)] == [512, 40 * MIB, 32 * MIB, 2560]
+    assert DEFAULT.rounded([512, 33 * MIB]) == 512 + 33 * MIB
+
+
+def test_pieces_that_other_settings_have_left_are_no_segments() -> None:
+    whole, free, begins = 2, 0, 4
+    layout = np.array([[50 * MIB, 1, begins], [150 * MIB, free, 0], [50 * MIB, whole, begins], [150 * MIB, free, 0]])
+    events = [200 * MIB, -1, -2, -3]
+    for settings in SETTINGS:
+        found = replay(events, 420 * MIB, settings, layout)
+        assert found.live_bytes == 0
+        assert found.reserved_peak_bytes <= 640 * MIB

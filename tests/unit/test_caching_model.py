@@ -159,7 +159,7 @@ def test_what_is_held_is_replayed_from_where_it_lies(gpu: VirtualGPU) -> None:
     held = [tensor(int(2 ** chance.uniform(4, 24))) for _ in range(600)]
     del held[::2], held[::3]
     log = gpu.event_log()
-    layout = log.begin([]).layout
+    layout = log.begin([]).layout.copy()
     log.end()
     number = {int(id_): place for place, id_ in enumerate(layout[layout[:, 1] > 0, 1], start=1)}
     layout[layout[:, 1] > 0, 1] = range(1, len(number) + 1)

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from ...install.mpi_tools import LAUNCH_VARIABLES, require_tool
+from ...shared.allocator_settings import VARIABLES
 from .. import autopsy
 from . import loopback
 from .base import Job, Launcher
@@ -67,7 +68,8 @@ class MpiLauncher(Launcher):
         """Where ranks go; connection information is not among what is ``exported``: it would cross the network."""
         if not self.job.hosts:
             return []
-        names = [*exported, "IPP_CLUSTER_ID", "IPP_PROFILE_DIR", *({"PYTHONPATH"} & os.environ.keys())]
+        set_here = [name for name in ("PYTHONPATH", *VARIABLES) if name in os.environ]
+        names = [*exported, "IPP_CLUSTER_ID", "IPP_PROFILE_DIR", *set_here]
         # mpiexec knows this machine by its own name, however people call it.
         places = [f"{os.uname().nodename if host.here else host.name}:{host.ranks}" for host in self.job.hosts]
         # Filled one after the other, and not bound to cores, as without hosts.

@@ -95,11 +95,16 @@ class Trials:
         batch_size = settings.batch_size
         return Rehearsal(self._forecasts(steps, began_s, [batch_size], 0, failure, batch_size), steps_s)
 
-    def allocators(self, settings: Settings, allocators: Sequence[AllocatorSettings]) -> Forecasts:
-        """What one step needs now, and would with the caching allocator set in each of these ways."""
+    def allocators(
+        self, settings: Settings, small: Sequence[int], allocators: Sequence[AllocatorSettings]
+    ) -> Forecasts:
+        """What one step needs now, and would with the caching allocator set in each of these ways.
+
+        From one recorded step at each of the ``small`` batch sizes, as :meth:`forecast`.
+        """
         began_s, batch_size = time.monotonic(), settings.batch_size
         with self._takes.aside(settings):
-            steps, failure, failed_batch = self._small_steps(settings, [batch_size])
+            steps, failure, failed_batch = self._small_steps(settings, small)
         now = self._forecasts(steps, began_s, [batch_size], 0, failure, failed_batch)
         if steps is None:
             return now

@@ -85,13 +85,16 @@ def _of(
     # Segments of their own and a growing one are cut differently.
     laid_out = allocator.expandable_segments == trace.allocator.expandable_segments
     events, layout = _replayable(trace, first or trace, laid_out)
-    collected = limit_bytes if allocator.garbage_collection_threshold else None  # a share of the limit
-    without_limit = replay(events, collected, allocator, layout)
-    fits = limit_bytes is None or (without_limit.within_limit and without_limit.reserved_peak_bytes <= limit_bytes)
+    held = layout[layout[:, 1] > 0, 0]
+    without_limit = replay(events, None, allocator, layout, limit_bytes)
+    rounded = allocator.roundup_power2_divisions != trace.allocator.roundup_power2_divisions
+    more = allocator.rounded(held) - int(held.sum()) if rounded else 0  # for what is held, where its size is not enough
+    reserved = without_limit.reserved_peak_bytes + more
+    fits = limit_bytes is None or reserved <= limit_bytes
     at = max(0, peak - 1)
     return Forecast(
         live_peak_bytes=int(at_peak.sum()),
-        reserved_peak_bytes=max(without_limit.reserved_peak_bytes, int(at_peak.sum())),
+        reserved_peak_bytes=max(reserved, int(at_peak.sum())),
         fits=fits or replay(events, limit_bytes, allocator, layout).within_limit,
         at_peak={category: int(size) for category, size in zip(CATEGORIES, at_peak, strict=True) if size},
         phase=trace.phases[trace.phase[at]] if len(trace.event) else "",

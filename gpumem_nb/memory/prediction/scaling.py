@@ -97,7 +97,7 @@ def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str]:
     fetching = 1 + int(max(small.call.max(initial=0), large.call.max(initial=0)))
     for first, second in ((small, large), (_fetched_at_once(small, fetching), _fetched_at_once(large, fetching))):
         first = _numbered_as(second, first)
-        calls = int(max(fetching, first.call.max(initial=0)))
+        calls = int(max(first.call.max(initial=0), second.call.max(initial=0)))
         differs = first.scratch_in_calls(calls) != second.scratch_in_calls(calls)
         first, second = first.without_scratch(differs), second.without_scratch(differs)
         if _alike(first, second):
@@ -106,16 +106,19 @@ def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str]:
 
 
 def _fetched_at_once(trace: Trace, call: int) -> Trace:
-    """The same with what comes and goes while data is fetched as the own memory of one operator call of this number.
+    """The same with what comes and goes while data is fetched as the own memory of one operator call for each fetch.
 
-    A data set may make its samples when they are asked for, each in calls of its own.
+    A data set may make its samples when they are asked for, each in calls of its own. The new calls are numbered from
+    ``call`` on.
     """
     fetched = np.array([phase == FETCHING for phase in trace.phases])[trace.phase]
-    born, gone = (trace.event[fetched & (trace.event * sign > 0)] * sign - 1 for sign in (1, -1))
-    passing = np.zeros(len(trace.size), dtype=np.bool_)
-    passing[np.intersect1d(born, gone)] = True
-    passing &= trace.births & (trace.category != CODE[INPUTS])
-    return replace(trace, call=np.where(passing, call, trace.call), scratch=trace.scratch | passing)
+    fetch = call + np.cumsum(fetched & ~np.concatenate([[False], fetched[:-1]])) - 1  # of each event
+    of = np.zeros((2, len(trace.size)), dtype=np.int64)
+    for row, sign in enumerate((1, -1)):
+        events = fetched & (trace.event * sign > 0)
+        of[row, trace.event[events] * sign - 1] = fetch[events]
+    passing = (of[0] > 0) & (of[0] == of[1]) & trace.births & (trace.category != CODE[INPUTS])
+    return replace(trace, call=np.where(passing, of[0], trace.call), scratch=trace.scratch | passing)
 
 
 def _numbered_as(large: Trace, small: Trace) -> Trace:
@@ -131,7 +134,7 @@ def _numbered_as(large: Trace, small: Trace) -> Trace:
     ours, theirs = ours[order], theirs[order]
     anchor = np.maximum(0, np.searchsorted(ours, small.call, side="right") - 1)
     shift = (theirs - ours)[anchor] if len(ours) else 0
-    return replace(small, call=np.where(small.call > 0, small.call + shift, 0))
+    return replace(small, call=np.where(small.call > 0, np.maximum(0, small.call + shift), 0))
 
 
 def _alike(small: Trace, large: Trace) -> bool:

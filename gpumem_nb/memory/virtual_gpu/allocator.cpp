@@ -58,6 +58,7 @@ struct State {
   uint64_t over_limit = 0;
   uint64_t foreign = 0;
   gpumem::EventLog log;
+  std::vector<int64_t> layout;  // when the log was begun
   std::vector<int32_t> foreign_threads;  // sorted
 };
 
@@ -127,7 +128,7 @@ Header count_in(size_t nbytes) {
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
   const size_t size = s.cache.block_size(nbytes);
-  Block* block = s.cache.allocate(size, s.limit);
+  Block* block = s.cache.allocate(size, s.limit, s.limit);
   if (!block) {
     if (enforced) {
       const GpumemReading at = read_locked(s);
@@ -295,6 +296,7 @@ uint64_t gpumem_log_begin(const void* const* parameters, size_t count, GpumemRea
   std::lock_guard<std::mutex> lock(state().mutex);
   state().log.in_call(0);
   state().log.begin(parameters, count);
+  state().layout = state().cache.layout();
   *out = read_locked(state());
   return handle;
 }
@@ -312,13 +314,11 @@ void gpumem_log_end(uint64_t handle, const GpumemEvent** events, size_t* length,
   *cast_count = log.casts().size();
 }
 
-// Where the blocks of all segments lie (CachingModel::layout): how many numbers that takes, and those for which there is
-// room.
-size_t gpumem_layout(int64_t* out, size_t room) {
+// Where the blocks of all segments lay when the log was begun (CachingModel::layout), and how many numbers that takes.
+size_t gpumem_log_layout(const int64_t** numbers) {
   std::lock_guard<std::mutex> lock(state().mutex);
-  const std::vector<int64_t> numbers = state().cache.layout();
-  std::copy_n(numbers.begin(), std::min(room, numbers.size()), out);
-  return numbers.size();
+  *numbers = state().layout.data();
+  return state().layout.size();
 }
 
 // Which allocation a storage lies in; 0 for one that was not counted here.

@@ -30,7 +30,7 @@ inline size_t segment_size(size_t size) {
 struct Config {
   uint64_t roundup_divisions = 1;  // a power of two
   uint64_t max_split = UINT64_MAX;  // bytes
-  double collect_above = 0;  // garbage_collection_threshold, a share of the limit; 0: never
+  double collect_above = 0;  // garbage_collection_threshold, a share of what is allowed; 0: never
   bool expandable = false;
 };
 

@@ -42,11 +42,11 @@ class CachingModel {
   }
 
   // A block of a size that block_size() gave; nullptr where reserved bytes would pass the limit (0: none), even with
-  // free segments given back.
-  Block* allocate(size_t size, uint64_t limit) {
+  // free segments given back. Garbage is collected above a share of what is allowed (0: never).
+  Block* allocate(size_t size, uint64_t limit, uint64_t allowed) {
     if (Block* block = from_cache(size)) return block;
     const auto passes = [&] { return limit && reserved + segment_size(size) > limit; };
-    collect_garbage(limit);
+    collect_garbage(allowed);
     if (passes()) release_oversize(size);
     if (passes()) release_free_segments();
     return passes() ? nullptr : from_device(size);
@@ -212,27 +212,27 @@ class CachingModel {
     spare_blocks_.push_back(block);
   }
 
-  // With max_split: the smallest free block that is large enough, or the largest ones until they are enough together.
+  // With max_split: the smallest free segment that is large enough, or the largest ones until they are enough together.
+  // What a layout of other settings has left in pieces of that size stays.
   void release_oversize(size_t size) {
     if (config.max_split == UINT64_MAX) return;
-    FreeBlocks& free = pool_for(size <= kSmallSize).free;
-    Block key{0, std::max<size_t>(size, config.max_split), false};
-    const auto found = free.lower_bound(&key);
-    if (found != free.end()) {
-      if (!(*found)->expandable) release(*found);
-      return;
-    }
-    for (size_t released = 0; released < key.size && !free.empty();) {
-      Block* largest = *free.rbegin();
-      if (largest->size < config.max_split || largest->expandable) return;
-      released += largest->size;
-      release(largest);
+    const FreeBlocks& free = pool_for(size <= kSmallSize).free;
+    const size_t wanted = std::max<size_t>(size, config.max_split);
+    const auto whole = [](const Block* block) { return !block->is_split() && !block->expandable; };
+    Block key{0, wanted, false};
+    const auto found = std::find_if(free.lower_bound(&key), free.end(), whole);
+    if (found != free.end()) return release(*found);
+    for (size_t released = 0; released < wanted;) {
+      const auto largest = std::find_if(free.rbegin(), free.rend(), whole);
+      if (largest == free.rend() || (*largest)->size < config.max_split) return;
+      released += (*largest)->size;
+      release(*largest);
     }
   }
 
   // Whole segments of the large pool that were free for longer than the average, until there are enough.
-  void collect_garbage(uint64_t limit) {
-    const auto threshold = static_cast<uint64_t>(config.collect_above * static_cast<double>(limit));
+  void collect_garbage(uint64_t allowed) {
+    const auto threshold = static_cast<uint64_t>(config.collect_above * static_cast<double>(allowed));
     if (!threshold || reserved <= threshold) return;
     const auto age = [&](const Block* block) { return large_.searches - block->free_since; };
     std::vector<Block*> whole;

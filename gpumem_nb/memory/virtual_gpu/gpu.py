@@ -82,16 +82,11 @@ class AllocatorLog:
         now = _CReading()
         self._params = {address(param): index for index, param in enumerate(params)}
         addresses = (ctypes.c_void_p * len(self._params))(*sorted(self._params))
-        layout = self._layout()
         self._handle = self._library.gpumem_log_begin(addresses, len(addresses), ctypes.byref(now))
+        numbers = ctypes.c_void_p()
+        length = self._library.gpumem_log_layout(ctypes.byref(numbers))
+        layout = _copied(numbers, length, np.dtype(np.int64)).reshape(-1, 3)
         return Base(now.live, now.foreign, layout, self._allocator)
-
-    def _layout(self) -> Ints:
-        """Where every block lies now, as the replay takes it: a row for each."""
-        numbers = np.empty(0, dtype=np.int64)
-        while (length := self._library.gpumem_layout(pointer(numbers), len(numbers))) > len(numbers):
-            numbers = np.empty(length, dtype=np.int64)  # once more, as other threads go on
-        return numbers[:length].reshape(-1, 3)
 
     def watching(self) -> AbstractContextManager[object]:
         """Nothing to do: the allocator sees everything."""
@@ -123,7 +118,7 @@ def pointer(numbers: Ints) -> Any:
     return numbers.ctypes.data_as(ctypes.POINTER(ctypes.c_int64))
 
 
-def _copied(start: ctypes.c_void_p, length: int, kind: np.dtype[np.void]) -> NDArray[np.void]:
+def _copied(start: ctypes.c_void_p, length: int, kind: np.dtype[Any]) -> NDArray[Any]:
     raw = ctypes.string_at(start, length * kind.itemsize) if length else b""
     return np.frombuffer(raw, dtype=kind)
 
@@ -253,8 +248,8 @@ def _load(path: Path) -> ctypes.CDLL:
     library.gpumem_empty_cache.restype = None
     events = ctypes.POINTER(ctypes.c_int64)
     config = ctypes.POINTER(CConfig)
-    library.gpumem_layout.argtypes, library.gpumem_layout.restype = [events, ctypes.c_size_t], ctypes.c_size_t
+    library.gpumem_log_layout.argtypes, library.gpumem_log_layout.restype = [address], ctypes.c_size_t
     length, limit = ctypes.c_size_t, ctypes.c_uint64
-    library.gpumem_replay.argtypes = [events, length, events, length, limit, config, ctypes.c_void_p]
+    library.gpumem_replay.argtypes = [events, length, events, length, limit, limit, config, ctypes.c_void_p]
     library.gpumem_replay.restype = ctypes.c_size_t
     return library

@@ -19,11 +19,12 @@ extern "C" struct GpumemReplayed {  // bytes
 
 // An event n > 0 allocates n bytes, an event -k releases the k-th allocation, counted from 1. Returns how many events
 // could be followed: fewer than given when one releases what is not there. With a limit (0: none) free segments are
-// given back where it would be passed, and what passes it all the same is counted and allocated. A layout
+// given back where it would be passed, and what passes it all the same is counted and allocated. Garbage is collected
+// above a share of what is allowed. A layout
 // (CachingModel::layout) is what is there at the beginning, without free segments; the blocks in use that it names are
 // the first allocations, by the number that it gives.
 extern "C" size_t gpumem_replay(const int64_t* events, size_t count, const int64_t* layout, size_t layout_length,
-                                uint64_t limit, const gpumem::Config* config, GpumemReplayed* out) {
+                                uint64_t limit, uint64_t allowed, const gpumem::Config* config, GpumemReplayed* out) {
   gpumem::CachingModel cache(*config);
   std::vector<std::pair<gpumem::Block*, uint64_t>> allocations;
   uint64_t live = 0, live_peak = 0, over_limit = 0;
@@ -40,7 +41,7 @@ extern "C" size_t gpumem_replay(const int64_t* events, size_t count, const int64
     if (event > 0) {
       const auto nbytes = static_cast<uint64_t>(event);
       const size_t size = cache.block_size(nbytes);
-      gpumem::Block* block = cache.allocate(size, limit);
+      gpumem::Block* block = cache.allocate(size, limit, allowed);
       if (!block) ++over_limit;
       allocations.emplace_back(block ? block : cache.from_device(size), nbytes);
       live += nbytes;

@@ -50,6 +50,7 @@ def replay(
     limit_bytes: int | None = None,
     allocator: AllocatorSettings = DEFAULT,
     layout: Ints = NOTHING_HELD,
+    allowed_bytes: int | None = None,
 ) -> Replayed:
     """Follow recorded events with an empty cache; tensors of this process are not touched.
 
@@ -60,6 +61,7 @@ def replay(
         layout: what it holds at the beginning, without free segments: a row for each block, in the order of
             addresses. Its bytes; the allocation in it, numbered from 1 as events count them, or 0 for a free one and -1
             for one without memory; its kind as a sum: 1 small, 2 expandable, 4 the first of a segment.
+        allowed_bytes: of which ``garbage_collection_threshold`` is a share; ``None`` for the limit.
 
     Raises:
         InvalidInput: an event that releases what is not allocated.
@@ -69,7 +71,8 @@ def replay(
     given, held = np.array(events, dtype=np.int64), np.ascontiguousarray(layout)
     config = CConfig.of(allocator)
     streams = (pointer(given), len(given), pointer(held), held.size)
-    followed = library().gpumem_replay(*streams, limit_bytes or 0, ctypes.byref(config), ctypes.byref(out))
+    limits = (limit_bytes or 0, allowed_bytes or limit_bytes or 0)
+    followed = library().gpumem_replay(*streams, *limits, ctypes.byref(config), ctypes.byref(out))
     if followed < len(events):
         raise InvalidInput(
             f"The trace cannot be followed: event {followed} is {events[followed]}, which releases nothing that is "
