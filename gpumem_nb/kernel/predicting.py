@@ -54,7 +54,7 @@ class Predicting:
         history, now = self._history, self._training.settings
         begun, model_version = history.begun, history.model_version
         found = self._rehearsed(self._predicted(self._checked(knobs)))
-        prediction = found.widened(self.score().missed(model_version))
+        prediction = found.widened(*self.score().missed(model_version))
         history.predicted(Asked(prediction, model_version, now, begun))
         return prediction
 
@@ -133,12 +133,13 @@ class Predicting:
             )
         parsed = map(AllocatorSettings.parse, others) if others else (DEFAULT, *USUAL)
         wanted = [one for one in dict.fromkeys(parsed) if one != now]
-        small = [settings.batch_size]
-        answers = self._ask_allocators(settings, small, wanted)
-        if self._ran_out(settings, answers):
-            small = self._small(settings.batch_size)
-            answers = self._ask_allocators(settings, small, wanted)
-        if self._ran_out(settings, answers):
+        fewer = [] if self._loaded().data.batched else [list(SMALL), FEWEST]
+        for small in [[settings.batch_size], *(sizes for sizes in fewer if max(sizes) < settings.batch_size)]:
+            call = self._training.ask_alone("forecast_allocators", shortened(settings), small, wanted)
+            answers: list[Forecasts] = self._foreground.finish(call).get()
+            if not self._ran_out(settings, answers):
+                break
+        else:
             raise WorkloadError("Not even a small step fits, so none can be followed: %hvd_what_if says what would.")
         seconds = max(answer.seconds for answer in answers)
         each = [[replace(answer, of=answer.of[at:]) for answer in answers] for at in range(len(wanted) + 1)]
@@ -149,11 +150,6 @@ class Predicting:
         varies = any(answer.of[0].how == VARYING for answer in answers)
         notes = tuple(dict.fromkeys(rank.note for rank in self._ranks if rank.note))
         return AllocatorWhatIf(found[0], tuple(found[1:]), varies, self._ranks[0].virtual, variable(), notes)
-
-    def _ask_allocators(self, settings: Settings, small: list[int], wanted: list[AllocatorSettings]) -> list[Forecasts]:
-        call = self._training.ask_alone("forecast_allocators", shortened(settings), small, wanted)
-        answers: list[Forecasts] = self._foreground.finish(call).get()
-        return answers
 
     def largest_batch(self, knobs: dict[str, Any]) -> int:
         """The largest ``batch_size`` that fits every rank, error included, with these changes; 0 if none does.

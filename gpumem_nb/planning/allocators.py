@@ -12,8 +12,8 @@ from .prediction import Prediction
 
 MUCH = 0.02  # of reserved bytes: what a restart may be worth
 _MODELLED = (
-    "One step, recorded and undone, and followed three times by a model of torch's caching allocator, beginning with "
-    "nothing cached. What earlier settings have left in pieces counts as it is, but not for expandable segments."
+    "A step, {}, and followed three times by a model of torch's caching allocator, beginning with nothing cached. What "
+    "earlier settings have left in pieces counts as it is, but not for expandable segments."
 )
 _VARIES = "Samples differ in size, which leaves more pieces than one step does: expandable_segments may save more."
 _COLLECTS = "garbage_collection_threshold counts only for ranks with a memory limit: %hvd_start --memory-limit SIZE."
@@ -53,11 +53,11 @@ class AllocatorWhatIf:
     @property
     def sentences(self) -> tuple[str, ...]:
         """How the figures were found, and how to have one of the settings."""
-        now = self.now[1].reserved_peak_bytes
+        now = self.now[1]
         best, one = min(self.others, key=lambda entry: entry[1].reserved_peak_bytes, default=self.now)
         if not self.others:
             advice = "It is set so already."
-        elif one.reserved_peak_bytes > (1 - MUCH) * now:
+        elif one.reserved_peak_bytes > (1 - MUCH) * now.reserved_peak_bytes and one.verdict == now.verdict:
             advice = "None of them reserves much less."
         else:
             name = self.variable
@@ -65,7 +65,7 @@ class AllocatorWhatIf:
             advice = f"To have {_named(best)}: {setting} and %hvd_restart, which brings the training back."
         collects = any(settings.garbage_collection_threshold for settings, _ in self.others)
         return (
-            _MODELLED,
+            _MODELLED.format(now.basis),
             *([_VARIES] if self.varies else []),
             *([_COLLECTS] if collects and not self.virtual else []),
             *self.notes,
@@ -85,8 +85,8 @@ class AllocatorWhatIf:
         now = self.now[1]
         rows = tuple(
             (
-                _named(settings),
-                "as it is" if one is now else one.verdict,
+                _named(settings) + (", as it is" if one is now else ""),
+                one.verdict,
                 format_bytes(one.reserved_peak_bytes),
                 _change(one.reserved_peak_bytes, now.reserved_peak_bytes),
                 format_bytes(one.reserved_peak_bytes - one.live_peak_bytes),

@@ -113,22 +113,29 @@ class Prediction:
             high_samples_per_s=samples / min(slowest) * (1 + TIME_ERROR),
         )
 
-    def widened(self, share: float) -> Prediction:
-        """The same with an error of at least this share of reserved bytes, by which an earlier prediction missed.
+    def widened(self, less: float, more: float) -> Prediction:
+        """The same with an error of at least these shares of reserved bytes, by which earlier predictions missed.
 
         What ran out of memory in a small step needs at least what is said, whatever else was missed.
+
+        Args:
+            less: came than was predicted; 0 or negative.
+            more: came than was predicted; 0 or positive.
         """
         reserved = self.reserved_peak_bytes
-        low, high = round(reserved * (1 - share)), round(reserved * (1 + share))
-        if self.low_bytes == self.high_bytes or (self.low_bytes <= low and high <= self.high_bytes):
+        low, high = (
+            min(self.low_bytes, round(reserved * (1 + less))),
+            max(self.high_bytes, round(reserved * (1 + more))),
+        )
+        if self.low_bytes == self.high_bytes or (low, high) == (self.low_bytes, self.high_bytes):
             return self
-        low, high = min(low, self.low_bytes), max(high, self.high_bytes)
+        missed = round(100 * max(-less, more))
         return replace(
             self,
             low_bytes=low,
             high_bytes=high,
             verdict=verdict(low, high, self.limit_bytes, self.verdict != DOES_NOT_FIT),
-            basis=f"{self.basis}, with the {100 * share:.0f} % by which an earlier prediction of this model missed",
+            basis=f"{self.basis}, with the {missed} % by which an earlier prediction of this model missed",
         )
 
     __repr__ = __str__

@@ -16,6 +16,7 @@ from ..shared.units import format_bytes
 from .prediction import DOES_NOT_FIT, FITS, Prediction
 
 OOM = "oom"
+MOST_MISSED = 0.5  # by which one miss may widen what follows: memory that grows would make all else unknown
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,17 @@ class Scored:
 
     @property
     def missed(self) -> float:
-        """By which share of the prediction memory came otherwise, if that is beyond its error; else 0.
+        """By which share of the prediction memory came otherwise, if that is beyond its error; else 0. Negative: less.
 
         Of what was said to fit and ran out of memory the least that this can mean.
         """
-        said = self.predicted
+        said, peak = self.predicted, self.came.foreseeable_peak_bytes
+        if not said.reserved_peak_bytes or not said.live_peak_bytes:
+            return 0.0
         if said.verdict == FITS and self.came.outcome == OOM:
             return (said.limit_bytes or 0) / said.reserved_peak_bytes - 1
-        off = abs(1 / (1 + self.error) - 1) if self.error is not None else 0.0
-        return off if off > said.high_bytes / said.reserved_peak_bytes - 1 else 0.0
+        off = peak / said.live_peak_bytes - 1 if peak else 0.0
+        return off if abs(off) > said.high_bytes / said.reserved_peak_bytes - 1 else 0.0
 
 
 class Scoreboard:
@@ -67,9 +70,10 @@ class Scoreboard:
     def __init__(self, scored: Sequence[Scored]) -> None:
         self.scored = tuple(scored)
 
-    def missed(self, model_version: int) -> float:
-        """The largest share by which memory of a model came otherwise than predicted, beyond the error; else 0."""
-        return max((one.missed for one in self.scored if one.came.model_version == model_version), default=0.0)
+    def missed(self, model_version: int) -> tuple[float, float]:
+        """The largest shares by which memory of a model came to less and to more than predicted, beyond the error."""
+        shares = [0.0, *(one.missed for one in self.scored if one.came.model_version == model_version)]
+        return max(-MOST_MISSED, min(shares)), min(MOST_MISSED, max(shares))
 
     def frame(self) -> Any:
         """A pandas DataFrame with one row a prediction."""

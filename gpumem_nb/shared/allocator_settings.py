@@ -12,8 +12,8 @@ from typing import Any
 
 from .errors import InvalidInput, nearest
 
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch looks, the one that goes first first; torch before 2.9 knows the second only."""
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where torch looks: in the second only if the first is not set, even to nothing (torch 2.13); before 2.9 never."""
 LARGE_SEGMENT_MIB = 20
 _MOST_MIB, _MOST_DIVISIONS = 2**24, 1024
 
@@ -26,7 +26,7 @@ def _switch(text: str) -> bool:
 
 def _mebibytes(text: str) -> int:
     size = int(text)
-    if not LARGE_SEGMENT_MIB < size <= _MOST_MIB:
+    if not LARGE_SEGMENT_MIB <= size <= _MOST_MIB:
         raise ValueError
     return size
 
@@ -56,7 +56,7 @@ class _Option:
 
 _OPTIONS: Mapping[str, _Option] = {
     "expandable_segments": _Option(_switch, "True or False", "True"),
-    "max_split_size_mb": _Option(_mebibytes, f"a whole number of MiB above {LARGE_SEGMENT_MIB}", "128"),
+    "max_split_size_mb": _Option(_mebibytes, f"a whole number of MiB from {LARGE_SEGMENT_MIB} on", "128"),
     "garbage_collection_threshold": _Option(_share, "a number between 0 and 1", "0.8"),
     "roundup_power2_divisions": _Option(_power_of_two, f"a power of two up to {_MOST_DIVISIONS}", "4"),
 }
@@ -134,10 +134,10 @@ USUAL = tuple(AllocatorSettings.parse(name) for name in NAMES)
 
 
 def variable() -> str:
-    """The one that torch looks at first here, of those that are set; the one that every torch knows where none is."""
-    major, minor, *_ = version("torch").split(".")
-    known = VARIABLES if (int(major), int(minor)) >= (2, 9) else VARIABLES[1:]
-    return next((name for name in known if os.environ.get(name)), VARIABLES[-1])
+    """The one that torch looks at here, of those that are set; the one that every torch knows where none is."""
+    number = re.match(r"(\d+)\.(\d+)", version("torch"))
+    known = VARIABLES if number is None or (int(number[1]), int(number[2])) >= (2, 9) else VARIABLES[:1]
+    return next((name for name in known if name in os.environ), VARIABLES[0])
 
 
 def in_force() -> tuple[AllocatorSettings, str]:

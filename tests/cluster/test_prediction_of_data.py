@@ -1,12 +1,11 @@
-"""What is predicted of data that no straight line describes: pairs, texts, samples made when they are asked for."""
+"""What is predicted of data that no straight line describes: pairs of samples, and texts of different lengths."""
 
 from __future__ import annotations
 
 import pytest
 
 from gpumem_nb.session import Session
-from tests.cluster.test_prediction import OWN, measured
-from tests.internals import predicted_by_small_steps
+from tests.cluster.test_prediction import measured
 
 pytestmark = pytest.mark.cluster
 
@@ -64,26 +63,3 @@ rough, alike = loaders
         two_ranks.set(precision="fp32", checkpointing="none", batch_size=4, accumulation_steps=1, optimizer="sgd")
         for batch_size in (4, 32):
             assert ("differ in size" in two_ranks.predict(batch_size=batch_size).basis) is known
-
-
-MADE = """
-class Made(torch.utils.data.Dataset):
-    def __len__(self):
-        return 1024
-    def __getitem__(self, index):
-        return torch.randn(3, 32, 32)[:, ::2, ::2] / 2, torch.tensor(index % 5)
-made = Made()
-"""
-
-
-def test_samples_that_are_made_when_they_are_asked_for_are_no_reason_to_guess(two_ranks: Session) -> None:
-    own = two_ranks
-    own.run(OWN)
-    own.run(MADE)
-    own.attach(model="mixed", loss="criterion", data="made")
-    own.set(precision="fp32", checkpointing="none", batch_size=8, accumulation_steps=1, optimizer="adamw")
-    said = predicted_by_small_steps(own, {"batch_size": 64})
-    live, reserved = measured(own, batch_size=64)
-    assert said.basis.startswith("scaled")
-    assert said.live_peak_bytes == pytest.approx(live, rel=0.01)
-    assert said.low_bytes <= reserved <= said.high_bytes

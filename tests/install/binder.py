@@ -54,7 +54,7 @@ def rehearse(what: str, commands: Sequence[Sequence[str]], folder: Path, environ
         first, *others = [started(command, group, folder, environment) for command in commands]
         code = first.wait()
         for other in others:
-            code = code or other.poll() or 0  # it should run yet
+            code = code or int(other.poll() is not None)  # it should run yet
             other.terminate()
             other.wait()
         took_s = time.monotonic() - began_s
@@ -65,7 +65,9 @@ def rehearse(what: str, commands: Sequence[Sequence[str]], folder: Path, environ
 
 def is_controllable(base: Path) -> bool:
     """Whether memory can be limited there."""
-    return (base / "cgroup.procs").exists() and os.access(base, os.W_OK)
+    second = base / "cgroup.subtree_control"  # of version 2
+    limits = "memory" in second.read_text() if second.exists() else (base / "memory.limit_in_bytes").exists()
+    return limits and os.access(base, os.W_OK)
 
 
 def started(

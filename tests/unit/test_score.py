@@ -112,15 +112,25 @@ def with_error(one: Asked, limit_mib: int, share: float = 0.02) -> Asked:
 
 def test_a_prediction_that_missed_widens_the_next_ones_of_that_model() -> None:
     asked = with_error(predicted(100, batch_size=64), limit_mib=120)
-    for peak_mib, missed in ((101, 0.0), (110, 0.1), (75, 0.25), (None, 0.2)):
+    for peak_mib, missed in (
+        (101, (0.0, 0.0)),
+        (110, (0.0, 0.1)),
+        (75, (-0.25, 0.0)),
+        (None, (0.0, 0.2)),
+        (300, (0, 0.5)),
+    ):
         board = score([asked], [came(0, 60), came(1, peak_mib, batch_size=64)])
         assert board.missed(0) == pytest.approx(missed), peak_mib
-        assert board.missed(1) == 0.0, "of another model"
+        assert board.missed(1) == (0.0, 0.0), "of another model"
     following = with_error(predicted(100, batch_size=32), limit_mib=120).prediction
-    assert following.widened(0.01) is following
-    wider = following.widened(0.25)
-    assert (wider.low_bytes, wider.high_bytes, wider.verdict) == (75 * MIB, 125 * MIB, TIGHT)
+    assert following.widened(-0.01, 0.02) is following
+    wider = following.widened(0.0, 0.25)
+    assert (wider.low_bytes, wider.high_bytes, wider.verdict) == (98 * MIB, 125 * MIB, TIGHT)
     assert "the 25 % by which an earlier prediction of this model missed" in str(wider)
-    assert replace(following, verdict=DOES_NOT_FIT, limit_bytes=90 * MIB).widened(0.25).verdict == TIGHT
+    too_large = replace(following, verdict=DOES_NOT_FIT, limit_bytes=90 * MIB)
+    assert too_large.widened(0.0, 0.25).verdict == DOES_NOT_FIT, "more than was predicted does not fit either"
+    assert too_large.widened(-0.25, 0.0).verdict == TIGHT
     at_least = replace(following, verdict=DOES_NOT_FIT, low_bytes=100 * MIB, high_bytes=100 * MIB)
-    assert at_least.widened(0.25) is at_least
+    assert at_least.widened(-0.25, 0.25) is at_least
+    nothing = replace(asked, prediction=replace(asked.prediction, reserved_peak_bytes=0, live_peak_bytes=0))
+    assert score([nothing], [came(0, 60), came(1, 75, batch_size=64)]).missed(0) == (0.0, 0.0)

@@ -91,11 +91,13 @@ def _of(
     more = allocator.rounded(held) - int(held.sum()) if rounded else 0  # for what is held, where its size is not enough
     reserved = without_limit.reserved_peak_bytes + more
     fits = limit_bytes is None or reserved <= limit_bytes
+    if limit_bytes and limit_bytes > more and not fits:
+        fits = replay(events, limit_bytes - more, allocator, layout, limit_bytes).within_limit
     at = max(0, peak - 1)
     return Forecast(
         live_peak_bytes=int(at_peak.sum()),
         reserved_peak_bytes=max(reserved, int(at_peak.sum())),
-        fits=fits or replay(events, limit_bytes, allocator, layout).within_limit,
+        fits=fits,
         at_peak={category: int(size) for category, size in zip(CATEGORIES, at_peak, strict=True) if size},
         phase=trace.phases[trace.phase[at]] if len(trace.event) else "",
         module=trace.modules[trace.module[at]] if len(trace.event) else "",

@@ -17,7 +17,6 @@ from ...shared.categories import INPUTS
 from ...shared.forecast import BY_OPERATORS, BY_PEAKS, RECORDED, SCALED
 from ..ledger.trace import CODE, Ints, Trace
 
-FETCHING = "data"  # the part of a step in which it gets its samples
 WHOLE = 1e-6  # by how much less than this a number of samples is whole
 
 
@@ -94,31 +93,13 @@ def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str]:
     """The two steps allocation by allocation as far as that can be, and how larger ones follow from them."""
     if _alike(small, large):
         return small, large, SCALED
-    fetching = 1 + int(max(small.call.max(initial=0), large.call.max(initial=0)))
-    for first, second in ((small, large), (_fetched_at_once(small, fetching), _fetched_at_once(large, fetching))):
-        first = _numbered_as(second, first)
-        calls = int(max(first.call.max(initial=0), second.call.max(initial=0)))
-        differs = first.scratch_in_calls(calls) != second.scratch_in_calls(calls)
-        first, second = first.without_scratch(differs), second.without_scratch(differs)
-        if _alike(first, second):
-            return first, second, BY_OPERATORS
+    small = _numbered_as(large, small)
+    calls = int(max(small.call.max(initial=0), large.call.max(initial=0)))
+    differs = small.scratch_in_calls(calls) != large.scratch_in_calls(calls)
+    first, second = small.without_scratch(differs), large.without_scratch(differs)
+    if _alike(first, second):
+        return first, second, BY_OPERATORS
     return small, large, BY_PEAKS
-
-
-def _fetched_at_once(trace: Trace, call: int) -> Trace:
-    """The same with what comes and goes while data is fetched as the own memory of one operator call for each fetch.
-
-    A data set may make its samples when they are asked for, each in calls of its own. The new calls are numbered from
-    ``call`` on.
-    """
-    fetched = np.array([phase == FETCHING for phase in trace.phases])[trace.phase]
-    fetch = call + np.cumsum(fetched & ~np.concatenate([[False], fetched[:-1]])) - 1  # of each event
-    of = np.zeros((2, len(trace.size)), dtype=np.int64)
-    for row, sign in enumerate((1, -1)):
-        events = fetched & (trace.event * sign > 0)
-        of[row, trace.event[events] * sign - 1] = fetch[events]
-    passing = (of[0] > 0) & (of[0] == of[1]) & trace.births & (trace.category != CODE[INPUTS])
-    return replace(trace, call=np.where(passing, of[0], trace.call), scratch=trace.scratch | passing)
 
 
 def _numbered_as(large: Trace, small: Trace) -> Trace:
