@@ -10,9 +10,10 @@ from ..shared.allocator_settings import AllocatorSettings
 from ..shared.units import format_bytes
 from .prediction import Prediction
 
+UNMOVED = 0.0005  # of reserved bytes: what would be shown as 0.0 %
 MUCH = 0.02  # of reserved bytes: what a restart may be worth
 _MODELLED = (
-    "A step, {}, and followed three times by a model of torch's caching allocator, beginning with nothing cached. What "
+    "Memory is {}, followed three times by a model of torch's caching allocator, beginning with nothing cached. What "
     "earlier settings have left in pieces counts as it is, but not for expandable segments."
 )
 _VARIES = "Samples differ in size, which leaves more pieces than one step does: expandable_segments may save more."
@@ -105,4 +106,4 @@ def _named(settings: AllocatorSettings) -> str:
 
 def _change(then: int, now: int) -> str:
     share = then / max(1, now) - 1
-    return "" if then == now else f"{100 * share:+.1f} %".replace("-", "−")
+    return "" if abs(share) < UNMOVED else f"{100 * share:+.1f} %".replace("-", "−")
