@@ -108,7 +108,7 @@ class CudaDevice:
 
     def event_log(self) -> TensorLog:
         """The tensors that come and go; memory inside operators is not seen."""
-        return TensorLog(self.torch_device, self._requested)
+        return TensorLog(self.torch_device, self._requested, self.allocator)
 
     def _requested(self) -> tuple[int, int]:
         """Live bytes and their peak before the allocator rounds them up, which a large tensor's can be by 1 MiB."""

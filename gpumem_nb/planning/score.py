@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from ..shared.settings import Settings
 from ..shared.units import format_bytes
 from .prediction import DOES_NOT_FIT, FITS, Prediction
 
+_Key = tuple[Any, ...]
 OOM = "oom"
 MOST_MISSED = 0.5  # by which one miss may widen what follows: memory that grows would make all else unknown
 
@@ -128,29 +130,31 @@ _NONE = (
 
 def score(asked: Sequence[Asked], tried: Sequence[Tried]) -> Scoreboard:
     """Which of the configurations tried, in their order, had been predicted; the first prediction of each counts."""
+    about = defaultdict[_Key, list[tuple[int, Tried]]](list)
+    for place, came in enumerate(list(tried)):  # another thread may add to both
+        if came.steps or came.outcome == OOM:
+            about[_key(came.model_version, came.settings)].append((place, came))
     scored = dict[int, Scored]()
-    for one in list(asked):  # another thread may add to it
-        for came in tried[one.begun :]:
-            if (came.steps or came.outcome == OOM) and _is_about(one, came):
-                flip = arrows(one.settings, one.prediction.settings) or "as it is"
-                scored.setdefault(came.settings_id, Scored(flip, one.prediction, came))
-                break
+    for one in list(asked):
+        of_it = about.get(_key(one.model_version, one.prediction.settings), [])
+        met = next((came for place, came in of_it if place >= one.begun), None)
+        if met is not None:
+            flip = arrows(one.settings, one.prediction.settings) or "as it is"
+            scored.setdefault(met.settings_id, Scored(flip, one.prediction, met))
     return Scoreboard([scored[settings_id] for settings_id in sorted(scored)])
 
 
 def foretold(asked: Sequence[Asked], tried: Sequence[Tried], came: Tried) -> Prediction | None:
     """What was predicted for the configuration that is tried now, before it was tried first."""
-    scored = score([one for one in list(asked) if _is_about(one, came)], tried).scored
+    wanted = _key(came.model_version, came.settings)
+    of_it = [one for one in list(asked) if _key(one.model_version, one.prediction.settings) == wanted]
+    scored = score(of_it, tried).scored
     return scored[-1].predicted if scored else None
 
 
-def _is_about(one: Asked, came: Tried) -> bool:
-    """Whether a prediction was of the same model, and of settings that take the same memory."""
-    return one.model_version == came.model_version and _same_memory(one.prediction.settings, came.settings)
-
-
-def _same_memory(one: Settings, other: Settings) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name, knob in KNOBS.items() if knob.moves)
+def _key(model_version: int, settings: Settings) -> _Key:
+    """The same for a prediction and a configuration of the same model that take the same memory."""
+    return model_version, *(getattr(settings, name) for name, knob in KNOBS.items() if knob.moves)
 
 
 def _percent(share: float | None) -> str:

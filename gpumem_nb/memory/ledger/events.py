@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...internals.torch_internals import TorchDispatchMode, address
-from ...shared.allocator_settings import DEFAULT, AllocatorSettings, in_force
+from ...shared.allocator_settings import DEFAULT, AllocatorSettings
 from ..tensors import tensors_in
 
 
@@ -94,13 +94,20 @@ class TensorLog:
     Args:
         device: whose tensors are meant.
         requested: the live bytes that were asked for, now and at their highest since the peak was reset.
+        allocator: how the device's caching allocator is set.
     """
 
     exact = False
 
-    def __init__(self, device: torch.device, requested: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        requested: Callable[[], tuple[int, int]],
+        allocator: AllocatorSettings = DEFAULT,
+    ) -> None:
         self._device = device
         self._requested = requested
+        self._allocator = allocator
         self._known: dict[int, Known] = {}
         self._rows: list[tuple[int, int, int]] = []
         self._params: dict[int, int] = {}
@@ -111,7 +118,7 @@ class TensorLog:
         """Log from now on."""
         self._known, self._rows, self._logging = {}, [], True
         self._params, self._casts = {id(param): index for index, param in enumerate(params)}, {}
-        return Base(self._requested()[0], 0, allocator=in_force()[0])
+        return Base(self._requested()[0], 0, allocator=self._allocator)
 
     def watching(self) -> AbstractContextManager[object]:
         """Shows the log every operator's tensors."""

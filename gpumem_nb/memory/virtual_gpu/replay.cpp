@@ -20,9 +20,8 @@ extern "C" struct GpumemReplayed {  // bytes
 // An event n > 0 allocates n bytes, an event -k releases the k-th allocation, counted from 1. Returns how many events
 // could be followed: fewer than given when one releases what is not there. With a limit (0: none) free segments are
 // given back where it would be passed, and what passes it all the same is counted and allocated. Garbage is collected
-// above a share of what is allowed. A layout
-// (CachingModel::layout) is what is there at the beginning, without free segments; the blocks in use that it names are
-// the first allocations, by the number that it gives.
+// above a share of what is allowed. A layout (CachingModel::layout) is what is there at the beginning, without free
+// segments; the blocks in use that it names are the first allocations, by the number that it gives.
 extern "C" size_t gpumem_replay(const int64_t* events, size_t count, const int64_t* layout, size_t layout_length,
                                 uint64_t limit, uint64_t allowed, const gpumem::Config* config, GpumemReplayed* out) {
   gpumem::CachingModel cache(*config);
