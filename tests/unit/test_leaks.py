@@ -197,6 +197,20 @@ def test_a_dict_that_grows_is_told_though_something_lives_into_the_next_step_onc
     assert leak.step < 50
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_dict_that_grows_is_told_though_something_often_lives_into_the_next_step(module: Any, seed: int) -> None:
+    """As gradients do, which the reduction's thread lets go of sooner or later."""
+    dice = random.Random(seed)
+    late = {number for number in range(STEPS) if dice.random() < 0.2}
+
+    def step(number: int) -> None:
+        module.seen[number] = torch.ones(1000)
+
+    module.seen = {}
+    [leak] = watched(step, lambda number: 4000 * number + 6000 * (number in late), module=module)
+    assert leak.step < 50
+
+
 @pytest.mark.parametrize("keys", [20, 60, 200])
 def test_a_cache_that_fills_is_no_leak(module: Any, keys: int) -> None:
     dice, module.cache = random.Random(keys), {}

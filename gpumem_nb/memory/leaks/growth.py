@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 # Steps in a block, and how many blocks in a row must be higher than the one before. The lowest live bytes of blocks are
 # compared: what comes and goes within one does not count, such as garbage in circles, or a batch of another length that
@@ -13,8 +15,11 @@ BLOCKS = {1: 22, 2: 13, 4: 5, 16: 7}
 MAY_BE_EQUAL = 4
 SLOWEST = 0.4  # of its pace at first: a cache that fills gets slower
 QUIET_STEPS = 2  # after a start or a flip: the optimizer's state appears, buffers are made
-# Growth in each step: but for a step at whose end garbage went, or something lived a moment longer.
+# Growth in each step: but for a step at whose end garbage went. What lived some steps longer, as gradients may that the
+# reduction's thread still holds, makes one step grow by more and a later one by as much less, which is no exception:
+# together they have grown by as much as each step does.
 STEADY_STEPS, EXCEPTIONS = 38, 2
+LATE_STEPS = 3
 
 
 @dataclass(slots=True)
@@ -75,7 +80,7 @@ class Growth:
         self.level = 0
         self._quiet = QUIET_STEPS
         self._scales = [_Scale(steps, wanted) for steps, wanted in BLOCKS.items()]
-        self._rose: deque[bool] = deque(maxlen=STEADY_STEPS)
+        self._grown: deque[int] = deque(maxlen=STEADY_STEPS + LATE_STEPS)  # by how much in each of the last steps
 
     def settle(self) -> None:
         """Something was flipped: the next steps may hold more or less, for good."""
@@ -94,7 +99,7 @@ class Growth:
             self._quiet = max(0, self._quiet - 1)
             return
         self.level += live - before
-        self._rose.append(live > before)
+        self._grown.append(live - before)
         for scale in self._scales:
             scale.add(self.level)
 
@@ -105,8 +110,13 @@ class Growth:
 
     @property
     def in_each_step(self) -> bool:
-        """Whether live bytes rose in each step of late."""
-        return sum(self._rose) >= STEADY_STEPS - EXCEPTIONS
+        """Whether live bytes grew in each step of late."""
+        if len(self._grown) < STEADY_STEPS:
+            return False
+        grown, usual = list(self._grown), median(self._grown)
+        before = len(grown) - STEADY_STEPS
+        exceptions = sum(not _grew(grown[: before + index + 1], usual) for index in range(STEADY_STEPS))
+        return exceptions <= EXCEPTIONS
 
     @property
     def bytes_so_far(self) -> int:
@@ -117,3 +127,10 @@ class Growth:
     def bytes_per_step(self) -> float:
         """How fast they grow; 0 while they do not."""
         return next((scale.pace for scale in self._scales if scale.grows), 0.0)
+
+
+def _grew(steps: Sequence[int], usual: float) -> bool:
+    """Whether the last of these steps grew, or fell only by what had lived longer than the step that made it."""
+    now = steps[-1]
+    together = (sum(steps[-1 - late :]) - (late + 0.5) * usual for late in range(1, LATE_STEPS + 1))
+    return now > 0 or (now < 0 and max(together) >= 0)
