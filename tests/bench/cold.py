@@ -1,6 +1,7 @@
 """Predictions without a GPU against published peaks of nvidia-smi.
 
-``python -m tests.bench.cold`` writes docs/prediction-cold.md; ``--folder`` names one with other rows of the same form.
+``python -m tests.bench.cold`` writes docs/prediction-cold.md and its plot; ``--folder`` names one with other rows of
+the same form.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import gpumem_nb
 from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.shared.dry_run import DryAnswer, DryRun
+from tests.bench import plot
 from tests.published import rows as published
 
 REPORT = Path(__file__).parents[2] / "docs" / "prediction-cold.md"
 MARKER = "<!-- the rest is written by python -m tests.bench.cold -->\n"
 GPU = "A100-40GB"
 CENSORED_MIB = 38_000
+WANTED_WITHIN = 0.08
+NAMES = {"transformers": "transformers", "cnns": "convolutional networks"}
 MIB = 2**20
 
 
@@ -58,10 +62,16 @@ class Case:
         return self.predicted_mib / self.measured_mib - 1
 
     @property
+    def bar_mib(self) -> tuple[float, float]:
+        """Between what the device's memory was said to lie."""
+        beside = self.predicted_mib - self.predicted.reserved_peak_bytes / MIB
+        return self.predicted.low_bytes / MIB + beside, self.predicted.high_bytes / MIB + beside
+
+    @property
     def covered(self) -> bool:
         """Whether the measured value lies within the error bar."""
-        beside = self.predicted_mib - self.predicted.reserved_peak_bytes / MIB
-        return self.predicted.low_bytes <= (self.measured_mib - beside) * MIB <= self.predicted.high_bytes
+        low, high = self.bar_mib
+        return low <= self.measured_mib <= high
 
 
 def main() -> int:
@@ -80,6 +90,7 @@ def main() -> int:
     print(text)
     if args.folder == published.FOLDER:
         REPORT.write_text(REPORT.read_text().partition(MARKER)[0] + MARKER + text)
+        plot.draw("prediction-cold", [comparison(table, of_table) for table, of_table in cases.items()])
     return 0
 
 
@@ -109,14 +120,18 @@ def line(case: Case) -> str:
     )
 
 
+def comparison(table: str, cases: Sequence[Case]) -> plot.Comparison:
+    """A plot of the rows that count, with their error bars."""
+    points = [plot.Point(case.measured_mib, case.predicted_mib, *case.bar_mib) for case in cases if case.counts]
+    return plot.Comparison(NAMES[table], "MiB of the device", WANTED_WITHIN, {NAMES[table]: points})
+
+
 def report(cases: dict[str, list[Case]]) -> str:
     """The figures as Markdown."""
     versions = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
     parts = [f"Predicted on a CPU with {versions}; {GPU}. Measured again by `python -m tests.bench.cold`.\n"]
     for table, of_table in cases.items():
-        parts.append(
-            f"\n## {table.capitalize() if table != 'cnns' else 'Convolutional networks'}\n\n{summary(of_table)}\n"
-        )
+        parts.append(f"\n## {NAMES[table].capitalize()}\n\n{summary(of_table)}\n")
         parts.append("| row | measured MiB | predicted MiB | error | 95 % of reserved MiB | verdict | s |")
         parts.append("|---|---|---|---|---|---|---|")
         parts += map(line, of_table)

@@ -1,6 +1,6 @@
 """Predicted against measured memory, on one rank, of flips of ready-made and other people's models.
 
-``python -m tests.bench.prediction`` writes docs/prediction.md.
+``python -m tests.bench.prediction`` writes docs/prediction.md and its plot.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError
 from gpumem_nb.shared.units import format_bytes
+from tests.bench import plot
 from tests.internals import predicted_by_small_steps
 
 REPORT = Path(__file__).parents[2] / "docs" / "prediction.md"
@@ -67,6 +68,7 @@ OTHERS = (
      "intermediate_size=128))", "labelled"),
 )  # fmt: skip
 READY = ("digits-resnet", "digits-separable", "text-gpt")
+CONVOLUTIONAL = ("digits-resnet", "digits-separable", "ResNet")
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def main() -> int:
     print(text)
     if not args.quick:
         REPORT.write_text(REPORT.read_text().partition(MARKER)[0] + MARKER + text)
+        plot.draw("prediction", comparisons(cases))
     return 0
 
 
@@ -197,6 +200,22 @@ def report(cases: Sequence[Case]) -> str:
             "",
         ]
     )
+
+
+def comparisons(cases: Sequence[Case]) -> list[plot.Comparison]:
+    """What is plotted: memory said by small steps, and throughput, against what came."""
+    reserved: dict[str, list[plot.Point]] = {"transformers": [], "convolutional networks": []}
+    speed: dict[str, list[plot.Point]] = {"transformers": [], "convolutional networks": []}
+    for case in cases:
+        group = "convolutional networks" if case.model in CONVOLUTIONAL else "transformers"
+        if case.reserved is not None:
+            reserved[group].append(plot.Point(case.reserved / 2**20, case.small.reserved_peak_bytes / 2**20))
+        if case.samples_per_s is not None and case.predicted.samples_per_s is not None:
+            speed[group].append(plot.Point(case.samples_per_s, case.predicted.samples_per_s))
+    return [
+        plot.Comparison("reserved memory from small steps", "MiB", 0.05, reserved),
+        plot.Comparison("throughput", "samples/s", 0.1, speed),
+    ]
 
 
 def _row(name: str, cases: Sequence[Case]) -> str:
