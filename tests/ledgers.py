@@ -6,6 +6,7 @@ from typing import Any
 
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import Ledger, RankInfo, Reading, Sample, Span, Timeline
+from gpumem_nb.shared.step_times import FORWARD, REDUCTION, StepTimes
 
 MIB = 2**20
 AT_PEAK = {
@@ -64,6 +65,11 @@ def info(rank: int = 0, **changed: Any) -> RankInfo:
 def reading(peak: int = 40 * MIB, limit: int | None = 96 * MIB) -> Reading:
     """A device whose peak was this."""
     return Reading(13 * MIB, peak, peak + 4 * MIB, peak + 8 * MIB, peak + 4 * MIB, limit)
+
+
+def waits(reduction_s: float) -> StepTimes:
+    """Of a step that waits so long for averaged gradients."""
+    return StepTimes.of({FORWARD: 0.1 - reduction_s, REDUCTION: reduction_s}, 0.0)
 
 
 def sample(step: int, rank: int = 0, recorded: Ledger | None = None, **changed: Any) -> Sample:

@@ -12,6 +12,7 @@ from .knobs import Knob
 from .readings import METRICS
 from .seeds import DEFAULT_SEED
 from .settings import Settings
+from .step_times import REDUCTION, StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,7 @@ class Sample:
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
     first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
     ``ledger`` is there for the steps whose memory was recorded. ``learning_rate`` is that of the optimizer's first
-    group, whoever set it. ``reduction_s`` is how long the rank, done with backward, waited for the averaged gradients,
-    which the rank that all others wait for does least; not known on GPUs, which work on while the process goes ahead.
+    group, whoever set it. ``times`` are those of its parts; not there for what was tried out.
     """
 
     rank: int
@@ -132,7 +132,12 @@ class Sample:
     event: str = ""
     ledger: Ledger | None = None
     learning_rate: float | None = None
-    reduction_s: float | None = None
+    times: StepTimes | None = None
+
+    @property
+    def reduction_s(self) -> float | None:
+        """How long the rank, done with backward, waited for averaged gradients; least where all others wait for it."""
+        return self.times[REDUCTION] if self.times else None
 
     @property
     def done(self) -> bool:

@@ -19,7 +19,7 @@ from gpumem_nb.ui.charts import Charts, View, table
 from gpumem_nb.ui.charts.chart import Chart, Drawn, Place
 from gpumem_nb.ui.charts.loss import LOSS
 from gpumem_nb.ui.charts.view import Attempt, Choice
-from tests.ledgers import MIB, info, ledger, reading, sample
+from tests.ledgers import MIB, info, ledger, reading, sample, waits
 
 
 @pytest.fixture(autouse=True)
@@ -229,7 +229,7 @@ def test_before_anything_was_measured_every_trace_is_there_and_empty() -> None:
 
 
 def test_the_rank_that_the_others_wait_for_is_named_over_the_throughput() -> None:
-    rows = [[sample(step, rank, reduction_s=0.05 - 0.04 * rank) for step in range(1, 9)] for rank in range(2)]
+    rows = [[sample(step, rank, times=waits(0.05 - 0.04 * rank)) for step in range(1, 9)] for rank in range(2)]
     _, layout = drawn(View.of([info(0), info(1)], [reading(), reading()], rows, lambda _: Settings()))
     titles = [note["text"] for note in layout["annotations"]]
     assert "<b>Samples/s (others wait 40 % for rank 1)</b>" in titles

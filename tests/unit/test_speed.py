@@ -8,7 +8,7 @@ import pytest
 from gpumem_nb.report.configurations import Effect, Tried
 from gpumem_nb.report.speed import FEWEST_STEPS, Speed, Straggler, compared
 from gpumem_nb.shared.settings import Settings
-from tests.ledgers import sample
+from tests.ledgers import sample, waits
 
 
 def noisy(median: float, steps: int, spread: float = 0.1) -> Speed:
@@ -55,7 +55,7 @@ def waiting(*shares: float | None, steps: int = FEWEST_STEPS) -> Straggler | Non
     """Of ranks that wait for these shares of each step."""
     return Straggler.of(
         [
-            [sample(step, rank, reduction_s=None if share is None else share * 0.1) for step in range(steps)]
+            [sample(step, rank, times=None if share is None else waits(share * 0.1)) for step in range(steps)]
             for rank, share in enumerate(shares)
         ]
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
 from ..together.interrupts import postponed
+from .step_clock import Flight
 from .wire import arrived, carried_dtype, outgoing
 
 # A bucket is one Horovod group: negotiated once instead of once a tensor. Large enough to keep the number of
@@ -43,6 +46,7 @@ class _Bucket:
         self.bytes = 0
         self.ready: set[int] = set()
         self.handle: int | None = None
+        self.sent_s = 0.0
         self.wires: list[list[Tensor]] = []
 
 
@@ -57,6 +61,8 @@ class GradientReduction:
         latest: the weight whose gradient was computed last, which tells how far backward got.
         torn: a gradient changed after it had left, as reentrant checkpoints can do: the step must be taken again,
             on all ranks after :meth:`wait_for_backward`.
+        flights: the buckets that have arrived since the last backward pass began.
+        backward_ended_s: when gradients were asked for that backward had left, as ``time.perf_counter`` has it.
     """
 
     def __init__(self, params: Sequence[Tensor], sparse: Collection[int], ranks: int) -> None:
@@ -80,6 +86,9 @@ class GradientReduction:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.latest: Tensor | None = None
         self.torn = False
+        self._under_way: deque[_Bucket] = deque()
+        self.flights: list[Flight] = []
+        self.backward_ended_s = 0.0
         self.regroup()
 
     def regroup(self) -> None:
@@ -109,6 +118,7 @@ class GradientReduction:
         """From now on gradients are final: send each bucket as soon as it is full."""
         for bucket in self._buckets:
             bucket.ready.clear()
+        self.flights.clear()
         self._armed = True
 
     def finish(self, ballot: Tensor) -> Reduced:
@@ -120,6 +130,8 @@ class GradientReduction:
             ballot: whole numbers in float32, whose sums over all ranks stay below 2**24.
         """
         self._armed = False
+        self._notice_arrivals()
+        self.backward_ended_s = time.perf_counter()
         ballot = torch.cat([ballot, self._presence(ballot.device)])
         last = self._buckets[-1] if self._buckets else None
         carrier = last if last and carried_dtype(last.params[0].dtype) == ballot.dtype else None
@@ -132,6 +144,7 @@ class GradientReduction:
             assert bucket.handle is not None
             handle, bucket.handle = bucket.handle, None
             hvd.synchronize(handle)
+            self._arrived(bucket)
         numbers: list[float] = ballot.tolist()
         count = len(numbers) - len(self._params)
         missed, partial, absent = self._learn(numbers[count:])
@@ -150,6 +163,7 @@ class GradientReduction:
         for bucket in self._buckets:
             bucket.handle = None
             bucket.wires = []
+        self._under_way.clear()
 
     def remove(self) -> None:
         """Take the hooks off the weights again."""
@@ -161,6 +175,7 @@ class GradientReduction:
         self.latest = param
         if not self._armed:
             return
+        self._notice_arrivals()
         if id(param) in bucket.ready:  # it comes in several pieces, and nobody knows how many
             self._early = False
             self.torn = self.torn or bucket.handle is not None
@@ -178,7 +193,19 @@ class GradientReduction:
         if Recorder.current:
             gradients = {id(param.grad) for param in bucket.params}
             Recorder.current.claim(COMMUNICATION, (wire for wire in wires if id(wire) not in gradients))
+        bucket.sent_s = time.perf_counter()
         bucket.handle = hvd.grouped_allreduce_async_(wires, name=bucket.name, op=hvd.Average)
+        self._under_way.append(bucket)
+
+    def _notice_arrivals(self) -> None:
+        """Look which buckets have arrived by now; Horovod brings one after the other."""
+        while self._under_way and _is_over(self._under_way[0].handle):
+            self._arrived(self._under_way[0])
+
+    def _arrived(self, bucket: _Bucket) -> None:
+        if bucket in self._under_way:
+            self._under_way.remove(bucket)
+            self.flights.append(Flight(bucket.bytes, bucket.sent_s, time.perf_counter()))
 
     def _presence(self, device: torch.device) -> Tensor:
         """For each weight whether there is a gradient, or whether it is frozen, here."""
@@ -201,6 +228,13 @@ class GradientReduction:
         absent = {id(param) for param, count in zip(self._params, there, strict=True) if not count}
         self._learned = ([] if missed else presence), partial, absent
         return missed, partial, absent
+
+
+def _is_over(handle: int | None) -> bool:
+    try:
+        return bool(hvd.poll(handle))
+    except ValueError:  # Horovod does not know it any more
+        return True
 
 
 def _into_buckets(params: list[Tensor]) -> list[_Bucket]:

@@ -22,6 +22,7 @@ from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
 from ...shared.errors import WorkloadError
 from ...shared.messages import Failure, Ledger, Reading
+from ...shared.step_times import BACKWARD, COPY, DATA, FORWARD, REDUCTION, TOOLKIT, UPDATE
 from ..copies import host_copy
 from ..data.device import to_device
 from ..data.stream import Stream
@@ -36,6 +37,7 @@ from .guard import check_no_backward, updates_refused
 from .live_model import LiveModel
 from .own_loss import micro_batches
 from .precision import autocast
+from .step_clock import UNDOING, Laps, StepClock
 from .undo import ForwardState, ForwardUndo, KeptWeights, UpdateUndo
 from .voting import StepOrder, Voting
 
@@ -55,8 +57,8 @@ class Outcome:
 
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
-    there for recorded steps that were finished; ``reduction_s`` is that of :class:`Sample`. ``notes`` are sentences to
-    be said once.
+    there for recorded steps that were finished; ``laps`` are how long its parts took. ``notes`` are sentences to be
+    said once.
     """
 
     loss: Tensor | None
@@ -65,8 +67,7 @@ class Outcome:
     last: bool
     reading: Reading
     ledger: Ledger | None
-    step_s: float
-    reduction_s: float | None
+    laps: Laps
     notes: tuple[str, ...]
 
 
@@ -78,7 +79,7 @@ class Stepper:
         began_s: when the latest step began, on the clock of ``time.monotonic``.
         record: the allocations of the latest step, if it was recorded.
         work_s: what the latest step took whose update was prepared to be undone, without that and without ``data_s``.
-        data_s: how long the latest step waited for its data.
+        data_s: how long that step had waited for its data.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Stepper:
         self.began_s = time.monotonic()
         self.record: Account | None = None
         self.work_s = self.data_s = 0.0
-        self._reduction_s = self._copied_s = 0.0
+        self._clock = StepClock(device.torch_device)
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
     @property
@@ -117,12 +118,15 @@ class Stepper:
         if Recorder.current:
             Recorder.current.mark(phase)
 
+    def enter(self, part: str) -> None:
+        """A part of the step begins, as far as time goes."""
+        self._clock.enter(part)
+
     def take(self, order: StepOrder, failure: Failure | None) -> Outcome:
         """One step; with a ``failure`` from before it, one that this rank cannot but fail."""
         self._device.reset_peak()
-        start_s = time.perf_counter()
+        self._clock.begin()
         self.began_s = time.monotonic()
-        self._copied_s = 0.0
         self.record = None
         failure = failure or self._data_ready()
         for _ in range(MOST_ATTEMPTS):
@@ -130,7 +134,7 @@ class Stepper:
                 Recorder(self._device, *self._live.parts.named.values()).watching() if order.recorded else nullcontext()
             ):
                 try:
-                    outcome, failure = self._attempt(order, failure, start_s)
+                    outcome, failure = self._attempt(order, failure)
                 except BaseException:  # which should not come: the next step must not find what is left of this one
                     self.voting.forget()
                     self._live.zero_grad()
@@ -141,18 +145,22 @@ class Stepper:
 
     def _data_ready(self) -> Failure | None:
         """Let workers begin outside of what is recorded: they must not inherit the recorder."""
-        self.phase = "data"
+        self._begin(DATA)
         try:
             with interruptible():
                 self._stream.make_ready(self._live.settings.batch_size, self._live.settings.accumulation_steps)
         except BaseException as error:
             return self.failure(error)
-        self.data_s = time.monotonic() - self.began_s
+        finally:
+            self.enter(TOOLKIT)
         return None
 
-    def _attempt(
-        self, order: StepOrder, failure: Failure | None, start_s: float
-    ) -> tuple[Outcome | None, Failure | None]:
+    def _begin(self, part: str) -> None:
+        """A part of the step begins."""
+        self.phase = part
+        self.enter(part)
+
+    def _attempt(self, order: StepOrder, failure: Failure | None) -> tuple[Outcome | None, Failure | None]:
         """Forward, vote, update or undo. No outcome: all ranks take the step again, with this failure if there is one.
 
         Every attempt starts from no gradients, whatever a cell has left.
@@ -164,10 +172,9 @@ class Stepper:
             failure, self._after_update = self._after_update, None
         if failure is None:
             before, loss, failure = self._forward(order)
-        self.phase = "reduction"
-        waits_since_s = time.perf_counter()
+        self.phase = REDUCTION
+        self.enter(TOOLKIT)
         votes, failure = self.voting.vote(order, loss, failure, self)
-        self._reduction_s = time.perf_counter() - waits_since_s
         if votes.unsure and not votes.failed:
             if before:
                 before.undo()
@@ -179,6 +186,7 @@ class Stepper:
             if self._hooks:  # which are no longer there
                 self._hooks, self._hook_state = (), ForwardState(())
             self._update()
+        self.enter(TOOLKIT)
         self._live.zero_grad()
         if discarded:
             if before:
@@ -189,7 +197,7 @@ class Stepper:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
             self._told_later(self._live.step_counted)
         notes = () if discarded else self.voting.newly_partial()
-        return self._measured(start_s, loss, failure, discarded, discarded or votes.leave, notes), failure
+        return self._measured(loss, failure, discarded, discarded or votes.leave, notes), failure
 
     def failure(self, error: BaseException) -> Failure:
         """What went wrong in the part of the step under way."""
@@ -202,7 +210,7 @@ class Stepper:
     def _forward(self, order: StepOrder) -> tuple[ForwardUndo | None, Tensor | None, Failure | None]:
         """Forward and backward: what undoes them, the loss, or what went wrong."""
         before, ambient = None, Ambient()
-        self.phase = "forward"
+        self.phase = FORWARD
         try:
             collectives.check()
             before = ForwardUndo(self._forward_state, self._weights_of_trial() if order.trial else None)
@@ -217,9 +225,9 @@ class Stepper:
         return before, None, failure
 
     def _weights_of_trial(self) -> KeptWeights:
-        copied_since_s = time.monotonic()
+        self.enter(UNDOING)
         weights = KeptWeights.of_trial(self._live.parameters, self._live.parts.parameters())
-        self._copied_s += time.monotonic() - copied_since_s
+        self.enter(TOOLKIT)
         return weights
 
     def _forward_backward(self) -> Tensor:
@@ -227,28 +235,29 @@ class Stepper:
         settings, scaler = self._live.settings, self._live.scaler
         device = self._device.torch_device
         total = torch.zeros((), device=device)
-        self.phase = "data"
+        self._begin(DATA)
         with updates_refused(), interruptible():
             count = settings.accumulation_steps
             batches = self._stream.micro_batches(settings.batch_size, count)
-            waits_since_s = time.monotonic()
             for index, batch in enumerate(micro_batches(self._loss, self._live.model, batches, count)):
-                self.data_s += time.monotonic() - waits_since_s
+                self.enter(COPY)
                 batch = to_device(batch, device, copy=self._stream.foreign)
                 if Recorder.current:
                     Recorder.current.claim(INPUTS, tensors_in(batch))
-                self.phase, self.voting.latest = "forward", None
+                self._begin(FORWARD)
+                self.voting.latest = None
                 with autocast(settings.precision, device.type):
                     loss = self._loss(self._live.model, batch)
                     check_no_backward(self.voting.latest)
                     loss = checked_loss(loss) / settings.accumulation_steps
                 del batch
-                self.phase = "backward"
+                self._begin(BACKWARD)
                 if index == settings.accumulation_steps - 1:
                     self.voting.arm()
                 (scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
                 total += loss.detach().float()
-                self.phase, waits_since_s = "data", time.monotonic()
+                self._begin(DATA)
+            self.enter(TOOLKIT)
             self._live.finished_backward()
         return total
 
@@ -261,19 +270,19 @@ class Stepper:
 
     def _update_or_undo(self, trial: bool) -> tuple[Failure | None, bool]:
         """Update, and undo it on all ranks if one cannot, or for a trial; returns this rank's failure and if undone."""
-        self.phase = "update"
+        self.phase = UPDATE
         undo, scaler_state = None, self._live.scaler.state_dict()
         failure, updates = None, list[Update]()
         try:
-            copied_since_s = time.monotonic()
+            self.enter(UNDOING)
             weights = () if trial else self._live.parameters  # those of a trial were copied before forward
             undo = UpdateUndo(weights, self._live.optimizer, None if trial else self._before_hooks())
-            self._copied_s += time.monotonic() - copied_since_s
             with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
                 self._update()
             if trial and self._device.kind == "cuda":  # whose work is timed
                 torch.cuda.synchronize(self._device.torch_device)
-            self.work_s = time.monotonic() - self.began_s - self._copied_s - self.data_s
+            self.work_s, self.data_s = self._clock.work_s(), self._clock.data_s()
+            self.enter(TOOLKIT)
             if trial and Recorder.current:
                 self.record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:
@@ -303,7 +312,7 @@ class Stepper:
 
     def _told_later(self, work: Callable[[], None]) -> None:
         """Do what belongs to an update that counts already on all ranks: what it raises fails the step after it."""
-        self.phase = "update"
+        self._begin(UPDATE)
         try:
             work()
         except BaseException as error:
@@ -313,7 +322,7 @@ class Stepper:
 
     def _update(self) -> None:
         """Unscale, clip, update: in this order, because clipping is about true gradients."""
-        self.phase = "update"
+        self._begin(UPDATE)
         settings, optimizer, scaler = self._live.settings, self._live.optimizer, self._live.scaler
         scaled = settings.precision == "fp16"
         if scaled:
@@ -330,17 +339,16 @@ class Stepper:
 
     def _measured(
         self,
-        start_s: float,
         loss: Tensor | None,
         failure: Failure | None,
         discarded: bool,
         last: bool,
         notes: tuple[str, ...],
     ) -> Outcome:
+        self.enter(TOOLKIT)
         reading = self._device.reading()
         if Recorder.current and not discarded:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
-        step_s = time.perf_counter() - start_s
-        reduction_s = None if self._device.kind == "cuda" else self._reduction_s
-        return Outcome(loss, failure, discarded, last, reading, ledger, step_s, reduction_s, notes)
+        laps = self._clock.end(self.voting.flights, self.voting.backward_ended_s)
+        return Outcome(loss, failure, discarded, last, reading, ledger, laps, notes)

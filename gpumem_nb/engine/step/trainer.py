@@ -29,6 +29,7 @@ from .live_model import LiveModel
 from .notes import notes as model_notes
 from .rates import named_rate
 from .step import Outcome, Stepper
+from .step_clock import Laps
 from .trials import NO_CONFIGURATION, Trial, Trials
 from .voting import StepOrder
 
@@ -179,10 +180,12 @@ class Trainer:
         samples: list[Sample] = []
         notes: list[str] = []
         losses: list[Tensor | None] = []
+        laps: list[Laps] = []
         for _ in range(chunk.steps if chunk.nudges > self._left_after else 0):
             outcome, sample = self._step(failure, chunk)
             samples.append(sample)
             losses.append(outcome.loss)
+            laps.append(outcome.laps)
             notes += outcome.notes
             self._leaks.step_ended(sample, losses=len(losses))
             failure = outcome.failure
@@ -197,10 +200,10 @@ class Trainer:
             evaluated, failure = self._evaluate(failure, chunk.settings_id)
             if evaluated is None and chunk.steps:  # on every rank
                 self._left_after = chunk.nudges
-        # Reading a loss waits for the device, so it is done once a chunk.
+        # Reading a loss or an event waits for the device, so it is done once a chunk.
         complete = tuple(
-            dataclasses.replace(sample, loss=None if loss is None else loss.item())
-            for sample, loss in zip(samples, losses, strict=True)
+            dataclasses.replace(sample, loss=None if loss is None else loss.item(), times=of_step.times())
+            for sample, loss, of_step in zip(samples, losses, laps, strict=True)
         )
         leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
         reading = self._device.reading()
@@ -330,15 +333,15 @@ class Trainer:
         return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)
 
     def _sample(self, outcome: Outcome, event: str, settings_id: int, learning_rate: float) -> Sample:
-        """What is shown of a step, without its loss."""
+        """What is shown of a step, without its loss and the times of its parts."""
         reading = outcome.reading
         return Sample(
             rank=self.stream.rank,
             step=self.steps,
             time_s=time.time() - self._started_s,
             loss=None,
-            step_s=outcome.step_s,
-            samples_per_s=self.live.settings.samples_per_rank / outcome.step_s,
+            step_s=outcome.laps.step_s,
+            samples_per_s=self.live.settings.samples_per_rank / outcome.laps.step_s,
             live_bytes=reading.live_bytes,
             live_peak_bytes=reading.live_peak_bytes,
             reserved_bytes=reading.reserved_bytes,
@@ -348,5 +351,4 @@ class Trainer:
             event=event,
             ledger=outcome.ledger,
             learning_rate=learning_rate,
-            reduction_s=outcome.reduction_s,
         )

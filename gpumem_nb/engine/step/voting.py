@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ...memory.device import Device
 from ...shared.messages import Failure
+from ...shared.step_times import REDUCTION, TOOLKIT
 from ..together import nudge
 from .ballot import Ballot, Votes
 from .blame import nonfinite_loss
 from .finite import GradientNorms
 from .live_model import LiveModel
 from .reduction import GradientReduction
+from .step_clock import Flight
 from .weight_watch import WeightWatch
 
 _PARTIAL_NAMED = 3
@@ -42,6 +44,9 @@ class Step(Protocol):
 
     def failure(self, error: BaseException) -> Failure:
         """What an exception was."""
+
+    def enter(self, part: str) -> None:
+        """A part of it begins, as far as time goes."""
 
     def update_may_fail(self, order: StepOrder) -> bool:
         """Whether its update could end half way, or shall be undone."""
@@ -73,6 +78,16 @@ class Voting:
     def latest(self, param: None) -> None:
         self._reduction.latest = param
 
+    @property
+    def backward_ended_s(self) -> float:
+        """When the latest step's last gradient was there, as ``time.perf_counter`` has it."""
+        return self._reduction.backward_ended_s
+
+    @property
+    def flights(self) -> tuple[Flight, ...]:
+        """Of the gradients of the latest step."""
+        return tuple(self._reduction.flights)
+
     def come_last(self) -> None:
         """Cells may have registered hooks that change gradients: these come before they are sent."""
         self._reduction.come_last()
@@ -95,10 +110,12 @@ class Voting:
             # A failed rank has room for the zeros it sends: whatever its step held is gone by now.
             with self._device.exempt():
                 ballot, norms, failure = self._ballot(order, loss, failure, step)
+                step.enter(REDUCTION)
                 reduced = self._reduction.finish(ballot.numbers(self._device.torch_device))
         except HorovodInternalError as error:  # on every rank, because Horovod was shut down
             self._reduction.forget()
             return Votes.of_one_that_left(), step.failure(error)
+        step.enter(TOOLKIT)
         votes = Votes.counted(reduced.sums, self._ranks, reduced.missed)
         self._partial = reduced.partial
         if ballot.digest is not None and not (votes.compare or votes.differ or votes.failed):

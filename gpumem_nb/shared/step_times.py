@@ -1,0 +1,53 @@
+"""The parts of a step's time, in the order in which they come, and what each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+DATA = "data"
+COPY = "copy"
+FORWARD = "forward"
+BACKWARD = "backward"
+REDUCTION = "reduction"
+UPDATE = "update"
+TOOLKIT = "toolkit"
+
+MEANING = {
+    DATA: "waiting for the next micro-batch",
+    COPY: "moving micro-batches to the device",
+    FORWARD: "the model and the loss",
+    BACKWARD: "gradients; with checkpointing what is computed again, too",
+    REDUCTION: "waiting, after backward, for gradients averaged over all ranks, and for ranks that are slower",
+    UPDATE: "clipping and the optimizer",
+    TOOLKIT: "this toolkit's own share: votes, accounting, copies for undoing",
+}
+PARTS = tuple(MEANING)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where the time of one step went on one rank.
+
+    Attributes:
+        seconds: of each of ``PARTS``. They sum to the step, on GPUs to what the device took for it.
+        hidden_s: how much of backward gradients were already on their way; ``None`` on GPUs, where backward is over for
+            the process long before it is for the device.
+    """
+
+    seconds: tuple[float, ...]
+    hidden_s: float | None
+
+    @classmethod
+    def of(cls, seconds: Mapping[str, float], hidden_s: float | None) -> StepTimes:
+        """From the seconds of some parts; the others took none."""
+        return cls(tuple(seconds.get(part, 0.0) for part in PARTS), hidden_s)
+
+    def __getitem__(self, part: str) -> float:
+        """Seconds of a part."""
+        return self.seconds[PARTS.index(part)]
+
+    @property
+    def total_s(self) -> float:
+        """All parts together."""
+        return sum(self.seconds)
