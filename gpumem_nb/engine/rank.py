@@ -40,6 +40,7 @@ from ..shared.messages import (
 )
 from ..shared.settings import Settings
 from ..shared.state_file import Header
+from ..shared.step_times import StepLanes
 from ..shared.workload import Workload, WorkloadInfo
 from . import building, surroundings
 from .attach import attached
@@ -201,6 +202,11 @@ def sync() -> None:
 def record_step() -> Timeline | None:
     """Record one step of the workload, which all ranks undo."""
     return _loaded_trainer().record()
+
+
+def step_lanes() -> StepLanes | None:
+    """The latest step that was done, part by part."""
+    return _loaded_trainer().lanes()
 
 
 def forecast(settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> Forecasts:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..report.memory import MemoryReport, RankMemory, check_view
+from ..report.step_time import TimeReport
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.messages import Ledger, RankInfo, Timeline
 from ..shared.ranklist import name_ranks
@@ -52,6 +54,21 @@ class Inspection:
         if missing := [rank for rank, timeline in enumerate(found) if timeline is None]:
             raise WorkloadError(f"The step could not be recorded on {name_ranks(missing)}. Try again.")
         return found
+
+    def time(self, timeline: bool) -> TimeReport:
+        """Where the time of a step goes; with ``timeline`` also the latest step as it happened on each rank.
+
+        Raises:
+            WorkloadError: nothing is loaded, or no step was done.
+        """
+        self._foreground.check_loaded()
+        first = self._history.loaded_as
+        samples = [[one for one in of_rank if one.settings_id >= first] for of_rank in self._history.samples()]
+        report = TimeReport.of(samples)
+        if not timeline:
+            return report
+        lanes = [lane for lane in self._foreground.call("step_lanes") if lane is not None]
+        return dataclasses.replace(report, lanes=tuple(lanes))
 
     def write_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Let torch write what rank 0 allocates, in one step when something is loaded, even if that step fails.

@@ -83,3 +83,17 @@ class LookingMagics(Magics):
 
             show_figures(report)
         return report
+
+    @magic_arguments()
+    @argument("--timeline", action="store_true", help="draw the latest step of every rank, part by part")
+    @line_magic
+    @says_usage
+    def hvd_time(self, line: str) -> Any:
+        """Show where the time of a step goes on every rank: data, forward, backward, gradients, update."""
+        args = parse_argstring(self.hvd_time, line)
+        report = current().time(timeline=args.timeline)
+        if report.lanes:
+            from ..ui.time_figure import show_lanes  # plotly takes long to import
+
+            show_lanes(report.lanes)
+        return report

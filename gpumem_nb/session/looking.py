@@ -9,6 +9,7 @@ from pathlib import Path
 from ..kernel.lifecycle import Lifecycle
 from ..report.memory import MemoryReport
 from ..report.status import Status
+from ..report.step_time import TimeReport
 from ..report.waits import WaitReport
 from ..shared.messages import Timeline
 from ..shared.progress import Progress
@@ -66,6 +67,17 @@ class Looks:
             WorkloadError: nothing is loaded, or the step could not be recorded.
         """
         return self._life.inspection.timeline()
+
+    def time(self, timeline: bool = False) -> TimeReport:
+        """Where the time of a step goes on every rank: the means of the latest steps under the present settings.
+
+        Args:
+            timeline: also the latest step as it happened on each rank.
+
+        Raises:
+            WorkloadError: nothing is loaded, or no step was done yet.
+        """
+        return self._life.inspection.time(timeline)
 
     def memory_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write torch's own snapshot of the memory of rank 0's GPU, for its visualiser (pytorch.org/memory_viz).

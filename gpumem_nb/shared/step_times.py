@@ -51,3 +51,32 @@ class StepTimes:
     def total_s(self) -> float:
         """All parts together."""
         return sum(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """A part of one step, or gradients on their way, in seconds since 1970 by the clock of the rank's host.
+
+    ``name`` is the part, or how many bytes are on their way.
+    """
+
+    name: str
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepLanes:
+    """One step of one rank as it happened.
+
+    Attributes:
+        rank: whose.
+        step: its number.
+        parts: without gaps.
+        flights: gradients on their way; they may overlap.
+    """
+
+    rank: int
+    step: int
+    parts: tuple[Lap, ...]
+    flights: tuple[Lap, ...]

@@ -6,22 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from IPython.core.getipython import get_ipython
-from IPython.display import display
 from plotly import graph_objects as go
-from plotly.io import renderers
 
 from ..report.breakdown import by_outer_module, joined, parts, place, share
 from ..report.memory import MemoryReport
 from ..shared.categories import CATEGORIES
 from ..shared.messages import Ledger, Span, Timeline
 from ..shared.units import format_bytes
-from .style import BLUE, LOOKS, TEXT, UNKNOWN, VERMILION, Look
+from . import figures
+from .style import BLUE, LOOKS, UNKNOWN, VERMILION, Look
 
 _MIB = 2**20
 _NAMED_AT_PEAK = 3  # categories, in the label of the peak
 _SHADES = ("#b4b4b4", "#d4d4d4")  # parts of a step, in turns; black on them can be read
-_GRID = "rgba(136,136,136,0.3)"
 _BRANCH = Look("#555555")  # modules of the treemap; white on it can be read
 _MOST_BOXES = 200  # of modules over time; with checkpointing each block has three
 _ROOT = "peak"
@@ -29,17 +26,14 @@ _ROOT = "peak"
 
 def show_figures(report: MemoryReport) -> None:
     """Show the report's figures; a terminal gets its text only."""
-    if getattr(get_ipython(), "kernel", None) is None:
+    if not figures.can_show():
         return
-    figures = []
+    drawn = []
     if timeline := report.worst_timeline:
-        figures.append(timeline_figure(timeline))
+        drawn.append(timeline_figure(timeline))
     if report.by == "module" and (worst := report.worst) and worst.ledger:
-        figures.append(treemap_figure(worst.ledger, worst.info.rank))
-    for figure in figures:
-        # Drawn by the extension that is installed with plotly: nothing is fetched, and the library is not saved.
-        bundle = renderers["plotly_mimetype"].to_mimebundle(figure.to_dict())
-        display(bundle | {"text/plain": figure.layout.title.text}, raw=True)
+        drawn.append(treemap_figure(worst.ledger, worst.info.rank))
+    figures.show(drawn)
 
 
 def timeline_figure(timeline: Timeline) -> go.Figure:
@@ -55,17 +49,17 @@ def timeline_figure(timeline: Timeline) -> go.Figure:
     )
     figure = go.Figure(traces)
     figure.update_layout(
-        **_look(title, 580),
+        **figures.look(title, 580),
         barmode="overlay",
         uniformtext={"minsize": 11, "mode": "hide"},  # what does not fit into its box is told on hover
         xaxis={
             "title": {"text": "ms", "standoff": 2, "font": {"size": 14}},
             "anchor": "y2",
-            "gridcolor": _GRID,
+            "gridcolor": figures.GRID,
             "zeroline": False,
             "range": [0, max(ends, default=1)],
         },
-        yaxis={"domain": [0.3, 1], "rangemode": "tozero", "gridcolor": _GRID, "zeroline": False},
+        yaxis={"domain": [0.3, 1], "rangemode": "tozero", "gridcolor": figures.GRID, "zeroline": False},
         yaxis2={"domain": [0, 0.26], "fixedrange": True, "showgrid": False, "zeroline": False},
         legend={"traceorder": "reversed", "font": {"size": 13}},
         annotations=_peak(timeline),
@@ -107,20 +101,11 @@ def treemap_figure(ledger: Ledger, rank: int) -> go.Figure:
     )
     kind = " (virtual)" if ledger.virtual else ""
     figure.update_layout(
-        **_look(f"Peak of rank {rank} by module: {format_bytes(ledger.peak_bytes)}{kind} in {place(ledger)}", 520),
+        **figures.look(
+            f"Peak of rank {rank} by module: {format_bytes(ledger.peak_bytes)}{kind} in {place(ledger)}", 520
+        ),
     )
     return figure
-
-
-def _look(title: str, height: int) -> dict[str, Any]:
-    return {
-        "title": {"text": title, "font": {"size": 16}, "x": 0.01, "xanchor": "left"},
-        "height": height,
-        "font": {"color": TEXT, "size": 14},
-        "margin": {"l": 56, "r": 10, "t": 44, "b": 44},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-    }
 
 
 def _area(name: str, ends: Any, live: tuple[int, ...]) -> Any:

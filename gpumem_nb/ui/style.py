@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..shared import categories as c
+from ..shared.step_times import BACKWARD, COPY, DATA, FORWARD, REDUCTION, TOOLKIT, UPDATE
 
 # Okabe and Ito's palette, told apart by people who are colour-blind (https://jfly.uni-koeln.de/color/).
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"
@@ -50,6 +51,16 @@ LOOKS = {
     c.OTHER: Look(GREY),
 }
 UNKNOWN = Look(GREY, "\\")
+# Parts of a step's time have colours of their own: Paul Tol's muted scheme (https://sronpersonalpages.nl/~pault/).
+TIME_COLOURS = {
+    DATA: "#DDCC77",
+    COPY: "#999933",
+    FORWARD: "#88CCEE",
+    BACKWARD: "#AA4499",
+    REDUCTION: "#CC6677",
+    UPDATE: "#44AA99",
+    TOOLKIT: "#BBBBBB",
+}
 
 BIG = 1.5  # times as large as usual: for a room
 # Sizes are in em of the panel's own type, so that one number makes all of it larger. The width of the panel decides its

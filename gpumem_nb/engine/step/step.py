@@ -287,10 +287,12 @@ class Stepper:
                 self.record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:
             failure = self.failure(error)
+        self.enter(REDUCTION)
         try:
             undone = any_rank(failure is not None, "update") or trial
         except HorovodInternalError as error:
             failure, undone = self.failure(error), True
+        self.enter(TOOLKIT)
         if undone:
             if undo:
                 undo.undo()

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...shared.step_times import DATA, TOOLKIT, StepTimes
+from ...shared.step_times import DATA, TOOLKIT, Lap, StepLanes, StepTimes
+from ...shared.units import format_bytes
 
 UNDOING = "undoing"  # a part of the toolkit's share that no step has but those that may have to be undone
 
@@ -60,6 +61,23 @@ class Laps:
     def step_s(self) -> float:
         """How long the step took the process."""
         return self.began_s[-1] - self.began_s[0]
+
+    def lanes(self, rank: int, step: int) -> StepLanes:
+        """The same as it happened; on GPUs parts are the device's, which begin when the process began."""
+        began_s = self.began_s
+        if self.marks:
+            self.marks[-1].synchronize()
+            began_s = [self.began_s[0] + self.marks[0].elapsed_time(mark) / 1000 for mark in self.marks]
+        wall_s = time.time() - time.perf_counter()
+        ends = zip(self.parts, began_s, began_s[1:], strict=False)
+        parts = (
+            Lap(TOOLKIT if part == UNDOING else part, wall_s + began, wall_s + ended) for part, began, ended in ends
+        )
+        flights = (
+            Lap(format_bytes(one.bytes), wall_s + one.sent_s, wall_s + one.arrived_s)
+            for one in ([] if self.marks else self.flights)
+        )
+        return StepLanes(rank, step, tuple(parts), tuple(flights))
 
     def _hidden_s(self) -> float:
         """Time in which gradients were on their way while backward went on: they may overlap."""

@@ -16,6 +16,7 @@ from ...memory.leaks.detector import LeakDetector
 from ...shared.errors import WorkloadError
 from ...shared.messages import Chunk, ChunkReply, Evaluated, Failure, Sample, Timeline
 from ...shared.settings import Settings
+from ...shared.step_times import StepLanes
 from ...shared.workload import Workload, WorkloadInfo
 from .. import cells
 from ..data.held_out import HeldOut
@@ -90,6 +91,7 @@ class Trainer:
         self._left_after = -1  # as many nudges, ranks left a chunk; those made before that have no steps any more
         self._flipped = False  # since the last step that was finished
         self._recorded_steps = 0  # under these settings
+        self._latest: Laps | None = None  # of the step that was done last
 
     def join(self) -> None:
         """Begin with the values of rank 0; all ranks call it together.
@@ -186,6 +188,7 @@ class Trainer:
             samples.append(sample)
             losses.append(outcome.loss)
             laps.append(outcome.laps)
+            self._latest = self._latest if outcome.discarded else outcome.laps
             notes += outcome.notes
             self._leaks.step_ended(sample, losses=len(losses))
             failure = outcome.failure
@@ -208,6 +211,10 @@ class Trainer:
         leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
         reading = self._device.reading()
         return ChunkReply(self.stream.rank, complete, reading, failure, leaks=leaks, evaluated=evaluated, notes=told)
+
+    def lanes(self) -> StepLanes | None:
+        """The latest step that was done, part by part; ``None`` before one was."""
+        return self._latest.lanes(self.stream.rank, self.steps) if self._latest else None
 
     def record(self) -> Timeline | None:
         """One step, recorded allocation by allocation and undone on all ranks; ``None`` when another rank failed.

@@ -1,0 +1,155 @@
+"""Where the time of a step goes on every rank, in a table and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..shared.errors import WorkloadError
+from ..shared.messages import Sample
+from ..shared.step_times import DATA, MEANING, PARTS, REDUCTION, StepLanes, StepTimes
+from .speed import STEPS_JUDGED, WARM_UP_STEPS, Straggler
+from .tables import Table, notes_html
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_ALL = "all"
+_SLOWEST = " (slowest)"
+_PER_S = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """The mean over some steps of one rank.
+
+    Attributes:
+        rank: whose.
+        steps: how many.
+        step_s: a step.
+        times: its parts.
+    """
+
+    rank: int
+    steps: int
+    step_s: float
+    times: StepTimes
+
+    @classmethod
+    def of(cls, rank: int, samples: Sequence[Sample]) -> RankTime | None:
+        """Of steps whose times are known; ``None`` without any."""
+        known = [(sample.step_s, sample.times) for sample in samples if sample.times]
+        if not known:
+            return None
+        count = len(known)
+        seconds = {part: sum(times[part] for _, times in known) / count for part in PARTS}
+        hidden = [times.hidden_s for _, times in known if times.hidden_s is not None]
+        mean = StepTimes.of(seconds, sum(hidden) / len(hidden) if hidden else None)
+        return cls(rank, count, sum(step_s for step_s, _ in known) / count, mean)
+
+    def share(self, part: str) -> float:
+        """Of the step, between 0 and 1."""
+        return self.times[part] / (self.times.total_s or 1)
+
+
+@dataclass(frozen=True)
+class TimeReport:
+    """Where the time of a step went, as means over the latest steps under the present settings.
+
+    Attributes:
+        ranks: those of each rank, in their order.
+        straggler: the rank that the others wait for, if one stands out.
+        lanes: the latest step of each rank, part by part, if they were asked for.
+    """
+
+    ranks: tuple[RankTime, ...]
+    straggler: Straggler | None = None
+    lanes: tuple[StepLanes, ...] = ()
+
+    @classmethod
+    def of(cls, samples: Sequence[Sequence[Sample]]) -> TimeReport:
+        """From a row of samples for each rank: those under the latest settings, without the first, which warm up.
+
+        Raises:
+            WorkloadError: no step was done yet.
+        """
+        found = []
+        for rank, of_rank in enumerate(samples):
+            done = [sample for sample in of_rank if sample.done and sample.times]
+            under_these = [sample for sample in done if sample.settings_id == done[-1].settings_id]
+            judged = under_these[WARM_UP_STEPS:] or under_these
+            if one := RankTime.of(rank, judged[-STEPS_JUDGED:]):
+                found.append(one)
+        if not found:
+            raise WorkloadError("Where the time goes is known once a step was done: %hvd_train 10.")
+        return cls(tuple(found), Straggler.of(samples))
+
+    @property
+    def waiting(self) -> float:
+        """The share of a step in which ranks wait, for data or for gradients, as the mean of all ranks."""
+        return sum(one.share(DATA) + one.share(REDUCTION) for one in self.ranks) / len(self.ranks)
+
+    def share(self, part: str) -> float:
+        """Of a step, between 0 and 1, as the mean of all ranks."""
+        return sum(one.share(part) for one in self.ranks) / len(self.ranks)
+
+    def frame(self) -> pd.DataFrame:
+        """A row for each rank: how many steps, and the mean of a step and of each part in seconds."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            {
+                "rank": one.rank,
+                "steps": one.steps,
+                "step_s": one.step_s,
+                **{f"{part}_s": one.times[part] for part in PARTS},
+                "hidden_s": one.times.hidden_s,
+            }
+            for one in self.ranks
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([str(self._table), *self._notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self._table.html() + notes_html(self._notes)
+
+    @property
+    def _table(self) -> Table:
+        rows = [self._row(self._name(one), [one]) for one in self.ranks]
+        if len(self.ranks) > 1:
+            rows.append(self._row(_ALL, self.ranks))
+        headings = ("rank", "step", *PARTS, "hidden")
+        hints = MEANING | {"hidden": "how much of backward gradients were already on their way"}
+        steps = self.ranks[0].steps
+        title = f"Time of a step in ms, mean of {steps} step{'s' if steps > 1 else ''}"
+        return Table(title, headings, tuple(rows), frozenset({"rank"}), hints=hints)
+
+    def _name(self, one: RankTime) -> str:
+        return f"{one.rank}{_SLOWEST if self.straggler and self.straggler.rank == one.rank else ''}"
+
+    def _row(self, name: str, ranks: Sequence[RankTime]) -> tuple[str, ...]:
+        count = len(ranks)
+        parts = [
+            _cell(sum(one.times[part] for one in ranks) / count, sum(one.share(part) for one in ranks) / count)
+            for part in PARTS
+        ]
+        hidden = [one.times.hidden_s for one in ranks if one.times.hidden_s is not None]
+        step_s = sum(one.step_s for one in ranks) / count
+        return (name, _milliseconds(step_s), *parts, _milliseconds(sum(hidden) / len(hidden)) if hidden else "n/a")
+
+    @property
+    def _notes(self) -> list[str]:
+        notes = [f"Ranks wait {100 * self.waiting:.0f} % of a step, for data or for gradients."]
+        return [*notes, f"{str(self.straggler).capitalize()}."] if self.straggler else notes
+
+
+def _cell(seconds: float, share: float) -> str:
+    return f"{_milliseconds(seconds)}\u00a0{100 * share:3.0f}\u00a0%"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * _PER_S:,.1f}"

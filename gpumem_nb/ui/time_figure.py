@@ -1,0 +1,77 @@
+"""One step of all ranks over time: a lane for each rank, and one for its gradients on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plotly import graph_objects as go
+
+from ..shared.step_times import MEANING, PARTS, Lap, StepLanes
+from . import figures
+from .style import GREY, TIME_COLOURS
+
+_LANE_PX, _ABOVE_PX, _BELOW_PX = 44, 44, 96
+_LEGEND_PX = 52  # below the lanes
+_ON_THEIR_WAY = "gradients on their way"
+
+
+def show_lanes(lanes: Sequence[StepLanes]) -> None:
+    """Show the figure; a terminal gets none."""
+    if figures.can_show():
+        figures.show([lanes_figure(lanes)])
+
+
+def lanes_figure(lanes: Sequence[StepLanes]) -> go.Figure:
+    """Milliseconds since the first of the ranks began the step, the first rank on top."""
+    first_s = min(lane.parts[0].began_s for lane in lanes)
+    traces = [_boxes(part, TIME_COLOURS[part], lanes, first_s) for part in PARTS]
+    traces.append(_flights(lanes, first_s))
+    figure = go.Figure([trace for trace in traces if trace.x])
+    last = max(lane.step for lane in lanes)
+    lanes_px = _LANE_PX * len(lanes)
+    figure.update_layout(
+        **figures.look(f"Step {last} of each rank", _ABOVE_PX + lanes_px + _BELOW_PX),
+        barmode="overlay",
+        xaxis={"title": {"text": "ms", "standoff": 2, "font": {"size": 14}}, "gridcolor": figures.GRID},
+        yaxis={
+            "autorange": "reversed",
+            "tickvals": [lane.rank for lane in lanes],
+            "ticktext": [f"rank {lane.rank}" for lane in lanes],
+            "fixedrange": True,
+            "showgrid": False,
+            "zeroline": False,
+        },
+        legend={"font": {"size": 13}, "orientation": "h", "yanchor": "top", "y": -_LEGEND_PX / lanes_px},
+    )
+    figure.update_layout(margin={"t": _ABOVE_PX, "b": _BELOW_PX})
+    return figure
+
+
+def _boxes(part: str, colour: str, lanes: Sequence[StepLanes], first_s: float) -> Any:
+    found = [(lane.rank, lap) for lane in lanes for lap in lane.parts if lap.name == part]
+    hover = f"{part}: %{{x:.2f}} ms ({MEANING[part]})<extra></extra>"
+    return _bar(part, colour, found, first_s, hover, offset=-0.3, width=0.6)
+
+
+def _flights(lanes: Sequence[StepLanes], first_s: float) -> Any:
+    found = [(lane.rank, lap) for lane in lanes for lap in lane.flights]
+    hover = "%{customdata} on their way: %{x:.2f} ms<extra></extra>"
+    return _bar(_ON_THEIR_WAY, GREY, found, first_s, hover, offset=0.32, width=0.14)
+
+
+def _bar(
+    name: str, colour: str, found: Sequence[tuple[int, Lap]], first_s: float, hover: str, offset: float, width: float
+) -> Any:
+    return go.Bar(
+        name=name,
+        orientation="h",
+        y=[rank for rank, _ in found],
+        base=[1000 * (lap.began_s - first_s) for _, lap in found],
+        x=[1000 * (lap.ended_s - lap.began_s) for _, lap in found],
+        customdata=[lap.name for _, lap in found],
+        offset=offset,
+        width=width,
+        marker={"color": colour, "line": {"width": 0}, "opacity": 0.6 if name == _ON_THEIR_WAY else 1},
+        hovertemplate=hover,
+    )
