@@ -1,12 +1,16 @@
-"""What each rank's main thread did in the last seconds before a soak failed.
+"""What each rank's main thread did in the last seconds before a soak failed, and where this process was held up.
 
 A thread of each rank sends it as datagrams, because a fault of the soak limits the size of files; a debugger would stop
-ranks for seconds, which is a fault by itself.
+ranks for seconds, which is a fault by itself. Where this process does not come to hear them for a while, because
+something holds Python's lock or the system does not let it run, faulthandler writes what all its threads were at, which
+needs no lock.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import socket
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -38,6 +42,7 @@ if not any(thread.name == "time line" for thread in threading.enumerate()):
     threading.Thread(target=_tell, args=(PORT,), name="time line", daemon=True).start()
 """
 PERIOD_S = 0.3
+HELD_UP_S = 1.5  # without hearing of any rank
 
 
 class Timeline:
@@ -66,8 +71,14 @@ class Timeline:
         return "\n".join(lines)
 
     def _hear(self) -> None:
+        heard_s = time.monotonic()
         while True:
+            faulthandler.dump_traceback_later(HELD_UP_S)
             rank, _, what = self._socket.recv(65536).decode().partition("|")
+            faulthandler.cancel_dump_traceback_later()
+            quiet_s, heard_s = time.monotonic() - heard_s, time.monotonic()
+            if quiet_s > HELD_UP_S:
+                print(f"{time.strftime('%X')}: heard of no rank for {quiet_s:.1f} s", file=sys.stderr, flush=True)
             heard = self._heard[rank]
             heard.append((time.time(), what))
             while heard[0][0] < time.time() - KEPT_S:
