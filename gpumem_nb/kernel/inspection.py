@@ -65,6 +65,8 @@ class Inspection:
         first = self._history.loaded_as
         samples = [[one for one in of_rank if one.settings_id >= first] for of_rank in self._history.samples()]
         report = TimeReport.of(samples)
+        if report is None:
+            raise WorkloadError("Where the time goes is known once a step was done: %hvd_train 10.")
         if not timeline:
             return report
         lanes = [lane for lane in self._foreground.call("step_lanes") if lane is not None]

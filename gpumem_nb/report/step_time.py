@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..shared.errors import WorkloadError
 from ..shared.messages import Sample
 from ..shared.step_times import DATA, MEANING, PARTS, REDUCTION, StepLanes, StepTimes
 from .speed import STEPS_JUDGED, WARM_UP_STEPS, Straggler
@@ -68,11 +67,10 @@ class TimeReport:
     lanes: tuple[StepLanes, ...] = ()
 
     @classmethod
-    def of(cls, samples: Sequence[Sequence[Sample]]) -> TimeReport:
+    def of(cls, samples: Sequence[Sequence[Sample]]) -> TimeReport | None:
         """From a row of samples for each rank: those under the latest settings, without the first, which warm up.
 
-        Raises:
-            WorkloadError: no step was done yet.
+        ``None`` before a step was done.
         """
         found = []
         for rank, of_rank in enumerate(samples):
@@ -81,9 +79,7 @@ class TimeReport:
             judged = under_these[WARM_UP_STEPS:] or under_these
             if one := RankTime.of(rank, judged[-STEPS_JUDGED:]):
                 found.append(one)
-        if not found:
-            raise WorkloadError("Where the time goes is known once a step was done: %hvd_train 10.")
-        return cls(tuple(found), Straggler.of(samples))
+        return cls(tuple(found), Straggler.of(samples)) if found else None
 
     @property
     def waiting(self) -> float:

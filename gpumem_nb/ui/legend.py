@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from html import escape
 
 from ..report.breakdown import share
+from ..report.step_time import TimeReport
 from ..shared.categories import CATEGORIES, MEANING
+from ..shared.step_times import MEANING as MEANING_OF_PARTS
+from ..shared.step_times import PARTS
 from ..shared.units import format_bytes
 from .bands import MOST_RANKS, Peak, above_median
 from .series import Mark
-from .style import LOOKS, UNKNOWN
+from .style import LOOKS, TIME_COLOURS, UNKNOWN
 
 # Of plotly's Cividis, which is told apart by people who are colour-blind; from nothing to the whole limit.
 _HEAT = ((0, 34, 78), (65, 77, 107), (124, 123, 120), (188, 174, 108), (254, 232, 56))
@@ -20,6 +23,7 @@ _SIGNS = (
     "<li><i class='gpumem-live'></i>live now</li>",
     "<li><i class='gpumem-reserved'></i>reserved</li>",
 )
+_FAINT = 0.005  # of a step: shown as 0 %
 _DARK_UP_TO = 0.45  # of the limit; white is readable on these colours, black on the others
 
 
@@ -38,6 +42,19 @@ def key(worst: Peak | None) -> str:
     if ledger is None:
         items.append(f"<li><i style='background: {UNKNOWN.css}'></i>not recorded yet</li>")
     return f"<ul class='gpumem-key'>{''.join([*items, *_SIGNS])}</ul>"
+
+
+def time_key(time: TimeReport | None) -> str:
+    """Every part of a step's time in stacking order, with its share."""
+    items = []
+    for part in PARTS:
+        number = f"<b>{100 * time.share(part):.0f} %</b>" if time else ""
+        faint = " class='gpumem-none'" if time and time.share(part) < _FAINT else ""
+        items.append(
+            f"<li{faint} title='{escape(MEANING_OF_PARTS[part], quote=True)}'>"
+            f"<i style='background: {TIME_COLOURS[part]}'></i>{part} {number}</li>"
+        )
+    return f"<ul class='gpumem-key' aria-label='parts of a step'>{''.join(items)}</ul>"
 
 
 def pins(marks: Sequence[Mark]) -> str:

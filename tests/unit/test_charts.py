@@ -15,6 +15,7 @@ from gpumem_nb.report.evaluation import Evaluation
 from gpumem_nb.report.rescue import Rescue
 from gpumem_nb.shared.messages import Failure
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.step_times import PARTS
 from gpumem_nb.ui.charts import Charts, View, table
 from gpumem_nb.ui.charts.chart import Chart, Drawn, Place
 from gpumem_nb.ui.charts.loss import LOSS
@@ -63,12 +64,12 @@ def test_a_chart_of_ones_own_is_one_object_and_one_line() -> None:
     first, second = traces[-2:]
     assert [first.name, second.name] == ["rank 0", "rank 1"]
     assert [list(first.x), list(first.y), list(second.y)] == [[1, 2, 3, 4], [9] * 4, [10] * 4]
-    assert first.xaxis == second.xaxis == "x5"
-    assert layout["xaxis5"]["title"]["text"] == "optimizer step"
+    assert first.xaxis == second.xaxis == "x6"
+    assert layout["xaxis6"]["title"]["text"] == "optimizer step"
     titles = {note["text"]: note["y"] for note in layout["annotations"]}
-    bottom, top = layout["yaxis5"]["domain"]
+    bottom, top = layout["yaxis6"]["domain"]
     assert 0 <= bottom < top < titles["<b>Live after each step, MiB</b>"] < layout["yaxis4"]["domain"][0]
-    assert [shape["x0"] for shape in layout["shapes"] if shape["xref"] == "x5"] == [3], "the flip is marked in it too"
+    assert [shape["x0"] for shape in layout["shapes"] if shape["xref"] == "x6"] == [3], "the flip is marked in it too"
     assert [note["xref"] for note in layout["annotations"] if note["text"] == "<b>1</b>"] == ["x2"], "and numbered once"
 
 
@@ -233,3 +234,14 @@ def test_the_rank_that_the_others_wait_for_is_named_over_the_throughput() -> Non
     _, layout = drawn(View.of([info(0), info(1)], [reading(), reading()], rows, lambda _: Settings()))
     titles = [note["text"] for note in layout["annotations"]]
     assert "<b>Samples/s (others wait 40 % for rank 1)</b>" in titles
+
+
+def test_the_time_of_a_step_is_drawn_in_its_parts_and_waiting_is_a_number() -> None:
+    rows = [[sample(step, rank, times=waits(0.02 + 0.02 * rank)) for step in range(1, 9)] for rank in range(2)]
+    traces, layout = drawn(View.of([info(0), info(1)], [reading(), reading()], rows, lambda _: Settings()))
+    bands = {trace.name: list(trace.y) for trace in traces if getattr(trace, "stackgroup", "") == "time"}
+    assert list(bands) == list(PARTS)
+    assert bands["reduction"] == pytest.approx([30] * 8), "the mean of 20 and 40 ms"
+    assert bands["forward"] == pytest.approx([70] * 8)
+    assert bands["update"] == pytest.approx([0] * 8)
+    assert "<b>Step time, ms, waits 30 %</b>" in [note["text"] for note in layout["annotations"]]

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import time
+from html import escape
 from typing import Any
 
 import pytest
 import torch
 
 from gpumem_nb.engine.step.step_clock import UNDOING, Flight, Laps, StepClock
+from gpumem_nb.report.step_time import TimeReport
 from gpumem_nb.shared.step_times import (
     BACKWARD,
     COPY,
     DATA,
     FORWARD,
+    MEANING,
+    PARTS,
     REDUCTION,
     TOOLKIT,
     UPDATE,
 )
+from gpumem_nb.ui import legend
+from gpumem_nb.ui.time_figure import lanes_figure
+from tests.ledgers import sample, waits
 
 
 def laps(*parts: tuple[str, float], flights: tuple[Flight, ...] = (), backward_ended_s: float = 0.0) -> Laps:
@@ -106,3 +113,70 @@ def test_on_gpus_it_is_the_devices_time_and_nothing_waits_within_the_step(monkey
     times = ended.times()
     assert [times[part] for part in (TOOLKIT, FORWARD, BACKWARD, REDUCTION, UPDATE)] == [0.002] * 5
     assert times.hidden_s is None
+
+
+def report(*reductions_s: float | None, steps: int = 12) -> TimeReport | None:
+    """Of ranks that wait so long in each step of 100 ms; ``None`` stands for steps whose times are not known."""
+    rows = [
+        [sample(step, rank, times=None if wait is None else waits(wait)) for step in range(steps)]
+        for rank, wait in enumerate(reductions_s)
+    ]
+    return TimeReport.of(rows)
+
+
+def test_the_report_gives_means_shares_and_the_rank_that_is_waited_for() -> None:
+    found = report(0.03, 0.01)
+    assert found
+    assert found.waiting == pytest.approx(0.2)
+    assert [one.steps for one in found.ranks] == [10, 10], "the first two warm up"
+    frame = found.frame().set_index("rank")
+    assert list(frame.reduction_s) == pytest.approx([0.03, 0.01])
+    assert list(frame[[f"{part}_s" for part in PARTS]].sum(axis=1)) == pytest.approx([0.1, 0.1])
+    text = str(found)
+    assert "Ranks wait 20 % of a step" in text
+    assert "Rank 1 is slowest, others wait 20 %." in text
+    assert [line.split()[0] for line in text.splitlines()[2:5]] == ["0", "1", "all"]
+    assert "1 (slowest)" in text
+    assert "<table" in found._repr_html_()
+    for part, meaning in MEANING.items():
+        assert f"title='{escape(meaning)}'" in found._repr_html_(), part
+
+
+def test_only_steps_under_the_latest_settings_count() -> None:
+    rows = [
+        [sample(step, 0, times=waits(0.09 if step < 6 else 0.01), settings_id=1 + (step >= 6)) for step in range(12)]
+    ]
+    found = TimeReport.of(rows)
+    assert found
+    assert found.ranks[0].times[REDUCTION] == pytest.approx(0.01)
+    assert found.ranks[0].steps == 4
+    assert found.straggler is None
+
+
+def test_there_is_no_report_without_a_step_whose_times_are_known() -> None:
+    assert report() is None
+    assert report(None, None) is None
+    assert TimeReport.of([[sample(1, 0, times=waits(0.1), event="oom")]]) is None
+
+
+def test_the_lanes_of_a_step_are_drawn_rank_by_rank_from_the_first_that_began() -> None:
+    taken = laps((TOOLKIT, 1), (FORWARD, 3), (UNDOING, 1), (UPDATE, 2), flights=(Flight(4 * 2**20, 101.0, 102.0),))
+    lanes = [taken.lanes(0, 7), laps((FORWARD, 2)).lanes(1, 7)]
+    assert [part.name for part in lanes[0].parts] == [TOOLKIT, FORWARD, TOOLKIT, UPDATE]
+    figure = lanes_figure(lanes)
+    boxes = {trace.name: trace for trace in figure.data}
+    assert list(boxes) == [FORWARD, UPDATE, TOOLKIT, "gradients on their way"]
+    assert list(boxes[FORWARD].y) == [0, 1]
+    assert list(boxes[FORWARD].x) == pytest.approx([3000, 2000], rel=1e-6)
+    assert boxes[FORWARD].base[0] - boxes[FORWARD].base[1] == pytest.approx(1000, abs=50)
+    assert list(boxes["gradients on their way"].customdata) == ["4.0 MiB"]
+    assert "Step 7" in figure.layout.title.text
+
+
+def test_the_key_says_the_share_of_each_part() -> None:
+    found = report(0.03, 0.01)
+    key = legend.time_key(found)
+    assert "reduction <b>20 %</b>" in key
+    assert "forward <b>80 %</b>" in key
+    assert "class='gpumem-none'" in key
+    assert "<b>" not in legend.time_key(None), "no numbers before there are any"

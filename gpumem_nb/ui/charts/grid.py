@@ -12,6 +12,7 @@ _COLUMNS = ((0.0, 0.27), (0.35, 0.66), (0.73, 1.0))  # where they begin and end,
 _HEIGHTS = (152, 62, 62)
 _MORE = 160  # of each further row
 _TITLE, _TICKS = 24, 40  # above each row, and below those that share their axis with none
+_ABOVE_LAST = 16  # more above the last of the first rows: the numbers of ranks stand there
 _MARGIN = {"l": 48, "r": 10, "t": 2, "b": 40}
 _SHARED_ROWS = len(_HEIGHTS)
 
@@ -62,7 +63,7 @@ class Grid:
     def _begin(self, row: int) -> float:
         """Pixels from the top of the figure to the top of a row's charts."""
         above = 0 if row == 0 else self._end(row - 1) + (_TICKS if row >= _SHARED_ROWS else 0)
-        return above + _TITLE
+        return above + _TITLE + (_ABOVE_LAST if row == _SHARED_ROWS - 1 else 0)
 
     def _end(self, row: int) -> float:
         return self._begin(row) + (_HEIGHTS[row] if row < _SHARED_ROWS else _MORE)

@@ -15,7 +15,7 @@ def _draw(view: View, _: Axes) -> Drawn:
 
 
 def _title(view: View) -> str:
-    if late := view.straggler:  # short: it stands on two thirds of a narrow panel
+    if view.time and (late := view.time.straggler):  # short: it stands on two thirds of a narrow panel
         return f"Samples/s (others wait {100 * late.share:.0f} % for rank {late.rank})"
     return "Samples/s, all ranks"
 

@@ -20,6 +20,7 @@ from .chart import Chart
 from .loss import LOSS
 from .peak_of_steps import PEAK_OF_STEPS
 from .speed import SPEED
+from .step_time import STEP_TIME
 from .vram import VRAM
 
 CHARTS: list[Chart] = [
@@ -27,6 +28,7 @@ CHARTS: list[Chart] = [
     PEAK_OF_STEPS,
     SPEED,
     LOSS,
+    STEP_TIME,
 ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...report.evaluation import Evaluation
 from ...report.rescue import Rescue
-from ...report.speed import Straggler
+from ...report.step_time import TimeReport
 from ...shared.messages import RankInfo, Reading, Sample
 from ...shared.settings import Settings
 from ..bands import Bands, Peak, bands, peaks, worst_first
@@ -64,7 +64,7 @@ class View:
         evaluations: on the validation data, oldest first.
         choice: what of it is shown, and how.
         attempt: the peak that was too high, while the panel says so.
-        straggler: the rank that the others wait for, if there is one.
+        time: where the time of a step goes, once one was done.
     """
 
     ranks: Sequence[RankInfo]
@@ -77,7 +77,7 @@ class View:
     evaluations: Sequence[Evaluation]
     choice: Choice
     attempt: Attempt | None = None
-    straggler: Straggler | None = None
+    time: TimeReport | None = None
 
     @classmethod
     def of(
@@ -93,7 +93,7 @@ class View:
         """The view of these ranks' readings and samples; ``settings`` are those of a settings id, where known."""
         found = peaks(samples, readings)
         worst = next(iter(worst_first(found)), None)
-        straggler = Straggler.of(samples)
+        time = TimeReport.of(samples)
         told, choice = marks(samples, settings), choice or Choice()
         if choice.latest:
             newest = max((of_rank[-1].step for of_rank in samples if of_rank), default=0)
@@ -102,7 +102,7 @@ class View:
             evaluations = [one for one in evaluations if one.step > newest - LAST_STEPS]
         of_worst = bands(samples[worst.rank] if worst else [])
         drawn = series(samples)
-        return cls(ranks, readings, found, worst, of_worst, drawn, told, evaluations, choice, attempt, straggler)
+        return cls(ranks, readings, found, worst, of_worst, drawn, told, evaluations, choice, attempt, time)
 
     @classmethod
     def before(cls, ranks: Sequence[RankInfo]) -> View:

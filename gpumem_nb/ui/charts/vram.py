@@ -22,7 +22,7 @@ _READINGS = ("reserved_bytes", "live_bytes", "device_used_bytes", "limit_bytes")
 
 def _title(view: View) -> str:
     # Memory that is accounted, not a GPU's, says so.
-    return f"VRAM peak, {view.unit}{' (virtual)' if view.virtual else ''}"
+    return f"VRAM peak by rank, {view.unit}{' (virtual)' if view.virtual else ''}"
 
 
 def _traces(view: View, axes: Axes) -> list[Any]:
@@ -92,10 +92,9 @@ def _far_limits(view: View, axes: Axes) -> list[dict[str, Any]]:
 
 VRAM = Chart(
     title=_title,
-    place=Place(row=0, column=0, rows=3),
+    place=Place(row=0, column=0, rows=2),
     traces=_traces,
     draw=_draw,
     over_steps=False,
-    x_title="rank",
     second_y=True,
 )
