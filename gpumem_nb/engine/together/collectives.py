@@ -16,12 +16,11 @@ import horovod.torch as hvd
 
 from ...internals import horovod_internals
 from ...shared.messages import Waiting
-from .interrupts import can_raise
 from .priority import new_threads_give_way
 
 _FREEING_PATIENCE_S = 5.0
-# Longest pause of a wait that an interrupt can end; shorter than Horovod's own cycle would not be noticed.
-_PAUSE_S = 0.001
+# Pauses of a wait, as a share of how long it took so far, so that it ends little later than it could.
+_PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2e-5, 0.001
 
 _on_cpu = False
 _names: dict[int, str] = {}
@@ -153,16 +152,25 @@ def _watched(wait: Callable[[int], None], done: Callable[[int], int]) -> Callabl
         _waiting = (what, time.monotonic())
         try:
             with _noticing(what):
-                if can_raise():  # Horovod's own wait never looks whether an interrupt came
-                    pause_s = 1e-5
-                    while not done(handle):
-                        time.sleep(pause_s)
-                        pause_s = min(2 * pause_s, _PAUSE_S)
+                _pause_until(done, handle)
                 wait(handle)
         finally:
             _waiting = None
 
     return wait_and_watch
+
+
+def _pause_until(done: Callable[[int], int], handle: int) -> None:
+    """Wait without taking a core.
+
+    Horovod's own wait yields its core in a loop, and never looks whether an interrupt came. Ranks that yield to each
+    other can keep a core from everyone else for seconds: from ranks that compute, and from the notebook's process, when
+    it has sent a request to some of the ranks only (docs/decisions.md).
+    """
+    began_s = time.perf_counter()
+    while not done(handle):
+        waited_s = time.perf_counter() - began_s
+        time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * waited_s)))
 
 
 @contextmanager

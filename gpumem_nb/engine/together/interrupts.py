@@ -36,11 +36,6 @@ def interruptible() -> Iterator[None]:
         _interruptible = False
 
 
-def can_raise() -> bool:
-    """Whether an interrupt would raise here and now."""
-    return _interruptible
-
-
 @contextmanager
 def postponed() -> Iterator[None]:
     """Inside, an interrupt waits for the end, where it raises if it may there: for what must not be left half way."""
