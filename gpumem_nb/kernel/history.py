@@ -68,6 +68,7 @@ class History:
         rescue: the latest step that was discarded, until something is flipped, loaded or synced.
         leaks: by its holder, what ranks found that they keep from step to step; since the workload was loaded.
         loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
+        changed_after: the step after which a cell may have changed what is trained for the last time.
         seen_before: samples that all ranks had seen when training was resumed.
         asked: what was predicted, to be held against what came.
         model_version: grows with whatever may change the model, such as a cell on the ranks.
@@ -93,7 +94,7 @@ class History:
         self.steps = 0
         self.rescue: Rescue | None = None
         self.leaks: dict[str, tuple[Leak, ...]] = {}
-        self.loaded_as = 0
+        self.loaded_as = self.changed_after = 0
         self.seen_before = 0
         self.evaluations: deque[Evaluation] = deque(maxlen=EVALUATIONS_KEPT)
         self.version = 0
@@ -137,15 +138,16 @@ class History:
             if kind in ("flip", "load"):
                 self.rescue = None
             if kind == "load":
-                self.leaks = {}
+                self.leaks, self.changed_after = {}, 0
                 if self.tried:
                     self.loaded_as, self.pinned = self.tried[-1].settings_id, None
                 self._forget_foreseen()
             self.version += 1
 
     def model_may_have_changed(self) -> None:
-        """What was predicted before does not count any more."""
+        """What was predicted before does not count any more, nor how long the parts of a step took."""
         with self._lock:
+            self.changed_after = self.steps
             self._forget_foreseen()
 
     def predicted(self, asked: Asked) -> None:

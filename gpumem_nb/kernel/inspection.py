@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..report.memory import MemoryReport, RankMemory, check_view
-from ..report.step_time import TimeReport
+from ..report.step_time import TimeReport, aligned
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.messages import Ledger, RankInfo, Timeline
 from ..shared.ranklist import name_ranks
@@ -64,13 +64,13 @@ class Inspection:
         self._foreground.check_loaded()
         first = self._history.loaded_as
         samples = [[one for one in of_rank if one.settings_id >= first] for of_rank in self._history.samples()]
-        report = TimeReport.of(samples)
+        report = TimeReport.of(samples, self._history.changed_after)
         if report is None:
             raise WorkloadError("Where the time goes is known once a step was done: %hvd_train 10.")
         if not timeline:
             return report
         lanes = [lane for lane in self._foreground.call("step_lanes") if lane is not None]
-        return dataclasses.replace(report, lanes=tuple(lanes))
+        return dataclasses.replace(report, lanes=tuple(aligned(lanes, [info.host for info in self._ranks])))
 
     def write_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Let torch write what rank 0 allocates, in one step when something is loaded, even if that step fails.

@@ -10,8 +10,9 @@ from typing import Any
 
 from ..cluster.ranks import Ranks
 from ..cluster.shield import finish_anyway
-from ..report.speed import STEPS_JUDGED, Straggler
+from ..report.speed import STEPS_JUDGED
 from ..report.status import Status, describe_ledger
+from ..report.step_time import TimeReport
 from ..shared import snapshot_folder
 from ..shared.errors import Interrupted, InvalidInput, nearest
 from ..shared.knobs import KNOBS
@@ -135,6 +136,7 @@ class Lifecycle:
 
     def status(self) -> Status:
         """Which ranks run where, on which devices, and what they are doing."""
+        time = TimeReport.of(self.history.samples(last=STEPS_JUDGED), self.history.changed_after)
         return Status(
             doing=self.doing,
             ranks=tuple(self.ranks.infos),
@@ -145,7 +147,7 @@ class Lifecycle:
             ledger=describe_ledger(self.policy.ledger_steps, self.history.ledger_cost()),
             start_seconds=dict(self.ranks.seconds),
             others=tuple(starting.others(self.plan.device)),
-            straggler=Straggler.of(self.history.samples(last=STEPS_JUDGED)),
+            straggler=time.straggler if time else None,
         )
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..shared.categories import CATEGORIES
 from ..shared.messages import Sample
 from ..shared.settings import Settings
-from ..shared.step_times import PARTS, StepTimes
+from ..shared.step_times import UNKNOWN
 from ..shared.units import format_bytes, format_rate
 from .configurations import Tried
 from .evaluation import Evaluation
@@ -49,8 +49,8 @@ class Run:
         """One row per rank and step; bytes, seconds and samples/s as the column names say.
 
         The columns of categories hold their bytes at the peak of the steps that were recorded; of others nothing.
-        ``data_s``, ``copy_s`` and so on are the parts of ``step_s`` (:data:`gpumem_nb.shared.step_times.MEANING`), and
-        ``hidden_s`` is how much of backward gradients were on their way.
+        ``data_s``, ``copy_s`` and so on are the parts of ``step_s`` (:data:`gpumem_nb.shared.step_times.MEANING`; on
+        GPUs of the device's time for it), and in ``hidden_s`` of backward gradients were on their way.
         """
         import pandas as pd
 
@@ -58,7 +58,7 @@ class Run:
         columns = [field.name for field in dataclasses.fields(Sample) if field.name not in left_out]
         rows: list[dict[str, Any]] = []
         for sample in self._samples:
-            row = {name: getattr(sample, name) for name in columns} | _times(sample.times)
+            row = {name: getattr(sample, name) for name in columns} | (sample.times or UNKNOWN).columns
             settings = self._settings[sample.settings_id]
             at_peak = sample.ledger.at_peak if sample.ledger else {}
             shares = {f"{category.replace(' ', '_')}_bytes": at_peak.get(category) for category in CATEGORIES}
@@ -79,8 +79,3 @@ class Run:
         return "\n".join([measured, *map(str, self.evaluations[-1:]), *self.notes])
 
     __repr__ = __str__
-
-
-def _times(times: StepTimes | None) -> dict[str, float | None]:
-    parts = {f"{part}_s": times[part] if times else None for part in PARTS}
-    return parts | {"hidden_s": times.hidden_s if times else None}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,7 +28,7 @@ class RankTime:
     Attributes:
         rank: whose.
         steps: how many.
-        step_s: a step.
+        step_s: a step; on GPUs of the device's time.
         times: its parts.
     """
 
@@ -36,16 +38,13 @@ class RankTime:
     times: StepTimes
 
     @classmethod
-    def of(cls, rank: int, samples: Sequence[Sample]) -> RankTime | None:
-        """Of steps whose times are known; ``None`` without any."""
-        known = [(sample.step_s, sample.times) for sample in samples if sample.times]
-        if not known:
-            return None
-        count = len(known)
-        seconds = {part: sum(times[part] for _, times in known) / count for part in PARTS}
-        hidden = [times.hidden_s for _, times in known if times.hidden_s is not None]
-        mean = StepTimes.of(seconds, sum(hidden) / len(hidden) if hidden else None)
-        return cls(rank, count, sum(step_s for step_s, _ in known) / count, mean)
+    def of(cls, rank: int, samples: Sequence[Sample]) -> RankTime:
+        """Of steps whose times are known."""
+        times = [sample.times for sample in samples if sample.times]
+        seconds = {part: statistics.fmean(one[part] for one in times) for part in PARTS}
+        hidden = [one.hidden_s for one in times if one.hidden_s is not None]
+        mean = StepTimes.of(seconds, statistics.fmean(hidden) if hidden else None)
+        return cls(rank, len(times), mean.total_s, mean)
 
     def share(self, part: str) -> float:
         """Of the step, between 0 and 1."""
@@ -67,19 +66,14 @@ class TimeReport:
     lanes: tuple[StepLanes, ...] = ()
 
     @classmethod
-    def of(cls, samples: Sequence[Sequence[Sample]]) -> TimeReport | None:
+    def of(cls, samples: Sequence[Sequence[Sample]], since_step: int = 0) -> TimeReport | None:
         """From a row of samples for each rank: those under the latest settings, without the first, which warm up.
 
-        ``None`` before a step was done.
+        Those up to ``since_step`` count only while there are none after it. ``None`` before a step was done.
         """
-        found = []
-        for rank, of_rank in enumerate(samples):
-            done = [sample for sample in of_rank if sample.done and sample.times]
-            under_these = [sample for sample in done if sample.settings_id == done[-1].settings_id]
-            judged = under_these[WARM_UP_STEPS:] or under_these
-            if one := RankTime.of(rank, judged[-STEPS_JUDGED:]):
-                found.append(one)
-        return cls(tuple(found), Straggler.of(samples)) if found else None
+        judged = [_judged(of_rank, since_step) or _judged(of_rank, 0) for of_rank in samples]
+        found = [RankTime.of(rank, of_rank) for rank, of_rank in enumerate(judged) if of_rank]
+        return cls(tuple(found), Straggler.of(judged)) if found else None
 
     @property
     def waiting(self) -> float:
@@ -141,6 +135,34 @@ class TimeReport:
     def _notes(self) -> list[str]:
         notes = [f"Ranks wait {100 * self.waiting:.0f} % of a step, for data or for gradients."]
         return [*notes, f"{str(self.straggler).capitalize()}."] if self.straggler else notes
+
+
+def aligned(lanes: Sequence[StepLanes], hosts: Sequence[str]) -> list[StepLanes]:
+    """The same steps by one clock: hosts' clocks differ, but all ranks leave the last reduction together.
+
+    Args:
+        lanes: of some ranks.
+        hosts: of all ranks, by their numbers.
+    """
+    ends_s: dict[str, float] = {}
+    for lane in lanes:
+        reduced = [lap.ended_s for lap in lane.parts if lap.name == REDUCTION] or [lane.parts[-1].ended_s]
+        ends_s[hosts[lane.rank]] = max(ends_s.get(hosts[lane.rank], -math.inf), reduced[-1])
+    return [lane.moved(ends_s[hosts[lanes[0].rank]] - ends_s[hosts[lane.rank]]) for lane in lanes]
+
+
+def _judged(samples: Sequence[Sample], since_step: int) -> list[Sample]:
+    """The latest steps under one configuration whose times are known, without those that warm up if there are more."""
+    found: list[Sample] = []
+    for sample in reversed(samples):
+        if sample.step <= since_step or (found and sample.settings_id != found[-1].settings_id):
+            break
+        if sample.done and sample.times:
+            found.append(sample)
+        if len(found) == STEPS_JUDGED + WARM_UP_STEPS:
+            break
+    found.reverse()
+    return found[WARM_UP_STEPS:] or found
 
 
 def _cell(seconds: float, share: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,8 +32,9 @@ class StepTimes:
 
     Attributes:
         seconds: of each of ``PARTS``. They sum to the step, on GPUs to what the device took for it.
-        hidden_s: how much of backward gradients were already on their way; ``None`` on GPUs, where backward is over for
-            the process long before it is for the device.
+        hidden_s: in how much of backward gradients were on their way already, at most: that they have arrived is
+            noticed with the next gradient. ``None`` on GPUs, where backward is over for the process long before it is
+            for the device.
     """
 
     seconds: tuple[float, ...]
@@ -48,14 +50,24 @@ class StepTimes:
         return self.seconds[PARTS.index(part)]
 
     @property
+    def columns(self) -> dict[str, float | None]:
+        """Seconds by the names of columns: ``data_s``, … and ``hidden_s``."""
+        return {f"{part}_s": seconds for part, seconds in zip(PARTS, self.seconds, strict=True)} | {
+            "hidden_s": self.hidden_s
+        }
+
+    @property
     def total_s(self) -> float:
         """All parts together."""
         return sum(self.seconds)
 
 
+UNKNOWN = StepTimes((math.nan,) * len(PARTS), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """A part of one step, or gradients on their way, in seconds since 1970 by the clock of the rank's host.
+    """A part of one step, or gradients on their way, in seconds by a clock of the rank's host.
 
     ``name`` is the part, or how many bytes are on their way.
     """
@@ -80,3 +92,9 @@ class StepLanes:
     step: int
     parts: tuple[Lap, ...]
     flights: tuple[Lap, ...]
+
+    def moved(self, by_s: float) -> StepLanes:
+        """The same, so many seconds later."""
+        later = (tuple(Lap(lap.name, lap.began_s + by_s, lap.ended_s + by_s) for lap in laps)
+                 for laps in (self.parts, self.flights))  # fmt: skip
+        return StepLanes(self.rank, self.step, *later)

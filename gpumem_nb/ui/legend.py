@@ -45,9 +45,10 @@ def key(worst: Peak | None) -> str:
 
 
 def time_key(time: TimeReport | None) -> str:
-    """Every part of a step's time in stacking order, with its share."""
-    items = []
-    for part in PARTS:
+    """Every part of a step's time in stacking order from the top, with its share, and how much of it is waiting."""
+    waits = f"<b>{100 * time.waiting:.0f} %</b>" if time else ""
+    items = [f"<li title='for data, for gradients, for slower ranks'>of a step waiting {waits}</li>"]
+    for part in reversed(PARTS):
         number = f"<b>{100 * time.share(part):.0f} %</b>" if time else ""
         faint = " class='gpumem-none'" if time and time.share(part) < _FAINT else ""
         items.append(

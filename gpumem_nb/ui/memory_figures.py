@@ -132,7 +132,8 @@ def _strip(row: str, spans: Sequence[Span]) -> Any:
         base=[span.begin_ms for span in spans],
         x=[span.end_ms - span.begin_ms for span in spans],
         text=[getattr(span, row) for span in spans],
-        customdata=[f"{span.phase} {span.module}".strip() for span in spans],
+        # Of a box that does not begin at 0, x is where it ends.
+        customdata=[(f"{span.phase} {span.module}".strip(), span.end_ms - span.begin_ms) for span in spans],
         textposition="inside",
         insidetextanchor="middle",
         marker={"color": [_SHADES[i % 2] for i in range(len(spans))], "line": {"width": 0}},
@@ -141,7 +142,7 @@ def _strip(row: str, spans: Sequence[Span]) -> Any:
         xaxis="x",
         yaxis="y2",
         showlegend=False,
-        hovertemplate="%{customdata}: %{x:.2f} ms<extra></extra>",
+        hovertemplate="%{customdata[0]}: %{customdata[1]:.2f} ms<extra></extra>",
     )
 
 

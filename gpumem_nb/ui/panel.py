@@ -244,7 +244,8 @@ class Panel:
         evaluations = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]
         choice = Choice(self._latest.value, self._smooth.value, self._log_loss.value)
         attempt = Attempt.of(self._rescue, history.readings)
-        view = View.of(self._ranks, history.readings, self._samples(), settings.get, evaluations, choice, attempt)
+        what = (self._ranks, history.readings, self._samples(), settings.get, evaluations, choice, attempt)
+        view = View.of(*what, history.changed_after)
         blocks = session.workload.blocks if session.workload else 0
         words = wording.filling(view.peaks, history, blocks)
         self._filling.html = f"<p>{words}</p>" if words else ""

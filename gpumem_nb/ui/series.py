@@ -43,6 +43,13 @@ class Series:
         """What all ranks have together, as the mean within each bucket, in one row."""
         return self._mean(self._table(value).sum(axis=0))
 
+    def means_of_ranks(self, values: Callable[[Sample], Sequence[float]]) -> Array:
+        """The mean of all ranks within each bucket of several values of a step, a row for each of them."""
+        if not self.step.size:
+            return np.empty((0, 0))
+        table = np.array([[values(sample) for sample in samples] for samples in self._by_rank], dtype=np.float64)
+        return np.array([self._mean(row) for row in table.mean(axis=0).T])
+
     def _table(self, value: Value) -> Array:
         """A row for each rank; what is not known is not a number."""
         return np.array([[value(sample) for sample in samples] for samples in self._by_rank], dtype=np.float64)

@@ -50,13 +50,13 @@ def lanes_figure(lanes: Sequence[StepLanes]) -> go.Figure:
 
 def _boxes(part: str, colour: str, lanes: Sequence[StepLanes], first_s: float) -> Any:
     found = [(lane.rank, lap) for lane in lanes for lap in lane.parts if lap.name == part]
-    hover = f"{part}: %{{x:.2f}} ms ({MEANING[part]})<extra></extra>"
+    hover = f"{part}: %{{customdata[1]:.2f}} ms ({MEANING[part]})<extra></extra>"
     return _bar(part, colour, found, first_s, hover, offset=-0.3, width=0.6)
 
 
 def _flights(lanes: Sequence[StepLanes], first_s: float) -> Any:
     found = [(lane.rank, lap) for lane in lanes for lap in lane.flights]
-    hover = "%{customdata} on their way: %{x:.2f} ms<extra></extra>"
+    hover = "%{customdata[0]} on their way: %{customdata[1]:.2f} ms<extra></extra>"
     return _bar(_ON_THEIR_WAY, GREY, found, first_s, hover, offset=0.32, width=0.14)
 
 
@@ -69,7 +69,7 @@ def _bar(
         y=[rank for rank, _ in found],
         base=[1000 * (lap.began_s - first_s) for _, lap in found],
         x=[1000 * (lap.ended_s - lap.began_s) for _, lap in found],
-        customdata=[lap.name for _, lap in found],
+        customdata=[(lap.name, 1000 * (lap.ended_s - lap.began_s)) for _, lap in found],  # x is where a box ends
         offset=offset,
         width=width,
         marker={"color": colour, "line": {"width": 0}, "opacity": 0.6 if name == _ON_THEIR_WAY else 1},

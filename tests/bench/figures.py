@@ -248,5 +248,41 @@ def watch(notebook: Notebook, ranks: int, workload: str, rounds: int) -> Figure:
     return Figure(name, "≤ 0.2 %", " %", notebook.run("", share), f"slowest rank, {rounds} times, all ranks at once")
 
 
+PARTS = (
+    INSIDE
+    + """
+import time
+import horovod.torch as hvd
+from gpumem_nb.engine.step.step_clock import StepClock
+from gpumem_nb.shared.step_times import PARTS
+
+def followed_s():
+    count = sum(param.requires_grad for param in the_trainer().live.parameters)
+    handle = hvd.allreduce_async_(torch.zeros(1), name="parts")
+    clock = StepClock(torch.device("cpu"))
+    began_s = time.perf_counter()
+    clock.begin()
+    for part in (*PARTS, *PARTS):
+        clock.enter(part)
+    for _ in range(count):
+        hvd.poll(handle)
+    clock.end(()).times()
+    took_s = time.perf_counter() - began_s
+    hvd.synchronize(handle)
+    return took_s
+
+[followed_s() for _ in range({rounds})]
+"""
+)
+
+
+def parts(notebook: Notebook, ranks: int, workload: str, rounds: int) -> Figure:
+    """What it costs to follow the parts of a step, as a share of the steps just measured."""
+    notebook.run(f"took = session.run({PARTS.format(rounds=rounds)!r})")
+    share = "[100 * max(of_round) / others for of_round in zip(*took)]"
+    name = f"parts of a step: cost of following them, {workload}, {ranks} ranks"
+    return Figure(name, "≤ 1 %", " %", notebook.run("", share), f"slowest rank, {rounds} times, all ranks at once")
+
+
 def _number(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"

@@ -95,7 +95,7 @@ class PanelPage:
 
     @property
     def key(self) -> Locator:
-        return self.page.locator(".gpumem-panel .gpumem-key")
+        return self.page.locator(".gpumem-keys ul").first
 
     @property
     def pins(self) -> Locator:

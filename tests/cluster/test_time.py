@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_before_a_step_was_done_it_says_so(own: Session) -> None:
 @pytest.mark.parametrize("part", PLANTED)
 def test_what_is_planted_is_found_in_its_part_of_its_rank(own: Session, part: str) -> None:
     own.run(PLANTED[part], ranks=[1])
-    frame = own.train(6).frame()
+    frame = own.train(8).frame()
     parts = [f"{name}_s" for name in PARTS]
     assert all(math.isclose(row[parts].sum(), row.step_s, rel_tol=0.01) for _, row in frame.iterrows())
     mean = means(own)
@@ -109,3 +110,15 @@ def test_the_latest_step_of_each_rank_lies_beside_the_others(own: Session) -> No
     begins = [lane.parts[0].began_s for lane in lanes]
     ends = [lane.parts[-1].ended_s for lane in lanes]
     assert max(begins) < min(ends), "both took it at the same time"
+
+
+def test_a_rank_that_waits_leaves_its_core_to_others(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    session.run("import time\nslow = model.register_forward_pre_hook(lambda *_: time.sleep(0.5))", ranks=[1])
+    session.run("import time\nbefore_s = time.thread_time()")
+    waited_s = session.train(6).frame().groupby("rank").reduction_s.sum()[0]
+    spent_s, _ = session.run("time.thread_time() - before_s")
+    session.run("slow.remove()", ranks=[1])
+    assert waited_s > 2
+    assert spent_s < waited_s / 2, "seconds of a core, with what it computed"

@@ -1,9 +1,8 @@
 """What each rank's main thread did in the last seconds before a soak failed, and where this process was held up.
 
 A thread of each rank sends it as datagrams, because a fault of the soak limits the size of files; a debugger would stop
-ranks for seconds, which is a fault by itself. Where this process does not come to hear them for a while, because
-something holds Python's lock or the system does not let it run, faulthandler writes what all its threads were at, which
-needs no lock.
+ranks for seconds, which is a fault by itself. Where this process is held up, because something holds Python's lock or
+the system does not let it run, faulthandler writes what all its threads were at, which needs no lock.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if not any(thread.name == "time line" for thread in threading.enumerate()):
     threading.Thread(target=_tell, args=(PORT,), name="time line", daemon=True).start()
 """
 PERIOD_S = 0.3
-HELD_UP_S = 1.5  # without hearing of any rank
+HELD_UP_S = 1.5
 
 
 class Timeline:
@@ -53,6 +52,7 @@ class Timeline:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("127.0.0.1", 0))
         threading.Thread(target=self._hear, daemon=True).start()
+        threading.Thread(target=_notice, daemon=True).start()
 
     def watch(self, session: Session) -> None:
         """Let the ranks tell, if they do not do so yet."""
@@ -71,15 +71,20 @@ class Timeline:
         return "\n".join(lines)
 
     def _hear(self) -> None:
-        heard_s = time.monotonic()
         while True:
-            faulthandler.dump_traceback_later(HELD_UP_S)
             rank, _, what = self._socket.recv(65536).decode().partition("|")
-            faulthandler.cancel_dump_traceback_later()
-            quiet_s, heard_s = time.monotonic() - heard_s, time.monotonic()
-            if quiet_s > HELD_UP_S:
-                print(f"{time.strftime('%X')}: heard of no rank for {quiet_s:.1f} s", file=sys.stderr, flush=True)
             heard = self._heard[rank]
             heard.append((time.time(), what))
             while heard[0][0] < time.time() - KEPT_S:
                 heard.popleft()
+
+
+def _notice() -> None:
+    """Tell where this process was held up."""
+    while True:
+        before_s = time.monotonic()
+        faulthandler.dump_traceback_later(HELD_UP_S)
+        time.sleep(PERIOD_S)
+        faulthandler.cancel_dump_traceback_later()
+        if (took_s := time.monotonic() - before_s) > HELD_UP_S:
+            print(f"{time.strftime('%X')}: this process was held up for {took_s:.1f} s", file=sys.stderr, flush=True)

@@ -104,7 +104,7 @@ def test_many_ranks_are_drawn_as_three_with_one_bounded_message(monkeypatch: pyt
 def test_stacks_bands_and_key_have_one_look_and_one_order() -> None:
     figure = Charts([info(0), info(1)]).figure
     stacked = [trace for trace in figure.data if trace.type == "bar" and trace.name in c.CATEGORIES]
-    area = [trace for trace in figure.data if trace.type == "scatter" and trace.stackgroup]
+    area = [trace for trace in figure.data if trace.type == "scatter" and trace.stackgroup == "peak"]
     assert [trace.name for trace in stacked] == [trace.name for trace in area] == list(c.CATEGORIES)
     for bar, band in zip(stacked, area, strict=True):
         assert bar.marker.color == band.fillcolor == style.LOOKS[bar.name].colour

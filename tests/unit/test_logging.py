@@ -21,7 +21,7 @@ from gpumem_nb.report.evaluation import Evaluation
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.messages import Sample
 from gpumem_nb.shared.settings import Settings
-from tests.ledgers import MIB, ledger, reading, sample
+from tests.ledgers import MIB, ledger, reading, sample, waits
 
 
 class Measured:
@@ -69,7 +69,7 @@ def test_json_lines_hold_everything_that_was_measured(tmp_path: Path) -> None:
     session.train(1, 3)
     session.history.begin(2, "w", Settings(precision="bf16"))
     session.history.mark("flip", "precision fp32 → bf16")
-    session.history.add([sample(4, 0, ledger(), loss=math.nan, settings_id=2)], [reading()] * 2)
+    session.history.add([sample(4, 0, ledger(), loss=math.nan, settings_id=2, times=waits(0.04))], [reading()] * 2)
     session.history.add([sample(4, 0, event="oom", settings_id=2)], [reading()] * 2)
     session.history.evaluated(evaluation(4))
     session.logs.stop()
@@ -80,6 +80,8 @@ def test_json_lines_hold_everything_that_was_measured(tmp_path: Path) -> None:
     assert steps[0]["live_peak_bytes"] == 40 * MIB
     assert math.isnan(float(steps[6]["loss"]))
     assert steps[6]["at_peak"]["activations"] == 20 * MIB
+    assert (steps[6]["forward_s"], steps[6]["reduction_s"], steps[6]["hidden_s"]) == (pytest.approx(0.06), 0.04, 0)
+    assert "times" not in steps[6]
     assert steps[7]["event"] == "oom"
     assert [(line["settings_id"], line["precision"]) for line in lines(path, "settings")] == [(1, "fp32"), (2, "bf16")]
     assert [line["text"] for line in lines(path, "event")] == ["precision fp32 → bf16", str(evaluation(4))]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpumem_nb.engine.step.step_clock import UNDOING, Flight, Laps, StepClock
-from gpumem_nb.report.step_time import TimeReport
+from gpumem_nb.engine.step.step_clock import UNDOING, Flight, Laps, StepClock, _Mark
+from gpumem_nb.report.step_time import TimeReport, aligned
 from gpumem_nb.shared.step_times import (
     BACKWARD,
     COPY,
@@ -21,29 +21,39 @@ from gpumem_nb.shared.step_times import (
     REDUCTION,
     TOOLKIT,
     UPDATE,
+    StepLanes,
+    StepTimes,
 )
 from gpumem_nb.ui import legend
 from gpumem_nb.ui.time_figure import lanes_figure
 from tests.ledgers import sample, waits
 
 
-def laps(*parts: tuple[str, float], flights: tuple[Flight, ...] = (), backward_ended_s: float = 0.0) -> Laps:
-    """Of parts that took so many seconds."""
-    began_s = [100.0]
-    for _, seconds in parts:
-        began_s.append(began_s[-1] + seconds)
-    return Laps([part for part, _ in parts], began_s, (), flights, backward_ended_s)
+def laps(*parts: tuple[str, float], flights: tuple[Flight, ...] = ()) -> Laps:
+    """Of parts that took so many seconds, from 100 on."""
+    marks, now_s = [], 100.0
+    for part, seconds in (*parts, ("", 0.0)):
+        marks.append(_Mark(part, now_s))
+        now_s += seconds
+    return Laps(marks, flights)
+
+
+def times(taken: Laps) -> StepTimes:
+    """Which are known."""
+    found = taken.times()
+    assert found
+    return found
 
 
 def test_parts_that_come_several_times_are_added_up_and_sum_to_the_step() -> None:
     taken = laps((TOOLKIT, 1), (DATA, 2), (FORWARD, 3), (BACKWARD, 4), (DATA, 5), (FORWARD, 6), (BACKWARD, 7))
-    times = taken.times()
-    assert [times[part] for part in (TOOLKIT, DATA, COPY, FORWARD, BACKWARD, UPDATE)] == [1, 7, 0, 9, 11, 0]
-    assert times.total_s == pytest.approx(taken.step_s) == pytest.approx(28)
+    found = times(taken)
+    assert [found[part] for part in (TOOLKIT, DATA, COPY, FORWARD, BACKWARD, UPDATE)] == [1, 7, 0, 9, 11, 0]
+    assert found.total_s == pytest.approx(taken.step_s) == pytest.approx(28)
 
 
 def test_copies_for_undoing_are_the_toolkits_share() -> None:
-    assert laps((UNDOING, 2), (UPDATE, 1), (TOOLKIT, 3)).times()[TOOLKIT] == 5
+    assert times(laps((UNDOING, 2), (UPDATE, 1), (TOOLKIT, 3)))[TOOLKIT] == 5
 
 
 @pytest.mark.parametrize(
@@ -60,8 +70,12 @@ def test_copies_for_undoing_are_the_toolkits_share() -> None:
     ],
 )
 def test_hidden_is_what_was_on_its_way_while_backward_went_on(flights: list[Any], hidden_s: float) -> None:
-    sent = tuple(Flight(4, began, ended) for began, ended in flights)
-    assert laps((BACKWARD, 10), (REDUCTION, 2), flights=sent, backward_ended_s=10.0).times().hidden_s == hidden_s
+    sent = tuple(Flight(4, 100 + began, 100 + ended) for began, ended in flights)
+    assert times(laps((BACKWARD, 10), (TOOLKIT, 1), (REDUCTION, 2), flights=sent)).hidden_s == hidden_s
+
+
+def test_a_step_without_backward_hides_nothing() -> None:
+    assert times(laps((FORWARD, 10), (REDUCTION, 2), flights=(Flight(4, 101, 103),))).hidden_s == 0
 
 
 def test_a_clock_measures_and_tells_what_a_trial_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +88,9 @@ def test_a_clock_measures_and_tells_what_a_trial_asks(monkeypatch: pytest.Monkey
     clock.enter(TOOLKIT)  # 21
     assert clock.work_s() == 1 + 3 + 5, "without data and undoing"
     assert clock.data_s() == 2 + 6
-    ended = clock.end((), 0.0)
+    ended = clock.end(())
     assert ended.step_s == 28
-    assert ended.times().total_s == 28
+    assert times(ended).total_s == 28
 
 
 class Event:
@@ -100,6 +114,10 @@ class Event:
         self.awaited = True
 
 
+def refuse(*_: object) -> float:
+    raise RuntimeError("CUDA error: device not ready")
+
+
 def test_on_gpus_it_is_the_devices_time_and_nothing_waits_within_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     Event.made = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -108,17 +126,21 @@ def test_on_gpus_it_is_the_devices_time_and_nothing_waits_within_the_step(monkey
     clock.begin()
     for part in (FORWARD, BACKWARD, REDUCTION, UPDATE):
         clock.enter(part)
-    ended = clock.end((Flight(1, 0.0, 1.0),), 2.0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "another")
+    ended = clock.end((Flight(1, 0.0, 1.0),))
     assert not any(event.awaited for event in Event.made)
-    times = ended.times()
-    assert [times[part] for part in (TOOLKIT, FORWARD, BACKWARD, REDUCTION, UPDATE)] == [0.002] * 5
-    assert times.hidden_s is None
+    found = times(ended)
+    assert [found[part] for part in (TOOLKIT, FORWARD, BACKWARD, REDUCTION, UPDATE)] == pytest.approx([0.002] * 5)
+    assert found.hidden_s is None
+    assert not ended.lanes(0, 1).flights
+    monkeypatch.setattr(Event, "elapsed_time", refuse)
+    assert ended.times() is None, "a step counts though it could not be timed"
 
 
 def report(*reductions_s: float | None, steps: int = 12) -> TimeReport | None:
     """Of ranks that wait so long in each step of 100 ms; ``None`` stands for steps whose times are not known."""
     rows = [
-        [sample(step, rank, times=None if wait is None else waits(wait)) for step in range(steps)]
+        [sample(step, rank, times=None if wait is None else waits(wait)) for step in range(1, steps + 1)]
         for rank, wait in enumerate(reductions_s)
     ]
     return TimeReport.of(rows)
@@ -153,6 +175,23 @@ def test_only_steps_under_the_latest_settings_count() -> None:
     assert found.straggler is None
 
 
+def test_steps_before_a_cell_count_only_while_there_are_none_after_it() -> None:
+    rows = [[sample(step, 0, times=waits(0.09 if step <= 20 else 0.01)) for step in range(1, 31)]]
+    found = [TimeReport.of(rows, since) for since in (0, 20, 30)]
+    assert [one and one.ranks[0].steps for one in found] == [28, 8, 28]
+    assert found[1]
+    assert found[1].ranks[0].times[REDUCTION] == pytest.approx(0.01)
+
+
+def test_lanes_of_other_hosts_lie_where_all_ranks_left_the_reduction() -> None:
+    def lane(rank: int, later_s: float) -> StepLanes:
+        return laps((FORWARD, 1), (REDUCTION, 2), (UPDATE, 1)).lanes(rank, 7).moved(later_s)
+
+    lanes = aligned([lane(0, 0.0), lane(1, 0.25), lane(2, 5000.0)], ["here", "here", "there"])
+    assert [one.parts[1].ended_s for one in lanes] == pytest.approx([103, 103.25, 103.25])
+    assert aligned([lane(0, 0.0), lane(1, 0.25)], ["here", "here"])[0] == lane(0, 0.0)
+
+
 def test_there_is_no_report_without_a_step_whose_times_are_known() -> None:
     assert report() is None
     assert report(None, None) is None
@@ -168,14 +207,17 @@ def test_the_lanes_of_a_step_are_drawn_rank_by_rank_from_the_first_that_began() 
     assert list(boxes) == [FORWARD, UPDATE, TOOLKIT, "gradients on their way"]
     assert list(boxes[FORWARD].y) == [0, 1]
     assert list(boxes[FORWARD].x) == pytest.approx([3000, 2000], rel=1e-6)
-    assert boxes[FORWARD].base[0] - boxes[FORWARD].base[1] == pytest.approx(1000, abs=50)
-    assert list(boxes["gradients on their way"].customdata) == ["4.0 MiB"]
+    assert boxes[FORWARD].base[0] - boxes[FORWARD].base[1] == pytest.approx(1000)
+    assert [tuple(one) for one in boxes["gradients on their way"].customdata] == [("4.0 MiB", pytest.approx(1000))]
+    assert "customdata[1]" in boxes[FORWARD].hovertemplate, "x would be where the box ends"
+    assert [one[1] for one in boxes[FORWARD].customdata] == pytest.approx([3000, 2000])
     assert "Step 7" in figure.layout.title.text
 
 
 def test_the_key_says_the_share_of_each_part() -> None:
     found = report(0.03, 0.01)
     key = legend.time_key(found)
+    assert "waiting <b>20 %</b>" in key
     assert "reduction <b>20 %</b>" in key
     assert "forward <b>80 %</b>" in key
     assert "class='gpumem-none'" in key

@@ -46,7 +46,7 @@ class _Bucket:
         self.bytes = 0
         self.ready: set[int] = set()
         self.handle: int | None = None
-        self.sent_s = 0.0
+        self.sent_s, self.sent_bytes = 0.0, 0
         self.wires: list[list[Tensor]] = []
 
 
@@ -61,8 +61,7 @@ class GradientReduction:
         latest: the weight whose gradient was computed last, which tells how far backward got.
         torn: a gradient changed after it had left, as reentrant checkpoints can do: the step must be taken again,
             on all ranks after :meth:`wait_for_backward`.
-        flights: the buckets that have arrived since the last backward pass began.
-        backward_ended_s: when gradients were asked for that backward had left, as ``time.perf_counter`` has it.
+        flights: the buckets that have arrived since :meth:`begin`.
     """
 
     def __init__(self, params: Sequence[Tensor], sparse: Collection[int], ranks: int) -> None:
@@ -88,7 +87,6 @@ class GradientReduction:
         self.torn = False
         self._under_way: deque[_Bucket] = deque()
         self.flights: list[Flight] = []
-        self.backward_ended_s = 0.0
         self.regroup()
 
     def regroup(self) -> None:
@@ -114,11 +112,14 @@ class GradientReduction:
         """Send nothing before backward has ended, from now on."""
         self._early, self.torn = False, False
 
+    def begin(self) -> None:
+        """A step begins, perhaps for another time."""
+        self.flights.clear()
+
     def arm(self) -> None:
         """From now on gradients are final: send each bucket as soon as it is full."""
         for bucket in self._buckets:
             bucket.ready.clear()
-        self.flights.clear()
         self._armed = True
 
     def finish(self, ballot: Tensor) -> Reduced:
@@ -131,7 +132,6 @@ class GradientReduction:
         """
         self._armed = False
         self._notice_arrivals()
-        self.backward_ended_s = time.perf_counter()
         ballot = torch.cat([ballot, self._presence(ballot.device)])
         last = self._buckets[-1] if self._buckets else None
         carrier = last if last and carried_dtype(last.params[0].dtype) == ballot.dtype else None
@@ -193,7 +193,7 @@ class GradientReduction:
         if Recorder.current:
             gradients = {id(param.grad) for param in bucket.params}
             Recorder.current.claim(COMMUNICATION, (wire for wire in wires if id(wire) not in gradients))
-        bucket.sent_s = time.perf_counter()
+        bucket.sent_s, bucket.sent_bytes = time.perf_counter(), sum(wire.nbytes for wire in wires)
         bucket.handle = hvd.grouped_allreduce_async_(wires, name=bucket.name, op=hvd.Average)
         self._under_way.append(bucket)
 
@@ -205,7 +205,7 @@ class GradientReduction:
     def _arrived(self, bucket: _Bucket) -> None:
         if bucket in self._under_way:
             self._under_way.remove(bucket)
-            self.flights.append(Flight(bucket.bytes, bucket.sent_s, time.perf_counter()))
+            self.flights.append(Flight(bucket.sent_bytes, bucket.sent_s, time.perf_counter()))
 
     def _presence(self, device: torch.device) -> Tensor:
         """For each weight whether there is a gradient, or whether it is frozen, here."""

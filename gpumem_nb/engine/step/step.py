@@ -166,6 +166,7 @@ class Stepper:
         Every attempt starts from no gradients, whatever a cell has left.
         """
         before, loss = None, None
+        self.voting.attempt_begins()
         for param in self._live.parameters:
             param.grad = None
         if failure is None and not order.trial:
@@ -352,5 +353,5 @@ class Stepper:
         if Recorder.current and not discarded:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
-        laps = self._clock.end(self.voting.flights, self.voting.backward_ended_s)
+        laps = self._clock.end(self.voting.flights)
         return Outcome(loss, failure, discarded, last, reading, ledger, laps, notes)

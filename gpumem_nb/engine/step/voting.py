@@ -79,11 +79,6 @@ class Voting:
         self._reduction.latest = param
 
     @property
-    def backward_ended_s(self) -> float:
-        """When the latest step's last gradient was there, as ``time.perf_counter`` has it."""
-        return self._reduction.backward_ended_s
-
-    @property
     def flights(self) -> tuple[Flight, ...]:
         """Of the gradients of the latest step."""
         return tuple(self._reduction.flights)
@@ -91,6 +86,10 @@ class Voting:
     def come_last(self) -> None:
         """Cells may have registered hooks that change gradients: these come before they are sent."""
         self._reduction.come_last()
+
+    def attempt_begins(self) -> None:
+        """A step begins, perhaps for another time."""
+        self._reduction.begin()
 
     def begin(self, order: StepOrder) -> None:
         """Forward begins."""

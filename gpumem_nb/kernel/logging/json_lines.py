@@ -55,6 +55,8 @@ class JsonLines:
         """A line for each rank."""
         for sample in samples:
             values = {name: getattr(sample, name) for name in _SAMPLE}
+            if sample.times:
+                values |= sample.times.columns
             if sample.ledger:
                 values["at_peak"] = sample.ledger.at_peak
             self._write("step", time_s, values)
@@ -81,7 +83,7 @@ class JsonLines:
         self._file.write(json.dumps(_finite(line), default=str) + "\n")
 
 
-_SAMPLE = tuple(field.name for field in dataclasses.fields(Sample) if field.name not in ("time_s", "ledger"))
+_SAMPLE = tuple(field.name for field in dataclasses.fields(Sample) if field.name not in ("time_s", "ledger", "times"))
 
 
 def _finite(value: Any) -> Any:

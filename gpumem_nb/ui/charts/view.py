@@ -89,11 +89,15 @@ class View:
         evaluations: Sequence[Evaluation] = (),
         choice: Choice | None = None,
         attempt: Attempt | None = None,
+        changed_after: int = 0,
     ) -> View:
-        """The view of these ranks' readings and samples; ``settings`` are those of a settings id, where known."""
+        """The view of these ranks' readings and samples; ``settings`` are those of a settings id, where known.
+
+        Steps up to ``changed_after`` say nothing about where time goes now.
+        """
         found = peaks(samples, readings)
         worst = next(iter(worst_first(found)), None)
-        time = TimeReport.of(samples)
+        time = TimeReport.of(samples, changed_after)
         told, choice = marks(samples, settings), choice or Choice()
         if choice.latest:
             newest = max((of_rank[-1].step for of_rank in samples if of_rank), default=0)

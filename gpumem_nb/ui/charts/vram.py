@@ -22,7 +22,7 @@ _READINGS = ("reserved_bytes", "live_bytes", "device_used_bytes", "limit_bytes")
 
 def _title(view: View) -> str:
     # Memory that is accounted, not a GPU's, says so.
-    return f"VRAM peak by rank, {view.unit}{' (virtual)' if view.virtual else ''}"
+    return f"VRAM peak, {view.unit}{' (virtual)' if view.virtual else ''}"
 
 
 def _traces(view: View, axes: Axes) -> list[Any]:
@@ -96,5 +96,6 @@ VRAM = Chart(
     traces=_traces,
     draw=_draw,
     over_steps=False,
+    x_title="rank",
     second_y=True,
 )
