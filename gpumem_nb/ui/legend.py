@@ -23,12 +23,13 @@ _SIGNS = (
     "<li><i class='gpumem-live'></i>live now</li>",
     "<li><i class='gpumem-reserved'></i>reserved</li>",
 )
-_FAINT = 0.005  # of a step: shown as 0 %
+_SHOWS = 0.005  # of a step: less would be 0 %
+_WAITING = "for data, for averaged gradients, for ranks that are slower"
 _DARK_UP_TO = 0.45  # of the limit; white is readable on these colours, black on the others
 
 
-def key(worst: Peak | None) -> str:
-    """Every category in stacking order from the top, with its part of the worst rank's peak."""
+def key(worst: Peak | None, time: TimeReport | None) -> str:
+    """Every category in stacking order from the top, with its part of the worst rank's peak, and the parts of a step."""
     ledger = worst.ledger if worst else None
     items = []
     for name in reversed(CATEGORIES):
@@ -41,21 +42,21 @@ def key(worst: Peak | None) -> str:
         )
     if ledger is None:
         items.append(f"<li><i style='background: {UNKNOWN.css}'></i>not recorded yet</li>")
-    return f"<ul class='gpumem-key'>{''.join([*items, *_SIGNS])}</ul>"
+    return f"<ul class='gpumem-key'>{''.join([*items, *_SIGNS, *_parts(time)])}</ul>"
 
 
-def time_key(time: TimeReport | None) -> str:
-    """Every part of a step's time in stacking order from the top, with its share, and how much of it is waiting."""
-    waits = f"<b>{100 * time.waiting:.0f} %</b>" if time else ""
-    items = [f"<li title='for data, for gradients, for slower ranks'>of a step waiting {waits}</li>"]
+def _parts(time: TimeReport | None) -> list[str]:
+    """How much of a step is waiting, and every part of its time that shows, in stacking order from the top."""
+    items = [f"<li title='{_WAITING}'>waiting <b>{100 * time.waiting:.0f} %</b></li>"] if time else []
     for part in reversed(PARTS):
-        number = f"<b>{100 * time.share(part):.0f} %</b>" if time else ""
-        faint = " class='gpumem-none'" if time and time.share(part) < _FAINT else ""
-        items.append(
-            f"<li{faint} title='{escape(MEANING_OF_PARTS[part], quote=True)}'>"
-            f"<i style='background: {TIME_COLOURS[part]}'></i>{part} {number}</li>"
-        )
-    return f"<ul class='gpumem-key' aria-label='parts of a step'>{''.join(items)}</ul>"
+        share = time.share(part) if time else 1.0
+        if share >= _SHOWS:
+            number = f"<b>{100 * share:.0f} %</b>" if time else ""
+            items.append(
+                f"<li title='{escape(MEANING_OF_PARTS[part], quote=True)}'>"
+                f"<i style='background: {TIME_COLOURS[part]}'></i>{part} {number}</li>"
+            )
+    return items
 
 
 def pins(marks: Sequence[Mark]) -> str:

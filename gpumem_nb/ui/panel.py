@@ -249,8 +249,8 @@ class Panel:
         blocks = session.workload.blocks if session.workload else 0
         words = wording.filling(view.peaks, history, blocks)
         self._filling.html = f"<p>{words}</p>" if words else ""
-        keys = legend.key(view.worst), legend.time_key(view.time), legend.pins(view.marks), legend.strip(view.peaks)
-        self._key.html = "".join(keys)
+        key = legend.key(view.worst, view.time)
+        self._key.html = key + legend.pins(view.marks) + legend.strip(view.peaks)
         self._charts.update(view)
 
     @property

@@ -82,8 +82,7 @@ def _collisions(boxes: list[Box]) -> list[tuple[Box, Box]]:
 def size(panel: PanelPage) -> tuple[float, float]:
     """Width of the panel, and pixels from its top to the end of its charts' key."""
     width, height = panel.page.locator(".gpumem-panel").last.evaluate(
-        "panel => [panel.clientWidth,"
-        " panel.querySelector('.gpumem-keys ul:last-of-type').getBoundingClientRect().bottom"
+        "panel => [panel.clientWidth, panel.querySelector('.gpumem-keys .gpumem-key').getBoundingClientRect().bottom"
         " - panel.getBoundingClientRect().top]"
     )
     return width, height

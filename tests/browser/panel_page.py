@@ -95,7 +95,7 @@ class PanelPage:
 
     @property
     def key(self) -> Locator:
-        return self.page.locator(".gpumem-keys ul").first
+        return self.page.locator(".gpumem-keys .gpumem-key")
 
     @property
     def pins(self) -> Locator:

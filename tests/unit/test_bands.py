@@ -109,7 +109,7 @@ def test_stacks_bands_and_key_have_one_look_and_one_order() -> None:
     for bar, band in zip(stacked, area, strict=True):
         assert bar.marker.color == band.fillcolor == style.LOOKS[bar.name].colour
         assert bar.marker.pattern.shape == band.fillpattern.shape
-    html = legend.key(peaks([[sample(1, 0, ledger())]], [reading()])[0])
+    html = legend.key(peaks([[sample(1, 0, ledger())]], [reading()])[0], None)
     places = [html.index(f"</i>{name} ") for name in c.CATEGORIES]
     assert places == sorted(places, reverse=True), "from the top of the stack to its bottom"
     assert "activations <b>50.0 %</b> 20.0 MiB" in html

@@ -216,9 +216,11 @@ def test_the_lanes_of_a_step_are_drawn_rank_by_rank_from_the_first_that_began() 
 
 def test_the_key_says_the_share_of_each_part() -> None:
     found = report(0.03, 0.01)
-    key = legend.time_key(found)
+    key = legend.key(None, found)
     assert "waiting <b>20 %</b>" in key
     assert "reduction <b>20 %</b>" in key
     assert "forward <b>80 %</b>" in key
-    assert "class='gpumem-none'" in key
-    assert "<b>" not in legend.time_key(None), "no numbers before there are any"
+    assert "</i>update" not in key, "which takes no time"
+    before = legend.key(None, None)
+    assert "<b>" not in before, "no numbers before there are any"
+    assert all(f"</i>{part} " in before for part in PARTS)

@@ -96,6 +96,5 @@ VRAM = Chart(
     traces=_traces,
     draw=_draw,
     over_steps=False,
-    x_title="rank",
     second_y=True,
 )
