@@ -29,7 +29,7 @@ _DARK_UP_TO = 0.45  # of the limit; white is readable on these colours, black on
 
 
 def key(worst: Peak | None, time: TimeReport | None) -> str:
-    """Every category in stacking order from the top, with its part of the worst rank's peak, and the parts of a step."""
+    """Every category in stacking order from the top, with its part of the worst rank's peak; then a step's parts."""
     ledger = worst.ledger if worst else None
     items = []
     for name in reversed(CATEGORIES):
