@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
+from IPython.core.magic_arguments import argument
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
-from ..shared.errors import InvalidInput, NoSession
+from ..shared.errors import InvalidInput, NoSession, nearest
 
+_UNKNOWN = "unrecognized arguments: "
 Magic = TypeVar("Magic", bound=Callable[..., Any])
 
 
@@ -21,13 +23,27 @@ def says_usage(magic: Magic) -> Magic:
     """Misuse of a magic is a ``UsageError``: one sentence, no traceback."""
 
     @wraps(magic)
-    def shown(*args: Any, **kwargs: Any) -> Any:
+    def shown(magics: Magics, *args: Any, **kwargs: Any) -> Any:
         try:
-            return magic(*args, **kwargs)
+            return magic(magics, *args, **kwargs)
         except (InvalidInput, NoSession) as error:
             raise UsageError(str(error)) from None
+        except UsageError as error:
+            raise UsageError(_with_what_is_allowed(str(error), magic.__name__, magics)) from None
 
     return shown  # type: ignore[return-value]
+
+
+def _with_what_is_allowed(message: str, name: str, magics: Magics) -> str:
+    """What argparse says of words that it does not know, with the options there are."""
+    said, _, words = message.partition(_UNKNOWN)
+    if said or not words:
+        return message
+    declared = [one for one in getattr(magics, name).decorators if isinstance(one, argument)]
+    options = [word for one in reversed(declared) for word in one.args if word.startswith("-")]
+    if not options:
+        return f"{message} (%{name} takes no options; help: %{name}?)"
+    return f"{message} ({nearest(words.split()[0], options)}; help: %{name}?)"
 
 
 def intermixed(magic: Callable[..., Any], line: str) -> argparse.Namespace:
