@@ -30,8 +30,7 @@ from tests.soak.timeline import Timeline
 REPORT = Path(__file__).parents[2] / "docs" / "reliability.md"
 SITUATIONS = ("foreground", "background", "flip", "cell")
 MEASURE_EVERY_S = 30.0
-# Two seconds, as in the tests, would tell of what the machine does: four ranks on two cores, of a virtual machine that
-# was seen to be held up as a whole for two seconds, come too late now and then with nothing planted.
+# Two seconds, as in the tests, would tell of what else the machine does while four ranks share two cores.
 STALL_LIMIT_S = 6.0
 # How often each thing happens: restarts take seconds and give the ranks new memory, so they are rare.
 WEIGHTS = {"survived": 4, "stops": 6, "dies": 0.15}
