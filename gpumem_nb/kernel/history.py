@@ -244,6 +244,10 @@ class History:
         with self._lock:
             return [list(kept)[-last:] if last else list(kept) for kept in self._by_rank]
 
+    def of_loaded(self, last: int | None = None) -> list[list[Sample]]:
+        """The same of what is loaded now."""
+        return [[one for one in of_rank if one.settings_id >= self.loaded_as] for of_rank in self.samples(last)]
+
     def ledger_cost(self) -> float | None:
         """What recording steps costs on average, as a share of training time; ``None`` before it is known.
 

@@ -62,9 +62,7 @@ class Inspection:
             WorkloadError: nothing is loaded, or no step was done.
         """
         self._foreground.check_loaded()
-        first = self._history.loaded_as
-        samples = [[one for one in of_rank if one.settings_id >= first] for of_rank in self._history.samples()]
-        report = TimeReport.of(samples, self._history.changed_after)
+        report = TimeReport.of(self._history.of_loaded(), self._history.changed_after)
         if report is None:
             raise WorkloadError("Where the time goes is known once a step was done: %hvd_train 10.")
         if not timeline:

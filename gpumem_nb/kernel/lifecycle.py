@@ -136,7 +136,7 @@ class Lifecycle:
 
     def status(self) -> Status:
         """Which ranks run where, on which devices, and what they are doing."""
-        time = TimeReport.of(self.history.samples(last=STEPS_JUDGED), self.history.changed_after)
+        time = TimeReport.of(self.history.of_loaded(last=STEPS_JUDGED), self.history.changed_after)
         return Status(
             doing=self.doing,
             ranks=tuple(self.ranks.infos),

@@ -41,9 +41,9 @@ def _with_what_is_allowed(message: str, name: str, magics: Magics) -> str:
         return message
     declared = [one for one in getattr(magics, name).decorators if isinstance(one, argument)]
     options = [word for one in reversed(declared) for word in one.args if word.startswith("-")]
-    if not options:
-        return f"{message} (%{name} takes no options; help: %{name}?)"
-    return f"{message} ({nearest(words.split()[0], options)}; help: %{name}?)"
+    sign = "%" if shell_of(magics).find_line_magic(name) else "%%"
+    allowed = nearest(words.split()[0], options) if options else "it takes none"
+    return f"{message} ({allowed}; help: {sign}{name}?)"
 
 
 def intermixed(magic: Callable[..., Any], line: str) -> argparse.Namespace:

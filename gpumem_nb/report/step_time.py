@@ -71,7 +71,9 @@ class TimeReport:
 
         Those up to ``since_step`` count only while there are none after it. ``None`` before a step was done.
         """
-        judged = [_judged(of_rank, since_step) or _judged(of_rank, 0) for of_rank in samples]
+        judged = [_judged(of_rank, since_step) for of_rank in samples]
+        if not any(judged):
+            judged = [_judged(of_rank, 0) for of_rank in samples]
         found = [RankTime.of(rank, of_rank) for rank, of_rank in enumerate(judged) if of_rank]
         return cls(tuple(found), Straggler.of(judged)) if found else None
 

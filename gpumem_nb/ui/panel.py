@@ -13,7 +13,6 @@ from IPython.display import display
 
 from ..planning.score import foretold
 from ..report.rescue import Rescue
-from ..shared.messages import Sample
 from . import legend, threads, wording
 from .actions import Actions
 from .charts import Charts, View
@@ -244,7 +243,7 @@ class Panel:
         evaluations = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]
         choice = Choice(self._latest.value, self._smooth.value, self._log_loss.value)
         attempt = Attempt.of(self._rescue, history.readings)
-        what = (self._ranks, history.readings, self._samples(), settings.get, evaluations, choice, attempt)
+        what = (self._ranks, history.readings, history.of_loaded(), settings.get, evaluations, choice, attempt)
         view = View.of(*what, history.changed_after)
         blocks = session.workload.blocks if session.workload else 0
         words = wording.filling(view.peaks, history, blocks)
@@ -258,10 +257,6 @@ class Panel:
         """What is to be said of a step that was discarded, until somebody has read it."""
         history = self._session.history
         return None if self._session.ended or history.rescue is self._dismissed else history.rescue
-
-    def _samples(self) -> list[list[Sample]]:
-        history = self._session.history
-        return [[s for s in of_rank if s.settings_id >= history.loaded_as] for of_rank in history.samples()]
 
 
 def _family(widget: Any) -> Iterator[Any]:

@@ -160,6 +160,7 @@ def test_saving_resuming_and_restarting_by_magic(
         ("%hvd_start", "running already"),
         ("%hvd_start four", "invalid int value"),
         ("%hvd_panel --float", r"unrecognized arguments: --float \(allowed: --dock, --big; help: %hvd_panel\?\)"),
+        ("%%hvd --verbose\npass", r"unrecognized arguments: --verbose \(.*llowed: --ranks.*; help: %%hvd\?\)"),
         ("%hvd_time --timline", r"unrecognized arguments: --timline \(did you mean '--timeline'\?"),
         ("%hvd_log a --to tensorbord", "did you mean 'tensorboard'"),
         ("%hvd_log a --stop", "Nothing is logged to a"),

