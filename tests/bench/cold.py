@@ -89,8 +89,8 @@ def main() -> int:
     text = report(cases)
     print(text)
     if args.folder == published.FOLDER:
-        REPORT.write_text(REPORT.read_text().partition(MARKER)[0] + MARKER + text)
-        plot.draw("prediction-cold", [comparison(table, of_table) for table, of_table in cases.items()])
+        drawn = plot.draw("prediction-cold", [comparison(table, of_table) for table, of_table in cases.items()])
+        REPORT.write_text(REPORT.read_text().partition(MARKER)[0] + MARKER + text + drawn)
     return 0
 
 

@@ -37,12 +37,12 @@ class Comparison:
     groups: Mapping[str, Sequence[Point]]
 
 
-def draw(name: str, comparisons: Sequence[Comparison]) -> None:
-    """Write ``docs/plots/NAME.png``; say so where there is no Chromium to draw it with."""
+def draw(name: str, comparisons: Sequence[Comparison]) -> str:
+    """Write ``docs/plots/NAME.png`` and return the Markdown that shows it; none without a Chromium to draw it with."""
     executable = chromium()
     if executable is None:
         print(f"{name}.png was not drawn: no chromium was found; name one with CHROMIUM=/path/to/it.")
-        return
+        return ""
     FOLDER.mkdir(exist_ok=True)
     width = WIDTH * len(comparisons)
     page_text = figure(comparisons).to_html(include_plotlyjs=True, config={"staticPlot": True})
@@ -52,6 +52,7 @@ def draw(name: str, comparisons: Sequence[Comparison]) -> None:
         page.locator(".main-svg").first.wait_for()
         page.screenshot(path=FOLDER / f"{name}.png")
     print(FOLDER / f"{name}.png")
+    return f"\n![Predicted against measured](plots/{name}.png)\n"
 
 
 def figure(comparisons: Sequence[Comparison]) -> go.Figure:

@@ -112,8 +112,8 @@ def main() -> int:
     text = report(cases)
     print(text)
     if not args.quick:
-        REPORT.write_text(REPORT.read_text().partition(MARKER)[0] + MARKER + text)
-        plot.draw("prediction", comparisons(cases))
+        drawn = plot.draw("prediction", comparisons(cases))
+        REPORT.write_text(REPORT.read_text().partition(MARKER)[0] + MARKER + text + drawn)
     return 0
 
 
