@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _ALL = "all"
 _SLOWEST = " (slowest)"
-_PER_S = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +27,11 @@ class RankTime:
     Attributes:
         rank: whose.
         steps: how many.
-        step_s: a step; on GPUs of the device's time.
-        times: its parts.
+        times: the parts of one.
     """
 
     rank: int
     steps: int
-    step_s: float
     times: StepTimes
 
     @classmethod
@@ -43,12 +40,16 @@ class RankTime:
         times = [sample.times for sample in samples if sample.times]
         seconds = {part: statistics.fmean(one[part] for one in times) for part in PARTS}
         hidden = [one.hidden_s for one in times if one.hidden_s is not None]
-        mean = StepTimes.of(seconds, statistics.fmean(hidden) if hidden else None)
-        return cls(rank, len(times), mean.total_s, mean)
+        return cls(rank, len(times), StepTimes.of(seconds, statistics.fmean(hidden) if hidden else None))
+
+    @property
+    def step_s(self) -> float:
+        """A step; on GPUs of the device's time."""
+        return self.times.total_s
 
     def share(self, part: str) -> float:
         """Of the step, between 0 and 1."""
-        return self.times[part] / (self.times.total_s or 1)
+        return self.times[part] / (self.step_s or 1)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class TimeReport:
     @property
     def waiting(self) -> float:
         """The share of a step in which ranks wait, for data or for gradients, as the mean of all ranks."""
-        return sum(one.share(DATA) + one.share(REDUCTION) for one in self.ranks) / len(self.ranks)
+        return self.share(DATA) + self.share(REDUCTION)
 
     def share(self, part: str) -> float:
         """Of a step, between 0 and 1, as the mean of all ranks."""
@@ -95,8 +96,7 @@ class TimeReport:
                 "rank": one.rank,
                 "steps": one.steps,
                 "step_s": one.step_s,
-                **{f"{part}_s": one.times[part] for part in PARTS},
-                "hidden_s": one.times.hidden_s,
+                **one.times.columns,
             }
             for one in self.ranks
         )
@@ -172,4 +172,4 @@ def _cell(seconds: float, share: float) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * _PER_S:,.1f}"
+    return f"{1000 * seconds:,.1f}"
