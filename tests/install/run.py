@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "docs" / "install.md"
 MARKER = "<!-- the rest is written by make matrix-install -->\n"
 PYTHONS = ("python3.11", "python3.12", "python3.13")
-TORCHES = ("torch==2.6.*", "torch==2.9.*", "")  # the last: whatever set-up chooses
+TORCHES = ("torch==2.8.*", "torch==2.9.*", "torch==2.13.*", "")  # the last: whatever set-up chooses
 # Of the build of torch that the index has for every platform, for which a plain number of its version stands.
 CUDA_TORCH = "torch===2.13.0"
 OTHERS = ("CUDA_", "HOROVOD_", "MAKE", "MFLAGS")  # what a row's own variables shall not be mixed with
@@ -154,9 +155,9 @@ def run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) ->
 
 
 def last_line(answer: subprocess.CompletedProcess[str]) -> str:
-    """The sentence that it ended with; that of make itself says nothing."""
+    """The sentence that it ended with, without the place of a log; that of make itself says nothing."""
     lines = [line for line in answer.stdout.splitlines() if line.strip() and not line.startswith("make")]
-    return lines[-1] if lines else f"exit code {answer.returncode}"
+    return re.sub(r" \(log: .*\)", "", lines[-1]) if lines else f"exit code {answer.returncode}"
 
 
 def table(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[str]:
