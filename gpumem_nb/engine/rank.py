@@ -103,6 +103,7 @@ def set_up(config: RankConfig) -> RankInfo:
         note=_device.note,
         allocator=_device.allocator,
         machine=cluster_records.machine(),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..report.memory import MemoryReport, RankMemory, check_view
 from ..report.step_time import TimeReport, aligned
+from ..report.verdict import Circumstances, Verdict
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.messages import Ledger, RankInfo, Timeline
 from ..shared.ranklist import name_ranks
@@ -65,10 +66,20 @@ class Inspection:
         report = TimeReport.of(self._history.of_loaded(), self._history.changed_after)
         if report is None:
             raise WorkloadError("Where the time goes is known once a step was done: %hvd_train 10.")
+        report = dataclasses.replace(report, verdict=self.verdict())
         if not timeline:
             return report
         lanes = [lane for lane in self._foreground.call("step_lanes") if lane is not None]
         return dataclasses.replace(report, lanes=tuple(aligned(lanes, [info.host for info in self._ranks])))
+
+    def verdict(self) -> Verdict | None:
+        """What the time of a step is lost to; ``None`` while nothing is, or under settings of too few steps so far."""
+        history, settings = self._history, self._training.settings
+        now = history.now()
+        if now is None or now.settings != settings:
+            return None
+        around = Circumstances(settings, self._ranks, self._training.workload)
+        return Verdict.of(history.of_loaded(), history.changed_after, around)
 
     def write_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Let torch write what rank 0 allocates, in one step when something is loaded, even if that step fails.

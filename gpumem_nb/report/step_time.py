@@ -16,6 +16,8 @@ from .tables import Table, notes_html
 if TYPE_CHECKING:
     import pandas as pd
 
+    from .verdict import Verdict
+
 _ALL = "all"
 _SLOWEST = " (slowest)"
 
@@ -60,11 +62,13 @@ class TimeReport:
         ranks: those of each rank, in their order.
         straggler: the rank that the others wait for, if one stands out.
         lanes: the latest step of each rank, part by part, if they were asked for.
+        verdict: what time is lost to, if it was asked for and is worth a word.
     """
 
     ranks: tuple[RankTime, ...]
     straggler: Straggler | None = None
     lanes: tuple[StepLanes, ...] = ()
+    verdict: Verdict | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sequence[Sample]], since_step: int = 0) -> TimeReport | None:
@@ -72,11 +76,11 @@ class TimeReport:
 
         Those up to ``since_step`` count only while there are none after it. ``None`` before a step was done.
         """
-        judged = [_judged(of_rank, since_step) for of_rank in samples]
-        if not any(judged):
-            judged = [_judged(of_rank, 0) for of_rank in samples]
-        found = [RankTime.of(rank, of_rank) for rank, of_rank in enumerate(judged) if of_rank]
-        return cls(tuple(found), Straggler.of(judged)) if found else None
+        counted = [judged(of_rank, since_step) for of_rank in samples]
+        if not any(counted):
+            counted = [judged(of_rank, 0) for of_rank in samples]
+        found = [RankTime.of(rank, of_rank) for rank, of_rank in enumerate(counted) if of_rank]
+        return cls(tuple(found), Straggler.of(counted)) if found else None
 
     @property
     def waiting(self) -> float:
@@ -136,7 +140,8 @@ class TimeReport:
     @property
     def _notes(self) -> list[str]:
         notes = [f"Ranks wait {100 * self.waiting:.0f} % of a step, for data or for gradients."]
-        return [*notes, f"{str(self.straggler).capitalize()}."] if self.straggler else notes
+        notes += [f"{str(self.straggler).capitalize()}."] if self.straggler else []
+        return [*notes, str(self.verdict)] if self.verdict else notes
 
 
 def aligned(lanes: Sequence[StepLanes], hosts: Sequence[str]) -> list[StepLanes]:
@@ -153,7 +158,7 @@ def aligned(lanes: Sequence[StepLanes], hosts: Sequence[str]) -> list[StepLanes]
     return [lane.moved(ends_s[hosts[lanes[0].rank]] - ends_s[hosts[lane.rank]]) for lane in lanes]
 
 
-def _judged(samples: Sequence[Sample], since_step: int) -> list[Sample]:
+def judged(samples: Sequence[Sample], since_step: int) -> list[Sample]:
     """The latest steps under one configuration whose times are known, without those that warm up if there are more."""
     found: list[Sample] = []
     for sample in reversed(samples):

@@ -10,6 +10,7 @@ from ..kernel.lifecycle import Lifecycle
 from ..report.memory import MemoryReport
 from ..report.status import Status
 from ..report.step_time import TimeReport
+from ..report.verdict import Verdict
 from ..report.waits import WaitReport
 from ..shared.messages import Timeline
 from ..shared.progress import Progress
@@ -78,6 +79,13 @@ class Looks:
             WorkloadError: nothing is loaded, or no step was done yet.
         """
         return self._life.inspection.time(timeline)
+
+    def verdict(self) -> Verdict | None:
+        """What the time of a step is lost to, in a sentence, with the settings that would help.
+
+        ``None`` while nothing is worth a word, and before there were 14 steps under the present settings.
+        """
+        return self._life.inspection.verdict()
 
     def memory_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write torch's own snapshot of the memory of rank 0's GPU, for its visualiser (pytorch.org/memory_viz).

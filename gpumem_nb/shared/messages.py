@@ -40,6 +40,7 @@ class Ledger:
     bytes after the step. ``phase`` and ``module`` say what ran at the peak;
     ``modules`` splits the peak as ``(module, category, bytes)``, largest first, for what belongs to a module.
     ``virtual`` bytes are a virtual GPU's; ``exact`` says that every allocation was seen, not only tensors.
+    ``operators`` is how many calls of operators made tensors until backward ended, without those inside of others.
     """
 
     peak_bytes: int
@@ -50,6 +51,7 @@ class Ledger:
     modules: tuple[tuple[str, str, int], ...]
     virtual: bool
     exact: bool
+    operators: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +315,11 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Who a rank is: shown by ``%hvd_status``. ``machine`` names the boot and the container that ``pid`` belongs to."""
+    """Who a rank is: shown by ``%hvd_status``.
+
+    ``machine`` names the boot and the container that ``pid`` belongs to; ``cores`` are those that it may run on, by the
+    system's numbers.
+    """
 
     rank: int
     local_rank: int
@@ -327,6 +333,7 @@ class RankInfo:
     note: str = ""
     machine: str = ""
     allocator: AllocatorSettings = DEFAULT
+    cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

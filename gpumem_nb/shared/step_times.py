@@ -35,15 +35,27 @@ class StepTimes:
         hidden_s: in how much of backward gradients were on their way already, at most: that they have arrived is
             noticed with the next gradient. ``None`` on GPUs, where backward is over for the process long before it is
             for the device.
+        data_cpu_s: of the wait for data, in how much the rank itself computed; in the rest it waited, for a disk or for
+            its workers.
+        queued_s: in how much of the step the rank was ready to go on and had no core to go on with, because others used
+            it. ``None`` where the system does not tell.
     """
 
     seconds: tuple[float, ...]
     hidden_s: float | None
+    data_cpu_s: float = 0.0
+    queued_s: float | None = None
 
     @classmethod
-    def of(cls, seconds: Mapping[str, float], hidden_s: float | None) -> StepTimes:
+    def of(
+        cls,
+        seconds: Mapping[str, float],
+        hidden_s: float | None,
+        data_cpu_s: float = 0.0,
+        queued_s: float | None = None,
+    ) -> StepTimes:
         """From the seconds of some parts; the others took none."""
-        return cls(tuple(seconds.get(part, 0.0) for part in PARTS), hidden_s)
+        return cls(tuple(seconds.get(part, 0.0) for part in PARTS), hidden_s, data_cpu_s, queued_s)
 
     def __getitem__(self, part: str) -> float:
         """Seconds of a part."""
@@ -51,10 +63,9 @@ class StepTimes:
 
     @property
     def columns(self) -> dict[str, float | None]:
-        """Seconds by the names of columns: ``data_s``, … and ``hidden_s``."""
-        return {f"{part}_s": seconds for part, seconds in zip(PARTS, self.seconds, strict=True)} | {
-            "hidden_s": self.hidden_s
-        }
+        """Seconds by the names of columns: ``data_s``, … and ``hidden_s``, ``data_cpu_s`` and ``queued_s``."""
+        others = {"hidden_s": self.hidden_s, "data_cpu_s": self.data_cpu_s, "queued_s": self.queued_s}
+        return {f"{part}_s": seconds for part, seconds in zip(PARTS, self.seconds, strict=True)} | others
 
     @property
     def total_s(self) -> float:

@@ -22,6 +22,7 @@ from .kept import Kept
 from .region import Region
 from .steered import Steered
 from .style import BIG, CSS
+from .verdict_line import VerdictLine
 
 REFRESH_S = 0.25
 LARGEST_SHARE = 0.1  # of a core, for refreshing
@@ -136,7 +137,9 @@ class Panel:
         for place, button in enumerate(self._fits):
             button.on_click(lambda _, place=place: self._ask(lambda: self._apply(place)))
         fits = box(self._fits, "gpumem-fits")
-        message = box([self._alert, self._dismiss, fits, self._filling], "gpumem-message")
+        self._lost = VerdictLine(self._session, self._ask)
+        usual = box([self._filling, self._lost.widget], "gpumem-usual")
+        message = box([self._alert, self._dismiss, fits, usual], "gpumem-message")
         view_of = box([self._pin, self._latest, self._smooth, self._log_loss], "gpumem-choices")
         knobs = [self._controls.knobs, self._controls.more, self._controls.foreseen]
         view = ipywidgets.VBox(
@@ -230,6 +233,7 @@ class Panel:
         if not session.playing:
             self._kept.follow()
         self._follow_pin()
+        self._lost.follow()
         self._charts.look_after()
         state = (history, history.version, rescue)
         if state == self._shown:

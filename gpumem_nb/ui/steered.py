@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from ..kernel.history import History
 from ..planning.prediction import Prediction
+from ..report.verdict import Verdict
 from ..report.waits import WaitReport
 from ..shared.messages import RankInfo
 from ..shared.settings import Settings
@@ -73,6 +74,9 @@ class Steered(Protocol):
 
     def largest_batch(self, **knobs: Any) -> int:
         """The largest ``batch_size`` that fits."""
+
+    def verdict(self) -> Verdict | None:
+        """What the time of a step is lost to."""
 
     def pin(self, wanted: bool = True) -> None:
         """Compare all further settings with those of now."""

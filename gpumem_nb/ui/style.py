@@ -136,7 +136,11 @@ CSS = """<style>
 .gpumem-panel .gpumem-message { position: relative; display: flex; align-items: flex-start; height: 5.8em;
   margin: 0.3em 0; overflow-y: auto; }
 .gpumem-panel .gpumem-message .gpumem-alert { flex: 1 1 0; }
-.gpumem-panel .gpumem-message .gpumem-filling { flex: 1 1 auto; }
+.gpumem-panel .gpumem-message .gpumem-usual { flex: 1 1 auto; display: block; min-width: 0; }
+.gpumem-panel .gpumem-lost { display: flex; align-items: center; gap: 0.6em; }
+.gpumem-panel .gpumem-lost .gpumem-verdict { flex: 1 1 0; min-width: 0; }
+.gpumem-panel .gpumem-lost button { flex: none; width: auto; height: 2em; line-height: 2em; margin: 0; padding: 0 0.6em;
+  font-size: 0.9em; }
 .gpumem-panel .gpumem-message:not(:has(.gpumem-alert > div)) .gpumem-alert { flex: none; }
 .gpumem-panel .gpumem-fits { flex: 0 1 auto; display: block; max-width: 40%; }
 .gpumem-panel .gpumem-fits button { display: block; width: 100%; height: auto; margin: 0 0 0.2em; padding: 0.15em 0.5em;
@@ -146,7 +150,7 @@ CSS = """<style>
   background: var(--jp-layout-color2, transparent); }
 .gpumem-panel .gpumem-alert h4 { margin: 0; font-size: 1.1em; }
 .gpumem-panel .gpumem-alert span { margin-right: 1.2em; display: inline-block; }
-.gpumem-panel .gpumem-message:has(.gpumem-alert > div) .gpumem-filling { display: none; }
+.gpumem-panel .gpumem-message:has(.gpumem-alert > div) .gpumem-usual { display: none; }
 .gpumem-panel .gpumem-dismiss { flex: none; order: 3; width: 2em; height: 2em; font-size: 1em; line-height: 2em;
   padding: 0; margin: 0 0 0 0.3em; }
 .gpumem-panel .gpumem-key, .gpumem-panel .gpumem-pins { display: flex; flex-wrap: wrap; gap: 0 1em; list-style: none;

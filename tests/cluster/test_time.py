@@ -82,6 +82,27 @@ def test_what_is_planted_is_found_in_its_part_of_its_rank(own: Session, part: st
     assert "Rank 1 is slowest, others wait" in str(own.time())
 
 
+@pytest.mark.parametrize(
+    ("part", "ranks", "cause", "words", "changes"),
+    [
+        (DATA, [0, 1], "data", "Waiting for data takes", {"num_workers": 2}),
+        (FORWARD, [1], "slow rank", "Rank 1 is slow since step", {}),
+        (UPDATE, [0, 1], "update", "optimizer_impl=fused", {"optimizer_impl": "fused"}),
+    ],
+)
+def test_the_verdict_names_what_is_planted_and_what_would_help(
+    own: Session, part: str, ranks: list[int], cause: str, words: str, changes: dict[str, Any]
+) -> None:
+    own.train(24)
+    assert own.verdict() is None or own.verdict().cause != cause  # type: ignore[union-attr]
+    own.run_cell(PLANTED[part], ranks=ranks)
+    own.train(28)
+    found = own.verdict()
+    assert found
+    assert (found.cause, found.changes) == (cause, changes)
+    assert words in str(own.time())
+
+
 def test_what_backward_hides_of_the_reduction_is_told(two_ranks: Session) -> None:
     two_ranks.run_cell(MODEL, title="<model>")
     two_ranks.run(

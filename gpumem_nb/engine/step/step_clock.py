@@ -14,6 +14,7 @@ import torch
 
 from ...shared.step_times import BACKWARD, DATA, TOOLKIT, Lap, StepLanes, StepTimes
 from ...shared.units import format_bytes
+from .core_queue import CoreQueue
 
 UNDOING = "undoing"  # a part of the toolkit's share that no step has but those that may have to be undone
 _END = ""
@@ -33,11 +34,15 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Where a part begins: by the process's clock, and on GPUs by an event of the device's."""
+    """Where a part begins: by the process's clock, and on GPUs by an event of the device's.
+
+    ``cpu_s`` is how long the thread had computed by then.
+    """
 
     part: str
     began_s: float
     event: Any = None
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +52,12 @@ class Laps:
     Attributes:
         marks: where each begins; the last one is the end.
         flights: of its gradients.
+        queued_s: as :class:`StepTimes` has it.
     """
 
     marks: Sequence[_Mark]
     flights: Sequence[Flight] = ()
+    queued_s: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -61,7 +68,8 @@ class Laps:
         """What each part took; on GPUs it waits until the device is done with the step, ``None`` if that fails."""
         with suppress(RuntimeError):  # of CUDA; the steps count whether or not they could be timed
             laps = self._laps()
-            return StepTimes.of(_summed(laps), None if self.marks[0].event else self._hidden_s(laps))
+            hidden_s = None if self.marks[0].event else self._hidden_s(laps)
+            return StepTimes.of(_summed(laps), hidden_s, self._data_cpu_s, self.queued_s)
         return None
 
     def lanes(self, rank: int, step: int) -> StepLanes:
@@ -82,6 +90,10 @@ class Laps:
             began_s = [first.began_s + first.event.elapsed_time(mark.event) / 1000 for mark in self.marks]
         parts = (TOOLKIT if mark.part == UNDOING else mark.part for mark in self.marks)
         return [Lap(part, *ends) for part, ends in zip(parts, pairwise(began_s), strict=False)]
+
+    @property
+    def _data_cpu_s(self) -> float:
+        return sum(after.cpu_s - mark.cpu_s for mark, after in pairwise(self.marks) if mark.part == DATA)
 
     def _hidden_s(self, laps: Sequence[Lap]) -> float:
         """Time in which gradients were on their way while backward went on: they may overlap."""
@@ -105,10 +117,13 @@ class StepClock:
         self._device = device
         self._stream: Any = None  # on GPUs that of the whole step: only events of one stream can be compared
         self._marks: list[_Mark] = []
+        self._queue = CoreQueue()
+        self._queued_s: float | None = None  # when the step began
 
     def begin(self) -> None:
         """A step begins, with what the toolkit does first."""
         self._marks = []
+        self._queued_s = self._queue.waited_s()
         if self._device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._device)
         self.enter(TOOLKIT)
@@ -119,7 +134,7 @@ class StepClock:
         if self._stream is not None:
             event = torch.cuda.Event(enable_timing=True)
             event.record(self._stream)
-        self._marks.append(_Mark(part, time.perf_counter(), event))
+        self._marks.append(_Mark(part, time.perf_counter(), event, time.thread_time()))
 
     def work_s(self) -> float:
         """By the process's clock what the step took until now, without waiting for data and copies to undo it."""
@@ -132,7 +147,10 @@ class StepClock:
     def end(self, flights: Sequence[Flight]) -> Laps:
         """The step is over."""
         self.enter(_END)
-        return Laps(tuple(self._marks), tuple(flights))
+        queued_s = self._queue.waited_s()
+        if queued_s is not None and self._queued_s is not None:
+            queued_s -= self._queued_s
+        return Laps(tuple(self._marks), tuple(flights), queued_s)
 
     def _until_now(self) -> dict[str, float]:
         began_s = [*(mark.began_s for mark in self._marks), time.perf_counter()]

@@ -24,6 +24,7 @@ from ...shared.categories import (
     TEMPORARIES,
 )
 from ...shared.messages import Ledger, Span, Timeline
+from ...shared.step_times import REDUCTION
 from .events import Base, Events
 from .trace import CODE, Trace
 
@@ -123,7 +124,15 @@ class Account:
             modules=self._modules(),
             virtual=observed.virtual,
             exact=observed.exact,
+            operators=self._operators(),
         )
+
+    def _operators(self) -> int:
+        """Up to the end of backward. Where calls are not told apart, what was allocated stands for them."""
+        ends = (mark.time_ns for mark in self._observed.marks if mark.phase == REDUCTION)
+        before = self._events.time_ns < next(ends, self._observed.ended_ns)
+        calls = np.unique(self._events.call[before])
+        return len(calls[calls > 0]) or int((self._events.bytes[before] > 0).sum())
 
     def timeline(self, rank: int, step: int, ledger: Ledger) -> Timeline:
         """The whole step; the bytes are thinned out so that every peak between two points stays."""

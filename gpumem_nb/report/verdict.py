@@ -1,0 +1,192 @@
+"""What the time of a step is lost to, in one sentence, with the settings that would help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..shared.knobs import KNOBS
+from ..shared.messages import RankInfo, Sample
+from ..shared.settings import Settings
+from ..shared.step_times import BACKWARD, DATA, FORWARD, PARTS, REDUCTION, TOOLKIT, UPDATE
+from ..shared.workload import WorkloadInfo
+from .critical_path import CriticalPath, queued_s
+
+_MAINLY = 0.5  # of a time that has one cause
+# What an operator takes at least, for being called: forward and backward of small models at one sample a step came to
+# 7 to 12 µs an operator, and to 16 and more at eight (one thread of a server's processor, torch 2.13).
+_CALLING_AN_OPERATOR_S = 12e-6
+_LARGER = 4  # times as many samples are worth trying then
+
+Changes = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a verdict depends on besides times: the settings in use, who the ranks are, and what is trained."""
+
+    settings: Settings
+    ranks: Sequence[RankInfo]
+    workload: WorkloadInfo | None
+
+    def allowed(self, changes: Changes) -> Changes:
+        """The same, or nothing if what is loaded cannot be trained so."""
+        refused = (KNOBS[name].refuses for name in changes)
+        values = changes.values()
+        return {} if any(why(v, self.workload) for why, v in zip(refused, values, strict=True) if why) else changes
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What time is lost to.
+
+    Attributes:
+        cause: in a word or two.
+        share: of a step, between 0 and 1.
+        sentence: what is lost to what, and what would help.
+        changes: knobs that would help, if any do.
+    """
+
+    cause: str
+    share: float
+    sentence: str
+    changes: Changes = field(default_factory=dict)
+
+    @property
+    def typed(self) -> str:
+        """The changes as they are typed after ``%hvd_set``."""
+        return " ".join(f"{name}={KNOBS[name].text(value)}" for name, value in self.changes.items())
+
+    def __str__(self) -> str:
+        return f"{self.sentence} Try %hvd_set {self.typed}" if self.changes else self.sentence
+
+    @classmethod
+    def of(cls, samples: Sequence[Sequence[Sample]], since_step: int, circumstances: Circumstances) -> Verdict | None:
+        """From a row of samples for each rank, as :meth:`TimeReport.of`; ``None`` while nothing is worth a word."""
+        path = CriticalPath.of(samples, since_step)
+        found = [(judge(path, circumstances), least) for judge, least in _CAUSES] if path else []
+        worth = [verdict for verdict, least in found if verdict and verdict.share >= least]
+        return max(worth, key=lambda verdict: verdict.share, default=None)
+
+
+def _core(path: CriticalPath, around: Circumstances) -> Verdict:
+    """Ready to go on, without a core to do so."""
+    share = path.queued_s / path.step_s
+    here = [info for info in around.ranks if info.host == around.ranks[path.rank].host]
+    cores = len({core for info in here for core in info.cores})
+    threads = here[0].threads
+    if len(here) * threads > cores > 0:
+        said = "" if threads == 1 else f" with {threads} threads each"
+        return Verdict(
+            "too many ranks",
+            share,
+            f"{len(here)} ranks{said} share {cores} core{'s' * (cores > 1)}: {_percent(share)} of a step is waiting "
+            f"for one. Fewer ranks would each be faster: %hvd_start {max(1, cores // threads)}.",
+        )
+    alone = path.always and path.excess(queued_s) >= _MAINLY * path.queued_s
+    who = f"Rank {path.rank} waits" if alone else "Ranks wait"
+    return Verdict(
+        "no core",
+        share,
+        f"{who} for a core in {_percent(share)} of a step: other programs use it. top, in a terminal, shows which.",
+    )
+
+
+def _data(path: CriticalPath, around: Circumstances) -> Verdict:
+    """Waiting for the next micro-batch."""
+    data_s = path.part(DATA)
+    share = data_s / path.step_s
+    alone = path.always and path.excess_of(DATA) >= _MAINLY * data_s
+    all_wait = f"Waiting for data takes {_percent(share)} of a step"
+    said = f"Rank {path.rank} waits for data {_percent(share)} of a step, and the others for it" if alone else all_wait
+    workers = around.settings.num_workers
+    changes = around.allowed({"num_workers": 2 * workers or 2})
+    if workers:
+        return Verdict("data", share, f"{said}: {workers} worker{'s do' if workers > 1 else ' does'} not keep up.", changes)
+    computes = path.mean(lambda times: times.data_cpu_s) >= _MAINLY * data_s
+    why = "making samples takes that much computing" if computes else "what samples are read from is slow"
+    helps = "; workers do it beside training" if changes else ""
+    return Verdict("data", share, f"{said}: {why}{helps}.", changes)
+
+
+def _uneven(path: CriticalPath, around: Circumstances) -> Verdict | None:
+    """One rank, or one after the other, computes longer than the rest."""
+    share = path.computing_excess_s / path.step_s
+    if not path.always:
+        return Verdict(
+            "uneven steps",
+            share,
+            f"Ranks take turns in being slow: {_percent(share)} of a step is waiting for the one that has most to do. "
+            "Are samples of different sizes? A sampler that puts like ones together helps.",
+        )
+    part = max((part for part in PARTS if part not in (DATA, REDUCTION)), key=path.excess_of)
+    usual_s = path.part(part) - path.excess_of(part)
+    times = f" {path.part(part) / usual_s:.1f} times" if usual_s > 0 else ""
+    since = path.slow_since() if share > 0 else 0
+    return Verdict(
+        "slow rank",
+        share,
+        f"Rank {path.rank} is slow{f' since step {since}' if since else ''}: its {part} takes{times} as long as on the "
+        f"others, which wait for it {_percent(share)} of a step.",
+    )
+
+
+def _reduction(path: CriticalPath, around: Circumstances) -> Verdict:
+    """Gradients on their way while nothing else is done: the last rank waits for no other."""
+    share = path.part(REDUCTION) / path.step_s
+    count = 2 * around.settings.accumulation_steps
+    return Verdict(
+        "reduction",
+        share,
+        f"Averaging gradients, as far as backward does not hide it, takes {_percent(share)} of a step: the network is "
+        f"slow for so many of them. accumulation_steps={count} averages half as often.",
+        around.allowed({"accumulation_steps": count}),
+    )
+
+
+def _update(path: CriticalPath, around: Circumstances) -> Verdict:
+    """Clipping and the optimizer."""
+    share, settings = path.part(UPDATE) / path.step_s, around.settings
+    said = f"The update takes {_percent(share)} of a step"
+    if settings.optimizer != "own" and settings.optimizer_impl != "fused":
+        changes: Changes = {"optimizer_impl": "fused"}
+        return Verdict("update", share, f"{said}: optimizer_impl=fused does it in one pass.", changes)
+    count = 2 * settings.accumulation_steps
+    changes = around.allowed({"accumulation_steps": count})
+    return Verdict("update", share, f"{said}: accumulation_steps={count} updates half as often.", changes)
+
+
+def _tiny(path: CriticalPath, around: Circumstances) -> Verdict | None:
+    """So little work in an operator that calling it is what takes time."""
+    ledger = next((sample.ledger for sample in reversed(path.samples[path.rank]) if sample.ledger), None)
+    if ledger is None or not ledger.operators:
+        return None
+    each_s = max(0.0, path.part(FORWARD, BACKWARD) - path.queued_s) / ledger.operators
+    if each_s > _CALLING_AN_OPERATOR_S:
+        return None
+    size = _LARGER * around.settings.batch_size
+    changes = around.allowed({"batch_size": size})
+    return Verdict(
+        "tiny operators",
+        path.part(FORWARD, BACKWARD, TOOLKIT) / path.step_s,
+        f"Operators take {1e6 * each_s:.0f} µs each, about what calling one costs: larger micro-batches take little "
+        "longer.",
+        changes,
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+_Judge = Callable[[CriticalPath, Circumstances], Verdict | None]
+# What each looks for, and the least share of a step that is worth a word.
+_CAUSES: tuple[tuple[_Judge, float], ...] = (
+    (_core, 0.15),
+    (_data, 0.10),
+    (_uneven, 0.15),
+    (_reduction, 0.20),
+    (_update, 0.15),
+    (_tiny, 0.30),
+)

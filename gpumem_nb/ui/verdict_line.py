@@ -1,0 +1,62 @@
+"""What the time of a step is lost to, with a button that makes the changes that would help."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from html import escape
+
+import ipywidgets
+
+from ..report.verdict import Verdict
+from .controls import box
+from .region import Region
+from .steered import Steered
+
+_LOOK_EVERY_S = 2.0  # a sentence whose numbers change more often cannot be read
+
+
+class VerdictLine:
+    """A line of the panel; empty while there is nothing to say.
+
+    Attributes:
+        widget: the sentence and the button.
+
+    Args:
+        session: whose steps are judged.
+        ask: has something done of which somebody may be told that it was refused.
+    """
+
+    def __init__(self, session: Steered, ask: Callable[[Callable[[], object]], object]) -> None:
+        self._session = session
+        self._verdict: Verdict | None = None
+        self._looked_s = -_LOOK_EVERY_S
+        self._looked_at: tuple[object, ...] = ()
+        self._sentence = Region(role="status", label="what time is lost to")
+        self._sentence.add_class("gpumem-verdict")
+        self._button = ipywidgets.Button(tooltip="change this now")
+        self._button.on_click(lambda _: ask(self._apply))
+        self.widget = box([self._sentence, self._button], "gpumem-lost")
+        self._show()
+
+    def follow(self) -> None:
+        """Look again, if enough has happened since."""
+        history, settings = self._session.history, self._session.settings
+        state = (history, history.version, settings)
+        now_s = time.monotonic()
+        waits = now_s - self._looked_s < _LOOK_EVERY_S and self._looked_at[-1:] == (settings,)
+        if waits or state == self._looked_at:
+            return
+        self._looked_s, self._looked_at = now_s, state
+        self._verdict = self._session.verdict()
+        self._show()
+
+    def _show(self) -> None:
+        verdict = self._verdict
+        self._sentence.html = f"<p>{escape(verdict.sentence)}</p>" if verdict else ""
+        self._button.layout.display = "" if verdict and verdict.changes else "none"
+        self._button.description = verdict.typed if verdict else ""
+
+    def _apply(self) -> None:
+        if verdict := self._verdict:
+            self._session.set(**verdict.changes)
