@@ -103,9 +103,11 @@ def _data(path: CriticalPath, around: Circumstances) -> Verdict:
     workers = around.settings.num_workers
     changes = around.allowed({"num_workers": 2 * workers or 2})
     if workers:
-        return Verdict("data", share, f"{said}: {workers} worker{'s do' if workers > 1 else ' does'} not keep up.", changes)
+        return Verdict(
+            "data", share, f"{said}: {workers} worker{'s do' if workers > 1 else ' does'} not keep up.", changes
+        )
     computes = path.mean(lambda times: times.data_cpu_s) >= _MAINLY * data_s
-    why = "making samples takes that much computing" if computes else "what samples are read from is slow"
+    why = "making samples takes that much computing" if computes else "reading samples is slow"
     helps = "; workers do it beside training" if changes else ""
     return Verdict("data", share, f"{said}: {why}{helps}.", changes)
 

@@ -55,7 +55,7 @@ class VerdictLine:
         verdict = self._verdict
         self._sentence.html = f"<p>{escape(verdict.sentence)}</p>" if verdict else ""
         self._button.layout.display = "" if verdict and verdict.changes else "none"
-        self._button.description = verdict.typed if verdict else ""
+        self._button.description = f"Apply {verdict.typed}" if verdict else ""
 
     def _apply(self) -> None:
         if verdict := self._verdict:

@@ -184,9 +184,13 @@ hook = model.{register}(compute)
 FORWARD, BACKWARD = "register_forward_pre_hook", "register_full_backward_hook"
 
 DISK = [
-    Case("text, 1 ms a sample", "data", partial(late, "text-gpt", time.sleep, 0.001), "read from is slow"),
-    Case("digits, 0.5 ms a sample", "data", partial(late, "digits-resnet", time.sleep, 0.0005), "read from is slow"),
-    Case("40 ms in one sample of 64", "data", partial(late, "text-gpt", time.sleep, 0.08, 64), "read from is slow"),
+    Case("text, 1 ms a sample", "data", partial(late, "text-gpt", time.sleep, 0.001), "reading samples is slow"),
+    Case(
+        "digits, 0.5 ms a sample", "data", partial(late, "digits-resnet", time.sleep, 0.0005), "reading samples is slow"
+    ),
+    Case(
+        "40 ms in one sample of 64", "data", partial(late, "text-gpt", time.sleep, 0.08, 64), "reading samples is slow"
+    ),
     Case("rank 1 alone, 1 ms", "data", partial(late, "text-gpt", time.sleep, 0.001, on=(1,)), "Rank 1"),
     Case("a worker, 5 ms", "data", partial(late, "text-gpt", time.sleep, 0.005), "not keep up", {"num_workers": 1}),
 ]

@@ -78,7 +78,7 @@ def test_nothing_is_said_of_a_few_steps_or_of_a_hiccup() -> None:
 @pytest.mark.parametrize(
     ("times", "cause", "words", "changes"),
     [
-        (alike(data=0.05), "data", "Waiting for data takes 34 % of a step: what samples", {"num_workers": 2}),
+        (alike(data=0.05), "data", "Waiting for data takes 34 % of a step: reading samples", {"num_workers": 2}),
         (lambda r, n: step({DATA: 0.05}, data_cpu_s=0.05), "data", "making samples", {"num_workers": 2}),
         (on_rank_1(data=0.05), "data", "Rank 1 waits for data", {"num_workers": 2}),
         (on_rank_1(forward=0.06), "slow rank", "Rank 1 is slow: its forward takes 3.0 times", {}),
@@ -162,7 +162,7 @@ def test_the_panels_line_says_it_and_its_button_does_it() -> None:
     assert (sentence.html, button.layout.display) == ("", "none")
     line.follow()
     assert "Waiting for data" in sentence.html
-    assert (button.description, button.layout.display) == ("num_workers=2", "")
+    assert (button.description, button.layout.display) == ("Apply num_workers=2", "")
     button.click()
     assert session.asked == [{"num_workers": 2}]
     session.found, session.settings = None, Settings(num_workers=2)
