@@ -22,7 +22,7 @@ def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> W
     Raises:
         WorkloadError: there is no such variable, or what it holds cannot be trained.
     """
-    found = {role: _look_up(role, name, namespace) for role, name in names.items() if name is not None}
+    found = named(names, namespace)
     if "scheduler" in found and "optimizer" not in found:
         raise WorkloadError("A scheduler steers an optimizer: name that one too, optimizer=.")
     metric = None if "metric" not in found else as_metric(found["metric"], str(names["metric"]))
@@ -36,6 +36,15 @@ def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> W
         eval_data=None if "eval_data" not in found else lambda: found["eval_data"],
         metric=metric,
     )
+
+
+def named(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """The objects under these variable names, by what they are named for.
+
+    Raises:
+        WorkloadError: there is no such variable.
+    """
+    return {role: _look_up(role, name, namespace) for role, name in names.items() if name is not None}
 
 
 def _look_up(role: str, name: str, namespace: Mapping[str, Any]) -> Any:

@@ -41,9 +41,10 @@ from ..shared.messages import (
 from ..shared.settings import Settings
 from ..shared.state_file import Header
 from ..shared.step_times import StepLanes
+from ..shared.sync_look import SyncLook
 from ..shared.workload import Workload, WorkloadInfo
-from . import building, surroundings
-from .attach import attached
+from . import building, surroundings, sync_look
+from .attach import attached, named
 from .names import OfferedNames, taken
 from .random_state import seed_all
 from .step.parts import as_given
@@ -203,6 +204,18 @@ def sync() -> None:
 def record_step() -> Timeline | None:
     """Record one step of the workload, which all ranks undo."""
     return _loaded_trainer().record()
+
+
+def look_in_sync(model: str | None, data: str | None) -> SyncLook:
+    """What this rank holds and sees: of what is loaded, or of the objects under these names.
+
+    Raises:
+        WorkloadError: there is no such variable, or it holds something else.
+    """
+    if model is None:
+        return sync_look.of_loaded(_loaded_trainer())
+    found = named({"model": model, "data": data}, namespace())
+    return sync_look.of_own(found["model"], found.get("data"))
 
 
 def step_lanes() -> StepLanes | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..report.memory import MemoryReport, RankMemory, check_view
 from ..report.step_time import TimeReport, aligned
+from ..report.sync import SyncReport
 from ..report.verdict import Circumstances, Verdict
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.messages import Ledger, RankInfo, Timeline
@@ -80,6 +81,26 @@ class Inspection:
             return None
         around = Circumstances(settings, self._ranks, self._training.workload)
         return Verdict.of(history.of_loaded(), history.changed_after, around)
+
+    def sync(self, model: str | None, data: str | None) -> SyncReport:
+        """Whether ranks hold the same, of what is loaded or of variables.
+
+        Raises:
+            WorkloadError: nothing is loaded and nothing named, or a name is wrong.
+            InvalidInput: data without a model.
+        """
+        if model is None and data is not None:
+            raise InvalidInput(f"data={data} alone cannot be checked: name the model too, such as model=net.")
+        if model is None:
+            if self._training.workload is None:
+                raise WorkloadError(
+                    "Nothing is loaded, so name what to check: %hvd_check --sync model=net data=loader, with variables "
+                    "of the ranks."
+                )
+            self._foreground.check_loaded()
+            with self._foreground.interruptible():
+                self._training.apply()
+        return SyncReport(self._foreground.call("look_in_sync", model, data))
 
     def write_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Let torch write what rank 0 allocates, in one step when something is loaded, even if that step fails.

@@ -11,8 +11,9 @@ from ..completion import Offered
 from ..install.environment import check
 from ..kernel.starting import DEVICES, LAUNCHERS
 from ..session import Session, current, start
+from ..shared.errors import InvalidInput, nearest
 from ..ui.progress import progress_bar
-from .parsing import says_usage
+from .parsing import intermixed, pair, pairs, says_usage
 
 
 @magics_class
@@ -79,8 +80,22 @@ class RanksMagics(Magics):
         current().stop()
 
     @magic_arguments()
+    @argument("--sync", action="store_true", help="check instead that ranks hold the same and see different samples")
+    @argument(
+        "pairs",
+        nargs="*",
+        type=pair,
+        metavar="name=variable",
+        help="with --sync, of a loop of your own: model=net, and data=loader",
+    )
     @line_magic
+    @says_usage
     def hvd_check(self, line: str) -> Any:
         """Check torch, Horovod, MPI and the GPUs: what works, and what to type to repair the rest."""
-        parse_argstring(self.hvd_check, line)
-        return check()
+        args = intermixed(self.hvd_check, line)
+        names = pairs(args)
+        if unknown := [name for name in names if name not in ("model", "data")]:
+            raise InvalidInput(f"{unknown[0]} cannot be checked: {nearest(unknown[0], ('model', 'data'))}.")
+        if names and not args.sync:
+            raise InvalidInput("Variables are checked with --sync: %hvd_check --sync model=net data=loader")
+        return current().check_sync(**names) if args.sync else check()

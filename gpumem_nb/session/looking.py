@@ -10,6 +10,7 @@ from ..kernel.lifecycle import Lifecycle
 from ..report.memory import MemoryReport
 from ..report.status import Status
 from ..report.step_time import TimeReport
+from ..report.sync import SyncReport
 from ..report.verdict import Verdict
 from ..report.waits import WaitReport
 from ..shared.messages import Timeline
@@ -86,6 +87,22 @@ class Looks:
         ``None`` while nothing is worth a word, and before there were 14 steps under the present settings.
         """
         return self._life.inspection.verdict()
+
+    def check_sync(self, model: str | None = None, data: str | None = None) -> SyncReport:
+        """Check that ranks hold the same weights and gradients, bit by bit, and see different samples.
+
+        By default of what is loaded: one step is taken for its gradients and undone.
+
+        Args:
+            model: of your own loop, the variable that holds the model on the ranks; gradients are those that it has
+                just now.
+            data: the variable that holds what a rank goes through in an epoch, such as a ``DataLoader``.
+
+        Raises:
+            WorkloadError: nothing is loaded and nothing is named, or a variable holds something else.
+            InvalidInput: ``data`` without ``model``.
+        """
+        return self._life.inspection.sync(model, data)
 
     def memory_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write torch's own snapshot of the memory of rank 0's GPU, for its visualiser (pytorch.org/memory_viz).

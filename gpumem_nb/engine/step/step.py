@@ -80,6 +80,7 @@ class Stepper:
         record: the allocations of the latest step, if it was recorded.
         work_s: what the latest step took whose update was prepared to be undone, without that and without ``data_s``.
         data_s: how long that step had waited for its data.
+        before_update: called once gradients are averaged, in each step whose update is prepared to be undone.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Stepper:
         self.record: Account | None = None
         self.work_s = self.data_s = 0.0
         self._clock = StepClock(device.torch_device)
+        self.before_update: Callable[[], None] | None = None
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
     @property
@@ -278,6 +280,8 @@ class Stepper:
             self.enter(UNDOING)
             weights = () if trial else self._live.parameters  # those of a trial were copied before forward
             undo = UpdateUndo(weights, self._live.optimizer, None if trial else self._before_hooks())
+            if self.before_update:
+                self.before_update()
             with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
                 self._update()
             if trial and self._device.kind == "cuda":  # whose work is timed

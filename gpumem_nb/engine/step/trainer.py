@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -267,6 +267,16 @@ class Trainer:
         outcome, _ = self._step(failure, chunk)
         record, stepper.record = stepper.record, None
         return Trial(outcome.failure, record, stepper.work_s, stepper.data_s)
+
+    def look_before_update(self, look: Callable[[], None]) -> None:
+        """Take one step as settings are, which is undone, and look at it before its update. All ranks do that."""
+        chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True)
+        self._stepper.before_update = look
+        try:
+            with self.aside(self.live.settings), self.trying(chunk) as failure:
+                self.try_step(failure, chunk)
+        finally:
+            self._stepper.before_update = None
 
     def _try_out(self, chunk: Chunk) -> ChunkReply:
         """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""

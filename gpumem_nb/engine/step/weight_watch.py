@@ -16,6 +16,7 @@ from torch import Tensor
 from ...shared.ranklist import name_ranks
 from .. import cells
 from ..together.agreement import same_everywhere
+from .checksum import sum_of_words
 from .parts import Parts
 
 EVERY_STEPS = 40
@@ -58,11 +59,11 @@ class WeightWatch:
         # By their content: torch's own batch norm changes its statistics without counting that as a change.
         still = {name: buffer for name, buffer in self._parts.named_buffers() if name not in self._moving}
         self._ids = {name: id(buffer) for name, buffer in still.items()}
-        self._before = {name: _sum_of_words(buffer) for name, buffer in still.items()}
+        self._before = {name: sum_of_words(buffer) for name, buffer in still.items()}
 
     def digest(self) -> Tensor:
         """Of all that must agree: ``2 × DIGITS`` small numbers in float32, digits and their squares."""
-        sums = {name: _sum_of_words(tensor) for name, tensor in self._compared().items() if name not in self._moving}
+        sums = {name: sum_of_words(tensor) for name, tensor in self._compared().items() if name not in self._moving}
         for name in self._moved_since(sums):
             self._moving.add(name)
             sums.pop(name, None)
@@ -91,7 +92,7 @@ class WeightWatch:
                 "the ranks hold weights or buffers of different names: a cell added or removed some on one rank alone. "
                 "Run it on all ranks, or attach the model again"
             )
-        mine = [int(_sum_of_words(tensor)) for tensor in compared.values()]
+        mine = [int(sum_of_words(tensor)) for tensor in compared.values()]
         moving = [int(name in self._moving) for name in compared]
         row = torch.tensor([cells.ran() - self._cells, *mine, *moving], dtype=torch.int64)
         rows = hvd.allgather(row[None], name="gpumem_nb.weights").tolist()
@@ -139,14 +140,3 @@ def agree(sums: Sequence[int], ranks: int) -> bool:
     """Whether all ranks sent the same digits, by the sums of digits and squares: they have no variance then."""
     digits, squares = sums[:DIGITS], sums[DIGITS:]
     return all(ranks * square == digit * digit for digit, square in zip(digits, squares, strict=True))
-
-
-def _sum_of_words(tensor: Tensor) -> Tensor:
-    """The sum of the tensor's bytes as 64-bit words, modulo 2**64, on its device; allocates next to nothing."""
-    flat = tensor.detach()
-    if flat.is_sparse or not flat.numel():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().view(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    words = flat[:whole].view(torch.int64).sum() if flat.storage_offset() % 8 == 0 else flat[:whole].sum()
-    return words + flat[whole:].sum()

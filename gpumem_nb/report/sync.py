@@ -1,0 +1,99 @@
+"""Whether ranks are in step, from what each of them saw."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from ..shared.ranklist import name_ranks
+from ..shared.sync_look import SyncLook
+
+_MOST_NAMED = 5  # samples
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Weights, gradients and samples of all ranks, compared.
+
+    Attributes:
+        looks: what each rank saw, in rank order.
+    """
+
+    looks: Sequence[SyncLook]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong, in sentences."""
+        found = (self._weights(), self._gradients(), self._samples())
+        return [sentence for sentence, is_fault in found if is_fault]
+
+    def __str__(self) -> str:
+        found = (self._weights(), self._gradients(), self._samples())
+        return "\n".join(f"{'WRONG: ' if is_fault else 'ok: '}{sentence}" for sentence, is_fault in found if sentence)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def _weights(self) -> tuple[str, bool]:
+        own = frozenset().union(*(look.own for look in self.looks))
+        compared = [{n: s for n, s in look.weights.items() if n not in own} for look in self.looks]
+        if difference := _difference(compared, "weights"):
+            return f"{difference}. Broadcast them from rank 0: %hvd_sync, or hvd.broadcast_parameters in a loop.", True
+        names = len(compared[0])
+        gathered = f"; {len(own)} buffers of statistics are each rank's own" if own else ""
+        return f"weights: {names} tensors are the same on all ranks, bit by bit{gathered}.", False
+
+    def _gradients(self) -> tuple[str, bool]:
+        gradients = [look.gradients for look in self.looks]
+        if not any(gradients):
+            return "gradients: there are none now. Check again after a backward, before they are cleared.", False
+        if difference := _difference(gradients, "gradients"):
+            return f"{difference}. They are not averaged over ranks, or changed afterwards on one of them.", True
+        return f"gradients: {len(gradients[0])} are the same on all ranks, bit by bit.", False
+
+    def _samples(self) -> tuple[str, bool]:
+        rows = [look.samples for look in self.looks]
+        if any(row is None for row in rows):
+            return "", False
+        seen = [set(row or ()) for row in rows]
+        counts = Counter(sample for of_rank in seen for sample in of_rank)
+        twice = sorted(sample for sample, count in counts.items() if count > 1)
+        what = "samples" if self.looks[0].numbered else "micro-batches"
+        total = sum(map(len, seen))
+        if not twice:
+            return f"data: no two ranks see the same of {total:,} {what}.", False
+        where = [rank for rank, of_rank in enumerate(seen) if twice[0] in of_rank]
+        said = f"data: {len(twice):,} of {len(counts):,} {what} are seen by several ranks"
+        if self.looks[0].numbered:
+            numbers = ", ".join(map(str, twice[:_MOST_NAMED])) + (", …" if len(twice) > _MOST_NAMED else "")
+            said += f": number {numbers} (the first by {name_ranks(where)})"
+        else:
+            said += f", the first by {name_ranks(where)}"
+        if any(look.repeats for look in self.looks):
+            return f"{said}; the sampler draws samples more than once.", False
+        few = self.looks[0].numbered and len(twice) < len(self.looks)
+        if few and len({len(row or ()) for row in rows}) == 1:
+            return f"{said}. So few may come from filling up the last step, as DistributedSampler does.", False
+        return f"{said}. Share samples out: DistributedSampler(dataset, hvd.size(), hvd.rank()).", True
+
+
+def _difference(found: Sequence[Mapping[str, int]], what: str) -> str:
+    """The first name under which ranks hold different things; empty if there is none."""
+    for rank, names in enumerate(found):
+        if unlike := sorted(names.keys() ^ found[0].keys()):
+            return f"{what}: rank {rank} and rank 0 have not the same ones, {unlike[0]} for example"
+    differ = [name for name in found[0] if len({names[name] for names in found}) > 1]
+    if not differ:
+        return ""
+    others = [rank for rank, names in enumerate(found) if names[differ[0]] != found[0][differ[0]]]
+    more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
+    return f"{what}: {differ[0]} is not the same on {name_ranks(others)} as on rank 0{more}"
