@@ -195,6 +195,9 @@ CSS = """<style>
 @container (max-width: 46em) {
   .gpumem-panel .gpumem-knob .widget-label { font-size: 0.76em; }
 }
+@container (max-width: 40em) {
+  .gpumem-panel .js-plotly-plot .annotation-text { font-size: 0.8em !important; } /* titles side by side */
+}
 @container (max-width: 36em) {
   .gpumem-panel .gpumem-knobs, .gpumem-panel .gpumem-tiles { grid-template-columns: repeat(3, minmax(0, 1fr)); }
   .gpumem-panel .gpumem-tiles b { font-size: 1.2em; }
