@@ -77,7 +77,7 @@ class DryStep:
             self._parts.join(self._optimizer)
         check_precision(settings, self._parts)
         self._params = list(in_groups(self._optimizer))
-        self._device = DryDevice(self._held, scratch.operator_bytes, kernels.gemm_workspace_bytes)
+        self._device = DryDevice(self._held, scratch.inside, kernels.gemm_workspace_bytes)
 
     @property
     def convolves(self) -> bool:
@@ -166,7 +166,7 @@ class DryStep:
         self._mark("data")
         total = torch.zeros(())
         coming = (self._batches.of(batch_size) for _ in range(count))
-        for index, batch in enumerate(micro_batches(self._workload.loss, self.model, coming, count)):
+        for batch in micro_batches(self._workload.loss, self.model, coming, count):
             if Recorder.current:
                 Recorder.current.claim(INPUTS, tensors_in(batch))
             self._mark("forward")
@@ -174,11 +174,9 @@ class DryStep:
                 loss = checked_loss(self._workload.loss(self.model, batch)) / count
             del batch
             self._mark("backward")
-            self._device.log.adds_up = index > 0
             (loss * _LOSS_SCALE if settings.precision == "fp16" else loss).backward()
             total += loss.detach().float()
             del loss
-            self._device.log.adds_up = False
             self._mark("data")
 
     def _send(self) -> None:
