@@ -259,6 +259,13 @@ def fake_mode() -> AbstractContextManager[Any]:
     return mode
 
 
+def stand_in(mode: Any, tensor: Tensor) -> Tensor | None:
+    """The fake tensor that a fake mode takes for a real one, the same while it lives; ``None`` for a fake one."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return None if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+
+
 @contextmanager
 def fake_weights_converted_in_place() -> Iterator[None]:
     """Inside, ``module.to(dtype)`` and its like work on fake weights: torch would swap them, and fails."""

@@ -31,6 +31,7 @@ Scratch = Callable[[Any, Any, Any], list[int]]
 
 It gives them back before it returns.
 """
+StandIn = Callable[[Tensor], Tensor | None]
 
 
 class DryLog(TensorLog):
@@ -47,6 +48,9 @@ class DryLog(TensorLog):
     cuBLAS asks torch's allocator for a workspace when a thread computes its first product, and keeps it: once in the
     thread that runs forward and once in that of backward (ATen/cuda/CublasHandlePool.cpp).
 
+    Weights that have memory, such as those of a model that was there before, are taken for fake ones by each operator:
+    what stands for a weight is that weight.
+
     Attributes:
         convolves: whether a convolution was seen.
         narrows: whether an operator gave a tensor of 16-bit numbers.
@@ -56,11 +60,12 @@ class DryLog(TensorLog):
         held: bytes that are held by tensors, to be asked when a log begins.
         scratch: what operators use inside.
         gemm_workspace_bytes: each of cuBLAS's workspaces.
+        stand_in: the fake tensor that stands for a real one; ``None`` for a fake one.
     """
 
     exact = True
 
-    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int) -> None:
+    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int, stand_in: StandIn) -> None:
         super().__init__(torch.device("cpu"), lambda: (held(), 0))
         self._scratch = scratch
         self._table: list[tuple[int, int, int, int]] = []
@@ -68,13 +73,15 @@ class DryLog(TensorLog):
         self._taken: tuple[Known, Known] | None = None  # one, and another that may lie in its place
         self._makers: dict[int, tuple[int, int]] = {}  # the node that made an allocation in backward
         self._gemm_workspace_bytes = gemm_workspace_bytes
+        self._stand_in = stand_in
+        self._standing: dict[int, Tensor] = {}  # for real tensors, by their addresses
         self._gemms: set[bool] = set()  # whether backward ran, at each first one
         self.convolves = self.narrows = self.on_host = False
 
     def begin(self, params: Sequence[Tensor]) -> Base:
         """Log from now on."""
         self._table, self._call, self._taken, self._makers = [], 0, None, {}
-        self._gemms = set()
+        self._gemms, self._standing = set(), {}
         return super().begin(params)
 
     @contextmanager
@@ -82,6 +89,14 @@ class DryLog(TensorLog):
         """Inside, see every operator."""
         with _Watching(self):
             yield
+
+    def given(self, args: Any) -> None:
+        """Take note of what goes into an operator."""
+        for tensor in tensors_in(args):
+            if address(tensor) not in self._standing and (fake := self._stand_in(tensor)) is not None:
+                self._standing[address(tensor)] = fake
+                if known := self.known(tensor):
+                    self._known[address(fake.untyped_storage())] = known
 
     def operated(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Take note of what went into an operator and what came out."""
@@ -149,6 +164,7 @@ class _Watching(TorchDispatchMode):
         if func is _DEVICE:  # two of three calls
             return _CPU
         kwargs = kwargs or {}
+        self._log.given([args, kwargs])
         result = func(*args, **kwargs)
         self._log.operated(func, args, kwargs, result)
         return result
@@ -159,9 +175,9 @@ class DryDevice:
 
     kind: Literal["virtual", "cuda"] = "virtual"
 
-    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int) -> None:
+    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int, stand_in: StandIn) -> None:
         self._held = held
-        self._given = held, scratch, gemm_workspace_bytes
+        self._given = held, scratch, gemm_workspace_bytes, stand_in
         self.log = DryLog(*self._given)
 
     def event_log(self) -> DryLog:
