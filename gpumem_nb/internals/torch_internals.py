@@ -1,13 +1,14 @@
 """What is used of torch beyond its documentation. Only for ranks.
 
 - Storages and tensors: ``_cdata`` (where the C++ object lies: Python makes a new storage object each time one asks),
-  ``_version`` (counts changes in place), ``_unsafe_preserve_version_counter``.
+  ``_version`` (counts changes in place), ``_base`` (what a view is one of), ``_unsafe_preserve_version_counter``.
 - Modules: ``_buffers`` (binding a buffer's name anew leaves ``buffers()`` no trace of the old one), ``_modules``,
   ``_parameters`` and the dicts of hooks (read for all modules at once, in each step), ``_NormBase`` (what batch norms
   have in common), the hooks of ``weight_norm`` and ``spectral_norm`` that make a weight anew in each call, and what
   ``torch.compile`` leaves on a module (``_compiled_call_impl``, ``_orig_mod``, ``_torchdynamo_orig_callable``).
 - Autograd: ``_raw_saved_*`` of graph nodes (what is saved, without unpacking it, which could run the model again),
-  ``torch._C._current_graph_task_id`` (whether a backward runs on this thread), the stack of saved-tensor hooks,
+  ``torch._C._current_graph_task_id`` (whether a backward runs on this thread), ``torch._C._current_autograd_node``
+  and ``_sequence_nr`` of nodes (which of them it has come to), the stack of saved-tensor hooks,
   ``saved_tensors_hooks.__enter__`` (autograd asks the innermost hooks only), and that ``torch.func`` looks up
   ``disable_saved_tensors_hooks`` when it needs it.
 - Dispatch modes: ``TorchDispatchMode`` and the stack of them. Autocast's depth and cache.
@@ -39,7 +40,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _autograd, _current_graph_task_id
+from torch._C import _autograd, _current_autograd_node, _current_graph_task_id
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -69,6 +70,9 @@ address: Callable[[Tensor | torch.UntypedStorage], int] = attrgetter("_cdata")
 
 version: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor, or another view of its storage, has been changed in place."""
+
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor of which one is a view, also where no graph is made; that lives as long as the view."""
 
 buffers_by_name: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 """A module's own buffers, without those of its children: the dict in which it keeps them."""
@@ -169,6 +173,13 @@ def in_backward() -> bool:
     return _current_graph_task_id() != _OUTSIDE_BACKWARD
 
 
+def backward_node() -> tuple[int, int] | None:
+    """Which node of which backward is under way on this thread; ``None`` outside, and where the graph goes on."""
+    if torch.is_grad_enabled() or (node := _current_autograd_node()) is None:
+        return None
+    return _current_graph_task_id(), node._sequence_nr()
+
+
 @contextmanager
 def hooks_entered_by(
     enter: Callable[[Callable[[saved_tensors_hooks], None], saved_tensors_hooks], None],
@@ -246,6 +257,13 @@ def fake_mode() -> AbstractContextManager[Any]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]  # or a copied module could not meet the others
     return mode
+
+
+def stand_in(mode: Any, tensor: Tensor) -> Tensor | None:
+    """The fake tensor that a fake mode takes for a real one, the same while it lives; ``None`` for a fake one."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return None if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
 @contextmanager

@@ -41,6 +41,7 @@ class CudaDevice:
         self.name: str = properties.name
         self._total: int = properties.total_memory
         self._limit = self._total
+        self._is_told = False  # its limit
         self._nvml = Nvml(str(properties.uuid))
         self.allocator, not_modelled = in_force()
         self.note = " ".join(filter(None, (self._nvml.note, not_modelled)))
@@ -71,6 +72,11 @@ class CudaDevice:
         """Bytes that may still be reserved: within the limit, and not taken by other processes on this GPU."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return min(self._limit - torch.cuda.memory_reserved(self.torch_device), free)
+
+    @property
+    def allowed_bytes(self) -> int:
+        """The limit of which torch takes a share; 0 where it has none (``set_fraction``, CUDACachingAllocator.cpp)."""
+        return self._limit if self._is_told else 0
 
     def reset_peak(self) -> None:
         """Let the peaks count from here."""
@@ -117,6 +123,7 @@ class CudaDevice:
 
     def _allow(self, limit: int) -> None:
         # torch rounds the product down: half a byte more keeps it from ending one byte, and so one segment, short.
+        self._is_told = True
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit + 0.5) / self._total), self.torch_device)
 
 

@@ -63,6 +63,11 @@ class Device(Listened, Protocol):
         """Bytes that this process may still take from the device; ``None`` when that is not known."""
         ...
 
+    @property
+    def allowed_bytes(self) -> int:
+        """What this process was told that it may reserve, of which garbage is collected above a share; 0: nothing."""
+        ...
+
     def set_limit(self, limit: int | None) -> None:
         """Move the limit, in bytes; ``None`` for none but the device's own."""
         ...

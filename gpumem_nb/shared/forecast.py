@@ -13,6 +13,7 @@ MOST_BATCH = 2**20
 """Of the batch sizes that are looked through where the data set none."""
 
 RECORDED, SCALED, BY_OPERATORS, BY_PEAKS = "recorded", "scaled", "scaled by operators", "through two peaks"
+BY_PEAKS_AT_MOST = "through two peaks, at most, because garbage_collection_threshold may give more of it back,"
 VARYING = "roughly, because samples differ in size,"
 DRY, DRY_CONVOLUTIONS = "without running it", "without running it, roughly, because of cuDNN's workspaces,"
 DRY_RECURRENT = "without running it, roughly, because what cuDNN keeps of recurrent layers is not documented,"
@@ -25,6 +26,7 @@ ERRORS = {
     SCALED: 0.02,
     BY_OPERATORS: 0.05,
     BY_PEAKS: 0.15,
+    BY_PEAKS_AT_MOST: 0.15,
     VARYING: 0.5,
     DRY: 0.18,
     DRY_CONVOLUTIONS: 0.3,
@@ -55,8 +57,8 @@ class Forecast:
         at_peak: live bytes at the peak by category.
         phase, module: what runs at the peak.
         how: ``recorded`` (a step of this very batch size), ``scaled`` (two smaller ones, allocation by allocation),
-            ``scaled by operators`` (some operators' own memory as a whole), ``through two peaks``, or roughly, where
-            samples differ in size.
+            ``scaled by operators`` (some operators' own memory as a whole), ``through two peaks`` (at most, where
+            garbage is collected), or roughly, where samples differ in size.
     """
 
     live_peak_bytes: int
@@ -69,7 +71,7 @@ class Forecast:
 
     def with_another_allocator(self) -> Forecast:
         """The same as what was replayed under settings of the caching allocator that this process does not have."""
-        return self if self.how == VARYING else replace(self, how=OTHERWISE_SET)
+        return self if self.how in (VARYING, BY_PEAKS_AT_MOST) else replace(self, how=OTHERWISE_SET)
 
     @property
     def error(self) -> float:
@@ -79,7 +81,7 @@ class Forecast:
     @property
     def error_bytes(self) -> int:
         """By how much reserved bytes may come out higher or lower."""
-        least = LARGE_SEGMENT_BYTES if self.how == BY_PEAKS else SEGMENT_BYTES
+        least = LARGE_SEGMENT_BYTES if self.how in (BY_PEAKS, BY_PEAKS_AT_MOST) else SEGMENT_BYTES
         return max(round(self.error * self.reserved_peak_bytes), least)
 
 

@@ -126,6 +126,66 @@ def test_samples_of_different_sizes_are_as_the_largest() -> None:
     assert not Batches(cut).varies
 
 
+def padded_parts(samples: list[Any]) -> Any:
+    return {name: pad_sequence([sample[name] for sample in samples], batch_first=True) for name in samples[0]}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_parts_that_are_largest_in_different_samples_are_as_large_together(reverse: bool) -> None:
+    lengths = [(10, 700), (500, 20), (30, 30), (500, 20)]
+    data = [{"text": torch.zeros(text), "image": torch.zeros(image, 3)} for text, image in lengths]
+    batches = Batches(DataLoader(data[::-1] if reverse else data, collate_fn=padded_parts))  # type: ignore[arg-type]
+    found = batches.of(6)
+    assert (found["text"].shape, found["image"].shape) == ((6, 500), (6, 700, 3))
+    assert batches.varies
+
+
+def test_parts_inside_of_parts_are_as_large_together() -> None:
+    def columns(samples: list[Any]) -> Any:
+        firsts, seconds, texts = zip(*((*parts, text) for parts, text in samples), strict=True)
+        letters = torch.zeros(len(texts), max(map(len, texts)))
+        return pad_sequence(list(firsts), batch_first=True), pad_sequence(list(seconds), batch_first=True), letters
+
+    data: Any = [([torch.zeros(9), torch.zeros(1)], "a"), ([torch.zeros(1), torch.zeros(7)], "abc")]
+    found = Batches(DataLoader(data, collate_fn=columns)).of(5)
+    assert [part.shape for part in found] == [(5, 9), (5, 7), (5, 3)]
+
+
+def test_parts_that_do_not_go_together_are_those_of_the_largest_sample() -> None:
+    def collate(samples: list[Any]) -> Any:
+        assert all(len(first) + len(second) < 10 for first, second in samples)
+        return tuple(pad_sequence(list(part), batch_first=True) for part in zip(*samples, strict=True))
+
+    data: Any = [(torch.zeros(8), torch.zeros(1)), (torch.zeros(1), torch.zeros(7))]
+    found = Batches(DataLoader(data, collate_fn=collate)).of(5)
+    assert [part.shape for part in found] == [(5, 8), (5, 1)]
+
+
+class Brought:
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def test_micro_batches_that_the_data_brings_are_not_mixed() -> None:
+    brought = [(torch.zeros(4, 2), torch.zeros(4, 50)), (torch.zeros(8, 30), torch.zeros(8, 2))]
+    assert [part.shape for part in Batches(Brought(brought)).of(8)] == [(8, 30), (8, 2)]
+
+
+def test_the_prediction_is_that_of_a_micro_batch_with_both() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["text"].new_zeros(*batch["text"].shape, WIDTH)).mean() + batch["image"].sum()  # type: ignore[no-any-return]
+
+    def predicted(*lengths: tuple[int, int]) -> Prediction:
+        data = [{"text": torch.zeros(text), "image": torch.zeros(image, 3)} for text, image in lengths]
+        return predict(lambda: DataLoader(data, collate_fn=padded_parts), loss, batch_size=16)  # type: ignore[arg-type]
+
+    apart, together = predicted((10, 7000), (50, 20)), predicted((50, 7000), (50, 7000))
+    assert apart.live_peak_bytes == together.live_peak_bytes
+
+
 def test_samples_of_different_sizes_are_predicted_roughly() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(batch.unsqueeze(-1).expand(-1, -1, WIDTH)).mean()  # type: ignore[no-any-return]
@@ -178,7 +238,8 @@ def test_micro_batches_that_the_data_brings_keep_their_size() -> None:
 
 
 def test_data_that_can_only_be_iterated_is_predicted() -> None:
-    assert predict(Lines, batch_size=4096).categories["inputs"] == 4096 * (WIDTH * 4 + 8)
+    inputs = 4096 * WIDTH * 4  # without labels, which the loss alone has kept
+    assert predict(Lines, batch_size=4096).categories["inputs"] == inputs
     assert predict(lambda: DataLoader(Lines(), batch_size=7)).settings.batch_size == 7
 
 

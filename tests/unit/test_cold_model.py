@@ -269,25 +269,6 @@ def test_many_micro_batches_take_no_longer_than_two() -> None:
     assert many.settings.accumulation_steps == 20_000
 
 
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-def test_a_large_model_whose_constructor_asks_for_values_takes_no_steps_on_the_cpu() -> None:
-    def model() -> nn.Module:
-        first = nn.Linear(WIDTH, WIDTH)
-        first.weight.sum().item()
-        return nn.Sequential(first, nn.Linear(WIDTH, 4))
-
-    given = workload(model)
-    own, answer.MOST_REAL_BYTES = answer.MOST_REAL_BYTES, 1000
-    try:
-        with (
-            answer._Run(given, Batches(rows()), Settings(batch_size=2), Kernels(True, 0)) as run,
-            pytest.raises(WorkloadError, match="Small steps on the CPU would need more than"),
-        ):
-            run.take()
-    finally:
-        answer.MOST_REAL_BYTES = own
-
-
 def test_a_model_that_ends_the_process_is_a_sentence() -> None:
     with pytest.raises(WorkloadError, match="The model cannot be run without memory: SystemExit: 0"):
         predict(workload(lambda: sys.exit(0)))

@@ -127,8 +127,26 @@ def test_shared_keys_and_values_keep_scores_without_flash(dtype: torch.dtype, am
 def test_flash_takes_gradients_of_shared_keys_apart() -> None:
     query, key = (torch.zeros(1, heads, LENGTH, HEAD, dtype=torch.float16) for heads in (HEADS, SHARED))
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-    alone, shared = (scratch.operator_bytes(backward, (query, query, one, one), None) for one in (query, key))
+    alone, shared = (sum(scratch.inside(backward, (query, query, one, one), None)) for one in (query, key))
     assert shared - alone == 2 * HEADS * LENGTH * HEAD * 2
+
+
+def test_each_piece_inside_an_operator_finds_its_own_place() -> None:
+    query = torch.zeros(1, HEADS, LENGTH, HEAD)
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    assert scratch.inside(backward, (query, query, query, query), None) == [
+        4 * HEADS * LENGTH * HEAD,
+        4 * HEADS * LENGTH,
+    ]
+
+    def trace(length: int) -> Trace:
+        table = nn.Embedding(10, WIDTH)
+        data = [(torch.zeros(length), 0)] * 8
+        given = gm.Workload("mine", lambda: table, lambda: data, lambda model, batch: model(batch[0].long()).mean())
+        return DryStep(given, Batches(data), Settings(optimizer="sgd"), Kernels(True, 1024)).trace(4)
+
+    few, many = trace(700), trace(800)  # 2,800 indices are not sorted
+    assert len(many.births.nonzero()[0]) - len(few.births.nonzero()[0]) == 8
 
 
 def test_what_a_model_draws_is_the_same_in_each_step() -> None:

@@ -142,6 +142,8 @@ def test_room_is_what_the_limit_and_the_other_processes_leave(driver: Driver) ->
     assert device.room() == GIB - driver.reserved
     driver.free = 5 * MIB
     assert device.room() == 5 * MIB
+    assert device.allowed_bytes == GIB, "torch knows nothing of the others"
+    assert open_device("cuda", 1, None).allowed_bytes == 0
 
 
 @pytest.mark.parametrize("segments", [1, 7, 1001, 4099])

@@ -12,7 +12,7 @@ from gpumem_nb.memory.prediction.forecast import forecast, largest
 from gpumem_nb.memory.prediction.scaling import SmallSteps
 from gpumem_nb.memory.virtual_gpu.replay import NOTHING_HELD
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, verdict, worst
-from gpumem_nb.shared.allocator_settings import DEFAULT
+from gpumem_nb.shared.allocator_settings import DEFAULT, AllocatorSettings
 from gpumem_nb.shared.categories import (
     ACTIVATIONS,
     INPUTS,
@@ -137,6 +137,39 @@ def test_steps_that_have_nothing_in_common_are_continued_by_their_peaks() -> Non
     other = trace(4)
     other = replace(other, before=np.zeros(4, dtype=np.bool_))
     assert forecast(SmallSteps([trace(2), other]), 64, None).how == BY_PEAKS
+
+
+COLLECTS = AllocatorSettings(garbage_collection_threshold=0.5)
+
+
+def with_garbage(batch_size: int) -> Trace:
+    """What was free before the last temporary is too small for it, and goes if there is much of it."""
+    one = trace(batch_size)
+    return replace(one, size=np.where(one.size == 20 * MIB, 100 * batch_size * MIB, one.size))
+
+
+def test_garbage_is_collected_above_a_share_of_what_the_process_may_have_and_not_of_what_others_left() -> None:
+    small, limit = SmallSteps([with_garbage(2), with_garbage(4)]), 20 * 2**30
+    left = 120 * 64 * MIB  # of the limit, on a device that others use
+
+    def reserved(*allowed: int) -> int:
+        return forecast(small, 64, left, COLLECTS, *allowed).reserved_peak_bytes
+
+    assert reserved(limit) == reserved(0) == forecast(small, 64, left, DEFAULT).reserved_peak_bytes
+    assert reserved(100 * MIB) == reserved(0) - (64 + 16) * MIB
+    assert reserved() == reserved(left)
+    assert largest(small, left, 100, limit) <= largest(small, left, 100, 100 * MIB)
+
+
+def test_a_line_through_two_peaks_says_that_garbage_would_make_it_less() -> None:
+    other = replace(trace(4), before=np.zeros(4, dtype=np.bool_), allocator=COLLECTS)
+    small = SmallSteps([trace(2), other])
+    found = forecast(small, 64, 2**30)
+    assert "at most, because garbage_collection_threshold" in found.how
+    assert found.error_bytes == forecast(small, 64, 2**30, DEFAULT).error_bytes >= 20 * MIB
+    assert found.with_another_allocator() == found
+    for never in (forecast(small, 64, None), forecast(small, 64, 2**30, None, 0), forecast(small, 64, 2**30, DEFAULT)):
+        assert never.how == BY_PEAKS
 
 
 def test_samples_of_different_sizes_are_told_of_with_a_large_error() -> None:

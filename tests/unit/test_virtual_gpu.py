@@ -209,6 +209,7 @@ def test_exempt_makes_room_only_inside(gpu: VirtualGPU) -> None:
     import torch
 
     gpu.set_limit(8 * MIB)
+    assert gpu.allowed_bytes == 8 * MIB
     with gpu.exempt():
         with gpu.exempt():
             pass

@@ -26,6 +26,14 @@ def addresses() -> None:
     must(torch_internals.address(storages[0]) != torch_internals.address(torch.ones(4).untyped_storage()), "all alike")
 
 
+@checks("torch", "Tensor._base")
+def bases() -> None:
+    tensor = torch.ones(4)
+    with torch.no_grad():
+        must(torch_internals.base_of(tensor[1:]) is tensor, "a view does not know of what it is one")
+    must(torch_internals.base_of(tensor) is None, "a tensor is a view")
+
+
 @checks("torch", "Tensor._version")
 def versions() -> None:
     tensor = torch.ones(2)
@@ -160,6 +168,17 @@ def backward() -> None:
     x.register_hook(lambda gradient: seen.append(torch_internals.in_backward()))
     x.sum().backward()
     must((seen, torch_internals.in_backward()) == ([True], False), f"inside {seen}, outside the opposite")
+
+
+@checks("torch", "torch._C._current_autograd_node")
+def node() -> None:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(torch_internals.backward_node()))
+    (x.sin() * 2).sum().backward()
+    (x.sin() * 2).sum().backward()
+    must(len(set(seen)) == 2 and None not in seen, f"{seen} are nodes of two backwards")
+    must(torch_internals.backward_node() is None, "a node is under way outside of backward")
 
 
 @checks("torch", "saved_tensors_hooks.__enter__")

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import nn
 
 from ...memory.ledger.trace import Trace
 from ...memory.prediction.forecast import forecast, from_the_start
@@ -44,6 +45,8 @@ from .step import DryStep
 
 MOST_REAL_BYTES = 2**30
 _SMALL = (2, 4)  # batch sizes of the steps that are taken on the CPU
+_MEND = "Mend that line, or start ranks (%hvd_start) and predict there."
+_DO_WITHOUT = "Let the constructor do without that value, or start ranks (%hvd_start) and predict there."
 _NO_END = f"It was not found within {SEARCH_S} s and the memory of a dry run. Predict single sizes."
 BYTES_A_PARAMETER = 5 * 4  # weight, gradient, two of Adam's and a copy of one, in fp32
 
@@ -121,10 +124,16 @@ def _batches(workload: Workload) -> Batches:
     except GpumemError:
         raise
     except (Exception, SystemExit) as error:
-        most_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        lacks = most_bytes > 0 and (isinstance(error, MemoryError) or "memory" in text_of(error).lower())
-        why = f" A dry run may take at most {format_bytes(most_bytes)}: a few samples are enough for it." * lacks
-        raise WorkloadError(f"{refused(error, 'data', 'made')}{why}") from None
+        lack = _lack(error)
+        enough = " A few samples are enough for it." * bool(lack)
+        raise WorkloadError(f"{refused(error, 'data', 'made')}{lack}{enough}") from None
+
+
+def _lack(error: BaseException) -> str:
+    """How much memory there may be, where an exception says that there was too little."""
+    most_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    lacks = most_bytes > 0 and (isinstance(error, MemoryError) or "memory" in text_of(error).lower())
+    return f" A dry run may take at most {format_bytes(most_bytes)}." * lacks
 
 
 def _settled(question: DryRun, info: DataInfo) -> Settings:
@@ -146,7 +155,8 @@ def _settled(question: DryRun, info: DataInfo) -> Settings:
 class _Run:
     """Steps of one workload under one setting with one set of kernels, which operators have inside of ``with`` alone.
 
-    A model that cannot be run without memory takes two small steps with it, if they are not too large.
+    A model that cannot be built without memory is built with it, and takes its steps without. One that cannot be run
+    without memory takes two small steps with it, if they are not too large.
 
     Attributes:
         parameters: numbers in the model.
@@ -154,6 +164,7 @@ class _Run:
 
     def __init__(self, workload: Workload, batches: Batches, settings: Settings, used: Kernels) -> None:
         self._given = workload, batches, shortened(settings), used
+        self._model = workload.model
         self._installed: list[Any] = []
         self._traces: dict[int, Trace] = {}
         self._step: DryStep | None = None
@@ -186,12 +197,36 @@ class _Run:
         Raises:
             WorkloadError: neither can be taken.
         """
+        refusal = self._tried()
+        if refusal and self._step is None:
+            built = self._built(refusal)
+            self._model = lambda: built
+            self._how = f"a step on fake tensors, after building the model with memory for its weights. {refusal}"
+            refusal = self._tried()
+        if refusal:
+            self._model = self._given[0].model
+            self._take_with_memory(refusal)
+
+    def _tried(self) -> WorkloadError | None:
+        """Take a step without memory, or say why that cannot be done."""
         try:
             self._stepped(self._begin)
         except GpumemError:
             raise
         except (Exception, SystemExit) as error:
-            self._take_with_memory(refused(error, self._phase))
+            return refused(error, self._phase)
+        return None
+
+    def _built(self, refusal: WorkloadError) -> nn.Module:
+        """The model with memory for its weights, whose values its constructor asks for."""
+        try:
+            with seeded(DEFAULT_SEED):
+                return self._given[0].model()
+        except GpumemError:
+            raise
+        except (Exception, SystemExit) as error:
+            why, lack = refused(error, "model", "built with memory"), _lack(error)
+            raise WorkloadError(f"{refusal} {why}{lack} {_DO_WITHOUT if lack else _MEND}") from None
 
     def found(self, asked: Target) -> OnGpu:
         """What steps under these settings would need, and whether that fits."""
@@ -268,7 +303,8 @@ class _Run:
     def _stepped(self, batch_size: int) -> Trace:
         """A step without memory."""
         if batch_size not in self._traces:
-            self._step = self._step or DryStep(*self._given)
+            workload, batches, settings, used = self._given
+            self._step = self._step or DryStep(replace(workload, model=self._model), batches, settings, used)
             self._traces[batch_size] = self._step.trace(batch_size)
             self._learn(self._step)
         return self._traces[batch_size]
@@ -306,11 +342,11 @@ class _Run:
             raise
         except (Exception, SystemExit) as error:
             why = refused(error, self._phase, "run on the CPU")
-            raise WorkloadError(f"{refusal} {why} Mend that line, or start ranks and predict there.") from None
+            raise WorkloadError(f"{refusal} {why} {_MEND}") from None
         self._step = None  # and its memory
         named = " and ".join(map(str, sizes))
         steps = "a step" if len(sizes) == 1 else "steps"
-        self._how = f"{steps} on the CPU with batch_size {named} (attention as there). {refusal}"
+        self._how = f"{steps} on the CPU with batch_size {named}. {refusal}"
 
     def _refuse_large(self, refusal: WorkloadError) -> None:
         if self.parameters * BYTES_A_PARAMETER > MOST_REAL_BYTES:

@@ -26,7 +26,8 @@ Parts = Sequence[Any]
 class Batches:
     """The micro-batches of somebody's data.
 
-    All are made of one sample, the largest that was seen, so that nothing but the number of samples changes.
+    All are made of one sample, which has the largest parts that were seen, so that nothing but the number of samples
+    changes.
 
     Args:
         data: what ``Workload.data`` returns; see :class:`gpumem_nb.shared.workload.Workload`.
@@ -43,13 +44,16 @@ class Batches:
         handed = handed_over(data)
         self.info = handed.info
         self._apart: WorkloadError | None = None  # why samples do not go together
-        smallest, largest = looked_at(handed)
+        smallest, largest, worst = looked_at(handed)
         if handed.info.batched:
             self.info = dataclasses.replace(handed.info, batch_size=rows(largest))
             self._small = [_collated(handed, [largest])] * len(_SMALL)
             self.varies = shapes(smallest) != shapes(largest)
             return
-        self._small = [_collated(handed, [largest] * size) for size in _SMALL]
+        try:
+            self._small = [_collated(handed, [worst] * size) for size in _SMALL]
+        except WorkloadError:  # parts of several samples need not go together
+            self._small = [_collated(handed, [largest] * size) for size in _SMALL]
         # What is padded to one length, or brought to one size, is no different.
         self.varies = shapes(_collated(handed, [smallest] * _SMALL[0])) != shapes(self._small[0])
         try:

@@ -24,12 +24,17 @@ def install(kernels: Kernels, fake: bool) -> Any:
 
     Args:
         kernels: which of several kernels the GPU has.
-        fake: for fake tensors; on real ones of the CPU CUDA's kernels of attention cannot be computed.
+        fake: for fake tensors; for real ones of the CPU its own fused kernel of attention stands for those of CUDA,
+            which keep as much.
     """
     library = torch.library.Library("aten", "IMPL")
-    rules: dict[str, Callable[..., Any]] = {"dropout": _dropout, "linear": _linear}
+    rules: dict[str, Callable[..., Any]] = {
+        "dropout": _dropout,
+        "linear": _linear,
+        "scaled_dot_product_attention": _attention(kernels, fake),
+    }
     if fake:
-        rules |= {"scaled_dot_product_attention": _attention(kernels), "lstm.input": _lstm}
+        rules["lstm.input"] = _lstm
     for name, rule in rules.items():
         library.impl(name, rule, "AutogradCPU", allow_override=True)
     return library
@@ -57,7 +62,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return _aten.matmul(input, weight.t()).add_(bias)  # type: ignore[no-any-return]
 
 
-def _attention(kernels: Kernels) -> Callable[..., Tensor]:
+def _attention(kernels: Kernels, fake: bool) -> Callable[..., Tensor]:
     """Attention by the kernel that torch takes: ATen/native/transformers/cuda/sdp_utils.cpp.
 
     Flash for 16-bit types from compute capability 8.0 on, without a mask; else the memory-efficient one, which takes
@@ -89,13 +94,16 @@ def _attention(kernels: Kernels) -> Callable[..., Tensor]:
             and one_head
             and head <= _LARGEST_FLASH_HEAD
             and key.shape[-3] == value.shape[-3]
+            and fake
         ):
             scale = head**-0.5 if scale is None else scale
             padded = [torch.nn.functional.pad(part, (0, -head % _FLASH_HEAD_MULTIPLE)) for part in (query, key, value)]
             parts = padded if head % _FLASH_HEAD_MULTIPLE else [query, key, value]
             out = _aten._scaled_dot_product_flash_attention(*parts, dropout_p, is_causal, False, scale=scale)[0]
             return out[..., :head] if head % _FLASH_HEAD_MULTIPLE else out  # type: ignore[no-any-return]
-        if grouped or not fitting or not _efficient(query, key, value, kernels.ampere):
+        learned_mask = attn_mask is not None and attn_mask.requires_grad
+        can_be_real = one_head and not learned_mask
+        if grouped or not fitting or not (fake or can_be_real) or not _efficient(query, key, value, kernels.ampere):
             if grouped:
                 key, value = _repeated(key, query), _repeated(value, query)
             bias = None if attn_mask is None else _numbers(attn_mask, query)
@@ -103,6 +111,11 @@ def _attention(kernels: Kernels) -> Callable[..., Tensor]:
                 query, key, value, bias, dropout_p, is_causal, scale=scale
             )[0]
         bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
+        if not fake:  # by the CPU's kernel, which has no dropout and learns no mask
+            result: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
+            )[0]
+            return result
         keeps = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
         out = _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, keeps, dropout_p, is_causal, scale=head**-0.5 if scale is None else scale

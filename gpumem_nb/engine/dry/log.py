@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...internals.torch_internals import TorchDispatchMode, address, in_backward
+from ...internals.torch_internals import TorchDispatchMode, address, backward_node, base_of, in_backward
 from ...memory.ledger.events import Base, Events, Known, TensorLog, new_number
 from ...memory.tensors import tensors_in
 from ...shared.messages import Reading
@@ -19,50 +19,69 @@ from ...shared.messages import Reading
 _aten = torch.ops.aten
 _CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
 _GEMMS = {getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")}
+_WRITES = {  # into zeros that backward has made for that
+    _aten.index_put.default,
+    _aten.index_add.default,
+    _aten.scatter.src,
+    _aten.scatter_add.default,
+}
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-Scratch = Callable[[Any, Any, Any], int]
-"""Bytes that an operator takes and gives back before it returns, from the operator, its arguments and its result."""
+Scratch = Callable[[Any, Any, Any], list[int]]
+"""Bytes of the pieces that an operator takes inside, from the operator, its arguments and its result.
+
+It gives them back before it returns.
+"""
+StandIn = Callable[[Tensor], Tensor | None]
 
 
 class DryLog(TensorLog):
     """Events of the tensors that operators make, with what real kernels do otherwise than those of fake tensors.
 
-    A gradient of a further micro-batch is added in place to the one before it on a GPU, and not under a dispatch mode,
-    where torch keeps composite operators pure (torch/csrc/autograd/functions/accumulate_grad.h,
-    ``isTensorSubclassLike``). There the first summand is released as soon as the sum is there, so the sum is taken to
-    lie where that summand lay.
+    Where a tensor's gradient comes from several places (a residual connection, a tied weight, a further micro-batch),
+    autograd adds in place to the first if nobody else holds it, and never under a dispatch mode
+    (torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``; ATen/TensorSubclassLikeUtils.h). There the first
+    summand is released as soon as the sum is there, so the sum is taken to lie where that summand lay. A view is held
+    by what it is a view of, and what a node's own formula adds up it has made itself: both stay apart. Backward of
+    indexing writes into zeros, under a mode into a copy of them (torch/csrc/autograd/FunctionsManual.cpp,
+    ``areAnyTensorSubclassLike``).
 
     cuBLAS asks torch's allocator for a workspace when a thread computes its first product, and keeps it: once in the
     thread that runs forward and once in that of backward (ATen/cuda/CublasHandlePool.cpp).
+
+    Weights that have memory, such as those of a model that was there before, are taken for fake ones by each operator:
+    what stands for a weight is that weight.
 
     Attributes:
         convolves: whether a convolution was seen.
         narrows: whether an operator gave a tensor of 16-bit numbers.
         on_host: single numbers are in the host's memory for the moment.
-        adds_up: sums in backward are those of gradients of several micro-batches.
 
     Args:
         held: bytes that are held by tensors, to be asked when a log begins.
         scratch: what operators use inside.
         gemm_workspace_bytes: each of cuBLAS's workspaces.
+        stand_in: the fake tensor that stands for a real one; ``None`` for a fake one.
     """
 
     exact = True
 
-    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int) -> None:
+    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int, stand_in: StandIn) -> None:
         super().__init__(torch.device("cpu"), lambda: (held(), 0))
         self._scratch = scratch
         self._table: list[tuple[int, int, int, int]] = []
         self._call = 0
-        self._sum: tuple[Known, Known] | None = None  # the first summand, and a sum that may have taken its place
+        self._taken: tuple[Known, Known] | None = None  # one, and another that may lie in its place
+        self._makers: dict[int, tuple[int, int]] = {}  # the node that made an allocation in backward
         self._gemm_workspace_bytes = gemm_workspace_bytes
+        self._stand_in = stand_in
+        self._standing: dict[int, Tensor] = {}  # for real tensors, by their addresses
         self._gemms: set[bool] = set()  # whether backward ran, at each first one
-        self.convolves = self.narrows = self.on_host = self.adds_up = False
+        self.convolves = self.narrows = self.on_host = False
 
     def begin(self, params: Sequence[Tensor]) -> Base:
         """Log from now on."""
-        self._table, self._call, self._sum = [], 0, None
-        self._gemms = set()
+        self._table, self._call, self._taken, self._makers = [], 0, None, {}
+        self._gemms, self._standing = set(), {}
         return super().begin(params)
 
     @contextmanager
@@ -70,6 +89,14 @@ class DryLog(TensorLog):
         """Inside, see every operator."""
         with _Watching(self):
             yield
+
+    def given(self, args: Any) -> None:
+        """Take note of what goes into an operator."""
+        for tensor in tensors_in(args):
+            if address(tensor) not in self._standing and (fake := self._stand_in(tensor)) is not None:
+                self._standing[address(tensor)] = fake
+                if known := self.known(tensor):
+                    self._known[address(fake.untyped_storage())] = known
 
     def operated(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Take note of what went into an operator and what came out."""
@@ -82,12 +109,17 @@ class DryLog(TensorLog):
         if self.on_host and isinstance(result, Tensor) and result.dim() == 0:
             return  # an optimizer counts its steps in the host's memory
         self.see(operator, args, kwargs, result)
-        if inside := self._scratch(operator, args, result):
-            number = new_number()
-            self._note(number, inside)
-            self._note(number, -inside)
-        if self.adds_up and operator is _aten.add.Tensor and in_backward():
-            self._may_be_in_place(args, result)
+        pieces = [(new_number(), nbytes) for nbytes in self._scratch(operator, args, result)]
+        for number, nbytes in pieces:
+            self._note(number, nbytes)
+        for number, nbytes in pieces:
+            self._note(number, -nbytes)
+        if node := backward_node():
+            if operator in _WRITES or (operator is _aten.add.Tensor and self._maker(args[0]) != node):
+                self._may_be_in_place(args[0], result)
+            for known in map(self.known, tensors_in(result)):
+                if known:
+                    self._makers.setdefault(known.number, node)
 
     def end(self) -> Events:
         """What happened since :meth:`begin`."""
@@ -97,13 +129,15 @@ class DryLog(TensorLog):
         live = np.cumsum(np.append(self._requested()[0], rows[:, 1]))
         return Events(rows[:, 0], rows[:, 1], rows[:, 2], foreign, rows[:, 3], base.casts, int(live.max()))
 
-    def _may_be_in_place(self, args: Any, result: Tensor) -> None:
-        first = args[0]
-        if not isinstance(args[1], Tensor) or (first.shape, first.dtype) != (result.shape, result.dtype):
+    def _maker(self, tensor: Tensor) -> tuple[int, int] | None:
+        return self._makers.get(self.allocation(tensor))
+
+    def _may_be_in_place(self, first: Tensor, result: Tensor) -> None:
+        before, after = self.known(first), self.known(result)
+        if before is None or after is None or before is after or base_of(first) is not None:
             return
-        summand, total = self.known(first), self.known(result)
-        if summand and total and summand is not total and summand.nbytes == total.nbytes:
-            self._sum = summand, total
+        if (first.shape, first.dtype, before.nbytes) == (result.shape, result.dtype, after.nbytes):
+            self._taken = before, after
 
     def _note(self, number: int, change: int) -> None:
         self._table.append((number, change, time.perf_counter_ns(), self._call))
@@ -111,11 +145,10 @@ class DryLog(TensorLog):
     def _died(self, known: Known) -> None:
         if not self._logging:
             return
-        last = self._table[-1] if self._table else None
-        if self._sum and self._sum[0] is known and last and last[:2] == (self._sum[1].number, self._sum[1].nbytes):
+        before, after = self._taken or (None, None)
+        if before is known and after and self._table[-1][:2] == (after.number, after.nbytes):
             self._table.pop()
-            self._sum[1].number = known.number
-            self._sum = None
+            after.number, self._taken = known.number, None
             return
         self._table.append((known.number, -known.nbytes, time.perf_counter_ns(), 0))
 
@@ -131,6 +164,7 @@ class _Watching(TorchDispatchMode):
         if func is _DEVICE:  # two of three calls
             return _CPU
         kwargs = kwargs or {}
+        self._log.given([args, kwargs])
         result = func(*args, **kwargs)
         self._log.operated(func, args, kwargs, result)
         return result
@@ -141,9 +175,9 @@ class DryDevice:
 
     kind: Literal["virtual", "cuda"] = "virtual"
 
-    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int) -> None:
+    def __init__(self, held: Callable[[], int], scratch: Scratch, gemm_workspace_bytes: int, stand_in: StandIn) -> None:
         self._held = held
-        self._given = held, scratch, gemm_workspace_bytes
+        self._given = held, scratch, gemm_workspace_bytes, stand_in
         self.log = DryLog(*self._given)
 
     def event_log(self) -> DryLog:

@@ -1,6 +1,7 @@
 """What CUDA's kernels take and give back before they return: one rule for each kind of operator, with its source.
 
-Bytes come from the shapes alone. Kernels of which no rule is known here are taken to need nothing.
+Bytes come from the shapes alone, a number for each piece, because the allocator finds a place for each by itself.
+Kernels of which no rule is known here are taken to need nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TURNED = 1.5
 _INDEX_TENSORS = 7  # sorted and original indices, segments, partial segments and their offsets, and those of the sort
 
 
-def _embedding_backward(args: Any, result: Tensor) -> int:
+def _embedding_backward(args: Any, result: Tensor) -> list[int]:
     """Partial sums of rows, in fp32, and sorted indices: ATen/native/cuda/EmbeddingBackwardKernel.cu.
 
     As many partial sums as there can be, because the kernel does not wait to be told how many different indices there
@@ -31,13 +32,13 @@ def _embedding_backward(args: Any, result: Tensor) -> int:
     grad, indices, rows, padding = args[:4]
     count = indices.numel()
     if count <= _UNSORTED_INDICES and padding < 0:
-        return 0
+        return []
     width = -(-grad.shape[-1] // _WARP) * _WARP
     partial = count // _ROWS_A_THREAD + min(count, rows)
-    return int(partial * width * _FP32 + _INDEX_TENSORS * count * _INT64)
+    return [*[count * _INT64] * _INDEX_TENSORS, partial * width * _FP32]
 
 
-def _attention_backward(args: Any, result: Any) -> int:
+def _attention_backward(args: Any, result: Any) -> list[int]:
     """Row sums of gradient times output, ``delta``; in fp32 that product is a tensor for a moment.
 
     ATen/native/transformers/cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h,
@@ -45,24 +46,24 @@ def _attention_backward(args: Any, result: Any) -> int:
     """
     query, value = args[1], args[3]
     sums = query.shape[0] * query.shape[1] * query.shape[2] * _FP32
-    product = sums * value.shape[3] if query.dtype is torch.float32 else 0
-    return int(sums + product)
+    return [sums * value.shape[3], sums] if query.dtype is torch.float32 else [sums]
 
 
-def _flash_backward(args: Any, result: Any) -> int:
+def _flash_backward(args: Any, result: Any) -> list[int]:
     """Row sums, and the gradient of the query in fp32: ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
     Where several heads of the query share keys and values, their gradients for each of the query's heads besides
     (``dk_expanded``, ``dv_expanded``).
     """
     query, key = args[1:3]
-    apart = 2 * query.shape[1] * math.prod(key.shape) // key.shape[1] if query.shape[1] != key.shape[1] else 0
+    apart = query.shape[1] * math.prod(key.shape) // key.shape[1] * key.element_size()
     length = -(-query.shape[2] // 128) * 128
     head = -(-query.shape[3] // 32) * 32
-    return int(query.shape[0] * query.shape[1] * length * (head + 1) * _FP32 + apart * key.element_size())
+    sums = query.shape[0] * query.shape[1] * length * _FP32
+    return [sums, sums * head, *[apart] * 2 * (query.shape[1] != key.shape[1])]
 
 
-def _convolution_backward(args: Any, result: Any) -> int:
+def _convolution_backward(args: Any, result: Any) -> list[int]:
     """The workspace of cuDNN, by a rule of thumb: what is read and written, and half as much again.
 
     Tensor cores take channels last, so cuDNN turns what lies otherwise into its workspace, images, weights and gradient
@@ -70,10 +71,10 @@ def _convolution_backward(args: Any, result: Any) -> int:
     rules this one came nearest to published peaks (docs/prediction-cold.md), with none for forward.
     """
     grad, images, weight = args[:3]
-    return int(_TURNED * (grad.nbytes + images.nbytes + weight.nbytes))
+    return [int(_TURNED * (grad.nbytes + images.nbytes + weight.nbytes))]
 
 
-_RULES: dict[Any, Callable[[Any, Any], int]] = {
+_RULES: dict[Any, Callable[[Any, Any], list[int]]] = {
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten._scaled_dot_product_efficient_attention_backward.default: _attention_backward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
@@ -81,7 +82,7 @@ _RULES: dict[Any, Callable[[Any, Any], int]] = {
 }
 
 
-def operator_bytes(operator: Any, args: Any, result: Any) -> int:
-    """What a call of this operator takes inside."""
+def inside(operator: Any, args: Any, result: Any) -> list[int]:
+    """Bytes of each piece that a call of this operator takes inside."""
     rule = _RULES.get(operator)
-    return rule(args, result) if rule else 0
+    return rule(args, result) if rule else []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...internals.torch_internals import TorchDispatchMode, fake_mode, fake_weights_converted_in_place
+from ...internals.torch_internals import TorchDispatchMode, fake_mode, fake_weights_converted_in_place, stand_in
 from ...memory.ledger.recorder import Recorder
 from ...memory.ledger.trace import Trace
 from ...memory.tensors import tensors_in
@@ -64,6 +64,7 @@ class DryStep:
         """
         self._workload, self._batches, self._settings = workload, batches, settings
         self._mode: AbstractContextManager[Any] = fake_mode() if fake else nullcontext()
+        self._fake = fake
         self.phase = "model"
         self._recomputed = False
         with self._inside():
@@ -77,7 +78,7 @@ class DryStep:
             self._parts.join(self._optimizer)
         check_precision(settings, self._parts)
         self._params = list(in_groups(self._optimizer))
-        self._device = DryDevice(self._held, scratch.operator_bytes, kernels.gemm_workspace_bytes)
+        self._device = DryDevice(self._held, scratch.inside, kernels.gemm_workspace_bytes, self._stand_in)
 
     @property
     def convolves(self) -> bool:
@@ -166,7 +167,7 @@ class DryStep:
         self._mark("data")
         total = torch.zeros(())
         coming = (self._batches.of(batch_size) for _ in range(count))
-        for index, batch in enumerate(micro_batches(self._workload.loss, self.model, coming, count)):
+        for batch in micro_batches(self._workload.loss, self.model, coming, count):
             if Recorder.current:
                 Recorder.current.claim(INPUTS, tensors_in(batch))
             self._mark("forward")
@@ -174,11 +175,9 @@ class DryStep:
                 loss = checked_loss(self._workload.loss(self.model, batch)) / count
             del batch
             self._mark("backward")
-            self._device.log.adds_up = index > 0
             (loss * _LOSS_SCALE if settings.precision == "fp16" else loss).backward()
             total += loss.detach().float()
             del loss
-            self._device.log.adds_up = False
             self._mark("data")
 
     def _send(self) -> None:
@@ -196,6 +195,9 @@ class DryStep:
             nn.utils.clip_grad_norm_(self._params, self._settings.clip_norm, foreach=True)
         self._optimizer.step()
         self._device.log.on_host = False
+
+    def _stand_in(self, tensor: Tensor) -> Tensor | None:
+        return stand_in(self._mode, tensor) if self._fake else None
 
     def _zero_grad(self) -> None:
         for param in self._parts.parameters():

@@ -108,7 +108,7 @@ class Trials:
         now = self._forecasts(steps, began_s, [batch_size], 0, failure, failed_batch)
         if steps is None:
             return now
-        others = (forecast(steps, batch_size, now.limit_bytes, one) for one in allocators)
+        others = (forecast(steps, batch_size, now.limit_bytes, one, self._device.allowed_bytes) for one in allocators)
         return replace(now, of=(*now.of, *(one.with_another_allocator() for one in others)))
 
     def _forecasts(
@@ -125,8 +125,10 @@ class Trials:
         steps_done, seconds = self._takes.steps, time.monotonic() - began_s
         if steps is None:
             return Forecasts(steps_done, reading, seconds, limit, failure=failure, failed_batch=failed_batch)
-        of = tuple(forecast(steps, batch_size, limit) for batch_size in batch_sizes)
-        return Forecasts(steps_done, reading, seconds, limit, of, largest(steps, limit, most) if most else 0)
+        allowed = self._device.allowed_bytes
+        of = tuple(forecast(steps, batch_size, limit, None, allowed) for batch_size in batch_sizes)
+        fits = largest(steps, limit, most, allowed) if most else 0
+        return Forecasts(steps_done, reading, seconds, limit, of, fits)
 
     def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[SmallSteps | None, Failure | None, int]:
         """One step of each size, undone: what they allocated, or what went wrong here if anything did, and at which."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...shared.allocator_settings import AllocatorSettings
 from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OPTIMIZER_STATE, OTHER
-from ...shared.forecast import BY_PEAKS, RECORDED, VARYING, Forecast
+from ...shared.forecast import BY_PEAKS, BY_PEAKS_AT_MOST, RECORDED, VARYING, Forecast
 from ..ledger.trace import CODE, Ints, Trace
 from ..virtual_gpu.replay import replay
 from .scaling import SmallSteps
@@ -18,7 +18,11 @@ STEPS = 3  # replayed one after another: the second finds the segments of the fi
 
 
 def forecast(
-    steps: SmallSteps, batch_size: int, limit_bytes: int | None, allocator: AllocatorSettings | None = None
+    steps: SmallSteps,
+    batch_size: int,
+    limit_bytes: int | None,
+    allocator: AllocatorSettings | None = None,
+    allowed_bytes: int | None = None,
 ) -> Forecast:
     """What a step needs at this batch size.
 
@@ -27,14 +31,16 @@ def forecast(
         batch_size: samples of a micro-batch.
         limit_bytes: what may be reserved; ``None`` for no limit.
         allocator: how the caching allocator is set; ``None`` for as it is.
+        allowed_bytes: of which it collects garbage above a share, which is no less where other processes have taken a
+            part of the device; 0 for never, ``None`` for the limit.
     """
     recorded = steps.recorded_at(batch_size)
     if recorded is not None:
-        found = _of(recorded, limit_bytes, RECORDED, allocator)
+        found = _of(recorded, limit_bytes, RECORDED, allocator, allowed_bytes)
     elif steps.how == BY_PEAKS:
-        found = _by_peaks(steps.traces, batch_size, limit_bytes, allocator)
+        found = _by_peaks(steps.traces, batch_size, limit_bytes, allocator, allowed_bytes)
     else:
-        found = _of(steps.continued(batch_size), limit_bytes, steps.how, allocator)
+        found = _of(steps.continued(batch_size), limit_bytes, steps.how, allocator, allowed_bytes)
     return replace(found, how=VARYING) if steps.varies else found
 
 
@@ -49,19 +55,19 @@ def from_the_start(first: Trace, limit_bytes: int | None, how: str) -> Forecast:
         limit_bytes: what may be reserved; ``None`` for no limit.
         how: the trace was found.
     """
-    return _of(first.settled((OPTIMIZER_STATE, OTHER)), limit_bytes, how, None, first)
+    return _of(first.settled((OPTIMIZER_STATE, OTHER)), limit_bytes, how, None, None, first)
 
 
-def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
+def largest(steps: SmallSteps, limit_bytes: int | None, most: int, allowed_bytes: int | None = None) -> int:
     """The largest batch size up to ``most`` that fits with what a forecast may be wrong by; 0 if none does.
 
-    Of a single step that is its own size or none.
+    Of a single step that is its own size or none. ``allowed_bytes`` as in :func:`forecast`.
     """
     if limit_bytes is None:
         return most
 
     def fits(batch_size: int) -> bool:
-        one = forecast(steps, batch_size, limit_bytes)
+        one = forecast(steps, batch_size, limit_bytes, None, allowed_bytes)
         return one.reserved_peak_bytes + one.error_bytes <= limit_bytes
 
     if len(steps.traces) == 1:
@@ -70,7 +76,12 @@ def largest(steps: SmallSteps, limit_bytes: int | None, most: int) -> int:
 
 
 def _of(
-    trace: Trace, limit_bytes: int | None, how: str, allocator: AllocatorSettings | None, first: Trace | None = None
+    trace: Trace,
+    limit_bytes: int | None,
+    how: str,
+    allocator: AllocatorSettings | None,
+    allowed_bytes: int | None = None,
+    first: Trace | None = None,
 ) -> Forecast:
     base = np.bincount(trace.category[trace.before], trace.size[trace.before], len(CATEGORIES)).astype(np.int64)
     base[CODE[COMMUNICATION]] += trace.foreign_bytes
@@ -82,17 +93,18 @@ def _of(
     at_peak = base + np.bincount(trace.category[place], change[:peak], len(CATEGORIES)).astype(np.int64)
     at_peak[CODE[INSIDE_OPERATORS]] += trace.missing_bytes
     allocator = trace.allocator if allocator is None else allocator
+    allowed = limit_bytes if allowed_bytes is None else allowed_bytes
     # Segments of their own and a growing one are cut differently.
     laid_out = allocator.expandable_segments == trace.allocator.expandable_segments
     events, layout = _replayable(trace, first or trace, laid_out)
     held = layout[layout[:, 1] > 0, 0]
-    without_limit = replay(events, None, allocator, layout, limit_bytes)
+    without_limit = replay(events, None, allocator, layout, allowed)
     rounded = allocator.roundup_power2_divisions != trace.allocator.roundup_power2_divisions
     more = allocator.rounded(held) - int(held.sum()) if rounded else 0  # for what is held, where its size is not enough
     reserved = without_limit.reserved_peak_bytes + more
     fits = limit_bytes is None or reserved <= limit_bytes
     if limit_bytes and limit_bytes > more and not fits:
-        fits = replay(events, limit_bytes - more, allocator, layout, limit_bytes).within_limit
+        fits = replay(events, limit_bytes - more, allocator, layout, allowed).within_limit
     at = max(0, peak - 1)
     return Forecast(
         live_peak_bytes=int(at_peak.sum()),
@@ -106,11 +118,16 @@ def _of(
 
 
 def _by_peaks(
-    traces: list[Trace], batch_size: int, limit_bytes: int | None, allocator: AllocatorSettings | None
+    traces: list[Trace],
+    batch_size: int,
+    limit_bytes: int | None,
+    allocator: AllocatorSettings | None,
+    allowed_bytes: int | None,
 ) -> Forecast:
     """A straight line through two peaks, for steps that do not ask for the same tensors.
 
-    Segments come in pieces of 20 MiB, so a line through what two small steps reserve would say little.
+    Segments come in pieces of 20 MiB, so a line through what two small steps reserve would say little. Nor do these
+    tell what of their cache would be collected as garbage near the limit: that is said.
     """
     small, large = (_of(trace, None, BY_PEAKS, allocator) for trace in traces)
     steps = (batch_size - traces[1].batch_size) / (traces[1].batch_size - traces[0].batch_size)
@@ -123,7 +140,10 @@ def _by_peaks(
     live = sum(at_peak.values())
     reserved = live + large.reserved_peak_bytes - large.live_peak_bytes
     fits = limit_bytes is None or reserved <= limit_bytes
-    return Forecast(live, reserved, fits, at_peak, large.phase, large.module, BY_PEAKS)
+    allocator = traces[1].allocator if allocator is None else allocator
+    allowed = limit_bytes if allowed_bytes is None else allowed_bytes
+    how = BY_PEAKS_AT_MOST if allocator.garbage_collection_threshold and allowed else BY_PEAKS
+    return Forecast(live, reserved, fits, at_peak, large.phase, large.module, how)
 
 
 def _replayable(trace: Trace, first: Trace, laid_out: bool) -> tuple[list[int], Ints]:

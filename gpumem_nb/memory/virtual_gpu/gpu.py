@@ -170,6 +170,11 @@ class VirtualGPU:
         return now.limit - now.reserved if now.limit else None
 
     @property
+    def allowed_bytes(self) -> int:
+        """The limit; 0 without one."""
+        return self._read().limit
+
+    @property
     def over_limit(self) -> int:
         """How many allocations passed the limit where it is not enforced: on other threads, and in ``exempt()``."""
         return self._read().over_limit

@@ -61,7 +61,7 @@ def replay(
         layout: what it holds at the beginning, without free segments: a row for each block, in the order of
             addresses. Its bytes; the allocation in it, numbered from 1 as events count them, or 0 for a free one and -1
             for one without memory; its kind as a sum: 1 small, 2 expandable, 4 the first of a segment.
-        allowed_bytes: of which ``garbage_collection_threshold`` is a share; ``None`` for the limit.
+        allowed_bytes: of which ``garbage_collection_threshold`` is a share; 0 for never, ``None`` for the limit.
 
     Raises:
         InvalidInput: an event that releases what is not allocated.
@@ -71,7 +71,7 @@ def replay(
     given, held = np.array(events, dtype=np.int64), np.ascontiguousarray(layout)
     config = CConfig.of(allocator)
     streams = (pointer(given), len(given), pointer(held), held.size)
-    limits = (limit_bytes or 0, allowed_bytes or limit_bytes or 0)
+    limits = (limit_bytes or 0, (limit_bytes or 0) if allowed_bytes is None else allowed_bytes)
     followed = library().gpumem_replay(*streams, *limits, ctypes.byref(config), ctypes.byref(out))
     if followed < len(events):
         raise InvalidInput(
