@@ -10,6 +10,7 @@ from ..kernel.lifecycle import Lifecycle
 from ..report.memory import MemoryReport
 from ..report.status import Status
 from ..report.step_time import TimeReport
+from ..report.trace import TraceFile
 from ..report.waits import WaitReport
 from ..shared.messages import Timeline
 from ..shared.progress import Progress
@@ -78,6 +79,26 @@ class Looks:
             WorkloadError: nothing is loaded, or no step was done yet.
         """
         return self._life.inspection.time(timeline)
+
+    def trace(
+        self, path: str | os.PathLike[str], steps: int = 3, progress: Progress = lambda what, done: None
+    ) -> TraceFile:
+        """Train some steps and write what all ranks did in them, on one clock, into one file for a viewer of traces.
+
+        It has the parts of each step, what torch's profiler notes, and Horovod's timeline. The steps count like any
+        others, but take longer; nothing stays on afterwards. Training that goes on in the background does so.
+
+        Args:
+            path: of the file, which is compressed when its name ends in ``.gz``.
+            steps: a whole number from 1 to 100.
+            progress: told what is being done.
+
+        Raises:
+            InvalidInput: not such a number, or the file cannot be written.
+            WorkloadError: nothing is loaded, or a rank could not record.
+            TrainingFailed: a step could not be done; nothing was written.
+        """
+        return self._life.tracing.trace(path, steps, progress)
 
     def memory_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write torch's own snapshot of the memory of rank 0's GPU, for its visualiser (pytorch.org/memory_viz).
