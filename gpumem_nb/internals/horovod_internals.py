@@ -42,8 +42,6 @@ KINDS = {
     "_grouped_reducescatter_async": "grouped reduce-scatter",
 }
 NAMELESS = ("join", "barrier")
-TIMELINE = "HOROVOD_TIMELINE"
-"""Read when Horovod starts: the file of its timeline."""
 _SHUT_DOWN = ("Horovod has been shut down", "Horovod has not been initialized")
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..report.step_time import behind
-from ..report.trace import TraceFile
+from ..report.trace import TraceFile, steps_in_words
 from ..shared.errors import GpumemError, InvalidInput, WorkloadError
 from ..shared.messages import RankInfo
 from ..shared.progress import Progress
 from ..shared.state_file import as_path
 from ..shared.step_times import StepLanes
-from ..shared.trace import BETWEEN, HEAD, TAIL, TraceOrder, TracePart
+from ..shared.trace import BETWEEN, HEAD, TAIL, TIMELINE, TraceOrder, TracePart
 from ..shared.whole_file import check_no_folder, why_not, written_whole
 from .foreground import Foreground
 from .history import History
@@ -48,10 +48,10 @@ class Tracing:
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
             raise InvalidInput(f"{steps!r} steps cannot be traced: write a whole number from 1 to {MOST_STEPS}.")
-        if before := os.environ.get("HOROVOD_TIMELINE"):
+        if before := os.environ.get(TIMELINE):
             raise InvalidInput(
-                f"Horovod writes a timeline already (HOROVOD_TIMELINE={before}), and can write one only: take that out "
-                "of os.environ, then %hvd_restart."
+                f"Horovod writes a timeline already ({TIMELINE}={before}), and can write one only: take that out of "
+                "os.environ, then %hvd_restart."
             )
         target = as_path(path)
         self._foreground.check_loaded()
@@ -80,7 +80,9 @@ class Tracing:
 
         with self._foreground.interruptible():
             lanes = [reply.lanes for reply in self._training.between.trace(steps, meanwhile)]
-        self._history.mark("note", f"traced, which slows steps down: the last {len(lanes[0])}")
+        self._history.mark(
+            "note", f"traced, which slows steps down: {steps_in_words(tuple(lane.step for lane in lanes[0]))}"
+        )
         return lanes
 
     def _gathered(self, file: IO[bytes], lanes: Sequence[Sequence[StepLanes]], progress: Progress) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +30,16 @@ class TraceFile:
     size_bytes: int
 
     def __str__(self) -> str:
-        first, last = self.steps[0], self.steps[-1]
-        which = f"step {first}" if first == last else f"steps {first} to {last}"
         fewer = f" ({self.wanted} were asked for: an evaluation came)" if len(self.steps) < self.wanted else ""
         return (
-            f"Written: {self.path} ({format_bytes(self.size_bytes)}): {which} of {self.ranks} ranks, "
-            f"{self.events:,} events{fewer}.\n"
+            f"Written: {self.path} ({format_bytes(self.size_bytes)}).\n"
+            f"It has {steps_in_words(self.steps)} of {self.ranks} ranks in {self.events:,} events{fewer}.\n"
             "Open it at https://ui.perfetto.dev, which reads it in your browser, or in chrome://tracing."
         )
 
     __repr__ = __str__
+
+
+def steps_in_words(steps: Sequence[int]) -> str:
+    """Of steps in a row which they are."""
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"

@@ -1,9 +1,11 @@
-"""What travels between kernel and ranks for a trace, and what a file of one begins and ends with."""
+"""What travels between kernel and ranks for a trace, and what its file is made of."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+TIMELINE = "HOROVOD_TIMELINE"
+"""Horovod's variable, read when it starts: the file of its timeline."""
 HEAD = b'{"displayTimeUnit": "ms", "otherData": {"written by": "gpumem_nb"}, "traceEvents": [\n'
 BETWEEN = b",\n"
 TAIL = b"\n]}\n"

@@ -110,7 +110,7 @@ hvd.init()
 threads = len(os.listdir("/proc/self/task"))
 hvd.shutdown()
 file = Path(sys.argv[1])
-os.environ[internals.TIMELINE] = str(file)
+os.environ["HOROVOD_TIMELINE"] = str(file)
 hvd.init()
 began_us = 1e6 * time.perf_counter()
 hvd.grouped_allreduce([torch.ones(2), torch.ones(3)], name="both")
@@ -118,7 +118,7 @@ ended_us = 1e6 * time.perf_counter()
 hvd.stop_timeline()
 text = file.read_text()
 hvd.allreduce(torch.ones(2), name="later")
-del os.environ[internals.TIMELINE]
+del os.environ["HOROVOD_TIMELINE"]
 hvd.shutdown()
 hvd.init()
 assert file.read_text() == text, "it goes on after its end"

@@ -16,10 +16,10 @@ import horovod.torch as hvd
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ...internals.horovod_internals import TIMELINE, read_timeline
+from ...internals.horovod_internals import read_timeline
 from ...internals.torch_internals import profiles, read_profile
 from ...shared.step_times import StepLanes
-from ...shared.trace import BETWEEN, TraceOrder, TracePart
+from ...shared.trace import BETWEEN, TIMELINE, TraceOrder, TracePart
 from ..together.agreement import any_rank
 from ..together.interrupts import interruptible
 from .events import Event, horovod_events, moved, step_events, torch_events, window_of
