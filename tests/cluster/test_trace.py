@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import Interrupted, InvalidInput, TrainingFailed, WorkloadError
@@ -82,6 +84,22 @@ def end(event: dict[str, Any]) -> float:
     return float(event["ts"] + event["dur"])
 
 
+def nothing_overlaps(events: Events) -> None:
+    """Slices of a lane enclose each other, or come one after the other: viewers leave out what does not."""
+    lanes: dict[int, Events] = {}
+    for event in events:
+        if event["ph"] == "X":
+            lanes.setdefault(event["tid"], []).append(event)
+    assert len(lanes) == 5, "steps and the main thread of both ranks, and a collective"
+    for lane in lanes.values():
+        open_until: list[float] = []
+        for event in sorted(lane, key=lambda one: (one["ts"], -one["dur"])):
+            while open_until and open_until[-1] <= event["ts"]:
+                open_until.pop()
+            assert not open_until or round(end(event), 3) <= open_until[-1], event
+            open_until.append(round(end(event), 3))
+
+
 def test_all_ranks_lie_on_one_clock_in_one_file(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -98,6 +116,7 @@ def test_all_ranks_lie_on_one_clock_in_one_file(
     assert told[-1] == "gathering the part of rank 1"
     events = written(trace.path)
     assert len(events) == trace.events
+    nothing_overlaps(events)
     processes = named(events, "process_name")
     assert list(processes) == ["rank 0", "Horovod's timeline, as rank 0 sees it", "rank 1"]
     ranks, horovod = [processes["rank 0"], processes["rank 1"]], processes["Horovod's timeline, as rank 0 sees it"]
@@ -220,11 +239,29 @@ def test_what_cannot_be_traced_is_said(own: Session, tmp_path: Path, monkeypatch
     assert own.trace(tmp_path / "trace.json").steps == (4, 5, 6)
 
 
-def test_a_disk_that_fills_up_leaves_no_file(own: Session) -> None:
-    if not os.access("/dev/full", os.W_OK):
-        pytest.skip("there is no device that is full")
-    with pytest.raises(InvalidInput, match="cannot be written"):
-        own.trace("/proc/trace.json")
+def test_the_magic_shows_what_it_does_and_says_what_was_written(
+    own: Session, shell: InteractiveShell, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my trace.json.gz"
+    found = shell.run_line_magic("hvd_trace", f'"{path}" --steps 2')
+    assert (found.path, found.steps) == (path, (1, 2))
+    assert "Tracing: done in" in capsys.readouterr().err
+    assert written(path)
+
+
+def test_a_file_that_cannot_grow_is_told_and_leaves_nothing(own: Session, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
+    try:
+        with pytest.raises(InvalidInput, match="larger than this process may write"):
+            own.trace(tmp_path / "trace.json", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert not list(tmp_path.glob("*trace*"))
+    until(lambda: all(not left[3] for left in own.run(LEFT)))
+    assert own.train(1).steps == 1
 
 
 def test_a_step_that_fails_in_it_is_told_and_leaves_nothing(own: Session, reached: Path, tmp_path: Path) -> None:
