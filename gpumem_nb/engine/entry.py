@@ -40,7 +40,7 @@ _WORDS = {
     "run_chunk": "",
     "load": "loading a workload",
     "attach": "attaching a model",
-    "write_trace": "writing a trace",
+    "write_trace": "the writing of a trace",
 }
 _BRING_CODE = {"load", "attach", "push"}
 _OF_SOMEBODYS_CODE = {CELL, *(_WORDS.get(function, function) for function in _BRING_CODE)}

@@ -58,8 +58,8 @@ class Tracing:
         try:
             _check_target(target)
             with written_whole(target) as whole, _maybe_packed(whole, target) as file:
-                lanes = self._recorded(steps, progress)
                 try:
+                    lanes = self._recorded(steps, progress)
                     events = self._gathered(file, lanes, progress)
                 finally:  # also when somebody pressed stop; ranks that are gone have nothing left
                     with suppress(GpumemError):

@@ -20,7 +20,7 @@ from tests import internals
 pytestmark = pytest.mark.cluster
 
 MAGICS = (
-    "start status push pull load attach seed sync set train play pause eval panel memory runs log save resume "
+    "start status push pull load attach seed sync set train play pause eval panel memory trace runs log save resume "
     "interrupt restart stop check predict what_if"
 )
 

@@ -67,6 +67,9 @@ class Between:
         replies = self._ask(steps, traced=True, meanwhile=meanwhile)
         if not replies or any(reply.failure or not reply.lanes for reply in replies):
             self._state.raise_failure()
+            rescue = self._history.rescue  # which training may go on from, in other settings
+            if rescue and any(reply.failure == rescue.failure for reply in replies):
+                raise TrainingFailed(str(rescue))
             self._fail(replies, "Nothing was traced")
         return replies
 
