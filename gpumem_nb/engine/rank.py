@@ -93,7 +93,7 @@ def set_up(config: RankConfig) -> RankInfo:
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
     _names = OfferedNames(namespace())
-    _tracer = Tracer(rejoin)
+    _tracer = Tracer(rejoin, on_gpu=not cpu)
     seed_all(config.seed)
     return RankInfo(
         rank=hvd.rank(),

@@ -58,6 +58,15 @@ def test_a_steps_parts_lie_inside_of_it_in_the_first_lane_and_its_gradients_in_t
     assert len({one["id"] for one in flights}) == 2
 
 
+def test_a_step_ends_in_its_lane_where_the_next_begins_though_the_gpu_is_still_at_it() -> None:
+    events = list(step_events([lane(0, 7, 100.0), lane(0, 8, 101.5)], "rank 0"))
+    steps = [(one["ts"], one["dur"]) for one in events if one.get("cat") == "step"]
+    assert steps == [(100e6, 1.5e6), (101.5e6, 3e6)]
+    parts = [(one["name"], one["dur"]) for one in events if one.get("cat") == "part"]
+    assert parts[:2] == [(FORWARD, 1e6), (BACKWARD, 0.5e6)]
+    assert len(parts) == 2 + 3, "the reduction came after"
+
+
 PROFILE = {
     "baseTimeNanoseconds": 1_700_000_000_000_000_000,
     "traceEvents": [

@@ -7,6 +7,7 @@ lane for each collective, as rank 0 writes it for all.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -31,11 +32,15 @@ def step_events(lanes: Sequence[StepLanes], title: str) -> Iterator[Event]:
     yield from _process(rank, title)
     yield from _lane(rank, 0, STEPS)
     yield from _lane(rank, 1, FLIGHTS)
-    for lane in lanes:
-        whole = Lap(f"step {lane.step}", lane.parts[0].began_s, lane.parts[-1].ended_s)
+    for lane, after in zip(lanes, [*lanes[1:], None], strict=True):
+        # A GPU may still be at a step's end when the process begins the next one: viewers leave out what overlaps.
+        until_s = after.parts[0].began_s if after else math.inf
+        whole = Lap(f"step {lane.step}", lane.parts[0].began_s, min(lane.parts[-1].ended_s, until_s))
         yield _slice(rank, 0, "step", whole, {})  # before its parts: viewers nest what begins together in this order
         for part in lane.parts:
-            yield _slice(rank, 0, "part", part, {"what": MEANING[part.name]})
+            if part.began_s < until_s:
+                cut = Lap(part.name, part.began_s, min(part.ended_s, until_s))
+                yield _slice(rank, 0, "part", cut, {"what": MEANING[part.name]})
         for number, flight in enumerate(lane.flights):  # which overlap
             common: Event = {"cat": "gradients", "id": f"{rank}.{lane.step}.{number}", "name": flight.name}
             common |= {"pid": _pid(rank), "tid": _pid(rank) + 1}

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import horovod.torch as hvd
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ...internals.horovod_internals import read_timeline
@@ -33,10 +32,12 @@ class Tracer:
 
     Args:
         rejoin: shuts Horovod down and joins the other ranks again, which takes some milliseconds.
+        on_gpu: whether this rank computes on one.
     """
 
-    def __init__(self, rejoin: Callable[[], None]) -> None:
+    def __init__(self, rejoin: Callable[[], None], on_gpu: bool) -> None:
         self._rejoin = rejoin
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self._folder: Path | None = None
         self._lanes: Sequence[StepLanes] = ()
         self._zero_ns = 0  # of the clock that lanes have, in nanoseconds since 1970
@@ -97,8 +98,7 @@ class Tracer:
     @contextmanager
     def _profiled(self) -> Iterator[None]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # its log is that of the ranks, which is read when one dies
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        profiler, begun = profile(activities=activities), False
+        profiler, begun = profile(activities=self._activities), False
         if profiles():
             self._problem = "torch's profiler is on there already. Let the cell that began it end it: prof.stop()"
         elif self._folder:
