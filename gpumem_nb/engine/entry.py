@@ -36,7 +36,12 @@ NUDGE = nudge.SIGNAL
 PULSE = pulse.KEY
 """Names the pulse among the data that travel beside an answer."""
 CELL = "a cell"
-_WORDS = {"run_chunk": "", "load": "loading a workload", "attach": "attaching a model"}
+_WORDS = {
+    "run_chunk": "",
+    "load": "loading a workload",
+    "attach": "attaching a model",
+    "write_trace": "the writing of a trace",
+}
 _BRING_CODE = {"load", "attach", "push"}
 _OF_SOMEBODYS_CODE = {CELL, *(_WORDS.get(function, function) for function in _BRING_CODE)}
 

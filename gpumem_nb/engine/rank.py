@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -42,6 +43,7 @@ from ..shared.settings import Settings
 from ..shared.state_file import Header
 from ..shared.step_times import StepLanes
 from ..shared.sync_look import SyncLook
+from ..shared.trace import TraceOrder, TracePart
 from ..shared.workload import Workload, WorkloadInfo
 from . import building, surroundings, sync_look
 from .attach import attached, named
@@ -55,6 +57,7 @@ from .streams import flush_only_what_was_written
 from .together import collectives, nudge, pulse
 from .together.interrupts import take_over
 from .together.pulse import PulseThread
+from .tracing.tracer import Tracer
 
 _session_started_s = 0.0  # on the clock of ``time.time``
 _device: Device
@@ -63,12 +66,13 @@ _pulse: PulseThread | None = None
 _trainer: Trainer | None = None
 _names: OfferedNames
 _snapshots = Snapshots()
+_tracer: Tracer
 _checked: restore.Checked | None = None  # between the two phases of resuming
 
 
 def set_up(config: RankConfig) -> RankInfo:
     """Join the other ranks, take hold of the device, and prove the connection with a real all-reduce."""
-    global _session_started_s, _device, _pulse, _names
+    global _session_started_s, _device, _pulse, _names, _tracer
     for knob in config.knobs:
         if knob.name not in KNOBS:  # a module that both import may have registered it
             register(knob)
@@ -90,6 +94,7 @@ def set_up(config: RankConfig) -> RankInfo:
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
     _names = OfferedNames(namespace())
+    _tracer = Tracer(rejoin, on_gpu=not cpu)
     seed_all(config.seed)
     return RankInfo(
         rank=hvd.rank(),
@@ -191,7 +196,10 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     """Train a chunk of the workload, after the snapshot that it may ask for."""
     trainer = _loaded_trainer()
     held_up_s = _snapshots.take(trainer, _device, chunk.snapshot) if chunk.snapshot else 0.0
-    reply = trainer.run(chunk)
+    with _tracer.recording() if chunk.traced else nullcontext():
+        reply = trainer.run(chunk)
+    if chunk.traced:
+        _tracer.took(reply.lanes)
     _offer(trainer)  # its optimizer, which a flip may have changed
     return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
 
@@ -221,6 +229,21 @@ def look_in_sync(model: str | None, data: str | None) -> SyncLook:
 def step_lanes() -> StepLanes | None:
     """The latest step that was done, part by part."""
     return _loaded_trainer().lanes()
+
+
+def write_trace(order: TraceOrder) -> TracePart:
+    """Write this rank's part of a trace, of the traced chunk that was done last."""
+    return _tracer.write(order)
+
+
+def read_trace(offset: int) -> bytes:
+    """A piece of this rank's part, from there on."""
+    return _tracer.read(offset)
+
+
+def drop_trace() -> None:
+    """Keep nothing of what was recorded."""
+    _tracer.drop()
 
 
 def forecast(settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> Forecasts:

@@ -9,12 +9,19 @@ functions of ``horovod.torch.mpi_ops``, found by name at each call, so they can 
 - ``_basics.shutdown`` ends Horovod's threads. The public ``hvd.shutdown`` first drops the handles that another thread
   may wait for.
 
-The sentences with which a collective fails after a shutdown are Horovod's own too.
+The sentences with which a collective fails after a shutdown are Horovod's own too, and so is what a timeline's file
+says. Rank 0 writes it, as it coordinates the others. While it may be written a thread of rank 0 looks for news without
+a pause, which takes a core, also after ``hvd.stop_timeline``: only a shutdown ends it. So Horovod must not be started
+with ``HOROVOD_TIMELINE`` for longer than a timeline is wanted, and all ranks must be started alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from horovod.torch import mpi_ops
 
@@ -36,6 +43,20 @@ KINDS = {
 }
 NAMELESS = ("join", "barrier")
 _SHUT_DOWN = ("Horovod has been shut down", "Horovod has not been initialized")
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What Horovod did with a tensor; times in microseconds since the clock's zero.
+
+    ``details`` are those that Horovod gives: the tensor's type and shape.
+    """
+
+    tensor: str
+    name: str
+    began_us: float
+    ended_us: float
+    details: dict[str, Any]
 
 
 def wrap_starts(wrap: Callable[[Start, Callable[[int], str], str], Start]) -> None:
@@ -73,6 +94,35 @@ def end_threads() -> None:
 def says_shut_down(error: BaseException) -> bool:
     """Whether a collective failed because Horovod is not there any more."""
     return any(text in str(error) for text in _SHUT_DOWN)
+
+
+def read_timeline(text: str, zero_us: float) -> Iterator[Activity]:
+    """What a timeline's file tells that is closed, in the order in which it ended.
+
+    A tensor is a process there, whose activities enclose each other; that a rank is ready for it takes no time.
+    What was under way when recording began or ended is left out.
+
+    Args:
+        text: of the file, which is empty when nothing happened.
+        zero_us: where the clock's zero lies, in microseconds since 1970.
+    """
+    tensors: dict[int, str] = {}
+    open_ones: dict[int, list[tuple[str, float]]] = defaultdict(list)
+    start_us = 0.0
+    for event in json.loads(text) if text.strip() else ():
+        args, pid = event.get("args", {}), event.get("pid", 0)
+        if event["ph"] == "M":
+            start_us = args.get("start_time_since_epoch_in_micros", start_us + zero_us) - zero_us
+            if pid and "name" in args:
+                tensors[pid] = args["name"]
+        elif event["ph"] == "B":
+            open_ones[pid].append((event["name"], start_us + event["ts"]))
+        elif event["ph"] == "E" and open_ones[pid]:
+            name, began_us = open_ones[pid].pop()
+            yield Activity(tensors[pid], name, began_us, start_us + event["ts"], args)
+        elif event["ph"] == "X":
+            at_us = start_us + event["ts"]
+            yield Activity(tensors[pid], f"rank {event['name']} is ready", at_us, at_us, args)
 
 
 def _own_name(start: str) -> Callable[[int], str]:

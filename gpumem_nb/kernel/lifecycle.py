@@ -28,6 +28,7 @@ from .logging import Logs
 from .policy import RULES, Policy
 from .predicting import Predicting
 from .snapshot_plan import SnapshotPlan
+from .tracing import Tracing
 from .training import Training
 
 _numbers = itertools.count(1)
@@ -44,7 +45,7 @@ class Lifecycle:
         logs: where everything that is measured is written besides.
         ended: why there are no ranks any more, in words; empty while there are.
         restored: what the last restart brought back, in words.
-        history, ranks, training, foreground, inspection, loading, idle: of the ranks that run, or ran last.
+        history, ranks, training, foreground, inspection, tracing, loading, idle: of the ranks that run, or ran last.
     """
 
     history: History
@@ -52,6 +53,7 @@ class Lifecycle:
     training: Training
     foreground: Foreground
     inspection: Inspection
+    tracing: Tracing
     loading: Loading
     idle: IdleWatch
 
@@ -97,6 +99,7 @@ class Lifecycle:
         )
         self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
+        self.tracing = Tracing(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin)
         self.idle = IdleWatch(lambda: self.policy.idle_minutes, self._works, self._stop_idle)
         self.ended = ""

@@ -13,6 +13,7 @@ from ..kernel.logging.logs import TARGETS
 from ..report.memory import VIEWS
 from ..session import current
 from ..shared.allocator_settings import NAMES
+from ..ui.progress import progress_bar
 from .parsing import says_usage, unquoted
 
 
@@ -97,3 +98,14 @@ class LookingMagics(Magics):
 
             show_lanes(report.lanes)
         return report
+
+    @magic_arguments()
+    @argument("path", help="the file to write, such as trace.json or trace.json.gz")
+    @argument("--steps", type=int, default=3, help="steps to record, which count like any others (3)")
+    @line_magic
+    @says_usage
+    def hvd_trace(self, line: str) -> Any:
+        """Record some steps of all ranks in one file for Perfetto or chrome://tracing, with Horovod's timeline."""
+        args, session = parse_argstring(self.hvd_trace, line), current()
+        with progress_bar("Tracing") as progress:
+            return session.trace(unquoted(args.path), args.steps, progress)

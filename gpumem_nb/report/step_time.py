@@ -151,11 +151,17 @@ def aligned(lanes: Sequence[StepLanes], hosts: Sequence[str]) -> list[StepLanes]
         lanes: of some ranks.
         hosts: of all ranks, by their numbers.
     """
+    later_s = behind(lanes, hosts)
+    return [lane.moved(later_s[lane.rank]) for lane in lanes]
+
+
+def behind(lanes: Sequence[StepLanes], hosts: Sequence[str]) -> dict[int, float]:
+    """For each of these ranks how many seconds its host's clock is behind that of the first one's host."""
     ends_s: dict[str, float] = {}
     for lane in lanes:
         reduced = [lap.ended_s for lap in lane.parts if lap.name == REDUCTION] or [lane.parts[-1].ended_s]
         ends_s[hosts[lane.rank]] = max(ends_s.get(hosts[lane.rank], -math.inf), reduced[-1])
-    return [lane.moved(ends_s[hosts[lanes[0].rank]] - ends_s[hosts[lane.rank]]) for lane in lanes]
+    return {lane.rank: ends_s[hosts[lanes[0].rank]] - ends_s[hosts[lane.rank]] for lane in lanes}
 
 
 def judged(samples: Sequence[Sample], since_step: int) -> list[Sample]:

@@ -11,6 +11,7 @@ from ..report.memory import MemoryReport
 from ..report.status import Status
 from ..report.step_time import TimeReport
 from ..report.sync import SyncReport
+from ..report.trace import TraceFile
 from ..report.verdict import Verdict
 from ..report.waits import WaitReport
 from ..shared.messages import Timeline
@@ -103,6 +104,26 @@ class Looks:
             InvalidInput: ``data`` without ``model``.
         """
         return self._life.inspection.sync(model, data)
+
+    def trace(
+        self, path: str | os.PathLike[str], steps: int = 3, progress: Progress = lambda what, done: None
+    ) -> TraceFile:
+        """Train some steps and write what all ranks did in them, on one clock, into one file for a viewer of traces.
+
+        It has the parts of each step, what torch's profiler notes, and Horovod's timeline. The steps count like any
+        others, but take longer; nothing stays on afterwards. Training that goes on in the background does so.
+
+        Args:
+            path: of the file, which is compressed when its name ends in ``.gz``.
+            steps: a whole number from 1 to 100.
+            progress: told what is being done.
+
+        Raises:
+            InvalidInput: not such a number, or the file cannot be written.
+            WorkloadError: nothing is loaded, or a rank could not record.
+            TrainingFailed: a step could not be done; nothing was written.
+        """
+        return self._life.tracing.trace(path, steps, progress)
 
     def memory_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write torch's own snapshot of the memory of rank 0's GPU, for its visualiser (pytorch.org/memory_viz).

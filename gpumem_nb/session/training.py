@@ -70,7 +70,7 @@ class Trains:
         """
         self._life.foreground.check_loaded()
         with self._life.foreground.interruptible():
-            return self._life.training.evaluate()
+            return self._life.training.between.evaluate()
 
     def play(self) -> None:
         """Train in the background until :meth:`pause`.

@@ -12,7 +12,7 @@ from .knobs import Knob
 from .readings import METRICS
 from .seeds import DEFAULT_SEED
 from .settings import Settings
-from .step_times import REDUCTION, StepTimes
+from .step_times import REDUCTION, StepLanes, StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class Chunk:
     one step that is measured and then undone on all ranks. ``snapshot`` is taken before the settings are applied.
     The memory of one step in ``ledger_steps`` is recorded, and of the first two under new settings; of none with 0.
     The model is evaluated after each step whose number ``eval_every`` divides, which ends the chunk (never with 0), and
-    with ``evaluate`` at the end in any case.
+    with ``evaluate`` at the end in any case. A ``traced`` chunk's steps are recorded; no nudge ends it.
     """
 
     settings: Settings
@@ -263,6 +263,7 @@ class Chunk:
     ledger_steps: int = 0
     eval_every: int = 0
     evaluate: bool = False
+    traced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +273,8 @@ class ChunkReply:
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
     writing has ended since the last reply; ``leaks`` are those found since then. ``device_use`` is about a second old.
     ``notes`` are sentences to be said once.
-    ``evaluated`` is there when the chunk ended with an evaluation that went well on all ranks.
+    ``evaluated`` is there when the chunk ended with an evaluation that went well on all ranks. ``lanes`` are the
+    steps of a traced chunk in which nothing failed on any rank.
     """
 
     rank: int
@@ -285,6 +287,7 @@ class ChunkReply:
     device_use: DeviceUse | None = None
     notes: tuple[str, ...] = ()
     evaluated: Evaluated | None = None
+    lanes: tuple[StepLanes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,19 +11,18 @@ Lines of text first, so that ``head -2`` shows what a file is::
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import io
 import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from .errors import InvalidInput, StateFileError
+from .whole_file import check_no_folder, why_not, written_whole
 
 Answer = TypeVar("Answer")
 
@@ -32,18 +31,6 @@ _MAGIC = b"gpumem_nb state "
 _LONGEST_LINE = 2**20
 _TRAILER_BYTES = len(b"\nend ") + 64 + 1
 _BLOCK_BYTES = 2**20
-
-_WHY_NOT = {
-    errno.ENOSPC: "the disk is full. Free some room there, or name a file on another disk",
-    errno.EDQUOT: "your disk quota is used up. Free some room there, or name a file on another disk",
-    errno.EFBIG: "the file would be larger than this process may write. Raise ulimit -f, or name another disk",
-    errno.ENOENT: "there is no such folder. Make it first, or name another",
-    errno.ENOTDIR: "there is no such folder. Make it first, or name another",
-    errno.EISDIR: "this is a folder. Name a file in it",
-    errno.EACCES: "you may not write there. Name a file in a folder of your own",
-    errno.EPERM: "you may not write there. Name a file in a folder of your own",
-    errno.EROFS: "nothing can be written to that disk. Name a file on another one",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,27 +93,16 @@ def write(path: Path, header: Header, payload: Callable[[IO[bytes]], None]) -> i
     Raises:
         StateFileError: it cannot be written there, or something else has that name.
     """
-    partial = path.parent / f".{path.name}.{os.getpid()}.partial"
     try:
         check_target(path)
-        with open(partial, "wb") as file:
+        with written_whole(path) as file:
             hashed = _Hashed(file)
             hashed.write(_MAGIC + f"{FORMAT}\n".encode() + json.dumps(dataclasses.asdict(header)).encode() + b"\n")
             payload(hashed)  # type: ignore[arg-type]
             file.write(b"\nend " + hashed.sha256.hexdigest().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
             size = file.tell()
-        os.replace(partial, path)
     except OSError as error:
-        raise StateFileError(f"{path} cannot be written: {_why_not(error)}.") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
-    with suppress(OSError):  # the name itself survives a power cut only when its folder is synchronised too
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        raise StateFileError(f"{path} cannot be written: {why_not(error)}.") from None
     return size
 
 
@@ -145,8 +121,7 @@ def check_target(path: Path) -> None:
     """
     if not path.exists():
         return
-    if path.is_dir():
-        raise StateFileError(f"{path} cannot be written: {_WHY_NOT[errno.EISDIR]}.")
+    check_no_folder(path)
     with open(path, "rb") as file:
         if not file.read(len(_MAGIC)) == _MAGIC:
             raise StateFileError(f"{path} is there already and holds no training state. Name another file.")
@@ -227,8 +202,3 @@ def _check_hash(file: IO[bytes], header: Header) -> Header:
 
 def _damaged(file: IO[bytes]) -> StateFileError:
     return StateFileError(f"{file.name} is damaged: its hash does not match. Use an older file, or copy it again.")
-
-
-def _why_not(error: OSError) -> str:
-    known = _WHY_NOT.get(error.errno or 0)
-    return known or f"{error.strerror or error}. Name another file"

@@ -201,6 +201,7 @@ CSS = """<style>
 @container (max-width: 36em) {
   .gpumem-panel .gpumem-knobs, .gpumem-panel .gpumem-tiles { grid-template-columns: repeat(3, minmax(0, 1fr)); }
   .gpumem-panel .gpumem-tiles b { font-size: 1.2em; }
+  .gpumem-panel .gpumem-message { height: 8.2em; }
 }
 </style>"""
 

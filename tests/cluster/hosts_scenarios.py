@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import ipyparallel
 import psutil
@@ -73,6 +74,7 @@ def trains_is_closed_to_others_can_be_interrupted_and_lives_on_when_processes_ar
     assert len(weights(session)) == 1
     only_expected_doors_are_open(session)
     who_does_not_know_the_keys_gets_nothing(session)
+    a_trace_has_both_hosts_side_by_side(session)
     for where in (None, "1"):  # on both, on the other host alone
         stop = Stop(asked(session))
         with pytest.raises(Interrupted, match="are ready"):
@@ -122,6 +124,20 @@ def who_does_not_know_the_keys_gets_nothing(session: Session) -> None:
             ipyparallel.Client(str(forged), timeout=1)
         forged.unlink()
     assert session.run("rank") == [0, 1]
+
+
+def a_trace_has_both_hosts_side_by_side(session: Session) -> None:
+    with TemporaryDirectory() as folder:
+        trace = session.trace(f"{folder}/trace.json", 2)
+        events = json.loads(trace.path.read_text())["traceEvents"]
+    titles = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    assert [title.partition(",")[0] for title in titles if title.startswith("rank")] == ["rank 0 (a", "rank 1 (b"]
+    steps = [(one["name"], one["ts"], one["ts"] + one["dur"]) for one in events if one.get("cat") == "step"]
+    for name, began, ended in steps[:2]:
+        (other,) = [step for step in steps[2:] if step[0] == name]
+        assert max(began, other[1]) < min(ended, other[2]), "both took it at the same time"
+    left = on_b("find", str(internals.connection_files_of(session).parent), "-name", "trace.*")
+    assert not left, "both hosts keep nothing"
 
 
 def silent(session: Session, send: Callable[[signal.Signals], object]) -> None:

@@ -20,7 +20,7 @@ from tests import internals
 pytestmark = pytest.mark.cluster
 
 MAGICS = (
-    "start status push pull load attach seed sync set train play pause eval panel memory runs log save resume "
+    "start status push pull load attach seed sync set train play pause eval panel memory trace runs log save resume "
     "interrupt restart stop check predict what_if"
 )
 
@@ -164,6 +164,9 @@ def test_saving_resuming_and_restarting_by_magic(
         ("%hvd_time --timline", r"unrecognized arguments: --timline \(did you mean '--timeline'\?"),
         ("%hvd_log a --to tensorbord", "did you mean 'tensorboard'"),
         ("%hvd_log a --stop", "Nothing is logged to a"),
+        ("%hvd_trace", "required: path"),
+        ("%hvd_trace a.json --steps 0", "whole number from 1 to 100"),
+        ("%hvd_trace a.json --steps many", "invalid int value"),
         ("%hvd_memory --snapshot step.pickle", "of real GPUs only, and these ranks have virtual ones"),
         ("%hvd_stop now", "unrecognized arguments"),
         ("%%hvd --ranks 9\n1", "there are ranks"),
@@ -203,6 +206,7 @@ def test_completion_works_in_the_shell(shell: InteractiveShell) -> None:
     assert offered(shell, "%hvd_set precision=b") == ["%hvd_set precision=bf16"]
     assert offered(shell, "x = 1\n%hvd_load digits-r") == ["x = 1\n%hvd_load digits-resnet"]
     assert "%hvd_start --timeout" in offered(shell, "%hvd_start --")
+    assert offered(shell, "%hvd_trace a.json --") == ["%hvd_trace a.json --steps"]
     assert len(offered(shell, "%hvd_start --")) == len({*offered(shell, "%hvd_start --")}) < 10, "nothing of Python's"
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,45 @@ def alone() -> None:
     for kind in (*horovod_internals.KINDS.values(), *horovod_internals.NAMELESS, "shutdown", "says so: True"):
         must(kind in seen, f"{kind} is not noticed: {seen}")
     must("wait False" not in seen and seen.count("wait True") >= 9, f"not every wait is noticed: {seen}")
+
+
+TIMELINE = """
+from mpi4py import MPI  # which keeps Horovod from ending MPI with its first shutdown
+import os, sys, time
+from pathlib import Path
+import torch, horovod.torch as hvd
+from gpumem_nb.internals import horovod_internals as internals
+hvd.init()
+threads = len(os.listdir("/proc/self/task"))
+hvd.shutdown()
+file = Path(sys.argv[1])
+os.environ["HOROVOD_TIMELINE"] = str(file)
+hvd.init()
+began_us = 1e6 * time.perf_counter()
+hvd.grouped_allreduce([torch.ones(2), torch.ones(3)], name="both")
+ended_us = 1e6 * time.perf_counter()
+hvd.stop_timeline()
+text = file.read_text()
+hvd.allreduce(torch.ones(2), name="later")
+del os.environ["HOROVOD_TIMELINE"]
+hvd.shutdown()
+hvd.init()
+assert file.read_text() == text, "it goes on after its end"
+assert len(os.listdir("/proc/self/task")) == threads, "a thread is left"
+found = list(internals.read_timeline(text, 1e6 * (time.time() - time.perf_counter())))
+assert {one.tensor for one in found} == {f"grouped_allreduce.both_{number}of2" for number in (1, 2)}, found
+assert {"NEGOTIATE_ALLREDUCE", "rank 0 is ready", "ALLREDUCE"} <= {one.name for one in found}, found
+assert all(began_us - 100 < one.began_us <= one.ended_us < ended_us + 100 for one in found), (began_us, found, ended_us)
+"""
+
+
+@checks("horovod", "HOROVOD_TIMELINE and the file of a timeline")
+def timeline() -> None:
+    alone = os.environ | {"OMPI_MCA_btl": "self", "PYTHONPATH": str(PACKAGE.parent)}
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", TIMELINE, f"{folder}/timeline.json"]
+        answer = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
+    must(answer.returncode == 0, answer.stderr)
 
 
 # ipyparallel ----------------------------------------------------------------------------------------------------

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import time
 import warnings
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile
 
 from gpumem_nb.internals import torch_internals
 from tests.unit.private_parts import checks, must
@@ -311,6 +314,22 @@ def scaling() -> None:
     vars(optimizer).update(grad_scale=torch.ones(1), found_inf=torch.ones(1))
     torch_internals.forget_scaler(optimizer)
     must(not {"grad_scale", "found_inf"} & vars(optimizer).keys(), "they stay")
+
+
+@checks("torch", "_is_profiler_enabled, and the clock of a profile that was exported")
+def profile_clock() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        began_us = time.perf_counter_ns() / 1000
+        torch.ones(2).square()
+        ended_us = time.perf_counter_ns() / 1000
+        must(torch_internals.profiles(), "it is not seen that one is on")
+    must(not torch_internals.profiles(), "one is on for ever")
+    zero_ns = time.time_ns() - time.perf_counter_ns()
+    with TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/profile.json")
+        events = torch_internals.read_profile(Path(f"{folder}/profile.json").read_text(), zero_ns)
+    (square,) = [event for event in events if event["name"] == "aten::square"]
+    must(began_us - 100 < square["ts"] <= square["ts"] + square["dur"] < ended_us + 100, f"{began_us} {square}")
 
 
 @checks("torch", "torch.cuda.memory._record_memory_history and _dump_snapshot")

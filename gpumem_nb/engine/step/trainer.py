@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -183,7 +184,7 @@ class Trainer:
         notes: list[str] = []
         losses: list[Tensor | None] = []
         laps: list[Laps] = []
-        for _ in range(chunk.steps if chunk.nudges > self._left_after else 0):
+        for _ in range(chunk.steps if chunk.traced or chunk.nudges > self._left_after else 0):
             outcome, sample = self._step(failure, chunk)
             samples.append(sample)
             losses.append(outcome.loss)
@@ -209,8 +210,18 @@ class Trainer:
             for sample, loss, of_step in zip(samples, losses, laps, strict=True)
         )
         leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
-        reading = self._device.reading()
-        return ChunkReply(self.stream.rank, complete, reading, failure, leaks=leaks, evaluated=evaluated, notes=told)
+        went_well = samples and samples[-1].done and (evaluated or not self._evaluates_now(chunk))  # on all ranks
+        traced = zip(samples, laps, strict=True) if chunk.traced and went_well else ()
+        return ChunkReply(
+            rank=self.stream.rank,
+            samples=complete,
+            reading=self._device.reading(),
+            failure=failure,
+            leaks=leaks,
+            evaluated=evaluated,
+            notes=told,
+            lanes=tuple(of_step.lanes(self.stream.rank, sample.step) for sample, of_step in traced),
+        )
 
     def lanes(self) -> StepLanes | None:
         """The latest step that was done, part by part; ``None`` before one was."""
@@ -332,7 +343,8 @@ class Trainer:
     def _step(self, failure: Failure | None, chunk: Chunk) -> tuple[Outcome, Sample]:
         """One step of the chunk. A failure to apply the settings fails it from the start, on all ranks."""
         recorded = failure is None and self._is_recorded(chunk)
-        order = StepOrder(self.steps, chunk.trial, chunk.nudges, self._settings_id == self._proven_id, recorded)
+        nudges = sys.maxsize if chunk.traced else chunk.nudges
+        order = StepOrder(self.steps, chunk.trial, nudges, self._settings_id == self._proven_id, recorded)
         learning_rate = self.live.learning_rate  # a scheduler may set the next one when the step is done
         outcome = self._stepper.take(order, failure)
         if outcome.discarded:

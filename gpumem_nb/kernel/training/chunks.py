@@ -35,8 +35,11 @@ class Chunks:
         self._snapshots = snapshots
         self._policy = policy
 
-    def send(self, steps: int, evaluate: bool = False) -> Call:
-        """Send a chunk; one without steps applies the settings, and may evaluate."""
+    def send(self, steps: int, evaluate: bool = False, traced: bool = False) -> Call:
+        """Send a chunk; one without steps applies the settings, and may evaluate.
+
+        Recording where memory goes takes time of its own, which has no place in a trace.
+        """
         state, policy = self._state, self._policy()
         chunk = Chunk(
             state.settings,
@@ -44,9 +47,10 @@ class Chunks:
             steps,
             self._in_flight.nudges,
             snapshot=self._snapshots.order(self._steps),
-            ledger_steps=_or_never(policy.ledger_steps),
+            ledger_steps=0 if traced else _or_never(policy.ledger_steps),
             eval_every=_or_never(policy.eval_every),
             evaluate=evaluate,
+            traced=traced,
         )
         return self._in_flight.send(chunk)
 

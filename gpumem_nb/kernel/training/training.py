@@ -12,7 +12,6 @@ from ...cluster.calls import Call
 from ...cluster.ranks import IN_PASSING_S, Ranks
 from ...report.differences import arrows
 from ...report.evaluation import Evaluation
-from ...report.rescue import Rescue
 from ...report.run_summary import Run
 from ...shared.errors import ClusterDied, GpumemError, InvalidInput, TrainingFailed
 from ...shared.messages import Chunk, ChunkReply, Sample
@@ -20,11 +19,11 @@ from ...shared.progress import Progress
 from ...shared.ranklist import name_ranks
 from ...shared.settings import Settings
 from ...shared.workload import WorkloadInfo
-from ..compatibility import check_held_out
 from ..history import History
 from ..policy import Policy
 from ..snapshot_plan import SnapshotPlan
 from .bell import News, wait
+from .between import Between
 from .chunks import Chunks
 from .device_readings import DeviceReadings
 from .failures import Failures
@@ -40,6 +39,9 @@ BUSY_LOOK_S = 0.5
 
 class Training:
     """Keeps the ranks training. What moves it on is :meth:`turn`, which :meth:`start` repeats on a thread of its own.
+
+    Attributes:
+        between: what somebody asks for and waits for meanwhile.
 
     Args:
         policy: what the session does by itself, as it is now.
@@ -65,6 +67,9 @@ class Training:
         self._chunks = Chunks(self._state, self._in_flight, history, snapshots, policy)
         self._failures = Failures(history, self._state, policy, self._chunks.send, self._chunks.send_trial)
         self._readings = DeviceReadings(ranks, history)
+        self.between = Between(
+            ranks, history, self._state, self._chunks, self._stalls, self._check_not_stuck, self._wait_for
+        )
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="gpumem_nb training", daemon=True)
 
@@ -162,6 +167,20 @@ class Training:
             self._wait_until(lambda: not self._under_way(applying) or bool(self._stalls.stuck))
             self._state.raise_failure()
 
+    def _check_not_stuck(self) -> None:
+        if self._stalls.stuck and self.waiting_for():
+            raise TrainingFailed(self._stalls.stuck)
+
+    def _wait_for(self, call: Call, meanwhile: Callable[[], None]) -> None:
+        """Wait for a chunk, or until it is told why it may never be answered."""
+
+        def over() -> bool:
+            meanwhile()
+            return not self._under_way(call) or self._stalls.told
+
+        self.make_way()
+        self._wait_until(over)
+
     def _under_way(self, call: Call) -> bool:
         """Whether a chunk is not taken in yet, or what would have fit in its place is still being tried out."""
         with self._state.locked():
@@ -170,8 +189,7 @@ class Training:
     def play(self, steps: float = math.inf) -> None:
         """Train for some steps or until :meth:`pause`; raises ``TrainingFailed`` if a rank is stuck since a stall."""
         with self._state.locked():
-            if self._stalls.stuck and self.waiting_for():
-                raise TrainingFailed(self._stalls.stuck)
+            self._check_not_stuck()
             self._state.failure = None
             self._state.wanted_steps = steps
         self._state.bell.ring()
@@ -195,33 +213,6 @@ class Training:
         self._ranks.rejoin(IN_PASSING_S)
         with self._state.locked():
             return self._in_flight.ask_alone(function, *arguments)
-
-    def evaluate(self) -> Evaluation:
-        """Evaluate the model between two chunks, and wait for it; what trains goes on afterwards.
-
-        Raises:
-            InvalidInput: there is no validation data.
-            TrainingFailed: some rank could not, or is stuck since the last stall.
-        """
-        if self._state.workload:
-            check_held_out(self._state.workload)
-        self._ranks.rejoin(IN_PASSING_S)
-        with self._state.locked():
-            if self._stalls.stuck and self.waiting_for():
-                raise TrainingFailed(self._stalls.stuck)
-            self._stalls.told = False
-            call = self._chunks.send(0, evaluate=True)
-        self._state.bell.ring()
-        self.make_way()
-        self._wait_until(lambda: not self._under_way(call) or self._stalls.told)
-        replies: list[ChunkReply] = [] if call.pending() else call.get()
-        if evaluation := Evaluation.of_ranks(replies):
-            return evaluation
-        failure = next((reply.failure for reply in replies if reply.failure), None)
-        if failure and failure.kind != "stall":
-            raise TrainingFailed(Rescue(failure, self._history.steps, self._state.settings).headline)
-        self._state.raise_failure()
-        raise TrainingFailed("The model was not evaluated, because its settings had just failed. Try again.")
 
     def train(self, steps: int, progress: Progress = lambda what, done: None) -> Run:
         """Train that many steps and wait for them. An interrupt pauses and returns what was done by then.

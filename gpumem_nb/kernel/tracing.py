@@ -1,0 +1,147 @@
+"""One file of what all ranks did in some steps: they record, write their parts on one clock, and send them in turn."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import statistics
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from ..report.step_time import behind
+from ..report.trace import TraceFile, steps_in_words
+from ..shared.errors import GpumemError, InvalidInput, WorkloadError
+from ..shared.messages import RankInfo
+from ..shared.progress import Progress
+from ..shared.state_file import as_path
+from ..shared.step_times import StepLanes
+from ..shared.trace import BETWEEN, HEAD, TAIL, TIMELINE, TraceOrder, TracePart
+from ..shared.whole_file import check_no_folder, why_not, written_whole
+from .foreground import Foreground
+from .history import History
+from .training import Training
+
+MOST_STEPS = 100  # a viewer opens no more of them
+_RECORDED, _WRITTEN = 0.4, 0.6  # shares of the time that it takes, about
+_GZIP = 31  # how zlib is told that a gzip file comes
+
+
+class Tracing:
+    """Writes traces of one cluster."""
+
+    def __init__(self, ranks: Sequence[RankInfo], foreground: Foreground, training: Training, history: History) -> None:
+        self._ranks = ranks
+        self._foreground = foreground
+        self._training = training
+        self._history = history
+
+    def trace(self, path: str | os.PathLike[str], steps: int, progress: Progress) -> TraceFile:
+        """Train some steps and write what all ranks did in them.
+
+        Raises:
+            InvalidInput: no number of steps that could be recorded, or a file that cannot be written.
+            WorkloadError: nothing is loaded, or a rank could not record.
+            TrainingFailed: a step could not be done.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+            raise InvalidInput(f"{steps!r} steps cannot be traced: write a whole number from 1 to {MOST_STEPS}.")
+        if before := os.environ.get(TIMELINE):
+            raise InvalidInput(
+                f"Horovod writes a timeline already ({TIMELINE}={before}), and can write one only: take that out of "
+                "os.environ, then %hvd_restart."
+            )
+        target = as_path(path)
+        self._foreground.check_loaded()
+        try:
+            _check_target(target)
+            with written_whole(target) as whole, _maybe_packed(whole, target) as file:
+                try:
+                    lanes = self._recorded(steps, progress)
+                    events = self._gathered(file, lanes, progress)
+                finally:  # also when somebody pressed stop; ranks that are gone have nothing left
+                    with suppress(GpumemError):
+                        self._foreground.ask("drop_trace")
+            size_bytes = target.stat().st_size
+        except OSError as error:
+            raise InvalidInput(f"{target} cannot be written: {why_not(error)}.") from None
+        done = tuple(lane.step for lane in lanes[0])
+        return TraceFile(target, done, steps, len(lanes), events, size_bytes)
+
+    def _recorded(self, steps: int, progress: Progress) -> list[tuple[StepLanes, ...]]:
+        """Train them; the steps of each rank, as they happened by the clock of its host."""
+        what = f"recording {steps} step{'s' if steps > 1 else ''} of {len(self._ranks)} ranks"
+
+        def meanwhile() -> None:
+            report = self._foreground.wait_report
+            progress(f"{what}: {report.text}" if report else what, 0.0)
+
+        with self._foreground.interruptible():
+            lanes = [reply.lanes for reply in self._training.between.trace(steps, meanwhile)]
+        self._history.mark(
+            "note", f"traced, which slows steps down: {steps_in_words(tuple(lane.step for lane in lanes[0]))}"
+        )
+        return lanes
+
+    def _gathered(self, file: IO[bytes], lanes: Sequence[Sequence[StepLanes]], progress: Progress) -> int:
+        """Let ranks write their parts, and put these together; says how many events there are."""
+        progress("ranks write what they recorded", _RECORDED)
+        order = _order(self._ranks, lanes)
+        with self._foreground.telling(lambda what, _: progress(what, _RECORDED)):
+            parts: list[TracePart] = self._foreground.finish(self._training.ask_alone("write_trace", order)).get()
+        for rank, part in enumerate(parts):
+            if part.problem:
+                raise WorkloadError(f"Rank {rank}: {part.problem}. The steps were trained, but no trace was written.")
+        file.write(HEAD)
+        total, done = sum(part.size_bytes for part in parts), 0
+        for rank, part in enumerate(parts):
+            file.write(BETWEEN if rank else b"")
+            unpacking, read = zlib.decompressobj(_GZIP), 0
+            while read < part.size_bytes:
+                progress(f"gathering the part of rank {rank}", _WRITTEN + (1 - _WRITTEN) * (done + read) / total)
+                (piece,) = self._foreground.call("read_trace", read, ranks=[rank])
+                read += len(piece)
+                file.write(unpacking.decompress(piece))
+            done += part.size_bytes
+        file.write(TAIL)
+        return sum(part.events for part in parts)
+
+
+def _order(ranks: Sequence[RankInfo], lanes: Sequence[Sequence[StepLanes]]) -> TraceOrder:
+    """One clock for all hosts: of several steps the middle one says best by how much theirs differ."""
+    hosts = [info.host for info in ranks]
+    by_step = [behind(of_step, hosts) for of_step in zip(*lanes, strict=True)]
+    later_s = tuple(statistics.median(of_step[info.rank] for of_step in by_step) for info in ranks)
+    origin_s = min(of_rank[0].parts[0].began_s + later_s[rank] for rank, of_rank in enumerate(lanes))
+    titles = tuple(f"rank {info.rank} ({info.host}, {info.device_name})" for info in ranks)
+    return TraceOrder(titles, later_s, origin_s)
+
+
+def _check_target(path: Path) -> None:
+    """Refuse to replace anything but a trace; raises ``OSError`` for what cannot be read or is a folder.
+
+    Raises:
+        InvalidInput: something else has that name.
+    """
+    if not path.exists():
+        return
+    check_no_folder(path)
+    with open(path, "rb") as file:
+        begin = file.read(len(HEAD))
+        with suppress(OSError, EOFError, zlib.error):
+            file.seek(0)
+            begin = gzip.GzipFile(fileobj=file).read(len(HEAD))
+    if begin != HEAD:
+        raise InvalidInput(f"{path} is there already and is no trace of gpumem_nb. Name another file.")
+
+
+@contextmanager
+def _maybe_packed(file: IO[bytes], path: Path) -> Iterator[Any]:
+    """Compresses what is written, if the file's name says so."""
+    if path.suffix != ".gz":
+        yield file
+        return
+    with gzip.GzipFile(path.stem, "wb", compresslevel=6, fileobj=file) as packed:
+        yield packed

@@ -1,0 +1,56 @@
+"""Files that are written whole or not at all, and why one cannot be written, in words."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+_WHY_NOT = {
+    errno.ENOSPC: "the disk is full. Free some room there, or name a file on another disk",
+    errno.EDQUOT: "your disk quota is used up. Free some room there, or name a file on another disk",
+    errno.EFBIG: "the file would be larger than this process may write. Raise ulimit -f, or name another disk",
+    errno.ENOENT: "there is no such folder. Make it first, or name another",
+    errno.ENOTDIR: "there is no such folder. Make it first, or name another",
+    errno.EISDIR: "this is a folder. Name a file in it",
+    errno.EACCES: "you may not write there. Name a file in a folder of your own",
+    errno.EPERM: "you may not write there. Name a file in a folder of your own",
+    errno.EROFS: "nothing can be written to that disk. Name a file on another one",
+}
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[IO[bytes]]:
+    """What is written inside becomes the file when the block ends well; until then an older one stays.
+
+    The folder must be there. Raises ``OSError`` where it cannot be written.
+    """
+    partial = path.parent / f".{path.name}.{os.getpid()}.partial"
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    with suppress(OSError):  # the name itself survives a power cut only when its folder is synchronised too
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def check_no_folder(path: Path) -> None:
+    """Raise ``OSError`` for a folder."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+
+def why_not(error: OSError) -> str:
+    """Why a file could not be written, and what to do."""
+    known = _WHY_NOT.get(error.errno or 0)
+    return known or f"{error.strerror or error}. Name another file"
