@@ -22,7 +22,7 @@ from ..memory import cuda
 from ..memory.device import Device, open_device
 from ..shared import cluster_records
 from ..shared.allocator_settings import AllocatorSettings
-from ..shared.errors import StartError, WorkloadError
+from ..shared.errors import WorkloadError
 from ..shared.forecast import Forecasts, Rehearsal
 from ..shared.knobs import KNOBS, register
 from ..shared.messages import (
@@ -49,6 +49,7 @@ from . import building, surroundings, sync_look
 from .attach import attached, named
 from .names import OfferedNames, taken
 from .random_state import seed_all
+from .sharing import check_sharing
 from .step.parts import as_given
 from .step.trainer import Trainer
 from .storing import attached_objects, capture, restore
@@ -139,20 +140,6 @@ def set_stall_limit(seconds: float) -> None:
     """Wait for other ranks no longer than this."""
     if _pulse:
         _pulse.limit_s = seconds
-
-
-def check_sharing(ranks: int, gpus: int, nccl: bool) -> None:
-    """Refuse more ranks than GPUs on a host where Horovod was built on NCCL, which allows one rank a GPU.
-
-    Raises:
-        StartError: there are more ranks than GPUs.
-    """
-    if nccl and ranks > gpus:
-        raise StartError(
-            f"{ranks} ranks cannot share {gpus} GPU{'s' * (gpus != 1)} with this Horovod, because NCCL allows one rank "
-            f"on each. Start {max(1, gpus)}, or build Horovod so that ranks can share a GPU: "
-            "python -m gpumem_nb.install.horovod_build --gpu staged"
-        )
 
 
 def load(workload: Workload, seed: int) -> WorkloadInfo | None:

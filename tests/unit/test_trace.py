@@ -15,7 +15,7 @@ from gpumem_nb.engine.tracing.events import (
     window_of,
 )
 from gpumem_nb.internals.horovod_internals import Activity, read_timeline
-from gpumem_nb.internals.torch_internals import read_profile
+from gpumem_nb.internals.profiler_internals import read_profile
 from gpumem_nb.report.step_time import behind
 from gpumem_nb.shared.step_times import BACKWARD, FORWARD, REDUCTION, Lap, StepLanes
 

@@ -16,7 +16,7 @@ import horovod.torch as hvd
 from torch.profiler import ProfilerActivity, profile
 
 from ...internals.horovod_internals import read_timeline
-from ...internals.torch_internals import profiles, read_profile
+from ...internals.profiler_internals import profiles, read_profile
 from ...shared.step_times import StepLanes
 from ...shared.trace import BETWEEN, TIMELINE, TraceOrder, TracePart
 from ..together.agreement import any_rank
