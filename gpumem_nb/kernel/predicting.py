@@ -207,7 +207,7 @@ class Predicting:
 
     def _checked(self, knobs: dict[str, Any]) -> Settings:
         workload = self._loaded()
-        settings = self._training.settings.replace(**knobs)
+        settings = compatibility.asked(self._training.settings, knobs, len(self._ranks))
         compatibility.check(settings, workload, len(self._ranks))
         return settings
 

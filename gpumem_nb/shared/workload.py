@@ -68,8 +68,9 @@ class DataInfo:
 class WorkloadInfo:
     """What was loaded: sizes that the kernel needs to check settings and to describe the workload.
 
-    ``dataset_len`` is the number of samples in an epoch; ``None`` when it is not known. ``notes`` are sentences that
-    are said once, when it was loaded; ``eval_len`` is ``None`` where nothing was given to validate on.
+    ``dataset_len`` is the number of samples in an epoch; ``None`` when it is not known. ``own_optimizer`` and
+    ``own_scheduler`` are the classes of those that it brings. ``notes`` are sentences that are said once, when it was
+    loaded; ``eval_len`` is ``None`` where nothing was given to validate on.
     """
 
     name: str
@@ -82,6 +83,7 @@ class WorkloadInfo:
     notes: tuple[str, ...] = ()
     data: DataInfo = DataInfo()
     eval_len: int | None = None
+    own_scheduler: str | None = None
 
     def samples_per_micro_batch(self, ranks: int, accumulation_steps: int) -> int | None:
         """As many as an epoch has for each micro-batch of one step; ``None`` when that is not known."""

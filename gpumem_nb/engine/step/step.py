@@ -105,6 +105,7 @@ class Stepper:
         self.record: Account | None = None
         self.work_s = self.data_s = 0.0
         self._clock = StepClock(device.torch_device)
+        self._scales: tuple[Tensor, Tensor] | None = None  # of the loss, before and after the latest update
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
     @property
@@ -196,7 +197,7 @@ class Stepper:
                 gc.collect()  # what was under way may hang together in circles, with activations among them
         else:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
-            self._told_later(self._live.step_counted)
+            self._told_later(self._schedule_goes_on)
         notes = () if discarded else self.voting.newly_partial()
         return self._measured(loss, failure, discarded, discarded or votes.leave, notes), failure
 
@@ -327,18 +328,26 @@ class Stepper:
         """Unscale, clip, update: in this order, because clipping is about true gradients."""
         self._begin(UPDATE)
         settings, optimizer, scaler = self._live.settings, self._live.optimizer, self._live.scaler
-        scaled = settings.precision == "fp16"
+        scaled, self._scales = settings.precision == "fp16", None
         if scaled:
+            one = torch.ones((), device=self._device.torch_device)
+            before = scaler.scale(one)
             scaler.unscale_(optimizer)
         if settings.clip_norm is not None:
             optimizers.clip_gradients(optimizer, settings.clip_norm)
         if scaled:
             scaler.step(optimizer)
             scaler.update()
+            self._scales = before, scaler.scale(one)
         else:
             optimizer.step()
         if Recorder.current:
             Recorder.current.claim_model(self._live.parts.parameters(), optimizer.state)
+
+    def _schedule_goes_on(self) -> None:
+        scales = self._scales
+        # Asking waits for the device, so it is done only where the answer changes a rate.
+        self._live.step_counted(skipped=scales is not None and self._live.course.moves and bool(scales[1] < scales[0]))
 
     def _measured(
         self,

@@ -28,7 +28,7 @@ from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
 from .live_model import LiveModel
 from .notes import notes as model_notes
-from .rates import named_rate
+from .rates import Course, named_rate
 from .step import Outcome, Stepper
 from .step_clock import Laps
 from .trials import NO_CONFIGURATION, Trial, Trials
@@ -72,7 +72,7 @@ class Trainer:
         self.workload = workload
         self.stream = stream
         with seeded(stream.seed):
-            self.live = LiveModel(workload, device)
+            self.live = LiveModel(workload, device, stream.size)
         self.random = OwnNumbers(stream.seed, stream.rank)
         self.steps = 0
         self._device = device
@@ -128,6 +128,7 @@ class Trainer:
             notes=(*notes, *model_notes(self.live, self.workload.loss, self.stream.size)),
             data=data,
             eval_len=self._evaluator.length if self._evaluator else None,
+            own_scheduler=type(self.live.scheduler).__name__ if self.live.scheduler else None,
         )
 
     def doing(self) -> tuple[str, float]:
@@ -136,10 +137,10 @@ class Trainer:
             return f"the evaluation after step {self.steps}", self._stepper.began_s
         return f"the {self._stepper.phase} part of step {self.steps + 1}", self._stepper.began_s
 
-    def go_on_from(self, steps: int, settings: Settings, optimizer: Optimizer) -> None:
-        """Weights were put back to what they were after ``steps``, and ``optimizer`` is the one of that moment."""
+    def go_on_from(self, steps: int, settings: Settings, optimizer: Optimizer, course: Course) -> None:
+        """Weights were put back to what they were after ``steps``; ``optimizer`` and ``course`` are of that moment."""
         self.steps = steps
-        self.live.go_on_with(optimizer, settings)
+        self.live.go_on_with(optimizer, settings, course)
         self._stepper.voting.watch.begin_anew()
         self._settings_id = self._failed_id = self._proven_id = -1
         self._flipped = False

@@ -20,7 +20,7 @@ from ...shared.progress import Progress
 from ...shared.ranklist import name_ranks
 from ...shared.settings import Settings
 from ...shared.workload import WorkloadInfo
-from ..compatibility import check_held_out
+from .. import compatibility
 from ..history import History
 from ..policy import Policy
 from ..snapshot_plan import SnapshotPlan
@@ -137,7 +137,7 @@ class Training:
         """
         with self._state.locked():
             before = self._state.settings
-            settings = before.replace(**knobs)
+            settings = compatibility.asked(before, knobs, self._ranks.size)
             check(settings)
             if not settings.changed_from(before):
                 return
@@ -204,7 +204,7 @@ class Training:
             TrainingFailed: some rank could not, or is stuck since the last stall.
         """
         if self._state.workload:
-            check_held_out(self._state.workload)
+            compatibility.check_held_out(self._state.workload)
         self._ranks.rejoin(IN_PASSING_S)
         with self._state.locked():
             if self._stalls.stuck and self.waiting_for():

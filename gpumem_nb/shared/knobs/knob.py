@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,8 +40,8 @@ class LiveModel(Protocol):
     def set_optimizer_impl(self, name: str) -> None:
         """Compute the same update in another way."""
 
-    def set_learning_rate(self, rate: float) -> None:
-        """Set the rate of the first parameter group, and scale those of the others by the same factor."""
+    def set_learning_rate(self, settings: Settings) -> None:
+        """Bring the rate to what these settings ask of it at this step, in all parameter groups alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,9 @@ class Knob(Option):
         lighter: the changes that may make a category in ``moves`` smaller; none where they are in use already.
         refuses: why a value cannot be used with what is loaded (``None``: nothing is), or nothing.
         adapts: what to change when a workload is loaded under these settings.
+        conflicts: why settings cannot be used whose knobs do not go with one another, or nothing.
+        settles: what to set besides when somebody sets knobs; gets settings before and after, the knobs that were
+            named, and the number of ranks.
         retired: values that states saved by earlier versions may name, and what they are read as.
     """
 
@@ -93,6 +96,8 @@ class Knob(Option):
     lighter: Callable[[Need], Iterable[Changes]] | None = None
     refuses: Callable[[Any, WorkloadInfo | None], str] | None = None
     adapts: Callable[[Settings, WorkloadInfo], Changes] | None = None
+    conflicts: Callable[[Settings], str] | None = None
+    settles: Callable[[Settings, Settings, Collection[str], int], Changes] | None = None
     retired: Mapping[Any, Any] = field(default_factory=dict)
 
     def mark(self, value: Any) -> str:

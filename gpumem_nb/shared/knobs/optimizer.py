@@ -29,7 +29,7 @@ def _set_implementation(live: LiveModel, settings: Settings) -> None:
 
 
 def _set_learning_rate(live: LiveModel, settings: Settings) -> None:
-    live.set_learning_rate(settings.learning_rate)
+    live.set_learning_rate(settings)
 
 
 def _less_state(need: Need) -> Iterator[Changes]:
@@ -89,7 +89,7 @@ OPTIMIZER_IMPL = Knob(
 LEARNING_RATE = Knob(
     "learning_rate",
     1e-3,
-    "step size of the update; what a cell or scheduler sets holds until this changes",
+    "step size of the update; what a cell or own scheduler sets holds until this changes",
     parse=not_negative,
     allowed="a number of at least 0, such as 1e-3",
     short="lr ",
