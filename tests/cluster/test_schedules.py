@@ -64,3 +64,7 @@ def test_the_rate_follows_the_global_batch_and_a_restart_keeps_what_it_was_meant
     session.set(lr_scaling="none")
     assert rates(session, 1) == pytest.approx([0.05])
     assert session.settings.reference_batch is None
+    session.set(precision="fp16", learning_rate=0.01)
+    frame = session.train(2).frame()
+    assert set(frame.loss_scale) == {65536.0}
+    assert not frame.skipped.any()

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 from gpumem_nb.kernel import compatibility
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.learning_rate import learning_rate
+from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import WorkloadInfo
 from tests.unit.test_learning_rates import SCHEDULERS, Bench, set_rates
@@ -168,14 +169,17 @@ def test_steps_that_the_loss_scaler_skips_are_no_steps_of_the_schedule() -> None
     bench = Bench()
     knobs: dict[str, Any] = {"precision": "fp16", "lr_schedule": "linear", "schedule_steps": 10}
     scaler = bench.trainer.live.scaler
-    scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**127})  # so high that gradients overflow
-    rates = bench.train(1, **knobs)
-    while scaler.get_scale() > 1e30:
-        rates += bench.train(1)
-    assert len(rates) > 10
-    assert set(rates) == {0.1}
-    scaler.load_state_dict(scaler.state_dict() | {"scale": 1.0})
-    assert bench.train(3) == pytest.approx([0.1, 0.09, 0.08])
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**22})  # so high that gradients overflow
+    reply = bench.trainer.run(Chunk(bench.settings.replace(**knobs), 5, 12))
+    samples = reply.samples
+    first = next(place for place, sample in enumerate(samples) if not sample.skipped)
+    assert 2 < first < 10, "in which gradients do not overflow any more"
+    assert [sample.skipped for sample in samples] == [True] * first + [False] * (12 - first)
+    assert [sample.loss_scale for sample in samples] == [2.0 ** (22 - min(step, first)) for step in range(12)]
+    rates = [sample.learning_rate for sample in samples]
+    assert rates == pytest.approx([0.1] * first + [0.1 - 0.01 * step for step in range(12 - first)])
+    assert [sample.event for sample in samples] == ["flip", *[""] * 11], "they are steps all the same"
+    assert bench.trainer.run(Chunk(bench.settings, 6, 1)).samples[0].loss_scale is None
 
 
 def test_another_schedule_begins_with_the_next_step_and_another_length_goes_on() -> None:

@@ -58,7 +58,7 @@ class Outcome:
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
     there for recorded steps that were finished; ``laps`` are how long its parts took. ``notes`` are sentences to be
-    said once.
+    said once. ``scales`` are the loss scale before and after the update, on the device too, if there is one.
     """
 
     loss: Tensor | None
@@ -69,6 +69,7 @@ class Outcome:
     ledger: Ledger | None
     laps: Laps
     notes: tuple[str, ...]
+    scales: Tensor | None
 
 
 class Stepper:
@@ -105,7 +106,7 @@ class Stepper:
         self.record: Account | None = None
         self.work_s = self.data_s = 0.0
         self._clock = StepClock(device.torch_device)
-        self._scales: tuple[Tensor, Tensor] | None = None  # of the loss, before and after the latest update
+        self._scales: Tensor | None = None  # of the loss, before and after the update
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
     @property
@@ -166,7 +167,7 @@ class Stepper:
 
         Every attempt starts from no gradients, whatever a cell has left.
         """
-        before, loss = None, None
+        before, loss, self._scales = None, None, None
         self.voting.attempt_begins()
         for param in self._live.parameters:
             param.grad = None
@@ -328,7 +329,7 @@ class Stepper:
         """Unscale, clip, update: in this order, because clipping is about true gradients."""
         self._begin(UPDATE)
         settings, optimizer, scaler = self._live.settings, self._live.optimizer, self._live.scaler
-        scaled, self._scales = settings.precision == "fp16", None
+        scaled = settings.precision == "fp16"
         if scaled:
             one = torch.ones((), device=self._device.torch_device)
             before = scaler.scale(one)
@@ -338,7 +339,7 @@ class Stepper:
         if scaled:
             scaler.step(optimizer)
             scaler.update()
-            self._scales = before, scaler.scale(one)
+            self._scales = torch.stack((before, scaler.scale(one)))
         else:
             optimizer.step()
         if Recorder.current:
@@ -363,4 +364,5 @@ class Stepper:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
         laps = self._clock.end(self.voting.flights)
-        return Outcome(loss, failure, discarded, last, reading, ledger, laps, notes)
+        scales = None if discarded else self._scales
+        return Outcome(loss, failure, discarded, last, reading, ledger, laps, notes, scales)

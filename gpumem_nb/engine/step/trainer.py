@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -183,15 +184,17 @@ class Trainer:
         samples: list[Sample] = []
         notes: list[str] = []
         losses: list[Tensor | None] = []
+        scales: list[Tensor | None] = []
         laps: list[Laps] = []
         for _ in range(chunk.steps if chunk.nudges > self._left_after else 0):
             outcome, sample = self._step(failure, chunk)
             samples.append(sample)
             losses.append(outcome.loss)
+            scales.append(outcome.scales)
             laps.append(outcome.laps)
             self._latest = self._latest if outcome.discarded else outcome.laps
             notes += outcome.notes
-            self._leaks.step_ended(sample, losses=len(losses))
+            self._leaks.step_ended(sample, numbers=len(losses) + sum(scale is not None for scale in scales))
             failure = outcome.failure
             if outcome.discarded:
                 self._failed_id = chunk.settings_id
@@ -206,8 +209,10 @@ class Trainer:
                 self._left_after = chunk.nudges
         # Reading a loss or an event waits for the device, so it is done once a chunk.
         complete = tuple(
-            dataclasses.replace(sample, loss=None if loss is None else loss.item(), times=of_step.times())
-            for sample, loss, of_step in zip(samples, losses, laps, strict=True)
+            dataclasses.replace(
+                sample, loss=None if loss is None else loss.item(), times=of_step.times(), **_scale(of_scaler)
+            )
+            for sample, loss, of_step, of_scaler in zip(samples, losses, laps, scales, strict=True)
         )
         leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
         reading = self._device.reading()
@@ -360,3 +365,11 @@ class Trainer:
             ledger=outcome.ledger,
             learning_rate=learning_rate,
         )
+
+
+def _scale(scales: Tensor | None) -> dict[str, Any]:
+    """The loss scale of a step, and whether it was lowered instead of an update."""
+    if scales is None:
+        return {}
+    before, after = scales.tolist()
+    return {"loss_scale": before, "skipped": after < before}
