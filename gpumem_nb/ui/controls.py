@@ -7,6 +7,7 @@ from typing import Any
 
 import ipywidgets
 
+from ..report.differences import DOES
 from ..shared.errors import GpumemError
 from ..shared.knobs import KNOBS, Knob
 from .foresight import Foresight
@@ -91,7 +92,8 @@ class Controls:
 
     def _control(self, knob: Knob) -> Any:
         name = knob.name
-        common = {"description": name, "tooltip": f"{name}: {knob.help}"}
+        may = "may change the mathematics" if callable(knob.mathematics) else DOES[knob.mathematics]
+        common = {"description": name, "tooltip": f"{name}: {knob.help} ({may})"}
         if knob.choices:
             widget = ipywidgets.Dropdown(options=knob.choices, value=self._shown(name), **common)
         else:

@@ -147,6 +147,7 @@ def test_a_setting_that_was_changed_meanwhile_marks_no_flip_as_other_mathematics
     assert "≠" not in foresight.regions["checkpointing"].html
     foresight.follow(["precision"])
     assert foresight.regions["precision"].html.count("≠") == 2
+    assert foresight.regions["precision"].html.count("it changes the mathematics (precision)") == 2
 
 
 def test_data_with_micro_batches_of_its_own_have_no_batch_size_to_flip(session: Session, foresight: Foresight) -> None:

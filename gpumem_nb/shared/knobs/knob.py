@@ -17,6 +17,10 @@ Settings = Any
 # How much of a category a knob moves, roughly: next to all of it, about half of it, or less.
 MOST, HALF, SOME = 3, 2, 1
 
+# What a change does to the mathematics of training: training goes on as it would have bit for bit (where torch computes
+# alike twice), as it would have but for rounding, or another way. From the mildest.
+KEEPS, KEEPS_TO_ROUNDING, CHANGES = MATHEMATICS = ("keeps", "keeps to rounding", "changes")
+
 
 class LiveModel(Protocol):
     """What a knob may touch on a rank. Every method does nothing when what it asks for is in place already.
@@ -76,7 +80,8 @@ class Knob(Option):
         in_front: whether the panel shows it at once, or with those behind "more".
         short: what stands before the value in a chart's marks; by default the name.
         moves: the categories of memory that it makes smaller or larger, and roughly how much of each.
-        changes_mathematics: whether training goes another way with it, or a function of settings before and after.
+        mathematics: what a change of it does to them (``KEEPS``, ``KEEPS_TO_ROUNDING`` or ``CHANGES``), or a function
+            of settings before and after that says so.
         apply: what it does to a live model on a rank when settings are applied; called with every change of any knob,
             so a second time must do nothing. ``None``: each step reads the value by itself.
         lighter: the changes that may make a category in ``moves`` smaller; none where they are in use already.
@@ -91,7 +96,7 @@ class Knob(Option):
     in_front: bool = False
     short: str | None = None
     moves: Mapping[str, int] = field(default_factory=dict)
-    changes_mathematics: bool | Callable[[Settings, Settings], bool] = True
+    mathematics: str | Callable[[Settings, Settings], str] = CHANGES
     apply: Callable[[LiveModel, Settings], None] | None = None
     lighter: Callable[[Need], Iterable[Changes]] | None = None
     refuses: Callable[[Any, WorkloadInfo | None], str] | None = None
@@ -105,7 +110,6 @@ class Knob(Option):
         before = f"{self.name.replace('_', ' ')} " if self.short is None else self.short
         return before + self.text(value)
 
-    def keeps_mathematics(self, before: Settings, after: Settings) -> bool:
-        """Whether training goes on as it would have without this knob's part of a change."""
-        changes = self.changes_mathematics
-        return not (changes(before, after) if callable(changes) else changes)
+    def mathematics_of(self, before: Settings, after: Settings) -> str:
+        """What this knob's part of a change does to the mathematics."""
+        return self.mathematics(before, after) if callable(self.mathematics) else self.mathematics

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..categories import INSIDE_OPERATORS, OPTIMIZER_STATE, TEMPORARIES
 from ..workload import WorkloadInfo
-from .knob import HALF, MOST, Changes, Knob, LiveModel, Need, Settings
+from .knob import HALF, KEEPS_TO_ROUNDING, MOST, Changes, Knob, LiveModel, Need, Settings
 from .option import not_negative
 
 _OWN = "own"
@@ -81,7 +81,7 @@ OPTIMIZER_IMPL = Knob(
     choices=("default", "foreach", "fused", "loop"),
     short="",
     moves={TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
-    changes_mathematics=False,
+    mathematics=KEEPS_TO_ROUNDING,
     apply=_set_implementation,
     lighter=_in_place,
 )

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ..workload import WorkloadInfo
-from .knob import Changes, Knob, Settings
+from .knob import CHANGES, KEEPS, Changes, Knob, Settings
 from .option import whole
 
 _NO_OWN = "Use lr_schedule=constant, cosine or linear."
@@ -69,6 +69,12 @@ def _conflicts(settings: Settings) -> str:
     return ""
 
 
+def _of_length(before: Settings, after: Settings) -> str:
+    """A schedule without an end has no length."""
+    endless = ("constant", "own")
+    return KEEPS if before.lr_schedule in endless and after.lr_schedule in endless else CHANGES
+
+
 LR_SCALING = Knob(
     "lr_scaling",
     "none",
@@ -85,6 +91,7 @@ REFERENCE_BATCH = Knob(
     allowed="a whole number of at least 1, such as 256, or none",
     words={"none": None},
     short="for batch ",
+    mathematics=lambda before, after: KEEPS if before.lr_scaling == after.lr_scaling == "none" else CHANGES,
     settles=_chosen_for,
 )
 
@@ -117,4 +124,5 @@ SCHEDULE_STEPS = Knob(
     allowed="a whole number of at least 1, such as 1000, or none",
     words={"none": None},
     short="over ",
+    mathematics=_of_length,
 )
