@@ -156,6 +156,21 @@ def flip(value: str, foreseen: Prediction | None, why_not: str, mathematics: str
     )
 
 
+def critical_batch(session: Steered) -> str:
+    """Up to which global batch more samples a step still pay, in few letters; the whole sentence by hovering."""
+    if session.workload is None:
+        return ""
+    batch, scale = session.settings.samples_per_rank * session.size, session.history.noise_scale
+    if scale is None:
+        why = "one rank alone does not show it" if session.size == 1 else "it is measured every 20 steps"
+        sentence, short = f"critical batch not known: {why}", "critical n/a"
+    else:
+        about = f"{float(f'{scale:.2g}'):,.0f}"
+        sentence, short = f"critical batch about {about} samples", f"critical {about}"
+    title = f"{sentence}; the global batch is {batch:,} (gradient noise scale, McCandlish et al. 2018)"
+    return f'<span title="{escape(title)}">{escape(short)}</span>'
+
+
 def largest(batch_size: int, samples: int | None) -> str:
     """The last line below the flips of the batch size; ``samples``: as many as there are for it, if that is known."""
     most = f"{batch_size:,} at most" if batch_size else "not even 1 fits"

@@ -58,7 +58,8 @@ class Outcome:
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
     there for recorded steps that were finished; ``laps`` are how long its parts took. ``notes`` are sentences to be
-    said once. ``scales`` are the loss scale before and after the update, on the device too, if there is one.
+    said once. ``scales`` are the loss scale before and after the update, on the device too, if there is one;
+    ``squares`` those of :class:`Voting`.
     """
 
     loss: Tensor | None
@@ -70,6 +71,7 @@ class Outcome:
     laps: Laps
     notes: tuple[str, ...]
     scales: Tensor | None
+    squares: tuple[float, Tensor] | None
 
 
 class Stepper:
@@ -168,7 +170,7 @@ class Stepper:
         Every attempt starts from no gradients, whatever a cell has left.
         """
         before, loss, self._scales = None, None, None
-        self.voting.attempt_begins()
+        self.voting.attempt_begins(order)
         for param in self._live.parameters:
             param.grad = None
         if failure is None and not order.trial:
@@ -364,5 +366,5 @@ class Stepper:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
         laps = self._clock.end(self.voting.flights)
-        scales = None if discarded else self._scales
-        return Outcome(loss, failure, discarded, last, reading, ledger, laps, notes, scales)
+        scales, squares = (None, None) if discarded else (self._scales, self.voting.squares)
+        return Outcome(loss, failure, discarded, last, reading, ledger, laps, notes, scales, squares)

@@ -7,9 +7,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ...memory.device import Device
@@ -28,6 +26,7 @@ from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
 from .live_model import LiveModel
+from .noise import NoiseScale
 from .notes import notes as model_notes
 from .rates import Course, named_rate
 from .step import Outcome, Stepper
@@ -93,6 +92,7 @@ class Trainer:
         self._flipped = False  # since the last step that was finished
         self._recorded_steps = 0  # under these settings
         self._latest: Laps | None = None  # of the step that was done last
+        self._noise = NoiseScale(stream.size)
 
     def join(self) -> None:
         """Begin with the values of rank 0; all ranks call it together.
@@ -145,6 +145,7 @@ class Trainer:
         self._stepper.voting.watch.begin_anew()
         self._settings_id = self._failed_id = self._proven_id = -1
         self._flipped = False
+        self._noise = NoiseScale(self.stream.size)
 
     def reseed(self, seed: int) -> bool:
         """Let the order of the data and training's random numbers begin at another seed, if no step was done yet."""
@@ -183,18 +184,16 @@ class Trainer:
         self._leaks.chunk_begins(self._device.reading().live_bytes)
         samples: list[Sample] = []
         notes: list[str] = []
-        losses: list[Tensor | None] = []
-        scales: list[Tensor | None] = []
-        laps: list[Laps] = []
+        outcomes: list[Outcome] = []
+        held = 0  # numbers on the device
         for _ in range(chunk.steps if chunk.nudges > self._left_after else 0):
             outcome, sample = self._step(failure, chunk)
             samples.append(sample)
-            losses.append(outcome.loss)
-            scales.append(outcome.scales)
-            laps.append(outcome.laps)
+            outcomes.append(outcome)
             self._latest = self._latest if outcome.discarded else outcome.laps
             notes += outcome.notes
-            self._leaks.step_ended(sample, numbers=len(losses) + sum(scale is not None for scale in scales))
+            held += 1 + (outcome.scales is not None) + (outcome.squares is not None)
+            self._leaks.step_ended(sample, numbers=held)
             failure = outcome.failure
             if outcome.discarded:
                 self._failed_id = chunk.settings_id
@@ -208,15 +207,29 @@ class Trainer:
             if evaluated is None and chunk.steps:  # on every rank
                 self._left_after = chunk.nudges
         # Reading a loss or an event waits for the device, so it is done once a chunk.
-        complete = tuple(
-            dataclasses.replace(
-                sample, loss=None if loss is None else loss.item(), times=of_step.times(), **_scale(of_scaler)
-            )
-            for sample, loss, of_step, of_scaler in zip(samples, losses, laps, scales, strict=True)
-        )
+        complete = tuple(map(self._complete, samples, outcomes))
         leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
         reading = self._device.reading()
         return ChunkReply(self.stream.rank, complete, reading, failure, leaks=leaks, evaluated=evaluated, notes=told)
+
+    def _complete(self, sample: Sample, outcome: Outcome) -> Sample:
+        """A sample with what was still on the device when its step ended."""
+        loss = None if outcome.loss is None else outcome.loss.item()
+        scale = skipped = noise_scale = None
+        if outcome.scales is not None:
+            scale, after = outcome.scales.tolist()
+            skipped = after < scale  # it is lowered instead of an update
+        if outcome.squares is not None:
+            own, average = outcome.squares
+            noise_scale = self._noise.add(own, average.item(), self.live.settings.samples_per_rank, scale or 1.0)
+        return dataclasses.replace(
+            sample,
+            loss=loss,
+            times=outcome.laps.times(),
+            loss_scale=scale,
+            skipped=bool(skipped),
+            noise_scale=noise_scale,
+        )
 
     def lanes(self) -> StepLanes | None:
         """The latest step that was done, part by part; ``None`` before one was."""
@@ -365,11 +378,3 @@ class Trainer:
             ledger=outcome.ledger,
             learning_rate=learning_rate,
         )
-
-
-def _scale(scales: Tensor | None) -> dict[str, Any]:
-    """The loss scale of a step, and whether it was lowered instead of an update."""
-    if scales is None:
-        return {}
-    before, after = scales.tolist()
-    return {"loss_scale": before, "skipped": after < before}
