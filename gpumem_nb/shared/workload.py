@@ -25,7 +25,7 @@ class Workload:
         blocks: returns the modules that activation checkpointing wraps, in the order in which forward calls them;
             without it the repeated blocks of the model are found automatically.
         scheduler: ``scheduler(optimizer)`` returns the learning-rate scheduler of the workload's own optimizer (one of
-            ``torch.optim.lr_scheduler``), which goes on with every step that was done with that.
+            ``torch.optim.lr_scheduler``), which with ``lr_schedule=own`` goes on with every step done with that.
         eval_data: returns what the model is validated on, a map-style dataset or a ``DataLoader`` of one, of which the
             dataset, its subset and the collate function are used; each sample is seen exactly once, in order.
         metric: ``metric(model, batch)`` runs the forward pass on one collated micro-batch of ``eval_data`` and returns
