@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
 from ..shared.errors import InvalidInput
-from ..shared.knobs import KNOBS
+from ..shared.knobs import KNOBS, additional
 from ..shared.settings import Settings
 from ..shared.workload import WorkloadInfo
 
@@ -14,6 +17,7 @@ def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
     Raises:
         InvalidInput: saying why, and what is allowed.
     """
+    check_together(settings)
     global_batch = settings.samples_per_rank * ranks
     if workload.dataset_len is not None and global_batch > workload.dataset_len:
         raise InvalidInput(
@@ -24,6 +28,48 @@ def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
     for name, knob in KNOBS.items():
         if knob.refuses and (why_not := knob.refuses(getattr(settings, name), workload)):
             raise InvalidInput(why_not)
+
+
+def check_together(settings: Settings) -> None:
+    """Refuse knobs that do not go with one another, whatever is loaded.
+
+    Raises:
+        InvalidInput: saying why, and what is allowed.
+    """
+    for knob in KNOBS.values():
+        if knob.conflicts and (why_not := knob.conflicts(settings)):
+            raise InvalidInput(why_not)
+
+
+def asked(before: Settings, knobs: Mapping[str, Any], ranks: int) -> Settings:
+    """The settings that somebody gets who sets these knobs.
+
+    Raises:
+        InvalidInput: an unknown knob, or a value that cannot be used.
+    """
+    return _settled(before, before.replace(**knobs), knobs.keys(), ranks)
+
+
+def loaded(before: Settings, workload: WorkloadInfo, ranks: int) -> Settings:
+    """The settings that another workload is trained under."""
+    after = adapted(before, workload)
+    return _settled(before, after, after.changed_from(before), ranks)
+
+
+def _settled(before: Settings, after: Settings, named: Collection[str], ranks: int) -> Settings:
+    for knob in KNOBS.values():
+        if knob.settles:
+            after = after.replace(**knob.settles(before, after, named, ranks))
+    return after
+
+
+def resumed(settings: Settings, saved: Collection[str], workload: WorkloadInfo) -> Settings:
+    """The settings of a state file, which an earlier version may have written: it does not name what came later."""
+    later = [knob for name, knob in KNOBS.items() if name not in saved and knob not in additional()]
+    for knob in later:
+        if knob.adapts:
+            settings = settings.replace(**knob.adapts(settings, workload))
+    return settings
 
 
 def check_held_out(workload: WorkloadInfo) -> None:

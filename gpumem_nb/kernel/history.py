@@ -74,6 +74,7 @@ class History:
         model_version: grows with whatever may change the model, such as a cell on the ranks.
         foreseen: the latest prediction for settings, since the model may have changed.
         foreseen_version: grows with every change of that.
+        noise_scale: of the gradients of what is loaded, in samples, where it was measured last.
         evaluations: on the validation data, of all that was loaded so far.
         version: grows with every change.
     """
@@ -96,6 +97,7 @@ class History:
         self.leaks: dict[str, tuple[Leak, ...]] = {}
         self.loaded_as = self.changed_after = 0
         self.seen_before = 0
+        self.noise_scale: float | None = None
         self.evaluations: deque[Evaluation] = deque(maxlen=EVALUATIONS_KEPT)
         self.version = 0
         self._by_rank: list[deque[Sample]] = [deque(maxlen=STEPS_KEPT) for _ in range(size)]
@@ -113,6 +115,7 @@ class History:
             by_step: dict[int, list[Sample]] = defaultdict(list)
             for sample in samples:
                 self._by_rank[sample.rank].append(sample)
+                self.noise_scale = self.noise_scale if sample.noise_scale is None else sample.noise_scale
                 if sample.done:
                     by_step[sample.step].append(sample)
             for step, of_step in sorted(by_step.items()):
@@ -138,7 +141,7 @@ class History:
             if kind in ("flip", "load"):
                 self.rescue = None
             if kind == "load":
-                self.leaks, self.changed_after = {}, 0
+                self.leaks, self.changed_after, self.noise_scale = {}, 0, None
                 if self.tried:
                     self.loaded_as, self.pinned = self.tried[-1].settings_id, None
                 self._forget_foreseen()

@@ -128,7 +128,7 @@ class Lifecycle:
             raise
         self.restored = self.loading.restore(before) if loaded else ""
         if self.training.workload and (before.up_to_date or not self.history.steps):
-            self.set(before.settings.changed_from(self.training.settings))
+            self.set(before.settings.as_dict())  # all of them: what is named is not settled anew
 
     def stop(self) -> None:
         """End all ranks and everything started with them, close all logs, and keep the newest snapshot alone.
@@ -181,12 +181,14 @@ class Lifecycle:
         def check(settings: Settings) -> None:
             if workload := self.training.workload:
                 compatibility.check(settings, workload, self.plan.size)
+            else:
+                compatibility.check_together(settings)
 
         # Whatever cannot be used is refused before anything is changed.
         policy = self.policy.replace(**rules)
         if "eval_every" in rules and policy.eval_every != "never" and self.training.workload:
             compatibility.check_held_out(self.training.workload)
-        check(self.training.settings.replace(**knobs))
+        check(compatibility.asked(self.training.settings, knobs, self.plan.size))
         self.foreground.check_alive()
         if rules:
             self._change_policy(rules)

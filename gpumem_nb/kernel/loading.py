@@ -278,7 +278,7 @@ class Loading:
         self._origin.options, self._origin.seed = options, seed
         self._origin.resumed_from = self._origin.named = None
         self._history.seen_before = 0
-        settings = compatibility.adapted(self._training.settings, info)
+        settings = compatibility.loaded(self._training.settings, info, self._history.size)
         self.kept = _kept(compatibility.adapted(Settings(), info), settings)
         self._train_from(0, info, settings, f"loaded {info.name}")
         return info
@@ -316,6 +316,7 @@ class Loading:
         self._origin.resumed_from, self._origin.unrestored, self._origin.seed = source, None, header.seed
         self._origin.named = None if after_restart else source
         self._history.seen_before = header.position
+        settings = compatibility.resumed(settings, header.settings, info)
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
         self._training.apply()
 

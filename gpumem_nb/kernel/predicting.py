@@ -54,7 +54,7 @@ class Predicting:
         history, now = self._history, self._training.settings
         begun, model_version = history.begun, history.model_version
         found = self._rehearsed(self._predicted(self._checked(knobs)))
-        prediction = found.widened(*self.score().missed(model_version))
+        prediction = replace(found.widened(*self.score().missed(model_version)), before=now)
         history.predicted(Asked(prediction, model_version, now, begun))
         return prediction
 
@@ -207,7 +207,7 @@ class Predicting:
 
     def _checked(self, knobs: dict[str, Any]) -> Settings:
         workload = self._loaded()
-        settings = self._training.settings.replace(**knobs)
+        settings = compatibility.asked(self._training.settings, knobs, len(self._ranks))
         compatibility.check(settings, workload, len(self._ranks))
         return settings
 

@@ -7,8 +7,9 @@ from typing import Any
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
-from ..report.differences import arrows
+from ..report.differences import arrows, mathematics
 from ..session import current
+from ..shared.knobs import KNOBS
 from ..ui.progress import progress_bar
 from .parsing import pair, pairs, says_usage
 
@@ -29,6 +30,9 @@ class TrainingMagics(Magics):
             print(f"{session.settings}\n{session.policy}")
             return
         settings, policy = session.settings, session.policy
+        wanted = settings.replace(**{name: value for name, value in knobs.items() if name in KNOBS})
+        if wanted != settings:  # said before it is done
+            print(f"This {mathematics(settings, wanted)}.")
         session.set(**knobs)
         changes = [arrows(settings, session.settings), arrows(policy, session.policy)]
         print("\n".join(filter(None, changes)) or "That is how it is already: nothing was changed.")

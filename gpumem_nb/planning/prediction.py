@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
+from ..report.differences import mathematics
 from ..shared.categories import OTHER
 from ..shared.forecast import Forecast
 from ..shared.messages import Failure
@@ -39,6 +40,7 @@ class Prediction:
         basis: what it was found from, in words.
         seconds: what predicting took.
         cut_short: whether it was not timed because somebody waited for the ranks.
+        before: the settings that it was asked from, if there were any.
     """
 
     settings: Settings
@@ -59,6 +61,7 @@ class Prediction:
     low_samples_per_s: float | None = None
     high_samples_per_s: float | None = None
     cut_short: bool = False
+    before: Settings | None = None
 
     @property
     def refusal(self) -> str:
@@ -90,8 +93,15 @@ class Prediction:
         return (
             f"{said}live peak {format_bytes(self.live_peak_bytes)}{where} ({parts}), reserved "
             f"{format_bytes(self.reserved_peak_bytes)}{limit} "
-            f"({format_bytes(self.low_bytes)} to {format_bytes(self.high_bytes)}){self._speed}; {self.basis}"
+            f"({format_bytes(self.low_bytes)} to {format_bytes(self.high_bytes)}){self._speed}; "
+            f"{self.basis}{self._mathematics}"
         )
+
+    @property
+    def _mathematics(self) -> str:
+        if self.before is None or self.before == self.settings:
+            return ""
+        return f"; it {mathematics(self.before, self.settings)}"
 
     @property
     def _speed(self) -> str:

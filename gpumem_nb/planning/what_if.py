@@ -58,7 +58,7 @@ class WhatIf:
             {
                 "flip": self._flip(one),
                 **one.columns,
-                "same_mathematics": one.settings.same_mathematics(self.now.settings),
+                "mathematics": one.settings.mathematics(self.now.settings),
             }
             for one in (self.now, *self.flips)
         )
@@ -81,13 +81,13 @@ class WhatIf:
                 self._change(one),
                 format_bytes(one.reserved_peak_bytes),
                 format_rate(one.samples_per_s),
-                "yes" if one.settings.same_mathematics(self.now.settings) else "no",
+                one.settings.mathematics(self.now.settings),
             )
             for one in (self.now, *self.flips)
         )
         limit = format_bytes(self.now.limit_bytes) if self.now.limit_bytes else "n/a"
-        headings = ("flip", "verdict", "live peak", "change", "reserved", "samples/s", "same mathematics")
-        return Table(f"What if (limit {limit})", headings, rows, frozenset({"flip", "verdict", "same mathematics"}))
+        headings = ("flip", "verdict", "live peak", "change", "reserved", "samples/s", "mathematics")
+        return Table(f"What if (limit {limit})", headings, rows, frozenset({"flip", "verdict", "mathematics"}))
 
     def _flip(self, one: Prediction) -> str:
         return arrows(self.now.settings, one.settings) or "as it is"

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from ..shared.knobs import KNOBS
+from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, KNOBS
 from ..shared.knobs.values import Kind
 from ..shared.settings import Settings
+
+DOES = {
+    KEEPS: "keeps the mathematics",
+    KEEPS_TO_ROUNDING: "keeps the mathematics to rounding",
+    CHANGES: "changes the mathematics",
+}
 
 
 def typed(before: Settings, after: Settings) -> str:
@@ -17,6 +23,13 @@ def arrows(before: Kind, after: Kind) -> str:
     """Both values of what was changed, of settings or of a policy: ``precision fp32 → bf16, batch_size 32 → 64``."""
     changed = [(after.table[name], value) for name, value in after.changed_from(before).items()]
     return ", ".join(f"{one.name} {one.text(getattr(before, one.name))} → {one.text(v)}" for one, v in changed)
+
+
+def mathematics(before: Settings, after: Settings) -> str:
+    """What the change does to the mathematics: ``changes the mathematics (precision, batch_size)``."""
+    what = after.mathematics(before)
+    names = [name for name in after.changed_from(before) if KNOBS[name].mathematics_of(before, after) == CHANGES]
+    return DOES[what] + (f" ({', '.join(names)})" if names else "")
 
 
 def short(before: Settings, after: Settings) -> str:

@@ -66,7 +66,8 @@ class HoldsWorkload:
                 left out when the model returns its own loss.
             optimizer: the optimizer to train with (``optimizer=own``); AdamW by default.
             scheduler: one of ``torch.optim.lr_scheduler`` that was built on that optimizer. It goes on with every step
-                that was done with it; a ``learning_rate`` that is set meanwhile holds until the scheduler sets its own.
+                that was done with it, as long as ``lr_schedule=own`` is left; a ``learning_rate`` that is set meanwhile
+                holds until the scheduler sets its own.
             eval_data: what :meth:`evaluate` sees, each sample once: a map-style dataset, or a ``DataLoader`` whose
                 dataset (or subset) and collate function are used.
             metric: a function ``metric(model, batch)``, or one called as ``metric(model(inputs), targets)``, that

@@ -116,7 +116,10 @@ class Sample:
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
     first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
     ``ledger`` is there for the steps whose memory was recorded. ``learning_rate`` is that of the optimizer's first
-    group, whoever set it. ``times`` are those of its parts; not there for what was tried out.
+    group, whoever set it. ``loss_scale`` is what fp16 multiplied the loss by, ``None`` in other precisions and in steps
+    without an update; the update was ``skipped`` when gradients overflowed under it. ``noise_scale`` is that of the
+    gradients in samples, over the latest steps; there for the steps in which it was measured. ``times`` are those of
+    its parts; not there for what was tried out.
     """
 
     rank: int
@@ -134,6 +137,9 @@ class Sample:
     event: str = ""
     ledger: Ledger | None = None
     learning_rate: float | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
+    noise_scale: float | None = None
     times: StepTimes | None = None
 
     @property

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InvalidInput, StateFileError, WorkloadError
-from .knobs import KNOBS, additional
+from .knobs import CHANGES, KNOBS, additional
+from .knobs.knob import MATHEMATICS
 from .knobs.values import Values
 
 
@@ -42,9 +43,14 @@ class Settings(Values):
         unneeded = {knob.name for knob in additional()} - self._changed.keys()
         return {name: value for name, value in self.as_dict().items() if name not in unneeded}
 
+    def mathematics(self, before: Settings) -> str:
+        """What going here from ``before`` does to the mathematics: ``keeps``, ``keeps to rounding`` or ``changes``."""
+        of_knobs = (KNOBS[name].mathematics_of(before, self) for name in self.changed_from(before))
+        return max(of_knobs, key=MATHEMATICS.index, default=MATHEMATICS[0])
+
     def same_mathematics(self, other: Settings) -> bool:
         """Whether training goes the same way under both, to rounding."""
-        return all(KNOBS[name].keeps_mathematics(other, self) for name in self.changed_from(other))
+        return self.mathematics(other) != CHANGES
 
     def check_known(self) -> None:
         """Refuse knobs that were registered in the process that sent these settings, but not in this one.

@@ -25,7 +25,7 @@ class Workload:
         blocks: returns the modules that activation checkpointing wraps, in the order in which forward calls them;
             without it the repeated blocks of the model are found automatically.
         scheduler: ``scheduler(optimizer)`` returns the learning-rate scheduler of the workload's own optimizer (one of
-            ``torch.optim.lr_scheduler``), which goes on with every step that was done with that.
+            ``torch.optim.lr_scheduler``), which with ``lr_schedule=own`` goes on with every step done with that.
         eval_data: returns what the model is validated on, a map-style dataset or a ``DataLoader`` of one, of which the
             dataset, its subset and the collate function are used; each sample is seen exactly once, in order.
         metric: ``metric(model, batch)`` runs the forward pass on one collated micro-batch of ``eval_data`` and returns
@@ -68,8 +68,9 @@ class DataInfo:
 class WorkloadInfo:
     """What was loaded: sizes that the kernel needs to check settings and to describe the workload.
 
-    ``dataset_len`` is the number of samples in an epoch; ``None`` when it is not known. ``notes`` are sentences that
-    are said once, when it was loaded; ``eval_len`` is ``None`` where nothing was given to validate on.
+    ``dataset_len`` is the number of samples in an epoch; ``None`` when it is not known. ``own_optimizer`` and
+    ``own_scheduler`` are the classes of those that it brings. ``notes`` are sentences that are said once, when it was
+    loaded; ``eval_len`` is ``None`` where nothing was given to validate on.
     """
 
     name: str
@@ -82,6 +83,7 @@ class WorkloadInfo:
     notes: tuple[str, ...] = ()
     data: DataInfo = DataInfo()
     eval_len: int | None = None
+    own_scheduler: str | None = None
 
     def samples_per_micro_batch(self, ranks: int, accumulation_steps: int) -> int | None:
         """As many as an epoch has for each micro-batch of one step; ``None`` when that is not known."""

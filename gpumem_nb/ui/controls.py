@@ -7,13 +7,14 @@ from typing import Any
 
 import ipywidgets
 
+from ..report.differences import DOES
 from ..shared.errors import GpumemError
 from ..shared.knobs import KNOBS, Knob
 from .foresight import Foresight
 from .region import Region
 from .steered import Steered
 from .threads import OwnChanges
-from .wording import field_error
+from .wording import critical_batch, field_error
 
 _NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
 
@@ -42,6 +43,7 @@ class Controls:
         self._settings = session.settings
         self._widgets = {name: self._control(knob) for name, knob in self._knobs.items()}
         self._errors = {name: Region(role="alert", label="") for name in self._knobs}
+        self._critical = Region(role="group", label="critical batch")
         self._play = _button("Play", "play", "", lambda: ask(session.pause if session.playing else session.play))
         self._step = _button("Step", "step-forward", "", lambda: ask(session.step))
         self._show_more = ipywidgets.ToggleButton(description="more", icon="sliders", tooltip="all other knobs")
@@ -71,6 +73,7 @@ class Controls:
             self._settings = session.settings
             for error in self._errors.values():
                 error.html = ""
+        self._critical.html = critical_batch(session)
         self._foresight.follow([name for name, knob in self._knobs.items() if knob.in_front or self._show_more.value])
         why_not = session.ended or ("" if session.workload else _NOTHING_LOADED)
         playing = session.playing and not why_not
@@ -87,11 +90,15 @@ class Controls:
         self._errors[name].add_class("gpumem-error")
         foreseen = self._foresight.regions.get(name)
         parts = [self._widgets[name], self._errors[name], *([foreseen] if foreseen else [])]
+        if name == "batch_size":
+            self._critical.add_class("gpumem-critical")
+            parts.append(self._critical)
         return box(parts, "gpumem-knob")
 
     def _control(self, knob: Knob) -> Any:
         name = knob.name
-        common = {"description": name, "tooltip": f"{name}: {knob.help}"}
+        may = "may change the mathematics" if callable(knob.mathematics) else DOES[knob.mathematics]
+        common = {"description": name, "tooltip": f"{name}: {knob.help} ({may})"}
         if knob.choices:
             widget = ipywidgets.Dropdown(options=knob.choices, value=self._shown(name), **common)
         else:

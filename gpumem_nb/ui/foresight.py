@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import ipywidgets
 
+from ..planning.prediction import Prediction
 from ..planning.what_if import single_flips
 from ..report.differences import short
 from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
@@ -160,9 +161,9 @@ class Foresight:
             rows = [
                 wording.flip(
                     KNOBS[name].text(getattr(flip, name)),
-                    session.foreseen(flip),
+                    self._from_here(flip),
                     answers.failed.get((FLIP, flip), ""),
-                    flip.same_mathematics(now),
+                    flip.mathematics(now),
                 )
                 for flip in (self._flips([name]) if name in names else ())
             ]
@@ -174,6 +175,11 @@ class Foresight:
         self.key.html = wording.flip_key(limit, answers.waits_at is not None) if names else ""
         lines = {name: answers.peaks[about] for name, about in self._lines(names) if about in answers.peaks}
         self.lines.html = batch_lines.picture(lines, now.batch_size, limit)
+
+    def _from_here(self, flip: Settings) -> Prediction | None:
+        """What is foreseen of a flip, which may have been asked from elsewhere."""
+        foreseen = self._session.foreseen(flip)
+        return foreseen and replace(foreseen, before=self._session.settings)
 
     @property
     def _samples(self) -> int | None:

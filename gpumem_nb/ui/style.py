@@ -103,6 +103,8 @@ CSS = """<style>
   outline: 2px solid #D55E00; }
 .gpumem-panel .gpumem-knob:nth-child(5n) .gpumem-error > div,
 .gpumem-panel .gpumem-knob:nth-child(5n + 4) .gpumem-error > div { left: auto; right: 0; }
+.gpumem-panel .gpumem-critical { position: absolute; top: 2.1em; right: 0.7em; width: auto; height: auto; margin: 0;
+  font-size: 0.82em; line-height: 1.3; color: var(--jp-ui-font-color2, inherit); }
 .gpumem-panel .gpumem-what-if { display: block; margin-top: 0.2em; }
 .gpumem-panel .gpumem-flip { display: grid; grid-template-columns: 1em minmax(0, 1fr) auto; gap: 0 0.2em;
   font-size: 0.82em; line-height: 1.4; font-variant-numeric: tabular-nums; white-space: nowrap; }

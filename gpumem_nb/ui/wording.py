@@ -14,6 +14,7 @@ from ..report.configurations import Effect
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
 from ..shared.forecast import MOST_BATCH
+from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING
 from ..shared.messages import Leak, RankInfo, Reading
 from ..shared.units import format_bytes, format_rate
 from .advice import FIXED, what_helps
@@ -23,7 +24,7 @@ from .steered import Steered
 PATIENCE_S = 2.0  # an answer that takes longer is worth a word
 _WORTH_A_WORD = 0.1  # of the peak
 _VERDICTS = {FITS: ("✓", "will-fit"), TIGHT: ("≈", "tight"), DOES_NOT_FIT: ("✗", "too-large")}
-_OTHER_MATHEMATICS = "≠"
+_MATHEMATICS = {KEEPS: "", KEEPS_TO_ROUNDING: " ≃", CHANGES: " ≠"}
 _SIGNS = {"trains": "▶", "rests": "❚❚", "waits": "…", "ended": "■"}
 
 
@@ -131,8 +132,11 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
     return f"<div><span>{escape(flip)}</span> {peaks} <span>{escape(effect.speed)}</span></div>"
 
 
-def flip(value: str, foreseen: Prediction | None, why_not: str, same_mathematics: bool) -> str:
-    """What a flip to this value would need; ``why_not``: why nothing can be said, empty while it is looked for."""
+def flip(value: str, foreseen: Prediction | None, why_not: str, mathematics: str) -> str:
+    """What a flip to this value would need, and what it does to the mathematics.
+
+    ``why_not``: why nothing can be said, empty while it is looked for.
+    """
     if foreseen is None:
         size = "n/a" if why_not else "…"
         return (
@@ -143,13 +147,28 @@ def flip(value: str, foreseen: Prediction | None, why_not: str, same_mathematics
     limit = foreseen.limit_bytes or foreseen.high_bytes or 1
     live, reserved = (100 * min(1, size / limit) for size in (foreseen.live_peak_bytes, foreseen.reserved_peak_bytes))
     rate = "" if foreseen.samples_per_s is None else f"{format_rate(foreseen.samples_per_s)}/s"
-    other = "" if same_mathematics else f" {_OTHER_MATHEMATICS}"
     return (
         f'<div class="gpumem-flip gpumem-{look}" title="{escape(str(foreseen))}">'
-        f'<b role="img" aria-label="{escape(foreseen.verdict)}">{sign}</b><span>{escape(value)}{other}</span>'
+        f'<b role="img" aria-label="{escape(foreseen.verdict)}">{sign}</b>'
+        f"<span>{escape(value)}{_MATHEMATICS[mathematics]}</span>"
         f"<em>{format_bytes(foreseen.live_peak_bytes)}</em>"
         f'<i style="--live: {live:.0f}%; --reserved: {reserved:.0f}%"></i><u>{rate}</u></div>'
     )
+
+
+def critical_batch(session: Steered) -> str:
+    """Up to which global batch more samples a step still pay, in few letters; the whole sentence by hovering."""
+    if session.workload is None:
+        return ""
+    batch, scale = session.settings.samples_per_rank * session.size, session.history.noise_scale
+    if scale is None:
+        why = "one rank alone does not show it" if session.size == 1 else "it is measured every 20 steps"
+        sentence, short = f"critical batch not known: {why}", "critical n/a"
+    else:
+        about = f"{float(f'{scale:.2g}'):,.0f}"
+        sentence, short = f"critical batch about {about} samples", f"critical {about}"
+    title = f"{sentence}; the global batch is {batch:,} (gradient noise scale, McCandlish et al. 2018)"
+    return f'<span title="{escape(title)}">{escape(short)}</span>'
 
 
 def largest(batch_size: int, samples: int | None) -> str:
@@ -167,8 +186,8 @@ def flip_key(limit_bytes: int | None, waits: bool) -> str:
     of = f", of {format_bytes(limit_bytes)}" if limit_bytes else ""
     signs = ", ".join(f"{sign} {verdict}" for verdict, (sign, _) in _VERDICTS.items())
     return (
-        f"<p>{signs}; {_OTHER_MATHEMATICS} other mathematics. Live peaks, as bars with reserved memory in pale{of}, on "
-        "the rank with least room; samples/s of all ranks. From steps that are undone.</p>"
+        f"<p>{signs}; ≠ other mathematics, ≃ the same to rounding. Live peaks, as bars with reserved memory in "
+        f"pale{of}, on the rank with least room; samples/s of all ranks. From steps that are undone.</p>"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -55,3 +56,14 @@ def test_every_flip_is_foreseen_at_its_knob(panel: PanelPage) -> None:
         panel.press("what if")
         panel.notebook.evaluate(SET_DEFAULTS)
     expect(flips).to_have_count(0)
+
+
+def test_the_critical_batch_stands_in_the_field_of_the_batch_beside_its_number(panel: PanelPage) -> None:
+    panel.notebook.evaluate("s.train(12) and None")
+    words = panel.page.locator(".gpumem-panel .gpumem-critical span")
+    expect(words).to_have_text(re.compile(r"critical (n/a|[0-9,]+)"))
+    field, box = panel.control("batch_size").bounding_box(), words.bounding_box()
+    assert field
+    assert box
+    assert field["x"] + 3 * box["height"] < box["x"] < box["x"] + box["width"] < field["x"] + field["width"]
+    assert field["y"] < box["y"] < box["y"] + box["height"] < field["y"] + field["height"]

@@ -68,7 +68,8 @@ def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: 
     assert run(shell, "%hvd_train 5").steps == 5
     run(shell, "%hvd_set batch_size=8 accumulation_steps=2 checkpointing=blocks")
     changes = "checkpointing none → blocks, batch_size 16 → 8, accumulation_steps 1 → 2"
-    printed = capsys.readouterr().out.splitlines()[-1]
+    told, printed = capsys.readouterr().out.splitlines()[-2:]
+    assert told == "This keeps the mathematics to rounding."
     assert sorted(printed.split(", ")) == sorted(changes.split(", "))
     run(shell, "%hvd_set batch_size=8")
     assert "nothing was changed" in capsys.readouterr().out

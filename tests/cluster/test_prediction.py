@@ -233,8 +233,8 @@ def test_every_single_flip_is_in_the_table(own: Session) -> None:
     flips = table.frame().set_index("flip")
     assert flips.loc["checkpointing none → blocks"].live_peak_bytes < flips.loc["as it is"].live_peak_bytes
     assert flips.loc["batch_size 8 → 16"].live_peak_bytes > flips.loc["as it is"].live_peak_bytes
-    assert flips.loc["checkpointing none → blocks"].same_mathematics
-    assert not flips.loc["precision fp32 → bf16"].same_mathematics
+    assert flips.loc["checkpointing none → blocks"].mathematics == "keeps"
+    assert flips.loc["precision fp32 → bf16"].mathematics == "changes"
     assert "checkpointing none → blocks" in str(table)
     assert own.settings.batch_size == 8
 
@@ -288,7 +288,8 @@ def test_by_magic(own: Session, shell: InteractiveShell) -> None:
     assert str(predicted).startswith("fits: live peak ")
     assert "undone after step" in str(predicted)
     assert isinstance(shell.run_line_magic("hvd_predict", "--largest-batch"), int)
-    assert "same mathematics" in str(shell.run_line_magic("hvd_what_if", ""))
+    assert str(predicted).endswith("; it changes the mathematics (batch_size)")
+    assert "keeps to rounding" in str(shell.run_line_magic("hvd_what_if", ""))
 
 
 def test_ready_made_models_are_predicted_too(two_ranks: Session, fresh: Callable[..., Session]) -> None:

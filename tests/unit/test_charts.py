@@ -114,6 +114,27 @@ def test_the_loss_on_the_validation_data_is_drawn_beside_that_of_training() -> N
     assert "<b>Loss, mean of ranks</b>" in [note["text"] for note in drawn(before)[1]["annotations"]]
 
 
+def test_the_learning_rate_and_the_loss_scale_are_thin_lines_with_axes_of_their_own_where_they_say_something() -> None:
+    def thin(**changed: list[Any]) -> tuple[list[Any], list[str]]:
+        rows = [
+            [sample(step, rank, **{name: row[step - 1] for name, row in changed.items()}) for step in range(1, 5)]
+            for rank in range(2)
+        ]
+        view = View.of([info(0), info(1)], [reading(), reading()], rows, lambda _: Settings())
+        traces, layout = drawn(view)
+        lines = [trace for trace in traces if trace.name in ("learning rate", "loss scale")]
+        loss = next(trace for trace in traces if trace.name == "loss")
+        axes = [layout["yaxis" + line.yaxis[1:]] for line in lines]
+        assert [(axis["overlaying"], axis["visible"]) for axis in axes] == [(loss.yaxis, False)] * 2
+        assert len({loss.yaxis, *(line.yaxis for line in lines)}) == 3
+        return [list(line.y) for line in lines], [note["text"] for note in layout["annotations"]]
+
+    assert thin()[0] == thin(learning_rate=[0.1] * 4)[0] == [[], []]
+    lines, titles = thin(learning_rate=[0.1, 0.2, 0.2, 0.1], loss_scale=[1024.0, 512.0, 512.0, 512.0])
+    assert lines == [[0.1, 0.2, 0.2, 0.1], [1024.0, 512.0, 512.0, 512.0]]
+    assert "<b>Loss, mean of ranks (thin: learning rate)</b>" in titles
+
+
 def test_charts_over_steps_are_zoomed_together_and_show_the_latest_steps_when_asked() -> None:
     steps = range(1, 301)
     by_rank = [[sample(step, 0, samples_per_s=100.0 + 50 * (step % 2), loss=1 / step) for step in steps]]
@@ -217,7 +238,7 @@ def test_numbers_of_marks_cover_no_other_and_those_without_a_place_are_left_out(
 def test_a_chart_that_forgets_a_trace_is_named() -> None:
     table.register(dataclasses.replace(LOSS, title=lambda view: "Half", place=Place(3, 0), draw=lambda *_: Drawn([])))
     view = two_ranks()
-    with pytest.raises(ValueError, match="'Half' has 2 traces and points for 0"):
+    with pytest.raises(ValueError, match="'Half' has 4 traces and points for 0"):
         Charts(view.ranks).update(view)
 
 

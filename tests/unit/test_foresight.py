@@ -19,6 +19,7 @@ from gpumem_nb.shared.workload import DataInfo, WorkloadInfo
 from gpumem_nb.ui import foresight as foresight_room
 from gpumem_nb.ui.controls import Controls
 from gpumem_nb.ui.foresight import Foresight
+from tests.ledgers import sample
 from tests.timing import HANG_S
 
 MIB = 2**20
@@ -147,6 +148,7 @@ def test_a_setting_that_was_changed_meanwhile_marks_no_flip_as_other_mathematics
     assert "≠" not in foresight.regions["checkpointing"].html
     foresight.follow(["precision"])
     assert foresight.regions["precision"].html.count("≠") == 2
+    assert foresight.regions["precision"].html.count("it changes the mathematics (precision)") == 2
 
 
 def test_data_with_micro_batches_of_its_own_have_no_batch_size_to_flip(session: Session, foresight: Foresight) -> None:
@@ -333,6 +335,30 @@ def test_a_later_prediction_of_the_same_flip_is_shown(session: Session, foresigh
     shown = foresight.regions["batch_size"].html
     assert "160.0 MiB" in shown
     assert DOES_NOT_FIT in shown
+
+
+def test_beside_the_batch_stands_up_to_which_one_more_samples_pay(session: Session) -> None:
+    controls = Controls(session, lambda action: None, lambda action: None)  # type: ignore[arg-type]
+    beside = controls.knobs.children[2].children[-1]
+    controls.follow()
+    assert "critical n/a" in beside.html
+    session.history.add([sample(6, noise_scale=337.2), sample(7)], [])
+    controls.follow()
+    assert "critical batch about 340 samples; the global batch is 64" in beside.html
+    session.size = 1
+    session.history.mark("load", "another one")
+    controls.follow()
+    assert "critical batch not known: one rank alone does not show it" in beside.html
+
+
+def test_every_knob_says_what_it_does_to_the_mathematics(session: Session) -> None:
+    controls = Controls(session, lambda action: None, lambda action: None)  # type: ignore[arg-type]
+    knobs = [knob.children[0] for box in (controls.knobs, controls.more) for knob in box.children]
+    tips = {knob.description: knob.tooltip for knob in knobs}
+    assert tips["checkpointing"].endswith("(keeps the mathematics)")
+    assert tips["optimizer_impl"].endswith("(keeps the mathematics to rounding)")
+    assert tips["precision"].endswith("(changes the mathematics)")
+    assert tips["batch_size"].endswith("(may change the mathematics)")
 
 
 def test_what_will_not_fit_is_said_once_and_then_done(session: Session) -> None:

@@ -124,7 +124,7 @@ def watched(step: Callable[[int], None], live: Callable[[int], int], steps: int 
     for number in range(steps):
         with watch.step():
             step(number)
-        watch.step_ended(sample(number, live(number)), losses=0)
+        watch.step_ended(sample(number, live(number)), numbers=0)
         found += watch.take()
     return found
 

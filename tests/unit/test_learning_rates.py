@@ -14,6 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 from gpumem_nb.engine.attach import attached
 from gpumem_nb.engine.step.rates import Rates
 from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.kernel import compatibility
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.messages import Chunk
@@ -45,8 +46,7 @@ class Bench:
         self.scheduler, self.plain_scheduler = (scheduler and scheduler(own) for own in (self.own, self.plain))
         self.ids = 0
         self.trainer = self.another()
-        known = self.trainer.info().own_learning_rate
-        self.settings = Settings(batch_size=2, optimizer="own", learning_rate=known)
+        self.settings = compatibility.adapted(Settings(batch_size=2), self.trainer.info())
 
     @staticmethod
     def _model() -> nn.Module:

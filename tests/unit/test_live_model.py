@@ -63,7 +63,7 @@ def test_each_knob_set_twice_is_as_set_once() -> None:
         model.set_checkpointing(settings.checkpointing)
         model.set_optimizer(settings)
         model.set_optimizer_impl(settings.optimizer_impl)
-        model.set_learning_rate(settings.learning_rate)
+        model.set_learning_rate(settings)
         assert (model.optimizer, hooks(model), model.optimizer.param_groups[0]["lr"], model.settings) == before
         assert all(map(torch.equal, moments(model), kept))
 

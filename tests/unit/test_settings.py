@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_nb.report.differences import arrows, short, typed
+from gpumem_nb.report.differences import arrows, mathematics, short, typed
 from gpumem_nb.shared.errors import InvalidInput, StateFileError, WorkloadError
 from gpumem_nb.shared.knobs import KNOBS, Knob, additional, register
 from gpumem_nb.shared.knobs.option import whole
@@ -85,17 +85,21 @@ def test_a_difference_reads_as_typed_as_arrows_and_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "same"),
+    ("changes", "sentence"),
     [
-        ({"checkpointing": "sqrt", "optimizer_impl": "fused"}, True),
-        ({"batch_size": 8, "accumulation_steps": 4}, True),
-        ({"batch_size": 8}, False),
-        ({"checkpointing": "sqrt", "precision": "bf16"}, False),
-        ({"optimizer": "sgd"}, False),
+        ({}, "keeps the mathematics"),
+        ({"checkpointing": "sqrt", "num_workers": 2, "schedule_steps": 9}, "keeps the mathematics"),
+        ({"checkpointing": "sqrt", "optimizer_impl": "fused"}, "keeps the mathematics to rounding"),
+        ({"batch_size": 8, "accumulation_steps": 4}, "keeps the mathematics to rounding"),
+        ({"batch_size": 8}, "changes the mathematics (batch_size)"),
+        ({"checkpointing": "sqrt", "precision": "bf16"}, "changes the mathematics (precision)"),
+        ({"optimizer": "sgd", "batch_size": 2}, "changes the mathematics (batch_size, optimizer)"),
+        ({"lr_schedule": "linear", "schedule_steps": 9}, "changes the mathematics (lr_schedule, schedule_steps)"),
     ],
 )
-def test_what_keeps_the_mathematics_is_known(changes: dict[str, object], same: bool) -> None:
-    assert Settings(**changes).same_mathematics(Settings()) is same
+def test_what_a_change_does_to_the_mathematics_is_known(changes: dict[str, object], sentence: str) -> None:
+    assert mathematics(Settings(), Settings(**changes)) == sentence
+    assert Settings(**changes).same_mathematics(Settings()) is sentence.startswith("keeps")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from gpumem_nb.engine.step.live_model import LiveModel
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.storing import attached_objects, capture, restore
 from gpumem_nb.memory.device import opened
@@ -55,6 +56,22 @@ def test_rates_that_a_cell_set_are_saved(tmp_path: Path) -> None:
     assert [group["lr"] for group in after.own.param_groups] == [0.03, 0.001]
     after.train(1, learning_rate=0.4)
     assert [group["lr"] for group in after.own.param_groups] == pytest.approx([0.4, 0.4 / 30])
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_schedule_goes_on_where_it_was_saved_and_the_rate_with_the_ranks(ranks: int, tmp_path: Path) -> None:
+    knobs: dict[str, Any] = {"lr_schedule": "linear", "schedule_steps": 10, "lr_scaling": "linear"}
+    before, after = Bench(), Bench()
+    before.train(3, reference_batch=2, **knobs)
+    after.trainer.live = LiveModel(after.trainer.workload, opened(), ranks)
+    resume(after.trainer, save(before.trainer, tmp_path / "state"))
+    after.trainer.live.apply(before.settings)
+    assert after.trainer.live.learning_rate == pytest.approx(0.07 * ranks)
+    before.train(2)
+    for _ in range(2):
+        after.trainer.live.step_counted(skipped=False)
+    for group, same in zip(after.own.param_groups, before.own.param_groups, strict=True):
+        assert group["lr"] == pytest.approx(same["lr"] * ranks, rel=1e-14)
 
 
 def test_a_state_with_another_scheduler_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class GradientNorms:
         """Measure the gradients of these weights; needs one value of memory for each."""
         self._params = [param for param in params if param.grad is not None and param.numel()]
         self._found: Tensor | None = None
-        self._norms = norms_of([_values(param.grad) for param in self._params if param.grad is not None])
+        self._norms = norms_of([values_of(param.grad) for param in self._params if param.grad is not None])
 
     def nonfinite(self, loss: Tensor, scaler: GradScaler | None) -> Tensor:
         """Whether the loss or a gradient is not finite, as a tensor on the device: nobody waits for it here.
@@ -52,5 +52,6 @@ class GradientNorms:
         return None
 
 
-def _values(gradient: Tensor) -> Tensor:
+def values_of(gradient: Tensor) -> Tensor:
+    """Of a sparse gradient those that it has, else the gradient."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

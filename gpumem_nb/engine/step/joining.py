@@ -76,6 +76,7 @@ def make_alike(live: LiveModel) -> None:
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         for group, first in zip(groups, _from_first(options, "The optimizer's options"), strict=True):
             group.update(first)
+    live.rates_were_given()
     frozen = _from_first(_trained(live.parts), "What is frozen")
     for param, trained in zip(live.parts.parameters(), frozen, strict=True):
         param.requires_grad_(trained)

@@ -17,6 +17,7 @@ from ...memory.device import Device
 from ...shared.errors import WorkloadError
 from ...shared.knobs import KNOBS
 from ...shared.knobs.optimizer import brings_none
+from ...shared.learning_rate import OWN
 from ...shared.settings import Settings
 from ...shared.workload import Workload
 from ..together.agreement import same_everywhere
@@ -26,7 +27,7 @@ from .checkpointing import Checkpointing, find_blocks
 from .checks import check_modules, check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler
 from .modes import Modes
 from .parts import Parts, in_groups
-from .rates import Rates, named_rate
+from .rates import Course, Rates, named_rate
 from .undo import KeptState
 
 
@@ -41,15 +42,16 @@ class LiveModel:
         parts: the model, and what is trained besides it.
         optimizer: the one in use.
         own_optimizer: the one that the workload brought, in use or not.
-        scheduler: what sets the own optimizer's learning rates, if the workload brought one.
+        scheduler: what sets the own optimizer's learning rates with ``lr_schedule=own``, if the workload brought one.
+        course: where training is in the schedule that the knobs name.
         parameters: what is trained, in the optimizer's order.
         scaler: fp16's loss scaling. One for the whole life of the workload: leaving fp16 and coming back keeps its
             scale.
         settings: what it is under now. In the middle of a change that failed, they say what had been applied.
     """
 
-    def __init__(self, workload: Workload, device: Device) -> None:
-        """Build the workload's model and optimizer.
+    def __init__(self, workload: Workload, device: Device, ranks: int = 1) -> None:
+        """Build the workload's model and optimizer; ``ranks`` train it together.
 
         Raises:
             WorkloadError: the workload brings no model, optimizer or scheduler that can be trained with.
@@ -72,9 +74,13 @@ class LiveModel:
             self.scheduler = checked_scheduler(workload.scheduler(self.own_optimizer), self.own_optimizer)
         if self.own_optimizer:
             self.settings = Settings(optimizer="own", learning_rate=named_rate(self.own_optimizer))
+        if self.scheduler:
+            self.settings = self.settings.replace(lr_schedule=OWN)
         self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.parts.parameters(), self.settings)
         self.parts.join(self.own_optimizer, self.optimizer)
-        self._rates = Rates(self.optimizer, self.settings.learning_rate)
+        self._ranks = ranks
+        self.course = Course(self.settings, ranks)
+        self._rates = Rates(self.optimizer, self.settings.learning_rate, self.course.schedule)
         self._own_rates = self._rates if self.own_optimizer else None  # another optimizer would live on in it
         self._parked: tuple[str, KeptState, Rates] | None = None  # used last, until a step was done with another one
         self.parameters: list[Tensor] = list(in_groups(self.optimizer))
@@ -127,8 +133,8 @@ class LiveModel:
             return
         if settings.optimizer == "own" and self.own_optimizer is None:
             raise WorkloadError(brings_none(self._workload.name))
-        named = settings.learning_rate != self.settings.learning_rate
-        rate = settings.learning_rate if named else self._rates.first or settings.learning_rate
+        wanted = self.course.rate(settings)
+        rate = wanted if wanted != self._rates.asked else self._rates.first or wanted
         trained, parked = self._trained(), self._parked
         if settings.optimizer == "own" and self.own_optimizer and self._own_rates:
             optimizer, rates = self.own_optimizer, self._own_rates
@@ -139,7 +145,7 @@ class LiveModel:
             _add(optimizer, trained)
         else:
             optimizer = optimizers.build(trained, settings.replace(learning_rate=rate))
-            rates = Rates(optimizer, settings.learning_rate)
+            rates = Rates(optimizer, wanted, self.course.schedule)
         if parked is None and self.optimizer is not self.own_optimizer:
             self._parked = (self.settings.optimizer, KeptState(self.optimizer, release=True), self._rates)
         self.optimizer, self._rates = optimizer, rates
@@ -172,13 +178,14 @@ class LiveModel:
         optimizers.set_implementation(self.optimizer, name)
         self._note(optimizer_impl=name)
 
-    def set_learning_rate(self, rate: float) -> None:
-        """Bring the optimizer's first group to this rate, and scale those of the others by the same factor.
+    def set_learning_rate(self, settings: Settings) -> None:
+        """Bring the optimizer's first group to the rate of these settings, and scale those of the others alike.
 
-        Only if the knob has changed: what a cell or a scheduler has set stays until then.
+        Only if they ask for another one than before: what a cell or the own scheduler has set stays until then.
         """
-        self._rates.follow(rate)
-        self._note(learning_rate=rate)
+        self.course.follow(settings)
+        self._rates.follow(self.course.rate(settings), self.course.schedule)
+        self._note(learning_rate=settings.learning_rate)
 
     def relisted(self) -> bool:
         """Whether the optimizer trains other weights than :attr:`parameters`: somebody added or removed some."""
@@ -254,11 +261,22 @@ class LiveModel:
         for modes in self._modes:
             modes.go_on_with(theirs)
 
-    def step_counted(self) -> None:
-        """A step was done with the optimizer in use: nothing from before it comes back, and its scheduler goes on."""
+    def rates_were_given(self) -> None:
+        """All ranks have the rates of rank 0 now, whatever cells had set on some of them."""
+        self._rates.forget()
+
+    def step_counted(self, skipped: bool) -> None:
+        """A step was done with the optimizer in use: nothing from before it comes back, and the schedule goes on.
+
+        One whose update the loss scaler ``skipped`` is no step of the schedule; the own scheduler goes on with it, as
+        in a loop that calls both.
+        """
         self._parked = None
         self._rates.settle()
-        if self.scheduler and self.optimizer is self.own_optimizer:
+        self.course.step_counted(skipped)
+        if self.settings.lr_schedule != OWN:
+            self._rates.advance(self.course.rate(self.settings))
+        elif self.scheduler and self.optimizer is self.own_optimizer:
             self.scheduler.step()
 
     def finished_backward(self) -> None:
@@ -280,11 +298,15 @@ class LiveModel:
         self.scaler = torch.amp.GradScaler(self._device.torch_device.type)
         self.scaler.load_state_dict(state)
 
-    def go_on_with(self, optimizer: Optimizer, settings: Settings) -> None:
-        """Weights were put back to an earlier moment: ``optimizer`` is the one of that moment, under ``settings``."""
+    def go_on_with(self, optimizer: Optimizer, settings: Settings, course: Course) -> None:
+        """Weights were put back to an earlier moment: ``optimizer`` is the one of that moment, under ``settings``.
+
+        ``course`` is where the schedule was then, on as many ranks as there were.
+        """
         self.optimizer, self._parked = optimizer, None
         self.parts.join(self.own_optimizer, optimizer)
-        self._rates = Rates(optimizer, settings.learning_rate)
+        self._rates = Rates(optimizer, course.rate(settings), course.schedule)
+        self.course = Course(settings, self._ranks, course.done)
         if optimizer is self.own_optimizer:
             self._own_rates = self._rates
         self._note(**{name: getattr(settings, name) for name in ("optimizer", "optimizer_impl", "learning_rate")})

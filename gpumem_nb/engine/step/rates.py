@@ -1,4 +1,10 @@
-"""The learning rates of an optimizer's groups: the knob sets them when it changes, and leaves them alone otherwise."""
+"""The learning rates of an optimizer's groups: what knobs ask for is set when it changes, and left alone otherwise.
+
+Momentum correction (Goyal et al. 2017, section 2.1, remark 3) is for momentum that has the rate in it, v = m v + lr g
+and w -= v: when the rate jumps, v is scaled by new over old rate. torch's SGD is the form that this correction brings
+back, v = m v + g and w -= lr v: its v knows no rate, so a jump needs none, and scaling v would be the mistake. The same
+holds for Adam, whose averages are of gradients. So nothing is corrected here; a test holds both forms together.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +13,135 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...shared.learning_rate import OWN, Schedule, learning_rate, schedule_of
+from ...shared.settings import Settings
 
-class Rates:
-    """The rates of one optimizer. Cells and schedulers change them too, so the knob acts only when *it* changes.
+STEADY: Schedule = ("constant", 0)
 
-    Until a step was done under a change it can be taken back exactly: going back to the value before puts back the
-    rates that there were then.
+
+class Course:
+    """Where training is in its schedule; the same on all ranks.
+
+    Another schedule begins with the next step. Until a step was done under it, going back goes back to where it was.
+
+    Attributes:
+        done: steps that were done since the schedule began; those that were undone, or skipped by the loss scaler, do
+            not count.
     """
 
-    def __init__(self, optimizer: Optimizer, knob: float) -> None:
+    def __init__(self, settings: Settings, ranks: int, done: int = 0) -> None:
+        self.done = done
+        self.schedule = schedule_of(settings)
+        self._ranks = ranks
+        self._before: tuple[Schedule, int] | None = None
+
+    def follow(self, settings: Settings) -> None:
+        """Begin the schedule of these settings, if it is another one."""
+        schedule = schedule_of(settings)
+        if schedule == self.schedule:
+            return
+        now = self.schedule, self.done
+        if self._before and self._before[0] == schedule:
+            (self.schedule, self.done), self._before = self._before, None
+        else:
+            self._before = self._before or now
+            self.schedule, self.done = schedule, 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether the step after the next one may have another rate than that."""
+        name, warmup = self.schedule
+        return name in ("cosine", "linear") or (name != OWN and self.done < warmup)
+
+    def rate(self, settings: Settings) -> float:
+        """What these settings ask for in the next step."""
+        return learning_rate(settings, self.done, self._ranks)
+
+    def step_counted(self, skipped: bool) -> None:
+        """A step was done, perhaps without an update."""
+        self._before = None
+        self.done += not skipped
+
+
+class Rates:
+    """The rates of one optimizer. Cells and schedulers change them too, so a knob acts only when *it* changes.
+
+    Until a step was done under a change it can be taken back exactly: going back to what was asked for before puts back
+    the rates that there were then.
+    """
+
+    def __init__(self, optimizer: Optimizer, rate: float, schedule: Schedule = STEADY) -> None:
         self._optimizer = optimizer
-        self._knob = knob
+        self._asked = rate, schedule
         self._nonzero = self._now()  # what the proportions of the groups are taken from once a rate is 0
-        self._before: tuple[float, list[float]] | None = None
+        self._left: list[float] = []  # what a schedule set last: as long as it is there, it goes on from _nonzero
+        self._before: tuple[tuple[float, Schedule], list[float], list[float], list[float]] | None = None
+        self._of_own: tuple[float, list[float]] | None = None  # where the own scheduler rests, and the knob then
 
     @property
     def first(self) -> float:
         """The rate of the first group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def follow(self, knob: float) -> None:
-        """Bring the first group to the knob's new value, and scale the rates of the others by the same factor."""
-        if knob == self._knob:
+    @property
+    def asked(self) -> float:
+        """The rate that was asked for last."""
+        return self._asked[0]
+
+    def follow(self, rate: float, schedule: Schedule = STEADY) -> None:
+        """Bring the first group to what is asked for now, and scale the rates of the others by the same factor.
+
+        When another schedule begins, that is done even if the rate is the same; when the own scheduler goes on, it does
+        so from where it rested.
+        """
+        asked = rate, schedule
+        if asked == self._asked:
             return
         now = self._now()
-        if self._before and self._before[0] == knob and len(self._before[1]) == len(now):
-            rates, self._before = self._before[1], None
+        if self._before and self._before[0] == asked and len(self._before[1]) == len(now):
+            _, rates, self._nonzero, self._left = self._before
+            self._before = None
         else:
-            rates = self._scaled(now, knob)
-            self._before = self._before or (self._knob, now)
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            _set(group, rate)
-        self._knob = knob
+            self._before = self._before or (self._asked, now, self._nonzero, self._left)
+            rates, self._left = self._for(rate, schedule, now), []
+        self._set(rates)
+        self._asked = asked
+
+    def advance(self, rate: float) -> None:
+        """The schedule asks for another rate. Many such steps do not add up rounding errors."""
+        if rate == self.asked:
+            return
+        if (now := self._now()) != self._left:
+            self._look_at(now)
+        self._set(self._scaled(now, rate))
+        self._asked, self._left = (rate, self._asked[1]), self._now()
 
     def settle(self) -> None:
         """A step was done: what was before does not come back."""
         self._before = None
 
-    def _scaled(self, now: list[float], first: float) -> list[float]:
+    def forget(self) -> None:
+        """The groups were given rank 0's rates: take proportions from those, as all ranks do."""
+        self._left = []
+
+    def _for(self, rate: float, schedule: Schedule, now: list[float]) -> list[float]:
+        was, of_own = self._asked, self._of_own
+        if was[1][0] == OWN != schedule[0]:
+            self._of_own = was[0], now
+        elif schedule[0] == OWN != was[1][0]:
+            if of_own and of_own[0] == rate and len(of_own[1]) == len(now):
+                return of_own[1]
+            if was[0] == rate:
+                return now
+        self._look_at(now)
+        return self._scaled(now, rate)
+
+    def _look_at(self, now: list[float]) -> None:
+        """Somebody may have changed how the groups relate."""
         if now[0]:
             self._nonzero = now
+
+    def _scaled(self, now: list[float], first: float) -> list[float]:
         known = len(self._nonzero) == len(now) and self._nonzero[0] != 0
         base = self._nonzero if known else _initial(self._optimizer)
         if not base[0]:  # nobody knows how the groups relate
@@ -55,6 +150,10 @@ class Rates:
 
     def _now(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def _set(self, rates: list[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            _set(group, rate)
 
 
 def named_rate(optimizer: Optimizer) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
 from ..together.interrupts import postponed
+from .noise import square_of
 from .step_clock import Flight
 from .wire import arrived, carried_dtype, outgoing
 
@@ -29,12 +30,13 @@ class Reduced:
 
     ``sums`` are those of the ballot's numbers. ``missed``: a weight outside of the buckets has a gradient, so the step
     must be taken again after :meth:`GradientReduction.regroup`. ``partial`` are the weights for which only some ranks
-    had a gradient.
+    had a gradient. ``square`` is the mean of all ranks' squared norms before it, of a step that is measured.
     """
 
     sums: list[int]
     missed: bool
     partial: tuple[Tensor, ...]
+    square: float
 
 
 class _Bucket:
@@ -48,6 +50,7 @@ class _Bucket:
         self.handle: int | None = None
         self.sent_s, self.sent_bytes = 0.0, 0
         self.wires: list[list[Tensor]] = []
+        self.square: Tensor | None = None
 
 
 class GradientReduction:
@@ -87,6 +90,7 @@ class GradientReduction:
         self.torn = False
         self._under_way: deque[_Bucket] = deque()
         self.flights: list[Flight] = []
+        self._measures = False
         self.regroup()
 
     def regroup(self) -> None:
@@ -112,15 +116,30 @@ class GradientReduction:
         """Send nothing before backward has ended, from now on."""
         self._early, self.torn = False, False
 
-    def begin(self) -> None:
-        """A step begins, perhaps for another time."""
+    def begin(self, measures: bool) -> None:
+        """A step begins, perhaps for another time; it may measure this rank's gradients before they are averaged."""
         self.flights.clear()
+        self._measures = measures
+        for bucket in self._buckets:
+            bucket.square = None
 
     def arm(self) -> None:
         """From now on gradients are final: send each bucket as soon as it is full."""
         for bucket in self._buckets:
             bucket.ready.clear()
         self._armed = True
+
+    def measure_rest(self) -> None:
+        """Measure the gradients that were not sent yet, if the step is measured."""
+        for bucket in self._buckets:
+            if bucket.handle is None:
+                self._measure(bucket)
+
+    def average_square(self) -> Tensor | None:
+        """The squared norm of the averaged gradients, on the device; ``None`` if the step is not measured."""
+        if not (self._measures and self._buckets):
+            return None
+        return torch.stack([square_of(bucket.params) for bucket in self._buckets]).sum()
 
     def finish(self, ballot: Tensor) -> Reduced:
         """Send what was not sent, wait for all of it, and add up the ballot.
@@ -132,7 +151,9 @@ class GradientReduction:
         """
         self._armed = False
         self._notice_arrivals()
-        ballot = torch.cat([ballot, self._presence(ballot.device)])
+        squares = [bucket.square for bucket in self._buckets if bucket.square is not None]
+        square = torch.stack(squares).sum() if squares else ballot.new_zeros(())
+        ballot = torch.cat([ballot, square.reshape(1), self._presence(ballot.device)])
         last = self._buckets[-1] if self._buckets else None
         carrier = last if last and carried_dtype(last.params[0].dtype) == ballot.dtype else None
         for bucket in self._buckets:
@@ -146,8 +167,8 @@ class GradientReduction:
             hvd.synchronize(handle)
             self._arrived(bucket)
         numbers: list[float] = ballot.tolist()
-        count = len(numbers) - len(self._params)
-        missed, partial, absent = self._learn(numbers[count:])
+        count = len(numbers) - len(self._params) - 1
+        missed, partial, absent = self._learn(numbers[count + 1 :])
         for bucket in self._buckets:
             for param, wires in zip(bucket.params, bucket.wires, strict=True):
                 if not missed and id(param) not in absent:
@@ -155,7 +176,7 @@ class GradientReduction:
             bucket.wires = []
         if not missed:
             self.regroup()
-        return Reduced([round(number * self._ranks) for number in numbers[:count]], missed, partial)
+        return Reduced([round(number * self._ranks) for number in numbers[:count]], missed, partial, numbers[count])
 
     def forget(self) -> None:
         """Let go of what was sent: Horovod was shut down, and nothing will come back."""
@@ -182,8 +203,13 @@ class GradientReduction:
             return
         bucket.ready.add(id(param))
         if self._early and len(bucket.ready) == len(bucket.params) and bucket is not self._buckets[-1]:
+            self._measure(bucket)
             with postponed():  # what Horovod has begun must be known: it would be sent a second time
                 self._send(bucket, None)
+
+    def _measure(self, bucket: _Bucket) -> None:
+        if self._measures:
+            bucket.square = square_of(bucket.params)
 
     def _send(self, bucket: _Bucket, ballot: Tensor | None) -> None:
         bucket.wires = [outgoing(param, id(param) in self._sparse) for param in bucket.params]

@@ -58,7 +58,8 @@ class Outcome:
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
     there for recorded steps that were finished; ``laps`` are how long its parts took. ``notes`` are sentences to be
-    said once.
+    said once. ``scales`` are the loss scale before and after the update, on the device too, if there is one;
+    ``squares`` those of :class:`Voting`.
     """
 
     loss: Tensor | None
@@ -69,6 +70,8 @@ class Outcome:
     ledger: Ledger | None
     laps: Laps
     notes: tuple[str, ...]
+    scales: Tensor | None
+    squares: tuple[float, Tensor] | None
 
 
 class Stepper:
@@ -107,6 +110,7 @@ class Stepper:
         self.work_s = self.data_s = 0.0
         self._clock = StepClock(device.torch_device)
         self.before_update: Callable[[], None] | None = None
+        self._scales: Tensor | None = None  # of the loss, before and after the update
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
     @property
@@ -167,8 +171,8 @@ class Stepper:
 
         Every attempt starts from no gradients, whatever a cell has left.
         """
-        before, loss = None, None
-        self.voting.attempt_begins()
+        before, loss, self._scales = None, None, None
+        self.voting.attempt_begins(order)
         for param in self._live.parameters:
             param.grad = None
         if failure is None and not order.trial:
@@ -198,7 +202,7 @@ class Stepper:
                 gc.collect()  # what was under way may hang together in circles, with activations among them
         else:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
-            self._told_later(self._live.step_counted)
+            self._told_later(self._schedule_goes_on)
         notes = () if discarded else self.voting.newly_partial()
         return self._measured(loss, failure, discarded, discarded or votes.leave, notes), failure
 
@@ -333,16 +337,24 @@ class Stepper:
         settings, optimizer, scaler = self._live.settings, self._live.optimizer, self._live.scaler
         scaled = settings.precision == "fp16"
         if scaled:
+            one = torch.ones((), device=self._device.torch_device)
+            before = scaler.scale(one)
             scaler.unscale_(optimizer)
         if settings.clip_norm is not None:
             optimizers.clip_gradients(optimizer, settings.clip_norm)
         if scaled:
             scaler.step(optimizer)
             scaler.update()
+            self._scales = torch.stack((before, scaler.scale(one)))
         else:
             optimizer.step()
         if Recorder.current:
             Recorder.current.claim_model(self._live.parts.parameters(), optimizer.state)
+
+    def _schedule_goes_on(self) -> None:
+        scales = self._scales
+        # Asking waits for the device, so it is done only where the answer changes a rate.
+        self._live.step_counted(skipped=scales is not None and self._live.course.moves and bool(scales[1] < scales[0]))
 
     def _measured(
         self,
@@ -358,4 +370,5 @@ class Stepper:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
         laps = self._clock.end(self.voting.flights)
-        return Outcome(loss, failure, discarded, last, reading, ledger, laps, notes)
+        scales, squares = (None, None) if discarded else (self._scales, self.voting.squares)
+        return Outcome(loss, failure, discarded, last, reading, ledger, laps, notes, scales, squares)

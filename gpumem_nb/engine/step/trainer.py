@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ...memory.device import Device
@@ -28,8 +27,9 @@ from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
 from .live_model import LiveModel
+from .noise import NoiseScale
 from .notes import notes as model_notes
-from .rates import named_rate
+from .rates import Course, named_rate
 from .step import Outcome, Stepper
 from .step_clock import Laps
 from .trials import NO_CONFIGURATION, Trial, Trials
@@ -73,7 +73,7 @@ class Trainer:
         self.workload = workload
         self.stream = stream
         with seeded(stream.seed):
-            self.live = LiveModel(workload, device)
+            self.live = LiveModel(workload, device, stream.size)
         self.random = OwnNumbers(stream.seed, stream.rank)
         self.steps = 0
         self._device = device
@@ -93,6 +93,7 @@ class Trainer:
         self._flipped = False  # since the last step that was finished
         self._recorded_steps = 0  # under these settings
         self._latest: Laps | None = None  # of the step that was done last
+        self._noise = NoiseScale(stream.size)
 
     def join(self) -> None:
         """Begin with the values of rank 0; all ranks call it together.
@@ -129,6 +130,7 @@ class Trainer:
             notes=(*notes, *model_notes(self.live, self.workload.loss, self.stream.size)),
             data=data,
             eval_len=self._evaluator.length if self._evaluator else None,
+            own_scheduler=type(self.live.scheduler).__name__ if self.live.scheduler else None,
         )
 
     def doing(self) -> tuple[str, float]:
@@ -137,13 +139,14 @@ class Trainer:
             return f"the evaluation after step {self.steps}", self._stepper.began_s
         return f"the {self._stepper.phase} part of step {self.steps + 1}", self._stepper.began_s
 
-    def go_on_from(self, steps: int, settings: Settings, optimizer: Optimizer) -> None:
-        """Weights were put back to what they were after ``steps``, and ``optimizer`` is the one of that moment."""
+    def go_on_from(self, steps: int, settings: Settings, optimizer: Optimizer, course: Course) -> None:
+        """Weights were put back to what they were after ``steps``; ``optimizer`` and ``course`` are of that moment."""
         self.steps = steps
-        self.live.go_on_with(optimizer, settings)
+        self.live.go_on_with(optimizer, settings, course)
         self._stepper.voting.watch.begin_anew()
         self._settings_id = self._failed_id = self._proven_id = -1
         self._flipped = False
+        self._noise = NoiseScale(self.stream.size)
 
     def reseed(self, seed: int) -> bool:
         """Let the order of the data and training's random numbers begin at another seed, if no step was done yet."""
@@ -182,16 +185,16 @@ class Trainer:
         self._leaks.chunk_begins(self._device.reading().live_bytes)
         samples: list[Sample] = []
         notes: list[str] = []
-        losses: list[Tensor | None] = []
-        laps: list[Laps] = []
+        outcomes: list[Outcome] = []
+        held = 0  # numbers on the device
         for _ in range(chunk.steps if chunk.traced or chunk.nudges > self._left_after else 0):
             outcome, sample = self._step(failure, chunk)
             samples.append(sample)
-            losses.append(outcome.loss)
-            laps.append(outcome.laps)
+            outcomes.append(outcome)
             self._latest = self._latest if outcome.discarded else outcome.laps
             notes += outcome.notes
-            self._leaks.step_ended(sample, losses=len(losses))
+            held += 1 + (outcome.scales is not None) + (outcome.squares is not None)
+            self._leaks.step_ended(sample, numbers=held)
             failure = outcome.failure
             if outcome.discarded:
                 self._failed_id = chunk.settings_id
@@ -205,13 +208,10 @@ class Trainer:
             if evaluated is None and chunk.steps:  # on every rank
                 self._left_after = chunk.nudges
         # Reading a loss or an event waits for the device, so it is done once a chunk.
-        complete = tuple(
-            dataclasses.replace(sample, loss=None if loss is None else loss.item(), times=of_step.times())
-            for sample, loss, of_step in zip(samples, losses, laps, strict=True)
-        )
+        complete = tuple(map(self._complete, samples, outcomes))
         leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
         went_well = samples and samples[-1].done and (evaluated or not self._evaluates_now(chunk))  # on all ranks
-        traced = zip(samples, laps, strict=True) if chunk.traced and went_well else ()
+        traced = zip(samples, outcomes, strict=True) if chunk.traced and went_well else ()
         return ChunkReply(
             rank=self.stream.rank,
             samples=complete,
@@ -220,7 +220,26 @@ class Trainer:
             leaks=leaks,
             evaluated=evaluated,
             notes=told,
-            lanes=tuple(of_step.lanes(self.stream.rank, sample.step) for sample, of_step in traced),
+            lanes=tuple(outcome.laps.lanes(self.stream.rank, sample.step) for sample, outcome in traced),
+        )
+
+    def _complete(self, sample: Sample, outcome: Outcome) -> Sample:
+        """A sample with what was still on the device when its step ended."""
+        loss = None if outcome.loss is None else outcome.loss.item()
+        scale = skipped = noise_scale = None
+        if outcome.scales is not None:
+            scale, after = outcome.scales.tolist()
+            skipped = after < scale  # it is lowered instead of an update
+        if outcome.squares is not None:
+            own, average = outcome.squares
+            noise_scale = self._noise.add(own, average.item(), self.live.settings.samples_per_rank, scale or 1.0)
+        return dataclasses.replace(
+            sample,
+            loss=loss,
+            times=outcome.laps.times(),
+            loss_scale=scale,
+            skipped=bool(skipped),
+            noise_scale=noise_scale,
         )
 
     def lanes(self) -> StepLanes | None:

@@ -16,6 +16,7 @@ from .ballot import Ballot, Votes
 from .blame import nonfinite_loss
 from .finite import GradientNorms
 from .live_model import LiveModel
+from .noise import is_measured
 from .reduction import GradientReduction
 from .step_clock import Flight
 from .weight_watch import WeightWatch
@@ -57,6 +58,8 @@ class Voting:
 
     Attributes:
         watch: compares the ranks' weights.
+        squares: of the latest step, if it was measured, the squared norms of a rank's gradient (the mean of all ranks)
+            and of the averaged one, which is still on the device.
     """
 
     def __init__(self, live: LiveModel, rank: int, ranks: int, device: Device) -> None:
@@ -68,6 +71,7 @@ class Voting:
         self._partial: tuple[Tensor, ...] = ()
         self._told_partial: set[int] = set()
         self.watch = WeightWatch(live.parts)
+        self.squares: tuple[float, Tensor] | None = None
 
     @property
     def latest(self) -> Tensor | None:
@@ -87,9 +91,10 @@ class Voting:
         """Cells may have registered hooks that change gradients: these come before they are sent."""
         self._reduction.come_last()
 
-    def attempt_begins(self) -> None:
+    def attempt_begins(self, order: StepOrder) -> None:
         """A step begins, perhaps for another time."""
-        self._reduction.begin()
+        self.squares = None
+        self._reduction.begin(not order.trial and is_measured(order.step, self._ranks))
 
     def begin(self, order: StepOrder) -> None:
         """Forward begins."""
@@ -111,12 +116,14 @@ class Voting:
                 ballot, norms, failure = self._ballot(order, loss, failure, step)
                 step.enter(REDUCTION)
                 reduced = self._reduction.finish(ballot.numbers(self._device.torch_device))
+                average = self._reduction.average_square()
         except HorovodInternalError as error:  # on every rank, because Horovod was shut down
             self._reduction.forget()
             return Votes.of_one_that_left(), step.failure(error)
         step.enter(TOOLKIT)
         votes = Votes.counted(reduced.sums, self._ranks, reduced.missed)
         self._partial = reduced.partial
+        self.squares = None if average is None else (reduced.square, average)
         if ballot.digest is not None and not (votes.compare or votes.differ or votes.failed):
             self.watch.agreed(order.step)
         if votes.nonfinite and failure is None and loss is not None:
@@ -171,6 +178,7 @@ class Voting:
         careful = True
         try:
             if loss is not None:
+                self._reduction.measure_rest()
                 norms = GradientNorms(self._live.parameters)
                 scaled = self._live.settings.precision == "fp16"  # in gradients; the loss is without its scale
                 nonfinite = norms.nonfinite(loss, self._live.scaler if scaled else None)

@@ -19,6 +19,7 @@ from ...shared.progress import Progress
 from ...shared.ranklist import name_ranks
 from ...shared.settings import Settings
 from ...shared.workload import WorkloadInfo
+from .. import compatibility
 from ..history import History
 from ..policy import Policy
 from ..snapshot_plan import SnapshotPlan
@@ -142,7 +143,7 @@ class Training:
         """
         with self._state.locked():
             before = self._state.settings
-            settings = before.replace(**knobs)
+            settings = compatibility.asked(before, knobs, self._ranks.size)
             check(settings)
             if not settings.changed_from(before):
                 return

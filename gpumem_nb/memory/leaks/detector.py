@@ -93,13 +93,13 @@ class LeakDetector:
         """Wraps forward and backward; does nothing but in the few steps that are watched."""
         return self._births if self._births and self._watched_steps < self._ends_after else nullcontext()
 
-    def step_ended(self, sample: Sample, losses: int) -> None:
-        """What a step measured, at whose end the trainer itself held this many losses."""
+    def step_ended(self, sample: Sample, numbers: int) -> None:
+        """What a step measured, at whose end the trainer itself held this many losses and loss scales."""
         if sample.settings_id != self._settings_id:
             self._settings_id = sample.settings_id
             self._growth.settle()
         self._steps, self._step = self._steps + 1, sample.step
-        self._growth.step_ended(sample.live_bytes - losses * self._bytes_of_a_number())
+        self._growth.step_ended(sample.live_bytes - numbers * self._bytes_of_a_number())
         if self._births is not None:
             self._go_on_watching(self._births, done=sample.done)
         elif (every := self._growth.every) and self._is_due():

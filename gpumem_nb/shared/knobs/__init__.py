@@ -6,7 +6,17 @@ completion, panel, advice, what is tried out after memory ran out, and each rank
 
 from __future__ import annotations
 
-from .knob import Knob, LiveModel, Need
+from .knob import CHANGES, KEEPS, KEEPS_TO_ROUNDING, Knob, LiveModel, Need
 from .table import KNOBS, additional, register
 
-__all__ = ["KNOBS", "Knob", "LiveModel", "Need", "additional", "register"]
+__all__ = [
+    "CHANGES",
+    "KEEPS",
+    "KEEPS_TO_ROUNDING",
+    "KNOBS",
+    "Knob",
+    "LiveModel",
+    "Need",
+    "additional",
+    "register",
+]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..categories import ACTIVATIONS, GRADIENTS, INPUTS, INSIDE_OPERATORS, TEMPORARIES
 from ..workload import DataInfo, WorkloadInfo
-from .knob import HALF, SOME, Changes, Knob, Need, Settings
+from .knob import CHANGES, HALF, KEEPS_TO_ROUNDING, SOME, Changes, Knob, Need, Settings
 from .option import whole
 from .values import Kind, Values
 
@@ -27,9 +27,9 @@ def shortened(settings: Kind) -> Kind:
     return settings.replace(accumulation_steps=min(settings.accumulation_steps, MICRO_BATCHES))
 
 
-def _other_samples(before: Values, after: Values) -> bool:
-    """Samples of one step split into other micro-batches are the same samples."""
-    return bool(before.samples_per_rank != after.samples_per_rank)
+def _as_many_samples(before: Values, after: Values) -> str:
+    """Samples of one step split into other micro-batches are the same samples, added up in another order."""
+    return KEEPS_TO_ROUNDING if before.samples_per_rank == after.samples_per_rank else CHANGES
 
 
 def why_fixed(value: int, data: DataInfo) -> str:
@@ -70,7 +70,7 @@ BATCH_SIZE = Knob(
     allowed="a whole number of at least 1, such as 32",
     short="batch ",
     moves={ACTIVATIONS: HALF, INPUTS: HALF, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
-    changes_mathematics=_other_samples,
+    mathematics=_as_many_samples,
     lighter=_fewer_at_once,
     refuses=_refuses,
     adapts=_adapts,
@@ -79,12 +79,12 @@ BATCH_SIZE = Knob(
 ACCUMULATION_STEPS = Knob(
     "accumulation_steps",
     1,
-    "micro-batches per optimizer step",
+    "micro-batches per optimizer step; other micro-batches of as many samples in all are the same to rounding",
     in_front=True,
     parse=whole,
     allowed="a whole number of at least 1, such as 4",
     short="accum ",
     moves={GRADIENTS: SOME},
-    changes_mathematics=_other_samples,
+    mathematics=_as_many_samples,
     lighter=_no_accumulation,
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..categories import ACTIVATIONS, CASTS
 from ..workload import WorkloadInfo
-from .knob import MOST, SOME, Changes, Knob, LiveModel, Need, Settings
+from .knob import KEEPS, MOST, SOME, Changes, Knob, LiveModel, Need, Settings
 
 
 def _apply(live: LiveModel, settings: Settings) -> None:
@@ -31,7 +31,7 @@ CHECKPOINTING = Knob(
     choices=("none", "blocks", "sqrt"),
     short="ckpt ",
     moves={ACTIVATIONS: MOST, CASTS: SOME},  # casts are made one segment at a time
-    changes_mathematics=False,
+    mathematics=KEEPS,
     apply=_apply,
     lighter=_lighter,
     adapts=_adapts,

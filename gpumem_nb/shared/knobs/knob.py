@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,10 @@ Settings = Any
 
 # How much of a category a knob moves, roughly: next to all of it, about half of it, or less.
 MOST, HALF, SOME = 3, 2, 1
+
+# What a change does to the mathematics of training: training goes on as it would have bit for bit (where torch computes
+# alike twice), as it would have but for rounding, or another way. From the mildest.
+KEEPS, KEEPS_TO_ROUNDING, CHANGES = MATHEMATICS = ("keeps", "keeps to rounding", "changes")
 
 
 class LiveModel(Protocol):
@@ -40,8 +44,8 @@ class LiveModel(Protocol):
     def set_optimizer_impl(self, name: str) -> None:
         """Compute the same update in another way."""
 
-    def set_learning_rate(self, rate: float) -> None:
-        """Set the rate of the first parameter group, and scale those of the others by the same factor."""
+    def set_learning_rate(self, settings: Settings) -> None:
+        """Bring the rate to what these settings ask of it at this step, in all parameter groups alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +80,29 @@ class Knob(Option):
         in_front: whether the panel shows it at once, or with those behind "more".
         short: what stands before the value in a chart's marks; by default the name.
         moves: the categories of memory that it makes smaller or larger, and roughly how much of each.
-        changes_mathematics: whether training goes another way with it, or a function of settings before and after.
+        mathematics: what a change of it does to them (``KEEPS``, ``KEEPS_TO_ROUNDING`` or ``CHANGES``), or a function
+            of settings before and after that says so.
         apply: what it does to a live model on a rank when settings are applied; called with every change of any knob,
             so a second time must do nothing. ``None``: each step reads the value by itself.
         lighter: the changes that may make a category in ``moves`` smaller; none where they are in use already.
         refuses: why a value cannot be used with what is loaded (``None``: nothing is), or nothing.
         adapts: what to change when a workload is loaded under these settings.
+        conflicts: why settings cannot be used whose knobs do not go with one another, or nothing.
+        settles: what to set besides when somebody sets knobs; gets settings before and after, the knobs that were
+            named, and the number of ranks.
         retired: values that states saved by earlier versions may name, and what they are read as.
     """
 
     in_front: bool = False
     short: str | None = None
     moves: Mapping[str, int] = field(default_factory=dict)
-    changes_mathematics: bool | Callable[[Settings, Settings], bool] = True
+    mathematics: str | Callable[[Settings, Settings], str] = CHANGES
     apply: Callable[[LiveModel, Settings], None] | None = None
     lighter: Callable[[Need], Iterable[Changes]] | None = None
     refuses: Callable[[Any, WorkloadInfo | None], str] | None = None
     adapts: Callable[[Settings, WorkloadInfo], Changes] | None = None
+    conflicts: Callable[[Settings], str] | None = None
+    settles: Callable[[Settings, Settings, Collection[str], int], Changes] | None = None
     retired: Mapping[Any, Any] = field(default_factory=dict)
 
     def mark(self, value: Any) -> str:
@@ -100,7 +110,6 @@ class Knob(Option):
         before = f"{self.name.replace('_', ' ')} " if self.short is None else self.short
         return before + self.text(value)
 
-    def keeps_mathematics(self, before: Settings, after: Settings) -> bool:
-        """Whether training goes on as it would have without this knob's part of a change."""
-        changes = self.changes_mathematics
-        return not (changes(before, after) if callable(changes) else changes)
+    def mathematics_of(self, before: Settings, after: Settings) -> str:
+        """What this knob's part of a change does to the mathematics."""
+        return self.mathematics(before, after) if callable(self.mathematics) else self.mathematics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..workload import WorkloadInfo
-from .knob import Changes, Knob, Settings
+from .knob import KEEPS, Changes, Knob, Settings
 from .option import whole
 
 _MOST_WORKERS = 256  # on one rank; what is more is a slip
@@ -62,7 +62,7 @@ NUM_WORKERS = Knob(
     "processes on each rank that fetch samples ahead; 0 lets the rank fetch them itself",
     parse=_workers,
     allowed=f"a whole number from 0 to {_MOST_WORKERS}, such as 2",
-    changes_mathematics=False,
+    mathematics=KEEPS,
     short="workers ",
     refuses=_refuses_workers,
     adapts=_adapts_workers,
@@ -74,7 +74,7 @@ PREFETCH_FACTOR = Knob(
     "micro-batches that each worker fetches ahead",
     parse=whole,
     allowed="a whole number of at least 1, such as 2",
-    changes_mathematics=False,
+    mathematics=KEEPS,
     short="prefetch ",
     adapts=_adapts_prefetching,
 )
@@ -86,7 +86,7 @@ PIN_MEMORY = Knob(
     parse=_truth,
     allowed="on or off",
     words={"on": True, "off": False, "true": True, "false": False, "1": True, "0": False},
-    changes_mathematics=False,
+    mathematics=KEEPS,
     short="pinned ",
     refuses=_refuses_pinning,
     adapts=_adapts_pinning,

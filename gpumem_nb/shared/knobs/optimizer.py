@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..categories import INSIDE_OPERATORS, OPTIMIZER_STATE, TEMPORARIES
 from ..workload import WorkloadInfo
-from .knob import HALF, MOST, Changes, Knob, LiveModel, Need, Settings
+from .knob import HALF, KEEPS_TO_ROUNDING, MOST, Changes, Knob, LiveModel, Need, Settings
 from .option import not_negative
 
 _OWN = "own"
@@ -29,7 +29,7 @@ def _set_implementation(live: LiveModel, settings: Settings) -> None:
 
 
 def _set_learning_rate(live: LiveModel, settings: Settings) -> None:
-    live.set_learning_rate(settings.learning_rate)
+    live.set_learning_rate(settings)
 
 
 def _less_state(need: Need) -> Iterator[Changes]:
@@ -81,7 +81,7 @@ OPTIMIZER_IMPL = Knob(
     choices=("default", "foreach", "fused", "loop"),
     short="",
     moves={TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
-    changes_mathematics=False,
+    mathematics=KEEPS_TO_ROUNDING,
     apply=_set_implementation,
     lighter=_in_place,
 )
@@ -89,7 +89,7 @@ OPTIMIZER_IMPL = Knob(
 LEARNING_RATE = Knob(
     "learning_rate",
     1e-3,
-    "step size of the update; what a cell or scheduler sets holds until this changes",
+    "step size of the update; what a cell or own scheduler sets holds until this changes",
     parse=not_negative,
     allowed="a number of at least 0, such as 1e-3",
     short="lr ",

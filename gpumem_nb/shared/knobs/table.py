@@ -12,6 +12,7 @@ from .knob import Knob
 from .loading import NUM_WORKERS, ON_BAD_SAMPLE, PIN_MEMORY, PREFETCH_FACTOR
 from .optimizer import LEARNING_RATE, OPTIMIZER, OPTIMIZER_IMPL
 from .precision import PRECISION
+from .schedule import LR_SCALING, LR_SCHEDULE, REFERENCE_BATCH, SCHEDULE_STEPS, WARMUP_STEPS
 from .values import TAKEN
 
 KNOBS: dict[str, Knob] = {}
@@ -58,6 +59,11 @@ for _knob in (
     ACCUMULATION_STEPS,
     OPTIMIZER,
     OPTIMIZER_IMPL,
+    LR_SCALING,
+    REFERENCE_BATCH,
+    WARMUP_STEPS,
+    LR_SCHEDULE,
+    SCHEDULE_STEPS,
     LEARNING_RATE,
     CLIP_NORM,
     NUM_WORKERS,

@@ -52,11 +52,13 @@ class Axes:
         x: such as ``x3``.
         y: such as ``y3``.
         second_y: the axis over ``y``, for a chart that has one.
+        unseen_y: further ones over ``y``, each with a range of its own.
     """
 
     x: str
     y: str
     second_y: str = ""
+    unseen_y: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Chart:
         x_title: the text below it, where it is not over steps.
         second_y: whether an invisible y axis of the same range lies over its own. A bar on an axis of its own is drawn
             around a stack instead of on top of it.
+        unseen_y: how many more invisible y axes lie over its own, for lines in other units that are read by hovering.
         names_marks: whether the numbers of marks stand at its top; its ``y_range`` leaves room for them.
         theme_lines: whether its lines have the colour of the theme's text, whatever colour the traces say.
     """
@@ -103,5 +106,6 @@ class Chart:
     over_steps: bool = True
     x_title: str = ""
     second_y: bool = False
+    unseen_y: int = 0
     names_marks: bool = False
     theme_lines: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,17 +177,20 @@ class Charts:
         if chart.second_y:
             second = {"overlaying": axes.y, "anchor": axes.x, "matches": axes.y, "visible": False, "fixedrange": True}
             layout[_key(axes.second_y)] = second
+        for unseen in axes.unseen_y:
+            over = {"overlaying": axes.y, "anchor": axes.x, "rangemode": "tozero", "visible": False, "fixedrange": True}
+            layout[_key(unseen)] = over
         return layout
 
 
 def _place(charts: Sequence[Chart], view: View) -> list[_Placed]:
     """Each chart with its axes: plotly's names end in a number, which the first axis does without."""
     placed = []
-    second_y = len(charts) + 1
+    further = map("y{}".format, itertools.count(len(charts) + 1))
     for number, chart in enumerate(charts, start=1):
         suffix = "" if number == 1 else str(number)
-        axes = Axes(x=f"x{suffix}", y=f"y{suffix}", second_y=f"y{second_y}" if chart.second_y else "")
-        second_y += chart.second_y
+        second_y = next(further) if chart.second_y else ""
+        axes = Axes(f"x{suffix}", f"y{suffix}", second_y, tuple(itertools.islice(further, chart.unseen_y)))
         traces = chart.traces(view, axes)
         for trace in traces:
             trace.update(xaxis=trace.xaxis or axes.x, yaxis=trace.yaxis or axes.y)

@@ -1,0 +1,128 @@
+"""The knobs of how the learning rate goes with the global batch and with the steps.
+
+Applied with ``learning_rate``, which comes after them; the formulas are in :mod:`gpumem_nb.shared.learning_rate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from ..workload import WorkloadInfo
+from .knob import CHANGES, KEEPS, Changes, Knob, Settings
+from .option import whole
+
+_NO_OWN = "Use lr_schedule=constant, cosine or linear."
+
+
+def _whole_or_0(value: Any) -> int:
+    return 0 if value in (0, "0") and value is not False else whole(value)
+
+
+def _chosen_for(before: Settings, after: Settings, named: Collection[str], ranks: int) -> Changes:
+    """The batch that learning_rate was chosen for: that of the moment in which either was set."""
+    if after.lr_scaling == "none":
+        switched_off = before.lr_scaling != "none" and "reference_batch" not in named
+        return {"reference_batch": None} if switched_off else {}
+    if after.reference_batch is not None and ("reference_batch" in named or "learning_rate" not in named):
+        return {}
+    of_after = "learning_rate" in named or "reference_batch" in named
+    return {"reference_batch": (after if of_after else before).samples_per_rank * ranks}
+
+
+def _refuses(name: str, workload: WorkloadInfo | None) -> str:
+    if name != "own" or (workload and workload.own_scheduler):
+        return ""
+    what = f"{workload.name} brings no scheduler of its own" if workload else "Nothing is loaded"
+    return f"lr_schedule=own cannot be used: {what}. {_NO_OWN}"
+
+
+def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:
+    if workload.own_scheduler:
+        return {"lr_schedule": "own", "warmup_steps": 0, "lr_scaling": "none", "reference_batch": None}
+    return {"lr_schedule": "constant"} if settings.lr_schedule == "own" else {}
+
+
+def _conflicts(settings: Settings) -> str:
+    name, warmup, steps = settings.lr_schedule, settings.warmup_steps, settings.schedule_steps
+    if name == "own":
+        besides = [f"warmup_steps={warmup}"] if warmup else []
+        besides += [f"lr_scaling={settings.lr_scaling}"] if settings.lr_scaling != "none" else []
+        if not besides:
+            return ""
+        return (
+            f"{besides[0]} cannot be used with lr_schedule=own, which leaves the rate to the workload's scheduler. "
+            "Use lr_schedule=constant, cosine or linear, or go to lr_schedule=own with warmup_steps=0 lr_scaling=none."
+        )
+    if name == "constant":
+        return ""
+    if steps is None:
+        return (
+            f"lr_schedule={name} needs a length: set schedule_steps with it, the steps until the rate is 0, "
+            f"for example lr_schedule={name} schedule_steps=1000."
+        )
+    if warmup >= steps:
+        return (
+            f"warmup_steps={warmup} leaves nothing of schedule_steps={steps}, which counts the warm-up too. "
+            f"Allowed here: warmup_steps up to {steps - 1}."
+        )
+    return ""
+
+
+def _of_length(before: Settings, after: Settings) -> str:
+    """A schedule without an end has no length."""
+    endless = ("constant", "own")
+    return KEEPS if before.lr_schedule in endless and after.lr_schedule in endless else CHANGES
+
+
+LR_SCALING = Knob(
+    "lr_scaling",
+    "none",
+    "learning_rate times the global batch over reference_batch (linear), or times the root of that (sqrt)",
+    choices=("none", "linear", "sqrt"),
+    short="lr scaling ",
+)
+
+REFERENCE_BATCH = Knob(
+    "reference_batch",
+    None,
+    "global batch that learning_rate is meant for; set by itself when lr_scaling is switched on or learning_rate set",
+    parse=whole,
+    allowed="a whole number of at least 1, such as 256, or none",
+    words={"none": None},
+    short="for batch ",
+    mathematics=lambda before, after: KEEPS if before.lr_scaling == after.lr_scaling == "none" else CHANGES,
+    settles=_chosen_for,
+)
+
+WARMUP_STEPS = Knob(
+    "warmup_steps",
+    0,
+    "steps over which the learning rate grows to its full value, from the step after this is set",
+    parse=_whole_or_0,
+    allowed="a whole number of at least 0, such as 100",
+    short="warm-up ",
+)
+
+LR_SCHEDULE = Knob(
+    "lr_schedule",
+    "constant",
+    "constant (learning_rate, until a cell sets another), cosine or linear to 0 over schedule_steps; own: the "
+    "workload's scheduler, which rests under all others",
+    choices=("constant", "cosine", "linear", "own"),
+    short="",
+    refuses=_refuses,
+    adapts=_adapts,
+    conflicts=_conflicts,
+)
+
+SCHEDULE_STEPS = Knob(
+    "schedule_steps",
+    None,
+    "steps of lr_schedule=cosine and linear from their first to rate 0, warm-up included",
+    parse=whole,
+    allowed="a whole number of at least 1, such as 1000, or none",
+    words={"none": None},
+    short="over ",
+    mathematics=_of_length,
+)
