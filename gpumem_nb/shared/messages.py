@@ -114,7 +114,8 @@ class Sample:
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
     first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
     ``ledger`` is there for the steps whose memory was recorded. ``learning_rate`` is that of the optimizer's first
-    group, whoever set it. ``times`` are those of its parts; not there for what was tried out.
+    group, whoever set it. ``times`` are those of its parts; not there for what was tried out. ``compression_error`` is
+    the share of the rank's gradients (by their 2-norms) that compression took, in the steps in which it was measured.
     """
 
     rank: int
@@ -133,6 +134,7 @@ class Sample:
     ledger: Ledger | None = None
     learning_rate: float | None = None
     times: StepTimes | None = None
+    compression_error: float | None = None
 
     @property
     def reduction_s(self) -> float | None:

@@ -13,14 +13,30 @@ from torch import Tensor
 
 from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
+from ...shared.settings import Settings
 from ..together.interrupts import postponed
 from .step_clock import Flight
-from .wire import arrived, carried_dtype, outgoing
+from .wire import arrived, carried_dtype, outgoing, rounding
 
-# A bucket is one Horovod group: negotiated once instead of once a tensor. Large enough to keep the number of
-# negotiations small, small enough that the first ones travel while backward still runs.
-BUCKET_BYTES = 4 * 2**20
 FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """How gradients travel.
+
+    A bucket is one Horovod group: negotiated once instead of once a tensor. ``bucket_bytes`` large enough keep the
+    number of negotiations small, small enough they let the first ones travel while backward still runs.
+    ``compressed``: in 16 bit.
+    """
+
+    bucket_bytes: int
+    compressed: bool
+
+    @classmethod
+    def under(cls, settings: Settings) -> Travel:
+        """As these settings have it."""
+        return cls(round(settings.bucket_mib * 2**20), settings.compression != "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +80,16 @@ class GradientReduction:
         flights: the buckets that have arrived since :meth:`begin`.
     """
 
-    def __init__(self, params: Sequence[Tensor], sparse: Collection[int], ranks: int) -> None:
+    def __init__(self, params: Sequence[Tensor], sparse: Collection[int], ranks: int, travel: Travel) -> None:
         """Reduce these weights.
 
         Args:
             params: in the same order on all ranks, frozen ones included.
             sparse: places of those that embeddings give sparse gradients.
             ranks: how many there are.
+            travel: how gradients travel, until :meth:`begin` says otherwise.
         """
+        self._travel = travel
         self._params = [param for param in params if param.numel()]
         self._sparse = {id(params[place]) for place in sparse}
         self._ranks = ranks
@@ -87,6 +105,7 @@ class GradientReduction:
         self.torn = False
         self._under_way: deque[_Bucket] = deque()
         self.flights: list[Flight] = []
+        self._rounded: list[tuple[Tensor, Tensor]] | None = None
         self.regroup()
 
     def regroup(self) -> None:
@@ -94,8 +113,11 @@ class GradientReduction:
         if self._grouped == self._frozen:
             return
         self._grouped = self._frozen
-        frozen = zip(self._params, self._frozen, strict=True)
-        self._buckets = _into_buckets([param for param, is_frozen in frozen if not is_frozen])
+        self._group()
+
+    def _group(self) -> None:
+        grouped = [param for param, is_frozen in zip(self._params, self._grouped, strict=True) if not is_frozen]
+        self._buckets = _into_buckets(grouped, self._travel.bucket_bytes)
         self.come_last()
 
     def come_last(self) -> None:
@@ -112,9 +134,21 @@ class GradientReduction:
         """Send nothing before backward has ended, from now on."""
         self._early, self.torn = False, False
 
-    def begin(self) -> None:
-        """A step begins, perhaps for another time."""
+    def begin(self, travel: Travel, measured: bool) -> None:
+        """A step begins, perhaps for another time; ``measured``: :attr:`lost` is wanted of it."""
         self.flights.clear()
+        self._rounded = [] if measured else None
+        before, self._travel = self._travel, travel
+        if travel.bucket_bytes != before.bucket_bytes:
+            self._group()
+
+    @property
+    def lost(self) -> Tensor | None:
+        """The share of this step's gradients that compression took (2-norms), on the device, if it was measured."""
+        if not self._rounded:
+            return None
+        norms, lost = (torch.stack(some).square().sum() for some in zip(*self._rounded, strict=True))
+        return (lost / norms.clamp(min=torch.finfo(norms.dtype).tiny)).sqrt()
 
     def arm(self) -> None:
         """From now on gradients are final: send each bucket as soon as it is full."""
@@ -134,7 +168,7 @@ class GradientReduction:
         self._notice_arrivals()
         ballot = torch.cat([ballot, self._presence(ballot.device)])
         last = self._buckets[-1] if self._buckets else None
-        carrier = last if last and carried_dtype(last.params[0].dtype) == ballot.dtype else None
+        carrier = last if last and self._carried(last) == ballot.dtype else None
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._send(bucket, ballot if bucket is carrier else None)
@@ -186,16 +220,22 @@ class GradientReduction:
                 self._send(bucket, None)
 
     def _send(self, bucket: _Bucket, ballot: Tensor | None) -> None:
-        bucket.wires = [outgoing(param, id(param) in self._sparse) for param in bucket.params]
+        compressed = self._travel.compressed
+        bucket.wires = [outgoing(param, id(param) in self._sparse, compressed) for param in bucket.params]
         wires = [wire for wires in bucket.wires for wire in wires]
         if ballot is not None:
             wires.append(ballot)
         if Recorder.current:
             gradients = {id(param.grad) for param in bucket.params}
             Recorder.current.claim(COMMUNICATION, (wire for wire in wires if id(wire) not in gradients))
+        if self._rounded is not None:
+            self._rounded += [rounding(param, sent) for param, sent in zip(bucket.params, bucket.wires, strict=True)]
         bucket.sent_s, bucket.sent_bytes = time.perf_counter(), sum(wire.nbytes for wire in wires)
         bucket.handle = hvd.grouped_allreduce_async_(wires, name=bucket.name, op=hvd.Average)
         self._under_way.append(bucket)
+
+    def _carried(self, bucket: _Bucket) -> torch.dtype:
+        return carried_dtype(bucket.params[0].dtype, self._travel.compressed)
 
     def _notice_arrivals(self) -> None:
         """Look which buckets have arrived by now; Horovod brings one after the other."""
@@ -237,11 +277,11 @@ def _is_over(handle: int | None) -> bool:
         return True
 
 
-def _into_buckets(params: list[Tensor]) -> list[_Bucket]:
+def _into_buckets(params: list[Tensor], most_bytes: int) -> list[_Bucket]:
     buckets: list[_Bucket] = []
     for param in reversed(params):
         bucket = buckets[-1] if buckets else None
-        if bucket is None or bucket.bytes >= BUCKET_BYTES or bucket.params[0].dtype != param.dtype:
+        if bucket is None or bucket.bytes >= most_bytes or bucket.params[0].dtype != param.dtype:
             bucket = _Bucket(len(buckets))
             buckets.append(bucket)
         bucket.params.append(param)

@@ -57,8 +57,9 @@ class Outcome:
 
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
-    there for recorded steps that were finished; ``laps`` are how long its parts took. ``notes`` are sentences to be
-    said once.
+    there for recorded steps that were finished; ``laps`` are how long its parts took. ``lost`` is the share of
+    gradients that compression took, still on the device, where that was measured. ``notes`` are sentences to be said
+    once.
     """
 
     loss: Tensor | None
@@ -68,6 +69,7 @@ class Outcome:
     reading: Reading
     ledger: Ledger | None
     laps: Laps
+    lost: Tensor | None
     notes: tuple[str, ...]
 
 
@@ -166,7 +168,7 @@ class Stepper:
         Every attempt starts from no gradients, whatever a cell has left.
         """
         before, loss = None, None
-        self.voting.attempt_begins()
+        self.voting.attempt_begins(order)
         for param in self._live.parameters:
             param.grad = None
         if failure is None and not order.trial:
@@ -354,4 +356,4 @@ class Stepper:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
         laps = self._clock.end(self.voting.flights)
-        return Outcome(loss, failure, discarded, last, reading, ledger, laps, notes)
+        return Outcome(loss, failure, discarded, last, reading, ledger, laps, self.voting.lost, notes)

@@ -182,11 +182,13 @@ class Trainer:
         samples: list[Sample] = []
         notes: list[str] = []
         losses: list[Tensor | None] = []
+        lost: list[Tensor | None] = []
         laps: list[Laps] = []
         for _ in range(chunk.steps if chunk.nudges > self._left_after else 0):
             outcome, sample = self._step(failure, chunk)
             samples.append(sample)
             losses.append(outcome.loss)
+            lost.append(outcome.lost)
             laps.append(outcome.laps)
             self._latest = self._latest if outcome.discarded else outcome.laps
             notes += outcome.notes
@@ -205,8 +207,8 @@ class Trainer:
                 self._left_after = chunk.nudges
         # Reading a loss or an event waits for the device, so it is done once a chunk.
         complete = tuple(
-            dataclasses.replace(sample, loss=None if loss is None else loss.item(), times=of_step.times())
-            for sample, loss, of_step in zip(samples, losses, laps, strict=True)
+            dataclasses.replace(sample, loss=_number(loss), compression_error=_number(share), times=of_step.times())
+            for sample, loss, share, of_step in zip(samples, losses, lost, laps, strict=True)
         )
         leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
         reading = self._device.reading()
@@ -359,3 +361,7 @@ class Trainer:
             ledger=outcome.ledger,
             learning_rate=learning_rate,
         )
+
+
+def _number(value: Tensor | None) -> float | None:
+    return None if value is None else value.item()
