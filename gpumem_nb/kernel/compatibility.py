@@ -14,6 +14,7 @@ def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
     Raises:
         InvalidInput: saying why, and what is allowed.
     """
+    settings.check_together(ranks)
     global_batch = settings.samples_per_rank * ranks
     if workload.dataset_len is not None and global_batch > workload.dataset_len:
         raise InvalidInput(

@@ -178,6 +178,8 @@ class Lifecycle:
         def check(settings: Settings) -> None:
             if workload := self.training.workload:
                 compatibility.check(settings, workload, self.plan.size)
+            else:
+                settings.check_together(self.plan.size)
 
         # Whatever cannot be used is refused before anything is changed.
         policy = self.policy.replace(**rules)

@@ -18,6 +18,7 @@ from ..together.interrupts import postponed
 from .step_clock import Flight
 from .wire import arrived, carried_dtype, outgoing, rounding
 
+_OPERATIONS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
 
 
@@ -27,16 +28,22 @@ class Travel:
 
     A bucket is one Horovod group: negotiated once instead of once a tensor. ``bucket_bytes`` large enough keep the
     number of negotiations small, small enough they let the first ones travel while backward still runs.
-    ``compressed``: in 16 bit.
+    ``compressed``: in 16 bit. ``reduction`` is what they become, by the knob's names.
     """
 
     bucket_bytes: int
     compressed: bool
+    reduction: str
 
     @classmethod
     def under(cls, settings: Settings) -> Travel:
         """As these settings have it."""
-        return cls(round(settings.bucket_mib * 2**20), settings.compression != "none")
+        return cls(round(settings.bucket_mib * 2**20), settings.compression != "none", settings.reduction)
+
+    @property
+    def averaged(self) -> bool:
+        """Whether they become their average."""
+        return self.reduction == "average"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class _Bucket:
 
 
 class GradientReduction:
-    """Averages the gradients of weights over all ranks, and adds up what they vote.
+    """Averages the gradients of weights over all ranks (or does to them what is wanted), and adds up what they vote.
 
     The ballot travels in the last bucket, so agreement costs no round trip of its own. It also says which weights have
     a gradient: one that has none on any rank is left alone, as torch leaves it; one that only some ranks have is
@@ -159,7 +166,8 @@ class GradientReduction:
     def finish(self, ballot: Tensor) -> Reduced:
         """Send what was not sent, wait for all of it, and add up the ballot.
 
-        Afterwards every ``grad`` is the average over all ranks, the same bits on each; unless some were ``missed``.
+        Afterwards every ``grad`` is the average over all ranks (or their sum, or Adasum), the same bits on each; unless
+        some were ``missed``.
 
         Args:
             ballot: whole numbers in float32, whose sums over all ranks stay below 2**24.
@@ -168,7 +176,8 @@ class GradientReduction:
         self._notice_arrivals()
         ballot = torch.cat([ballot, self._presence(ballot.device)])
         last = self._buckets[-1] if self._buckets else None
-        carrier = last if last and self._carried(last) == ballot.dtype else None
+        fits = last and self._travel.averaged and self._carried(last) == ballot.dtype
+        carrier = last if fits else None
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._send(bucket, ballot if bucket is carrier else None)
@@ -231,7 +240,8 @@ class GradientReduction:
         if self._rounded is not None:
             self._rounded += [rounding(param, sent) for param, sent in zip(bucket.params, bucket.wires, strict=True)]
         bucket.sent_s, bucket.sent_bytes = time.perf_counter(), sum(wire.nbytes for wire in wires)
-        bucket.handle = hvd.grouped_allreduce_async_(wires, name=bucket.name, op=hvd.Average)
+        name = bucket.name if self._travel.averaged else f"{bucket.name}.{self._travel.reduction}"
+        bucket.handle = hvd.grouped_allreduce_async_(wires, name=name, op=_OPERATIONS[self._travel.reduction])
         self._under_way.append(bucket)
 
     def _carried(self, bucket: _Bucket) -> torch.dtype:

@@ -22,7 +22,7 @@ from .. import cells
 from ..data.held_out import HeldOut
 from ..data.stream import Stream
 from ..random_state import OwnNumbers, seeded
-from ..together import nudge
+from ..together import horovod_settings, nudge
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
@@ -293,6 +293,8 @@ class Trainer:
         """Switch to the chunk's settings, or say why it cannot be done; a trial's ``settings_id`` is not theirs."""
         self._stepper.phase = "settings"
         try:
+            horovod_settings.follow(chunk.settings, self._device)  # first: what fails below may fail on one rank only
+            chunk.settings.check_together(self.stream.size)  # a state may come from another number of ranks
             if chunk.steps:
                 self.live.resume_modes()
             self.stream.load_with(chunk.settings)

@@ -191,7 +191,7 @@ class Voting:
         names = [name for name, param in self._live.parts.named_parameters() if id(param) in new]
         more = f" and {len(names) - _PARTIAL_NAMED} more" if len(names) > _PARTIAL_NAMED else ""
         which = ", ".join(names[:_PARTIAL_NAMED]) + more
-        return (f"{which}: some ranks had no gradient, which counts as zero in the average",)
+        return (f"{which}: some ranks had no gradient, which counts as zero in the {self._live.settings.reduction}",)
 
     def forget(self) -> None:
         """Let go of what was sent: nothing will come back."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ..categories import COMMUNICATION
-from .knob import SOME, Knob
-from .option import positive
+from ..workload import WorkloadInfo
+from .knob import MOST, SOME, Changes, Knob, Need, Settings
+from .option import positive, whole
 
 _LARGEST_MIB = 4096
+_LONGEST_CYCLE_MS = 100  # ranks that join again wait for some cycles
+_LEAST_FUSED_BYTES = 64  # two numbers in the same buffer, which lie on lines of their own
+_SMALL_MIB = 4
+_PLAIN = "sgd"
+_STARTED_WITH = {"default": None}
 _MIB = f"a number of MiB above 0 and at most {_LARGEST_MIB}, such as"
 
 
@@ -17,6 +25,46 @@ def _mib(value: Any) -> float:
     if number > _LARGEST_MIB:
         raise ValueError(value)
     return int(number) if number == int(number) else number
+
+
+def _cycle(value: Any) -> float:
+    number = positive(value)
+    if number > _LONGEST_CYCLE_MS:
+        raise ValueError(value)
+    return number
+
+
+def _capacity(value: Any) -> int:
+    return 0 if value in (0, "0") and value is not False else whole(value)
+
+
+def _combines(settings: Settings, ranks: int) -> str:
+    """Why gradients cannot be combined by Adasum."""
+    if settings.reduction != "adasum":
+        return ""
+    if ranks & (ranks - 1):
+        return (
+            f"reduction=adasum cannot be used on {ranks} ranks: Horovod's Adasum needs a power of two of them (2, 4, "
+            "8, …). Use reduction=average, or start as many ranks."
+        )
+    if settings.optimizer == _PLAIN:
+        return ""
+    return (
+        f"reduction=adasum cannot be used with optimizer={settings.optimizer}: Horovod's Adasum combines what each "
+        "rank's own optimizer would do to the weights, and with state each rank would keep another. Of plain SGD the "
+        f"gradients can be combined instead: set optimizer={_PLAIN} too, or use reduction=average."
+    )
+
+
+def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:
+    adasum = settings.reduction == "adasum" and settings.optimizer != _PLAIN
+    return {"reduction": "average"} if adasum else {}
+
+
+def _smaller_buffer(need: Need) -> Iterator[Changes]:
+    now = need.settings.fusion_threshold_mib
+    if now is None or now > _SMALL_MIB:
+        yield {"fusion_threshold_mib": _SMALL_MIB}
 
 
 BUCKET_MIB = Knob(
@@ -38,4 +86,77 @@ COMPRESSION = Knob(
     moves={COMMUNICATION: SOME},  # copies of gradients lie beside them until all have arrived
 )
 
-COMMUNICATION_KNOBS = (COMPRESSION, BUCKET_MIB)
+REDUCTION = Knob(
+    "reduction",
+    "average",
+    "what the ranks' gradients become: their average, their sum (which takes a learning rate smaller by the number of "
+    "ranks), or with optimizer=sgd Horovod's Adasum",
+    choices=("average", "sum", "adasum"),
+    short="reduction ",
+    adapts=_adapts,
+    conflicts=_combines,
+)
+
+FUSION_THRESHOLD_MIB = Knob(
+    "fusion_threshold_mib",
+    None,
+    "Horovod's fusion buffer, in which gradients travel together; default: as the ranks were started (16 MiB on "
+    "virtual GPUs and under limits below 2 GiB, else 128)",
+    parse=_mib,
+    allowed=f"{_MIB} 16, or default",
+    words=_STARTED_WITH,
+    short="fusion ",
+    moves={COMMUNICATION: MOST},
+    changes_mathematics=False,
+    lighter=_smaller_buffer,
+)
+
+CYCLE_TIME_MS = Knob(
+    "cycle_time_ms",
+    None,
+    "how often Horovod looks for gradients that all ranks have sent; default: as the ranks were started (1 ms)",
+    parse=_cycle,
+    allowed=f"a number of milliseconds above 0 and at most {_LONGEST_CYCLE_MS}, such as 2, or default",
+    words=_STARTED_WITH,
+    short="cycle ms ",
+    changes_mathematics=False,
+)
+
+CACHE_CAPACITY = Knob(
+    "cache_capacity",
+    None,
+    "how many tensors Horovod remembers, so that it need not agree on them anew; 0: none; default: as the ranks were "
+    "started (1024)",
+    parse=_capacity,
+    allowed="a whole number of at least 0, such as 1024, or default",
+    words=_STARTED_WITH,
+    short="cache ",
+    changes_mathematics=False,
+)
+
+COMMUNICATION_KNOBS = (COMPRESSION, REDUCTION, BUCKET_MIB, FUSION_THRESHOLD_MIB, CYCLE_TIME_MS, CACHE_CAPACITY)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One of Horovod's: its name, Horovod's own default, and how a knob's value is written there."""
+
+    name: str
+    default: str
+    written: Callable[[Any], str] = str
+
+
+CYCLE_TIME = "HOROVOD_CYCLE_TIME"
+VARIABLES = {
+    FUSION_THRESHOLD_MIB.name: Variable(
+        "HOROVOD_FUSION_THRESHOLD", str(128 * 2**20), lambda mib: str(fusion_bytes(mib))
+    ),
+    CYCLE_TIME_MS.name: Variable(CYCLE_TIME, "1"),
+    CACHE_CAPACITY.name: Variable("HOROVOD_CACHE_CAPACITY", "1024"),
+}
+"""By knob the variable that Horovod reads when it joins the ranks."""
+
+
+def fusion_bytes(mib: float) -> int:
+    """How large the fusion buffer is with such a threshold."""
+    return max(_LEAST_FUSED_BYTES, round(mib * 2**20))

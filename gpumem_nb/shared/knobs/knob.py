@@ -81,6 +81,7 @@ class Knob(Option):
             so a second time must do nothing. ``None``: each step reads the value by itself.
         lighter: the changes that may make a category in ``moves`` smaller; none where they are in use already.
         refuses: why a value cannot be used with what is loaded (``None``: nothing is), or nothing.
+        conflicts: why settings cannot be used together on so many ranks, or nothing.
         adapts: what to change when a workload is loaded under these settings.
         retired: values that states saved by earlier versions may name, and what they are read as.
     """
@@ -92,6 +93,7 @@ class Knob(Option):
     apply: Callable[[LiveModel, Settings], None] | None = None
     lighter: Callable[[Need], Iterable[Changes]] | None = None
     refuses: Callable[[Any, WorkloadInfo | None], str] | None = None
+    conflicts: Callable[[Settings, int], str] | None = None
     adapts: Callable[[Settings, WorkloadInfo], Changes] | None = None
     retired: Mapping[Any, Any] = field(default_factory=dict)
 
