@@ -138,7 +138,7 @@ class Panel:
         fits = box(self._fits, "gpumem-fits")
         message = box([self._alert, self._dismiss, fits, self._filling], "gpumem-message")
         view_of = box([self._pin, self._latest, self._smooth, self._log_loss], "gpumem-choices")
-        knobs = [self._controls.knobs, self._controls.more, self._controls.foreseen]
+        knobs = [self._controls.knobs, *self._controls.folds, self._controls.foreseen]
         view = ipywidgets.VBox(
             [
                 css,

@@ -342,6 +342,21 @@ def test_theme_switch_recolours_text_and_grid_at_once(panel: PanelPage) -> None:
         expect(part).to_have_css(name, light[name])
 
 
+def test_knobs_of_communication_open_with_a_button_and_tell_what_they_did(panel: PanelPage) -> None:
+    panel.notebook.evaluate(SET_DEFAULTS)
+    panel.notebook.evaluate("s.train(6) and None")
+    expect(panel.control("compression")).to_be_hidden()
+    panel.press("communication")
+    panel.choose("compression", "fp16")
+    panel.notebook.evaluate("s.train(6) and None")
+    expect(panel.effect).to_contain_text("of communication hidden")
+    expect(panel.effect).to_contain_text("of gradients")
+    expect_tidy(panel)
+    panel.press("communication")
+    expect(panel.control("compression")).to_be_hidden()
+    panel.notebook.evaluate(SET_DEFAULTS)
+
+
 def test_a_panel_docks_beside_the_notebook_and_is_closed_everywhere(panel: PanelPage) -> None:
     shown = panel.page.locator(".jp-LinkedOutputView .gpumem-status, .jp-MainAreaWidget .gpumem-status")
     try:

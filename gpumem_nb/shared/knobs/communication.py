@@ -11,6 +11,7 @@ from ..workload import WorkloadInfo
 from .knob import MOST, SOME, Changes, Knob, Need, Settings
 from .option import positive, whole
 
+_FOLD = "communication"
 _LARGEST_MIB = 4096
 _LONGEST_CYCLE_MS = 100  # ranks that join again wait for some cycles
 _LEAST_FUSED_BYTES = 64  # two numbers in the same buffer, which lie on lines of their own
@@ -73,6 +74,7 @@ BUCKET_MIB = Knob(
     "gradients leave together, this many MiB at a time, while backward goes on; small ones leave earlier, at more cost",
     parse=_mib,
     allowed=f"{_MIB} 4",
+    fold=_FOLD,
     short="buckets ",
     changes_mathematics=False,
 )
@@ -82,6 +84,7 @@ COMPRESSION = Knob(
     "none",
     "how fp32 gradients travel: as they are, or rounded to fp16 as hvd.Compression.fp16 does, in half the bytes",
     choices=("none", "fp16"),
+    fold=_FOLD,
     short="compression ",
     moves={COMMUNICATION: SOME},  # copies of gradients lie beside them until all have arrived
 )
@@ -92,6 +95,7 @@ REDUCTION = Knob(
     "what the ranks' gradients become: their average, their sum (which takes a learning rate smaller by the number of "
     "ranks), or with optimizer=sgd Horovod's Adasum",
     choices=("average", "sum", "adasum"),
+    fold=_FOLD,
     short="reduction ",
     adapts=_adapts,
     conflicts=_combines,
@@ -105,6 +109,7 @@ FUSION_THRESHOLD_MIB = Knob(
     parse=_mib,
     allowed=f"{_MIB} 16, or default",
     words=_STARTED_WITH,
+    fold=_FOLD,
     short="fusion ",
     moves={COMMUNICATION: MOST},
     changes_mathematics=False,
@@ -118,6 +123,7 @@ CYCLE_TIME_MS = Knob(
     parse=_cycle,
     allowed=f"a number of milliseconds above 0 and at most {_LONGEST_CYCLE_MS}, such as 2, or default",
     words=_STARTED_WITH,
+    fold=_FOLD,
     short="cycle ms ",
     changes_mathematics=False,
 )
@@ -130,6 +136,7 @@ CACHE_CAPACITY = Knob(
     parse=_capacity,
     allowed="a whole number of at least 0, such as 1024, or default",
     words=_STARTED_WITH,
+    fold=_FOLD,
     short="cache ",
     changes_mathematics=False,
 )

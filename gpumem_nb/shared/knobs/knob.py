@@ -73,7 +73,8 @@ class Knob(Option):
     """An option of training that can be switched between two steps.
 
     Attributes:
-        in_front: whether the panel shows it at once, or with those behind "more".
+        in_front: whether the panel shows it at once, or with those of its fold.
+        fold: the button of the panel that opens this and others.
         short: what stands before the value in a chart's marks; by default the name.
         moves: the categories of memory that it makes smaller or larger, and roughly how much of each.
         changes_mathematics: whether training goes another way with it, or a function of settings before and after.
@@ -87,6 +88,7 @@ class Knob(Option):
     """
 
     in_front: bool = False
+    fold: str = "more"
     short: str | None = None
     moves: Mapping[str, int] = field(default_factory=dict)
     changes_mathematics: bool | Callable[[Settings, Settings], bool] = True
