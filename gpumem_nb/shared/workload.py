@@ -69,7 +69,8 @@ class WorkloadInfo:
     """What was loaded: sizes that the kernel needs to check settings and to describe the workload.
 
     ``dataset_len`` is the number of samples in an epoch; ``None`` when it is not known. ``notes`` are sentences that
-    are said once, when it was loaded; ``eval_len`` is ``None`` where nothing was given to validate on.
+    are said once, when it was loaded; ``eval_len`` is ``None`` where nothing was given to validate on. ``why_flat`` is
+    why Horovod cannot reduce in stages here, inside of hosts and between them; empty where it can.
     """
 
     name: str
@@ -82,6 +83,7 @@ class WorkloadInfo:
     notes: tuple[str, ...] = ()
     data: DataInfo = DataInfo()
     eval_len: int | None = None
+    why_flat: str = ""
 
     def samples_per_micro_batch(self, ranks: int, accumulation_steps: int) -> int | None:
         """As many as an epoch has for each micro-batch of one step; ``None`` when that is not known."""

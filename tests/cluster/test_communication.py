@@ -100,6 +100,42 @@ def test_each_knob_gives_the_losses_of_a_plain_script_with_the_same_environment(
     assert len(weights(two_ranks)) == 1
 
 
+@pytest.mark.parametrize("knobs", [{"compression": "fp16"}, {"reduction": "adasum", "optimizer": "sgd"}], ids=str)
+def test_four_ranks_get_what_a_plain_script_gets_the_same_bits_on_each(
+    four_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, knobs: dict[str, Any]
+) -> None:
+    fresh(four_ranks)
+    file = tmp_path / "trained.py"
+    file.write_text(NET + PLAIN_SGD)
+    knobs = {"optimizer": "sgd", "learning_rate": 0.1, **knobs}
+    plain = plain_script(file, 4, knobs)
+    for measured, expected in zip(losses_of(four_ranks, NET + PLAIN_SGD, knobs), plain, strict=True):
+        assert measured == pytest.approx(expected, rel=EXACT)
+    assert len(weights(four_ranks)) == 1
+
+
+TABLE = (
+    NET
+    + """
+data = torch.utils.data.TensorDataset(torch.arange(64).reshape(32, 2), torch.arange(32) % 3)
+net = nn.Sequential(nn.EmbeddingBag(64, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 3))
+net[1].weight.requires_grad_(False)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+)
+
+
+@pytest.mark.parametrize("reduction", ["average", "sum"])
+def test_sparse_gradients_travel_under_compression_beside_frozen_weights(
+    two_ranks: Session, fresh: Callable[..., Session], reduction: str
+) -> None:
+    wide = losses_of(fresh(two_ranks), TABLE, {"reduction": reduction})
+    narrow = losses_of(fresh(two_ranks), TABLE, {"reduction": reduction, "compression": "fp16"})
+    for measured, expected in zip(narrow, wide, strict=True):
+        assert measured == pytest.approx(expected, rel=1e-2)
+    assert len(weights(two_ranks)) == 1
+
+
 def communication(run: Any) -> float:
     """What gradients on their way take at the peak, in MiB."""
     return float(run.frame().communication_bytes.max()) / MIB
@@ -225,6 +261,18 @@ def test_a_flip_tells_what_it_does_to_gradients(two_ranks: Session, fresh: Calla
     session.set(batch_size=16)
     session.train(3)
     assert "hidden" not in str(session.history.effect())
+
+
+@pytest.mark.parametrize("knob", ["hierarchical_allreduce", "torus_allreduce"])
+def test_what_this_build_of_horovod_does_not_have_is_refused_with_the_reason(
+    two_ranks: Session, fresh: Callable[..., Session], knob: str
+) -> None:
+    session = fresh(two_ranks)
+    with pytest.raises(InvalidInput, match=rf"{knob}=on .*NCCL.*reduces over MPI"):
+        session.set(**{knob: "on"})
+    session.set(**{knob: "off"})
+    assert session.train(2).steps == 2
+    assert fresh(session).settings.as_dict()[knob] is None
 
 
 def test_what_adasum_cannot_combine_is_refused_in_a_sentence(two_ranks: Session, fresh: Callable[..., Session]) -> None:

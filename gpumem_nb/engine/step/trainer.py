@@ -128,6 +128,7 @@ class Trainer:
             notes=(*notes, *model_notes(self.live, self.workload.loss, self.stream.size)),
             data=data,
             eval_len=self._evaluator.length if self._evaluator else None,
+            why_flat=horovod_settings.why_flat(),
         )
 
     def doing(self) -> tuple[str, float]:

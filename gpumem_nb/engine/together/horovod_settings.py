@@ -48,6 +48,15 @@ def follow(settings: Settings, device: Device) -> None:
     _make_fusion_buffer(device)
 
 
+def why_flat() -> str:
+    """Why all-reduces cannot be done in stages, inside of hosts and between them; empty where they can."""
+    if not hvd.nccl_built():
+        return "only Horovod's build on NCCL has it, and this one reduces over MPI"
+    if hvd.size() == hvd.local_size():
+        return "it is for ranks on several hosts, and these are on one"
+    return ""
+
+
 def _make_fusion_buffer(device: Device) -> None:
     """Two numbers that travel together: from here on the buffer is there in its new size, and the old one is gone."""
     with device.exempt():

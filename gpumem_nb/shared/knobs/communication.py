@@ -9,7 +9,7 @@ from typing import Any
 from ..categories import COMMUNICATION
 from ..workload import WorkloadInfo
 from .knob import MOST, SOME, Changes, Knob, Need, Settings
-from .option import positive, whole
+from .option import only_words, positive, whole
 
 _FOLD = "communication"
 _LARGEST_MIB = 4096
@@ -60,6 +60,31 @@ def _combines(settings: Settings, ranks: int) -> str:
 def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:
     adasum = settings.reduction == "adasum" and settings.optimizer != _PLAIN
     return {"reduction": "average"} if adasum else {}
+
+
+def _refuses_by_hosts(name: str) -> Callable[[Any, WorkloadInfo | None], str]:
+    def refuses(value: bool | None, workload: WorkloadInfo | None) -> str:
+        if not (value and workload and workload.why_flat):
+            return ""
+        return f"{name}=on cannot be used: {workload.why_flat}. Leave it at default."
+
+    return refuses
+
+
+def _by_hosts(name: str, how: str) -> Knob:
+    """A knob of an all-reduce that Horovod does in stages, inside of hosts and between them."""
+    return Knob(
+        name,
+        None,
+        f"{how}; needs Horovod on NCCL and several hosts; default: as the ranks were started (off)",
+        parse=only_words,
+        allowed="on, off or default",
+        words={**_STARTED_WITH, "on": True, "off": False},
+        fold=_FOLD,
+        changes_mathematics=False,
+        refuses=_refuses_by_hosts(name),
+        adapts=lambda settings, workload: {name: None} if workload.why_flat else {},
+    )
 
 
 def _smaller_buffer(need: Need) -> Iterator[Changes]:
@@ -141,7 +166,21 @@ CACHE_CAPACITY = Knob(
     changes_mathematics=False,
 )
 
-COMMUNICATION_KNOBS = (COMPRESSION, REDUCTION, BUCKET_MIB, FUSION_THRESHOLD_MIB, CYCLE_TIME_MS, CACHE_CAPACITY)
+HIERARCHICAL_ALLREDUCE = _by_hosts(
+    "hierarchical_allreduce", "reduce inside of each host over NCCL first, then between hosts over MPI"
+)
+TORUS_ALLREDUCE = _by_hosts("torus_allreduce", "reduce along two dimensions over NCCL, inside of hosts and across them")
+
+COMMUNICATION_KNOBS = (
+    COMPRESSION,
+    REDUCTION,
+    BUCKET_MIB,
+    FUSION_THRESHOLD_MIB,
+    CYCLE_TIME_MS,
+    CACHE_CAPACITY,
+    HIERARCHICAL_ALLREDUCE,
+    TORUS_ALLREDUCE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +199,8 @@ VARIABLES = {
     ),
     CYCLE_TIME_MS.name: Variable(CYCLE_TIME, "1"),
     CACHE_CAPACITY.name: Variable("HOROVOD_CACHE_CAPACITY", "1024"),
+    HIERARCHICAL_ALLREDUCE.name: Variable("HOROVOD_HIERARCHICAL_ALLREDUCE", "0", lambda on: str(int(on))),
+    TORUS_ALLREDUCE.name: Variable("HOROVOD_TORUS_ALLREDUCE", "0", lambda on: str(int(on))),
 }
 """By knob the variable that Horovod reads when it joins the ranks."""
 
