@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from gpumem_nb.cluster.launchers import mpi
+from gpumem_nb.install.horovod_source import MARK
 from gpumem_nb.install.mpi_tools import require_tool
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
@@ -219,6 +220,20 @@ def test_a_rank_that_does_not_come_to_a_flip_keeps_nobody_waiting(
     session.set(fusion_threshold_mib=3)
     assert communication(session.train(3)) == pytest.approx(3, abs=0.5)
     assert len(weights(session)) == 1
+
+
+def test_a_horovod_built_elsewhere_refuses_what_would_end_it_and_training_goes_on(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    session.run(f"import horovod\nmark = vars(horovod).pop({MARK!r})")
+    with pytest.raises(TrainingFailed, match=r"horovod_build.*%hvd_restart"):
+        session.set(cycle_time_ms=2)
+    assert session.settings.cycle_time_ms is None
+    session.set(fusion_threshold_mib=2)
+    assert communication(session.train(2)) == pytest.approx(2, abs=0.5)
+    session.run(f"setattr(horovod, {MARK!r}, mark)")
 
 
 LARGE = (
