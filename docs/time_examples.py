@@ -1,13 +1,16 @@
-"""Measures the example of docs/time.md again and writes it there: ``python docs/time_examples.py``."""
+"""Measures the examples of docs/time.md again and writes them there: ``python docs/time_examples.py``."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import gpumem_nb
 from gpumem_nb.report.step_time import TimeReport
 from gpumem_nb.session import Session
+from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.step_times import PARTS
+from gpumem_nb.shared.units import format_bytes, format_rate
 
 PAGE = Path(__file__).with_name("time.md")
 START = {"checkpointing": "none", "batch_size": 32, "accumulation_steps": 1, "optimizer": "adamw"}
@@ -20,6 +23,19 @@ FLIPS: tuple[dict[str, object], ...] = (
 )
 SLOW = "import time; slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.1))"
 STEPS = 30
+LARGE = {"width": 256, "depth": 4}
+LARGE_START = {"batch_size": 4, "optimizer": "sgd", "learning_rate": 0.1}
+COMMUNICATION: tuple[dict[str, object], ...] = (
+    {},
+    {"compression": "fp16"},
+    {"reduction": "sum"},
+    {"reduction": "adasum"},
+    {"bucket_mib": 1},
+    {"bucket_mib": 32},
+    {"fusion_threshold_mib": 2},
+    {"cycle_time_ms": 10},
+    {"cache_capacity": 0},
+)
 
 
 def row(name: str, report: TimeReport) -> str:
@@ -39,6 +55,48 @@ def measure(session: Session, flip: dict[str, object]) -> TimeReport:
     return session.time()
 
 
+def travelled(session: Session, flip: dict[str, object]) -> str:
+    """What one knob of communication does: a flip there, some steps, and back again."""
+    began_s = time.perf_counter()
+    session.set(**flip)
+    took_s = time.perf_counter() - began_s
+    frame = session.train(STEPS).frame()
+    now = session.history.now()
+    assert now
+    cells = [
+        f"{1000 * took_s:.0f}" if flip else "",
+        format_bytes(int(frame.communication_bytes.max())),
+        format_bytes(int(frame.live_peak_bytes.median())),  # Horovod's thread may let go of gradients late
+        format_rate(now.samples_per_s),
+        "n/a" if now.hidden_share is None else f"{100 * now.hidden_share:.0f} %",
+        "" if now.compression_error is None else f"{100 * now.compression_error:.2g} %",
+    ]
+    session.set(**{name: KNOBS[name].default for name in flip})
+    return f"| {' | '.join([named(flip), *cells])} |"
+
+
+def communication(session: Session) -> list[str]:
+    """The table of the knobs of communication."""
+    session.load("text-gpt", **LARGE)
+    session.set(**LARGE_START)
+    headings = ("", "flip, ms", "communication", "live peak", "samples/s", "hidden", "error")
+    lines = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
+    return [*lines, *(travelled(session, flip) for flip in COMMUNICATION)]
+
+
+def named(flip: dict[str, object]) -> str:
+    """What was changed."""
+    return ", ".join(f"`{knob}={value}`" for knob, value in flip.items()) or "as it comes"
+
+
+def write(place: str, lines: list[str]) -> None:
+    """Put a table between its marks."""
+    before, _, rest = PAGE.read_text().partition(f"<!-- {place} -->\n")
+    after = rest.partition("<!-- end -->")[2]
+    PAGE.write_text("\n".join([f"{before}<!-- {place} -->", *lines, f"<!-- end -->{after}"]))
+    print("\n".join(lines))
+
+
 def main() -> None:
     """Measure and write."""
     headings = ("", "step", *PARTS, "waiting", "waited for")
@@ -46,14 +104,11 @@ def main() -> None:
     with gpumem_nb.start(2, device="cpu") as session:
         session.load("text-gpt")
         for flip in FLIPS:
-            name = ", ".join(f"`{knob}={value}`" for knob, value in flip.items()) or "as it comes"
-            lines.append(row(name, measure(session, flip)))
+            lines.append(row(named(flip), measure(session, flip)))
         session.run(SLOW, ranks=[1])
         lines.append(row("rank 1 sleeps 100 ms in each forward", measure(session, {})))
-    before, _, rest = PAGE.read_text().partition("<!-- measured -->\n")
-    after = rest.partition("<!-- end -->")[2]
-    PAGE.write_text("\n".join([f"{before}<!-- measured -->", *lines, f"<!-- end -->{after}"]))
-    print("\n".join(lines))
+        write("measured", lines)
+        write("measured communication", communication(session))
 
 
 if __name__ == "__main__":

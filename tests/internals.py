@@ -246,13 +246,12 @@ __import__("gc").unfreeze()
 @contextmanager
 def gradients_in_many_pieces(session: Session) -> Iterator[None]:
     """The gradients of what is loaded inside are sent in many buckets, as those of a large model are."""
-    bucket_bytes = "__import__('gpumem_nb.engine.step.reduction', fromlist=['BUCKET_BYTES']).BUCKET_BYTES"
-    usual = session.run(bucket_bytes)[0]
-    session.run(f"{bucket_bytes} = 256")
+    usual = session.settings.bucket_mib
+    session.set(bucket_mib=256 / 2**20)
     try:
         yield
     finally:
-        session.run(f"{bucket_bytes} = {usual}")
+        session.set(bucket_mib=usual)
 
 
 # Parts driven by hand -------------------------------------------------------------------------------------------------

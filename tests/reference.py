@@ -101,7 +101,7 @@ class Reference:
     """
 
     def __init__(self, code: str, size: int, seed: int = 0) -> None:
-        self._ranks = [_Rank(code, rank, size, seed) for rank in range(size)]
+        self._ranks = [PlainRank(code, rank, size, seed) for rank in range(size)]
         first, *others = self._ranks
         for other in others:
             _copy(first, other)
@@ -142,7 +142,7 @@ class Reference:
         return losses
 
 
-class _Rank:
+class PlainRank:
     """One rank: its own objects, random numbers and place in the data."""
 
     def __init__(self, code: str, number: int, size: int, seed: int) -> None:
@@ -288,7 +288,7 @@ class _Rank:
         return items[place % len(items)]
 
 
-def _copy(source: _Rank, target: _Rank) -> None:
+def _copy(source: PlainRank, target: PlainRank) -> None:
     with torch.no_grad():
         for here, there in zip(target.tensors(), source.tensors(), strict=True):
             here.copy_(there)

@@ -13,8 +13,8 @@ from ipyparallel import AsyncResult
 from ipyparallel.error import EngineError, RemoteError
 
 from ..internals.ipyparallel_internals import published_beside
+from ..shared.answers import Answer, Apart, Pulse, Raised
 from ..shared.errors import ClusterDied, RankError
-from ..shared.messages import Answer, Apart, Pulse, Raised
 from ..shared.ranklist import name_ranks
 from .shield import shielded
 

@@ -21,9 +21,9 @@ from typing import Any, TextIO
 import cloudpickle
 
 from ..internals.ipykernel_internals import request_under_way
+from ..shared.answers import Answer, Apart, Raised
 from ..shared.cluster_records import fault_file
 from ..shared.errors import GpumemError, text_of
-from ..shared.messages import Answer, Apart, Raised
 from . import cells, surroundings
 from .together import nudge, owner, pulse
 from .together.interrupts import held_back, interruptible

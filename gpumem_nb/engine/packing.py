@@ -8,7 +8,7 @@ from typing import Any
 from cloudpickle import Pickler
 from torch import Tensor, nn
 
-from ..shared.messages import Answer, Apart
+from ..shared.answers import Answer, Apart
 
 _AS_THEY_LIE = ("cpu", "meta")
 

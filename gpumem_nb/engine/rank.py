@@ -22,15 +22,14 @@ from ..memory import cuda
 from ..memory.device import Device, open_device
 from ..shared import cluster_records
 from ..shared.allocator_settings import AllocatorSettings
+from ..shared.answers import Apart, Pulse
 from ..shared.errors import WorkloadError
 from ..shared.forecast import Forecasts, Rehearsal
 from ..shared.knobs import KNOBS, register
 from ..shared.messages import (
-    Apart,
     Chunk,
     ChunkReply,
     DeviceUse,
-    Pulse,
     RankConfig,
     RankInfo,
     Reading,

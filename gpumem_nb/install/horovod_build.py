@@ -32,7 +32,7 @@ from .horovod_source import VERSION, digest
 from .horovod_target import GPU_MODES, Target, detect
 from .long_step import long_step
 
-RECIPE = 5
+RECIPE = 6
 """Raised with every change to the patches or the build's environment, so that older wheels are not taken for new."""
 
 

@@ -18,6 +18,8 @@ VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 """Of the sdist on the package index, the only file there."""
 SDIST = f"horovod-{VERSION}.tar.gz"
+MARK = "gpumem_nb_settings_change"
+"""A variable of the package that is built, by which ranks see that :func:`let_settings_change` was done."""
 DOWNLOAD_TIMEOUT_S = 600
 FIXED_WIDTH = re.compile(r"\bu?int(8|16|32|64)_t\b")
 
@@ -143,6 +145,7 @@ def patch(source: Path, runpath: tuple[str, ...], with_cuda: bool) -> None:
     add_missing_headers(source)
     let_python_go_on(source / "horovod/torch/mpi_ops_v2.cc")
     let_ranks_rest(source / "horovod/common/operations.cc")
+    let_settings_change(source)
 
 
 def let_python_go_on(operations: Path) -> None:
@@ -166,6 +169,19 @@ def let_ranks_rest(operations: Path) -> None:
     replace(operations, done, r"\g<1>    idle &= response_list.responses().empty();\n")
     rested = r"  if (idle) {\n    state.last_cycle_start = std::chrono::steady_clock::now();\n  }\n"
     replace(operations, r"(  return !should_shutdown;\n)", rested + r"\g<1>")
+
+
+def let_settings_change(source: Path) -> None:
+    """Ranks may be joined again with any of Horovod's variables set.
+
+    What a variable has set is no number of its tuner's any more. Horovod puts its own default there all the same when
+    ranks are joined another time in the same processes: outside of what it holds, once a fusion threshold and a cycle
+    time are both set, which ends the process. The mark lets ranks see whether they have this Horovod.
+    """
+    default = r"(  \} else )(\{\n    Eigen::VectorXd v = TunableParameter::BestValue\(\);\n    v\[index_\[variable\]\])"
+    missing = r"\g<1>if (fixed_values_.find(variable) == fixed_values_.end()) \g<2>"
+    replace(source / "horovod/common/parameter_manager.cc", default, missing)
+    replace(source / "horovod/__init__.py", r"(__version__ = .*\n)", rf"\g<1>{MARK} = True\n")
 
 
 def replace(path: Path, pattern: str, by: str) -> None:

@@ -17,7 +17,7 @@ def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
     Raises:
         InvalidInput: saying why, and what is allowed.
     """
-    check_together(settings)
+    settings.check_together(ranks)
     global_batch = settings.samples_per_rank * ranks
     if workload.dataset_len is not None and global_batch > workload.dataset_len:
         raise InvalidInput(
@@ -27,17 +27,6 @@ def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
         )
     for name, knob in KNOBS.items():
         if knob.refuses and (why_not := knob.refuses(getattr(settings, name), workload)):
-            raise InvalidInput(why_not)
-
-
-def check_together(settings: Settings) -> None:
-    """Refuse knobs that do not go with one another, whatever is loaded.
-
-    Raises:
-        InvalidInput: saying why, and what is allowed.
-    """
-    for knob in KNOBS.values():
-        if knob.conflicts and (why_not := knob.conflicts(settings)):
             raise InvalidInput(why_not)
 
 

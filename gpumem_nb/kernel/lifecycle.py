@@ -182,7 +182,7 @@ class Lifecycle:
             if workload := self.training.workload:
                 compatibility.check(settings, workload, self.plan.size)
             else:
-                compatibility.check_together(settings)
+                settings.check_together(self.plan.size)
 
         # Whatever cannot be used is refused before anything is changed.
         policy = self.policy.replace(**rules)

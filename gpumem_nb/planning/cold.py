@@ -12,6 +12,7 @@ from ..report.tables import Table, notes_html
 from ..shared.dry_run import DryAnswer, DryRun, Target
 from ..shared.errors import InvalidInput, nearest
 from ..shared.knobs import KNOBS, additional
+from ..shared.knobs.communication import fusion_bytes
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, parse_size
 from ..shared.workload import Workload
@@ -25,7 +26,7 @@ GENERIC = "A100-40GB"
 
 _FIXED, _UNKNOWN = "fixed by the data", "not known"
 
-FUSION_BYTES = 128 * 2**20
+FUSION_MIB = 128
 """Horovod's fusion buffer, from torch's allocator: the default of HOROVOD_FUSION_THRESHOLD (operations.cc)."""
 
 
@@ -131,7 +132,8 @@ def predict(
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise InvalidInput(f"ranks={ranks!r} cannot be used: it must be a whole number of at least 1.")
     known = gpu is not None
-    asked = {one.name: _asked(one, capacity, ranks, known) for one in gpus}
+    settings.check_together(ranks)
+    asked = {one.name: _asked(one, capacity, ranks, known, settings.fusion_threshold_mib) for one in gpus}
     several = known and len(gpus) + (not isinstance(gpu, str)) > 1
     adapts = "batch_size" not in own_knobs
     answer = dry_process.ask(DryRun(_pickled(made), settings, asked, several, adapts, _sources()))
@@ -187,7 +189,7 @@ def _gpus(gpu: str | Sequence[str] | None) -> list[Gpu]:
     return list(found.values())
 
 
-def _asked(gpu: Gpu, capacity: int | None, ranks: int, known: bool) -> Target:
+def _asked(gpu: Gpu, capacity: int | None, ranks: int, known: bool, fusion_mib: float | None = None) -> Target:
     """What is asked for a GPU.
 
     Args:
@@ -195,6 +197,7 @@ def _asked(gpu: Gpu, capacity: int | None, ranks: int, known: bool) -> Target:
         capacity: of its memory, if somebody said; in bytes.
         ranks: how many train together.
         known: whether somebody named this GPU.
+        fusion_mib: the knob ``fusion_threshold_mib``.
 
     Raises:
         InvalidInput: it has no memory left for tensors.
@@ -209,7 +212,7 @@ def _asked(gpu: Gpu, capacity: int | None, ranks: int, known: bool) -> Target:
             f"{whose}{format_bytes(memory)} is not more than CUDA's context and libraries take "
             f"({format_bytes(beside + gpu.convolution_bytes)}). Name a larger one."
         )
-    held = (FUSION_BYTES,) if ranks > 1 else ()
+    held = (fusion_bytes(FUSION_MIB if fusion_mib is None else fusion_mib),) if ranks > 1 else ()
     limit, error = (None, 0) if memory is None else (memory - beside, error)
     return Target(gpu.kernels, held, limit, error, gpu.convolution_bytes)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..shared.knobs.communication import COMMUNICATION_KNOBS
 from ..shared.messages import Sample
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _NOT_RUN = "not run"
+_COMMUNICATION = {knob.name for knob in COMMUNICATION_KNOBS}
 _NOTHING = "Nothing has been tried yet. Train some steps first: %hvd_train 20"
 _ABOUT = (
     "batch = micro-batch × accumulation × ranks; changed: since the workload's row before; live peak: worst rank; "
@@ -35,6 +37,8 @@ class Tried:
         steps: steps done under it.
         peak_bytes: highest live bytes of any rank in the steps judged.
         throughputs: samples/s of all ranks together, one value for each of the last steps; none once it is settled.
+        hidden: the mean over the ranks of the share of communication that backward hid, for each of the last steps.
+        compression_error: the share of a rank's gradients that compression took, as last measured; the worst rank's.
         outcome: ``ok`` once a step was done, ``oom`` or ``error`` when it could not be kept.
     """
 
@@ -48,6 +52,8 @@ class Tried:
     peaks: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     reserved: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     throughputs: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    hidden: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    compression_error: float | None = None
     _settled: Speed | None = field(default=None, init=False)
     _of_that_model: int | None = field(default=None, init=False)
 
@@ -67,11 +73,17 @@ class Tried:
             self.peaks.clear()
             self.reserved.clear()
             self.throughputs.clear()
+            self.hidden.clear()
         self.steps += 1
         self.outcome = "ok"
         self.peaks.append(max(sample.live_peak_bytes for sample in samples))
         self.reserved.append(max(sample.reserved_peak_bytes for sample in samples))
         self.throughputs.append(sum(sample.samples_per_s for sample in samples))
+        shares = [one.times.hidden_share for one in samples if one.times]
+        if known := [share for share in shares if share is not None]:
+            self.hidden.append(statistics.fmean(known))
+        errors = [one.compression_error for one in samples if one.compression_error is not None]
+        self.compression_error = max(errors, default=self.compression_error)
         losses = [sample.loss for sample in samples if sample.loss is not None]
         self.loss = statistics.fmean(losses) if losses else None
 
@@ -109,6 +121,11 @@ class Tried:
         return speed.median if speed else None
 
     @property
+    def hidden_share(self) -> float | None:
+        """Of communication's time, what backward hid: the mean over the steps judged."""
+        return statistics.fmean(self.hidden) if self.hidden else None
+
+    @property
     def speed(self) -> Speed | None:
         """Samples/s over the steps judged, all ranks together."""
         return self._settled or Speed.of(list(self.throughputs))
@@ -139,10 +156,19 @@ class Effect:
         """Samples/s of all ranks together, before and after."""
         return compared(self.before.speed, self.after.speed)
 
+    @property
+    def communication(self) -> str:
+        """How gradients travelled before and after, if that was changed; else empty."""
+        if self.after.settings.changed_from(self.before.settings).keys().isdisjoint(_COMMUNICATION):
+            return ""
+        before, after, error = self.before.hidden_share, self.after.hidden_share, self.after.compression_error
+        told = f"{_share(before)} → {_share(after)} of communication hidden"
+        return told if error is None else f"{told}, compression takes {100 * error:.2g} % of gradients"
+
     def __str__(self) -> str:
         if not self.after.steps:
             return f"{self.flip}: waiting for the first step"
-        return f"{self.flip}: live peak {self.memory}, {self.speed}"
+        return ", ".join(filter(None, (f"{self.flip}: live peak {self.memory}", self.speed, self.communication)))
 
 
 class Runs:
@@ -211,6 +237,10 @@ class Runs:
 
     def _repr_html_(self) -> str:
         return self._table.html() + notes_html([_ABOUT]) if self._tried else notes_html([_NOTHING])
+
+
+def _share(share: float | None) -> str:
+    return "n/a" if share is None else f"{100 * share:.0f} %"
 
 
 def _optimizer(settings: Settings) -> str:

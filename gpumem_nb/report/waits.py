@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..shared.messages import Apart, Pulse, Waiting
+from ..shared.answers import Apart, Pulse, Waiting
 from ..shared.ranklist import name_ranks
 
 WORTH_A_WORD_S = 2.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +118,8 @@ class Sample:
     group, whoever set it. ``loss_scale`` is what fp16 multiplied the loss by, ``None`` in other precisions and in steps
     without an update; the update was ``skipped`` when gradients overflowed under it. ``noise_scale`` is that of the
     gradients in samples, over the latest steps; there for the steps in which it was measured. ``times`` are those of
-    its parts; not there for what was tried out.
+    its parts; not there for what was tried out. ``compression_error`` is the share of the rank's gradients (by their
+    2-norms) that compression took, in the steps in which it was measured.
     """
 
     rank: int
@@ -141,6 +141,7 @@ class Sample:
     skipped: bool = False
     noise_scale: float | None = None
     times: StepTimes | None = None
+    compression_error: float | None = None
 
     @property
     def reduction_s(self) -> float | None:
@@ -343,63 +344,3 @@ class RankInfo:
     machine: str = ""
     allocator: AllocatorSettings = DEFAULT
     cores: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """An exception of code that ran on a rank, as text: the object itself would keep its frames' tensors alive."""
-
-    ename: str
-    evalue: str
-    traceback: str
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A collective, and for how many seconds a rank waits or waited in it."""
-
-    collective: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """What a rank is doing while a request takes long: for how many seconds, and what it waits in.
-
-    ``time_s`` is the wall clock: a rank whose pulse is old does not run at all. ``limit_s`` is how long the rank waits
-    for others before it frees itself.
-    """
-
-    doing: str
-    seconds: float
-    time_s: float
-    waiting: Waiting | None
-    reading: Reading | None = None
-    device_use: DeviceUse | None = None
-    limit_s: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """Horovod no longer joins a rank to the others: what it was doing, and the collective in which it came apart."""
-
-    doing: str
-    left: Waiting | None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a request gave, and whether the rank is still joined to the others (``apart`` is ``None``).
-
-    ``notes`` are sentences about the rank's surroundings, said once.
-
-    ``content`` is a pickle of its own, so that the rest can be read where the content cannot: the value, or with
-    ``raised`` the exception that came instead of it (a :class:`GpumemError` or :class:`Raised`). ``kind`` says in words
-    what it is.
-    """
-
-    content: bytes
-    kind: str
-    apart: Apart | None = None
-    raised: bool = False
-    notes: tuple[str, ...] = ()

@@ -64,6 +64,16 @@ class Settings(Values):
                 "too: session.run(function) calls a function on all of them, and %hvd_restart does it by itself."
             )
 
+    def check_together(self, ranks: int) -> None:
+        """Refuse knobs that do not go together on so many ranks, whatever is trained.
+
+        Raises:
+            InvalidInput: saying why, and what is allowed.
+        """
+        for knob in KNOBS.values():
+            if knob.conflicts and (why_not := knob.conflicts(self, ranks)):
+                raise InvalidInput(why_not)
+
     @property
     def samples_per_rank(self) -> int:
         """Samples one rank sees in one optimizer step."""

@@ -68,6 +68,12 @@ class StepTimes:
         return {f"{part}_s": seconds for part, seconds in zip(PARTS, self.seconds, strict=True)} | others
 
     @property
+    def hidden_share(self) -> float | None:
+        """Of the time in which gradients were on their way or waited for, the share that backward hid."""
+        travelled_s = None if self.hidden_s is None else self.hidden_s + self[REDUCTION]
+        return self.hidden_s / travelled_s if travelled_s and self.hidden_s is not None else None
+
+    @property
     def total_s(self) -> float:
         """All parts together."""
         return sum(self.seconds)

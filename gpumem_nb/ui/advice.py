@@ -16,7 +16,7 @@ FIXED = {
     c.PARAMETERS: "No knob changes what the weights take; a smaller model does.",
     c.GRADIENTS: "No knob changes what the gradients take: they are as large as the weights.",
     c.OPTIMIZER_STATE: "No knob makes this optimizer's state smaller.",
-    c.COMMUNICATION: "No knob changes what Horovod keeps for exchanging gradients.",
+    c.COMMUNICATION: "No knob changes how many gradients are on their way at once.",
     c.OTHER: "Training did not make it: look for tensors that cells and buffers of the model hold.",
 }
 

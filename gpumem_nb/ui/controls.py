@@ -16,6 +16,7 @@ from .steered import Steered
 from .threads import OwnChanges
 from .wording import critical_batch, field_error
 
+_FOLD_ICONS = {"communication": "exchange"}
 _NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
 
 
@@ -28,7 +29,7 @@ class Controls:
     ``ask`` is called with an action to do, ``later`` with one that nobody waits for; neither may wait for it.
 
     Attributes:
-        knobs, more, buttons: the boxes to show; ``more`` holds the knobs that are shown when somebody asks for them.
+        knobs, folds, buttons: the boxes to show; ``folds`` hold the knobs that are shown when somebody asks for them.
         foreseen: what belongs to no single knob of what would come of flips.
     """
 
@@ -46,16 +47,13 @@ class Controls:
         self._critical = Region(role="group", label="critical batch")
         self._play = _button("Play", "play", "", lambda: ask(session.pause if session.playing else session.play))
         self._step = _button("Step", "step-forward", "", lambda: ask(session.step))
-        self._show_more = ipywidgets.ToggleButton(description="more", icon="sliders", tooltip="all other knobs")
-        self._show_more.add_class("gpumem-show-more")
-        front = [self._with_error(name) for name, knob in self._knobs.items() if knob.in_front]
-        others = [self._with_error(name) for name, knob in self._knobs.items() if not knob.in_front]
-        self.knobs = box(front, "gpumem-knobs")
-        self.more = box(others, "gpumem-knobs")
+        front = [name for name, knob in self._knobs.items() if knob.in_front]
+        self.knobs = box([self._with_error(name) for name in front], "gpumem-knobs")
+        self._shown_knobs = set(front)
+        folds = dict.fromkeys(knob.fold for knob in self._knobs.values() if not knob.in_front)
+        toggles, self.folds = zip(*(self._fold(name) for name in folds), strict=True)
         self.foreseen = box([self._foresight.key, self._foresight.lines], "gpumem-foreseen")
-        self.buttons = box([self._play, self._step, self._foresight.button, self._show_more], "gpumem-buttons")
-        self._show_more.observe(lambda change: self._open(change["new"]), names="value")
-        self._open(False)
+        self.buttons = box([self._play, self._step, self._foresight.button, *toggles], "gpumem-buttons")
 
     def follow(self) -> None:
         """Show the session's settings, wherever they were changed, and switch off what cannot be used."""
@@ -74,7 +72,7 @@ class Controls:
             for error in self._errors.values():
                 error.html = ""
         self._critical.html = critical_batch(session)
-        self._foresight.follow([name for name, knob in self._knobs.items() if knob.in_front or self._show_more.value])
+        self._foresight.follow([name for name in self._knobs if name in self._shown_knobs])
         why_not = session.ended or ("" if session.workload else _NOTHING_LOADED)
         playing = session.playing and not why_not
         self._play.description, self._play.icon = ("Pause", "pause") if playing else ("Play", "play")
@@ -83,8 +81,21 @@ class Controls:
         self._step.tooltip = why_not or "train one step"
         self._play.disabled, self._step.disabled = bool(why_not), bool(why_not) or playing
 
-    def _open(self, wanted: bool) -> None:
-        self.more.layout.display = "" if wanted else "none"
+    def _fold(self, fold: str) -> tuple[Any, Any]:
+        """The button that shows the knobs of a fold, and the box of these, which is closed at first."""
+        names = [name for name, knob in self._knobs.items() if not knob.in_front and knob.fold == fold]
+        icon = _FOLD_ICONS.get(fold, "sliders")
+        toggle = ipywidgets.ToggleButton(description=fold, icon=icon, tooltip=", ".join(names))
+        toggle.add_class(f"gpumem-show-{fold}")
+        inside = box([self._with_error(name) for name in names], "gpumem-knobs")
+        inside.layout.display = "none"
+
+        def open_or_close(change: dict[str, Any]) -> None:
+            inside.layout.display = "" if change["new"] else "none"
+            (self._shown_knobs.update if change["new"] else self._shown_knobs.difference_update)(names)
+
+        toggle.observe(open_or_close, names="value")
+        return toggle, inside
 
     def _with_error(self, name: str) -> Any:
         self._errors[name].add_class("gpumem-error")

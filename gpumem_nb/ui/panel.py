@@ -141,7 +141,7 @@ class Panel:
         usual = box([self._filling, self._lost.widget], "gpumem-usual")
         message = box([self._alert, self._dismiss, fits, usual], "gpumem-message")
         view_of = box([self._pin, self._latest, self._smooth, self._log_loss], "gpumem-choices")
-        knobs = [self._controls.knobs, self._controls.more, self._controls.foreseen]
+        knobs = [self._controls.knobs, *self._controls.folds, self._controls.foreseen]
         view = ipywidgets.VBox(
             [
                 css,

@@ -129,7 +129,8 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
     if foretold:
         came = format_bytes(effect.after.foreseeable_peak_bytes)
         peaks += f" <span>predicted <b>{format_bytes(foretold.live_peak_bytes)}</b>, came <b>{came}</b></span>"
-    return f"<div><span>{escape(flip)}</span> {peaks} <span>{escape(effect.speed)}</span></div>"
+    measured = "".join(f" <span>{escape(told)}</span>" for told in (effect.speed, effect.communication) if told)
+    return f"<div><span>{escape(flip)}</span> {peaks}{measured}</div>"
 
 
 def flip(value: str, foreseen: Prediction | None, why_not: str, mathematics: str) -> str:

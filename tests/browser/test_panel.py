@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -340,6 +341,16 @@ def test_theme_switch_recolours_text_and_grid_at_once(panel: PanelPage) -> None:
     panel.notebook.theme("JupyterLab Light")
     for name, part in parts.items():
         expect(part).to_have_css(name, light[name])
+
+
+def test_knobs_of_communication_open_with_a_button_and_tell_what_they_did(panel: PanelPage) -> None:
+    panel.notebook.evaluate(f"{SET_DEFAULTS} or s.train(6) and None")
+    panel.press("communication")
+    panel.choose("compression", "fp16")
+    panel.notebook.evaluate("s.train(6) and None")
+    expect(panel.effect).to_contain_text(re.compile(r"of communication hidden, .* of gradients"))
+    panel.press("communication")
+    panel.notebook.evaluate(SET_DEFAULTS)
 
 
 def test_a_panel_docks_beside_the_notebook_and_is_closed_everywhere(panel: PanelPage) -> None:

@@ -183,12 +183,15 @@ def test_only_knobs_that_are_not_used_yet_are_named(
 
 
 def test_where_no_knob_helps_the_biggest_category_the_next_one_gets_a_hint() -> None:
-    text = says(history(Settings()), communication=30)
+    small = Settings(fusion_threshold_mib=2)
+    text = says(history(small), communication=30)
     assert "Communication fills 43 % of the peak" in text
     assert (
-        "No knob changes what Horovod keeps for exchanging gradients. Activations: 29 %; checkpointing=blocks" in text
+        "No knob changes how many gradients are on their way at once. Activations: 29 %; checkpointing=blocks" in text
     )
-    assert "Optimizer state: " not in says(history(Settings(optimizer="sgd", batch_size=1)), communication=900)
+    alone = small.replace(optimizer="sgd", batch_size=1)
+    assert "Optimizer state: " not in says(history(alone), communication=900)
+    assert "fusion_threshold_mib=4 may free some of it." in says(history(Settings()), communication=30)
 
 
 def test_what_was_tried_is_told_as_measured_and_left_out_where_it_did_not_help() -> None:

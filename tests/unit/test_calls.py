@@ -16,8 +16,8 @@ from gpumem_nb.cluster.calls import Call
 from gpumem_nb.engine.entry import failed
 from gpumem_nb.engine.packing import returned
 from gpumem_nb.shared import errors
+from gpumem_nb.shared.answers import Apart, Waiting
 from gpumem_nb.shared.errors import GpumemError, RankError, Stalled
-from gpumem_nb.shared.messages import Apart, Waiting
 
 
 class JustAnswered(Future[bytes]):

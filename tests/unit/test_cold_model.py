@@ -333,3 +333,11 @@ def test_the_line_of_a_cell_is_shown() -> None:
             predict(workload(perceptron, found["loss"]))
     finally:
         del linecache.cache["cell 7"]
+
+
+def test_the_fusion_buffer_is_as_large_as_its_knob_says() -> None:
+    kept = [
+        predict(workload(perceptron), ranks=2, **knobs).categories["communication"] / 2**20
+        for knobs in ({}, {"fusion_threshold_mib": 16})
+    ]
+    assert kept == [pytest.approx(128, abs=1), pytest.approx(16, abs=1)]

@@ -353,7 +353,7 @@ def test_beside_the_batch_stands_up_to_which_one_more_samples_pay(session: Sessi
 
 def test_every_knob_says_what_it_does_to_the_mathematics(session: Session) -> None:
     controls = Controls(session, lambda action: None, lambda action: None)  # type: ignore[arg-type]
-    knobs = [knob.children[0] for box in (controls.knobs, controls.more) for knob in box.children]
+    knobs = [knob.children[0] for box in (controls.knobs, *controls.folds) for knob in box.children]
     tips = {knob.description: knob.tooltip for knob in knobs}
     assert tips["checkpointing"].endswith("(keeps the mathematics)")
     assert tips["optimizer_impl"].endswith("(keeps the mathematics to rounding)")

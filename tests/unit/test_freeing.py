@@ -9,7 +9,7 @@ import pytest
 
 from gpumem_nb.engine.together import collectives
 from gpumem_nb.internals import horovod_internals
-from gpumem_nb.shared.messages import Waiting
+from gpumem_nb.shared.answers import Waiting
 
 WAITED = Waiting("all-reduce 'x'", 5.0)
 

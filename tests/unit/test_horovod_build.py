@@ -244,6 +244,9 @@ def test_patched_source_has_the_new_standards_and_headers(tmp_path: Path) -> Non
         "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)\n",
         "horovod/common/operations.cc": "  bool should_shutdown = false;\n  for (auto id : ids) {\n"
         "    should_shutdown |= response_list.shutdown();\n  }\n  return !should_shutdown;\n",
+        "horovod/common/parameter_manager.cc": "  } else {\n    Eigen::VectorXd v = TunableParameter::BestValue();\n"
+        "    v[index_[variable]] = value;\n",
+        "horovod/__init__.py": "__version__ = '0.28.1'\n",
         "horovod/torch/cuda_util.cc": '  cudalib = dlopen("libcuda.so", RTLD_LAZY);\n',
         "horovod/torch/mpi_ops_v2.cc": '  m.def("horovod_torch_allreduce_async_torch_IntTensor", &DoAllreduce);\n'
         '  m.def("horovod_torch_grouped_allreduce_async_torch_cuda_IntTensor",\n        &DoGroupedAllreduce);\n'
@@ -278,6 +281,9 @@ def test_patched_source_has_the_new_standards_and_headers(tmp_path: Path) -> Non
         "  }",
         "  return !should_shutdown;",
     ]
+    changed = "  } else if (fixed_values_.find(variable) == fixed_values_.end()) {"
+    assert after["horovod/common/parameter_manager.cc"].startswith(changed)
+    assert after["horovod/__init__.py"].splitlines()[1] == f"{horovod_source.MARK} = True"
     assert after["horovod/torch/cuda_util.cc"] == '  cudalib = dlopen("libcuda.so.1", RTLD_LAZY);\n'
     assert after["horovod/common/message.h"].startswith("#include <cstdint>\n")
     assert after["third_party/gloo/gloo/types.h"].startswith("#include <cstdint>\n")

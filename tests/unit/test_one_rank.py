@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 from gpumem_nb.engine import building
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
-from gpumem_nb.engine.step import reduction
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.together.interrupts import held_back, take_over
 from gpumem_nb.memory.device import Device, opened
@@ -125,13 +124,12 @@ def test_an_interrupt_while_a_bucket_is_sent_sends_it_once(device: Device, monke
         return 1
 
     monkeypatch.setattr(hvd, "grouped_allreduce_async_", send)
-    monkeypatch.setattr(reduction, "BUCKET_BYTES", 1)
     trainer = Trainer(workload(), stream(), device, time.time())
     before = signal.getsignal(signal.SIGINT)
     try:
         take_over(SimpleNamespace())
         with held_back():
-            reply = trainer.run(Chunk(Settings(batch_size=2), 1, 1))
+            reply = trainer.run(Chunk(Settings(batch_size=2, bucket_mib=1e-6), 1, 1))
     finally:
         signal.signal(signal.SIGINT, before)
     assert reply.failure is not None

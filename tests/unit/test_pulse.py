@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gpumem_nb.engine.together import pulse
-from gpumem_nb.shared.messages import DeviceUse, Pulse, Reading, Waiting
+from gpumem_nb.shared.answers import Pulse, Waiting
+from gpumem_nb.shared.messages import DeviceUse, Reading
 
 LIMIT_S = 5.0
 READING = Reading(*([0] * 6))

@@ -6,16 +6,17 @@ import time
 
 import horovod.torch as hvd
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gpumem_nb.engine import cells
-from gpumem_nb.engine.step import reduction
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Workload
 from tests.unit.test_one_rank import alone as alone
-from tests.unit.test_one_rank import stream, workload
+from tests.unit.test_one_rank import rows, stream, workload
 
 SETTINGS = Settings(batch_size=2)
 
@@ -43,9 +44,9 @@ def test_a_hook_that_a_cell_adds_changes_a_gradient_before_it_is_sent(monkeypatc
         return 1
 
     monkeypatch.setattr(hvd, "grouped_allreduce_async_", send)
-    monkeypatch.setattr(reduction, "BUCKET_BYTES", 1)  # every gradient leaves as soon as it is there
+    settings = SETTINGS.replace(bucket_mib=1e-6)  # every gradient leaves as soon as it is there
     trainer = Trainer(workload(), stream(), opened(), time.time())
-    assert trainer.run(Chunk(SETTINGS, 1, 1)).failure is None
+    assert trainer.run(Chunk(settings, 1, 1)).failure is None
     assert max(sent) > 1e-6
 
     def clamp(param: Tensor) -> None:
@@ -56,5 +57,75 @@ def test_a_hook_that_a_cell_adds_changes_a_gradient_before_it_is_sent(monkeypatc
         param.register_post_accumulate_grad_hook(clamp)
     sent.clear()
     cells.one_more()
-    assert trainer.run(Chunk(SETTINGS, 1, 1)).failure is None
+    assert trainer.run(Chunk(settings, 1, 1)).failure is None
     assert max(sent) <= 1.1e-6
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
+    """What leaves this rank, bucket by bucket, ballots included."""
+    sent: list[list[Tensor]] = []
+
+    def send(tensors: list[Tensor], **_: object) -> int:
+        sent.append(tensors)
+        return 1
+
+    monkeypatch.setattr(hvd, "grouped_allreduce_async_", send)
+    return sent
+
+
+def test_buckets_are_as_large_as_the_knob_says(sent: list[list[Tensor]]) -> None:
+    trainer = Trainer(workload(), stream(), opened(), time.time())
+    for settings_id, (mib, buckets) in enumerate(((4, 1), (1e-6, 2), (4, 1)), 1):
+        sent.clear()
+        assert trainer.run(Chunk(SETTINGS.replace(bucket_mib=mib), settings_id, 1)).failure is None
+        assert len(sent) == buckets
+        assert sum(map(len, sent)) == 3  # weight, bias, ballot
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_compression_rounds_what_is_wider_than_16_bit_and_no_ballot(
+    sent: list[list[Tensor]], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    ballots: list[Tensor] = []
+
+    def send_ballot(ballot: Tensor, **_: object) -> int:
+        ballots.append(ballot)
+        return 1
+
+    monkeypatch.setattr(hvd, "allreduce_async_", send_ballot)
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        output: Tensor = model(batch[0].to(dtype))
+        return output.float().square().mean()
+
+    made = Workload("small", lambda: nn.Linear(4, 4, dtype=dtype), rows, loss)
+    trainer = Trainer(made, stream(), opened(), time.time())
+    reply = trainer.run(Chunk(SETTINGS.replace(compression="fp16"), 1, 2))
+    assert reply.failure is None
+    wide = dtype in (torch.float32, torch.float64)
+    carried = torch.float16 if wide else torch.float32
+    gradients = [tensor for tensors in sent for tensor in tensors if tensor.dim() == 2 or len(tensor) == 4]
+    assert {tensor.dtype for tensor in gradients} == {carried}
+    assert {ballot.dtype for ballot in (ballots if wide else [tensors[-1] for tensors in sent])} == {torch.float32}
+    errors = [sample.compression_error for sample in reply.samples]
+    assert errors[1] is None  # one step in twenty is measured
+    assert errors[0] is not None
+    assert (1e-6 < errors[0] < 2**-11) if wide else errors[0] == 0
+
+
+def test_what_overflows_on_its_way_discards_the_step_and_is_told(sent: list[list[Tensor]]) -> None:
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        output: Tensor = model(batch[0])
+        return 1e6 * output.square().mean()
+
+    trainer = Trainer(Workload("small", lambda: nn.Linear(4, 4), rows, loss), stream(), opened(), time.time())
+    before = [param.detach().clone() for param in trainer.live.parameters]
+    reply = trainer.run(Chunk(SETTINGS.replace(compression="fp16"), 1, 1))
+    assert reply.failure is not None
+    assert reply.failure.phase == "reduction"
+    assert "65,504" in reply.failure.message
+    assert "weight" in reply.failure.message
+    assert "compression=none" in reply.failure.message
+    assert all(map(torch.equal, before, trainer.live.parameters))
+    assert trainer.run(Chunk(SETTINGS, 2, 1)).failure is None

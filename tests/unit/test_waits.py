@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from gpumem_nb.report import waits as wait_reports
-from gpumem_nb.shared.messages import Apart, Pulse, Waiting
+from gpumem_nb.shared.answers import Apart, Pulse, Waiting
 
 BUCKET = "grouped all-reduce 'gpumem_nb.bucket.0'"
 

@@ -183,7 +183,8 @@ class DryStep:
     def _send(self) -> None:
         """Hold what a rank sends until all of it has arrived: copies of gradients that cannot travel as they are."""
         trained = [param for param in self._params if param.requires_grad and param.numel()]
-        wires = [wire for param in reversed(trained) for wire in _sent(param)]
+        compressed = self._settings.compression != "none"
+        wires = [wire for param in reversed(trained) for wire in _sent(param, compressed)]
         if Recorder.current:
             gradients = {id(param.grad) for param in trained}
             Recorder.current.claim(COMMUNICATION, (wire for wire in wires if id(wire) not in gradients))
@@ -224,11 +225,11 @@ def _copied(value: Any) -> Any:
     return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _sent(param: Tensor) -> list[Tensor]:
+def _sent(param: Tensor, compressed: bool) -> list[Tensor]:
     """What is sent of one weight; a sparse gradient as a whole table, whose rows need not be known for that."""
     if param.grad is None or not param.grad.is_sparse:
-        return outgoing(param, sparse=False)
-    dtype = carried_dtype(param.dtype)
+        return outgoing(param, False, compressed)
+    dtype = carried_dtype(param.dtype, compressed)
     return [torch.zeros_like(param, dtype=dtype), torch.zeros(param.shape[0], dtype=dtype)]
 
 

@@ -13,15 +13,38 @@ from torch import Tensor
 
 from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
+from ...shared.settings import Settings
 from ..together.interrupts import postponed
 from .noise import square_of
 from .step_clock import Flight
-from .wire import arrived, carried_dtype, outgoing
+from .wire import arrived, carried_dtype, outgoing, rounding
 
-# A bucket is one Horovod group: negotiated once instead of once a tensor. Large enough to keep the number of
-# negotiations small, small enough that the first ones travel while backward still runs.
-BUCKET_BYTES = 4 * 2**20
+_OPERATIONS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """How gradients travel.
+
+    A bucket is one Horovod group: negotiated once instead of once a tensor. ``bucket_bytes`` large enough keep the
+    number of negotiations small, small enough they let the first ones travel while backward still runs.
+    ``compressed``: in 16 bit. ``reduction`` is what they become, by the knob's names.
+    """
+
+    bucket_bytes: int
+    compressed: bool
+    reduction: str
+
+    @classmethod
+    def under(cls, settings: Settings) -> Travel:
+        """As these settings have it."""
+        return cls(round(settings.bucket_mib * 2**20), settings.compression != "none", settings.reduction)
+
+    @property
+    def averaged(self) -> bool:
+        """Whether they become their average."""
+        return self.reduction == "average"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +77,7 @@ class _Bucket:
 
 
 class GradientReduction:
-    """Averages the gradients of weights over all ranks, and adds up what they vote.
+    """Averages the gradients of weights over all ranks (or does to them what is wanted), and adds up what they vote.
 
     The ballot travels in the last bucket, so agreement costs no round trip of its own. It also says which weights have
     a gradient: one that has none on any rank is left alone, as torch leaves it; one that only some ranks have is
@@ -67,14 +90,16 @@ class GradientReduction:
         flights: the buckets that have arrived since :meth:`begin`.
     """
 
-    def __init__(self, params: Sequence[Tensor], sparse: Collection[int], ranks: int) -> None:
+    def __init__(self, params: Sequence[Tensor], sparse: Collection[int], ranks: int, travel: Travel) -> None:
         """Reduce these weights.
 
         Args:
             params: in the same order on all ranks, frozen ones included.
             sparse: places of those that embeddings give sparse gradients.
             ranks: how many there are.
+            travel: how gradients travel, until :meth:`begin` says otherwise.
         """
+        self._travel = travel
         self._params = [param for param in params if param.numel()]
         self._sparse = {id(params[place]) for place in sparse}
         self._ranks = ranks
@@ -91,6 +116,7 @@ class GradientReduction:
         self._under_way: deque[_Bucket] = deque()
         self.flights: list[Flight] = []
         self._measures = False
+        self._rounded: list[tuple[Tensor, Tensor]] | None = None
         self.regroup()
 
     def regroup(self) -> None:
@@ -98,8 +124,11 @@ class GradientReduction:
         if self._grouped == self._frozen:
             return
         self._grouped = self._frozen
-        frozen = zip(self._params, self._frozen, strict=True)
-        self._buckets = _into_buckets([param for param, is_frozen in frozen if not is_frozen])
+        self._group()
+
+    def _group(self) -> None:
+        grouped = [param for param, is_frozen in zip(self._params, self._grouped, strict=True) if not is_frozen]
+        self._buckets = _into_buckets(grouped, self._travel.bucket_bytes)
         self.come_last()
 
     def come_last(self) -> None:
@@ -116,12 +145,30 @@ class GradientReduction:
         """Send nothing before backward has ended, from now on."""
         self._early, self.torn = False, False
 
-    def begin(self, measures: bool) -> None:
-        """A step begins, perhaps for another time; it may measure this rank's gradients before they are averaged."""
+    def begin(self, travel: Travel, rounding_measured: bool, squares_measured: bool) -> None:
+        """A step begins, perhaps for another time.
+
+        Args:
+            travel: how gradients travel in it.
+            rounding_measured: whether :attr:`lost` is wanted of it.
+            squares_measured: whether the squared norms before and after the reduction are.
+        """
         self.flights.clear()
-        self._measures = measures
+        self._rounded = [] if rounding_measured else None
+        self._measures = squares_measured and travel.reduction != "adasum"  # which makes no average
+        before, self._travel = self._travel, travel
+        if travel.bucket_bytes != before.bucket_bytes:
+            self._group()
         for bucket in self._buckets:
             bucket.square = None
+
+    @property
+    def lost(self) -> Tensor | None:
+        """The share of this step's gradients that compression took (2-norms), on the device, if it was measured."""
+        if not self._rounded:
+            return None
+        norms, lost = (torch.stack(some).square().sum() for some in zip(*self._rounded, strict=True))
+        return (lost / norms.clamp(min=torch.finfo(norms.dtype).tiny)).sqrt()
 
     def arm(self) -> None:
         """From now on gradients are final: send each bucket as soon as it is full."""
@@ -139,12 +186,14 @@ class GradientReduction:
         """The squared norm of the averaged gradients, on the device; ``None`` if the step is not measured."""
         if not (self._measures and self._buckets):
             return None
-        return torch.stack([square_of(bucket.params) for bucket in self._buckets]).sum()
+        times = 1 if self._travel.averaged else self._ranks  # of the average, that a gradient now is
+        return torch.stack([square_of(bucket.params) for bucket in self._buckets]).sum() / times**2
 
     def finish(self, ballot: Tensor) -> Reduced:
         """Send what was not sent, wait for all of it, and add up the ballot.
 
-        Afterwards every ``grad`` is the average over all ranks, the same bits on each; unless some were ``missed``.
+        Afterwards every ``grad`` is the average over all ranks (or their sum, or Adasum), the same bits on each; unless
+        some were ``missed``.
 
         Args:
             ballot: whole numbers in float32, whose sums over all ranks stay below 2**24.
@@ -155,7 +204,8 @@ class GradientReduction:
         square = torch.stack(squares).sum() if squares else ballot.new_zeros(())
         ballot = torch.cat([ballot, square.reshape(1), self._presence(ballot.device)])
         last = self._buckets[-1] if self._buckets else None
-        carrier = last if last and carried_dtype(last.params[0].dtype) == ballot.dtype else None
+        fits = last and self._travel.averaged and self._carried(last) == ballot.dtype
+        carrier = last if fits else None
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._send(bucket, ballot if bucket is carrier else None)
@@ -212,16 +262,23 @@ class GradientReduction:
             bucket.square = square_of(bucket.params)
 
     def _send(self, bucket: _Bucket, ballot: Tensor | None) -> None:
-        bucket.wires = [outgoing(param, id(param) in self._sparse) for param in bucket.params]
+        compressed = self._travel.compressed
+        bucket.wires = [outgoing(param, id(param) in self._sparse, compressed) for param in bucket.params]
         wires = [wire for wires in bucket.wires for wire in wires]
         if ballot is not None:
             wires.append(ballot)
         if Recorder.current:
             gradients = {id(param.grad) for param in bucket.params}
             Recorder.current.claim(COMMUNICATION, (wire for wire in wires if id(wire) not in gradients))
+        if self._rounded is not None:
+            self._rounded += [rounding(param, sent) for param, sent in zip(bucket.params, bucket.wires, strict=True)]
         bucket.sent_s, bucket.sent_bytes = time.perf_counter(), sum(wire.nbytes for wire in wires)
-        bucket.handle = hvd.grouped_allreduce_async_(wires, name=bucket.name, op=hvd.Average)
+        name = bucket.name if self._travel.averaged else f"{bucket.name}.{self._travel.reduction}"
+        bucket.handle = hvd.grouped_allreduce_async_(wires, name=name, op=_OPERATIONS[self._travel.reduction])
         self._under_way.append(bucket)
+
+    def _carried(self, bucket: _Bucket) -> torch.dtype:
+        return carried_dtype(bucket.params[0].dtype, self._travel.compressed)
 
     def _notice_arrivals(self) -> None:
         """Look which buckets have arrived by now; Horovod brings one after the other."""
@@ -263,11 +320,11 @@ def _is_over(handle: int | None) -> bool:
         return True
 
 
-def _into_buckets(params: list[Tensor]) -> list[_Bucket]:
+def _into_buckets(params: list[Tensor], most_bytes: int) -> list[_Bucket]:
     buckets: list[_Bucket] = []
     for param in reversed(params):
         bucket = buckets[-1] if buckets else None
-        if bucket is None or bucket.bytes >= BUCKET_BYTES or bucket.params[0].dtype != param.dtype:
+        if bucket is None or bucket.bytes >= most_bytes or bucket.params[0].dtype != param.dtype:
             bucket = _Bucket(len(buckets))
             buckets.append(bucket)
         bucket.params.append(param)

@@ -57,9 +57,10 @@ class Outcome:
 
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
-    there for recorded steps that were finished; ``laps`` are how long its parts took. ``notes`` are sentences to be
-    said once. ``scales`` are the loss scale before and after the update, on the device too, if there is one;
-    ``squares`` those of :class:`Voting`.
+    there for recorded steps that were finished; ``laps`` are how long its parts took. ``lost`` is the share of
+    gradients that compression took, still on the device, where that was measured. ``notes`` are sentences to be said
+    once. ``scales`` are the loss scale before and after the update, on the device too, if there is one; ``squares``
+    those of :class:`Voting`.
     """
 
     loss: Tensor | None
@@ -69,6 +70,7 @@ class Outcome:
     reading: Reading
     ledger: Ledger | None
     laps: Laps
+    lost: Tensor | None
     notes: tuple[str, ...]
     scales: Tensor | None
     squares: tuple[float, Tensor] | None
@@ -371,4 +373,4 @@ class Stepper:
         ledger = self.record.ledger() if self.record else None
         laps = self._clock.end(self.voting.flights)
         scales, squares = (None, None) if discarded else (self._scales, self.voting.squares)
-        return Outcome(loss, failure, discarded, last, reading, ledger, laps, notes, scales, squares)
+        return Outcome(loss, failure, discarded, last, reading, ledger, laps, self.voting.lost, notes, scales, squares)

@@ -22,7 +22,7 @@ from .. import cells
 from ..data.held_out import HeldOut
 from ..data.stream import Stream
 from ..random_state import OwnNumbers, seeded
-from ..together import nudge
+from ..together import horovod_settings, nudge
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
@@ -30,6 +30,7 @@ from .live_model import LiveModel
 from .noise import NoiseScale
 from .notes import notes as model_notes
 from .rates import Course, named_rate
+from .samples import begun, completed
 from .step import Outcome, Stepper
 from .step_clock import Laps
 from .trials import NO_CONFIGURATION, Trial, Trials
@@ -131,6 +132,7 @@ class Trainer:
             data=data,
             eval_len=self._evaluator.length if self._evaluator else None,
             own_scheduler=type(self.live.scheduler).__name__ if self.live.scheduler else None,
+            why_flat=horovod_settings.why_flat(),
         )
 
     def doing(self) -> tuple[str, float]:
@@ -193,7 +195,7 @@ class Trainer:
             outcomes.append(outcome)
             self._latest = self._latest if outcome.discarded else outcome.laps
             notes += outcome.notes
-            held += 1 + (outcome.scales is not None) + (outcome.squares is not None)
+            held += 1 + (outcome.scales is not None) + (outcome.squares is not None) + (outcome.lost is not None)
             self._leaks.step_ended(sample, numbers=held)
             failure = outcome.failure
             if outcome.discarded:
@@ -208,7 +210,8 @@ class Trainer:
             if evaluated is None and chunk.steps:  # on every rank
                 self._left_after = chunk.nudges
         # Reading a loss or an event waits for the device, so it is done once a chunk.
-        complete = tuple(map(self._complete, samples, outcomes))
+        seen = self.live.settings.samples_per_rank
+        complete = tuple(completed(*pair, self._noise, seen) for pair in zip(samples, outcomes, strict=True))
         leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
         went_well = samples and samples[-1].done and (evaluated or not self._evaluates_now(chunk))  # on all ranks
         traced = zip(samples, outcomes, strict=True) if chunk.traced and went_well else ()
@@ -221,25 +224,6 @@ class Trainer:
             evaluated=evaluated,
             notes=told,
             lanes=tuple(outcome.laps.lanes(self.stream.rank, sample.step) for sample, outcome in traced),
-        )
-
-    def _complete(self, sample: Sample, outcome: Outcome) -> Sample:
-        """A sample with what was still on the device when its step ended."""
-        loss = None if outcome.loss is None else outcome.loss.item()
-        scale = skipped = noise_scale = None
-        if outcome.scales is not None:
-            scale, after = outcome.scales.tolist()
-            skipped = after < scale  # it is lowered instead of an update
-        if outcome.squares is not None:
-            own, average = outcome.squares
-            noise_scale = self._noise.add(own, average.item(), self.live.settings.samples_per_rank, scale or 1.0)
-        return dataclasses.replace(
-            sample,
-            loss=loss,
-            times=outcome.laps.times(),
-            loss_scale=scale,
-            skipped=bool(skipped),
-            noise_scale=noise_scale,
         )
 
     def lanes(self) -> StepLanes | None:
@@ -331,6 +315,8 @@ class Trainer:
         """Switch to the chunk's settings, or say why it cannot be done; a trial's ``settings_id`` is not theirs."""
         self._stepper.phase = "settings"
         try:
+            horovod_settings.follow(chunk.settings, self._device)  # first: what fails below may fail on one rank only
+            chunk.settings.check_together(self.stream.size)  # a state may come from another number of ranks
             if chunk.steps:
                 self.live.resume_modes()
             self.stream.load_with(chunk.settings)
@@ -381,22 +367,14 @@ class Trainer:
         return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)
 
     def _sample(self, outcome: Outcome, event: str, settings_id: int, learning_rate: float) -> Sample:
-        """What is shown of a step, without its loss and the times of its parts."""
-        reading = outcome.reading
-        return Sample(
+        """What is shown of a step, without what is still on the device."""
+        return begun(
+            outcome,
             rank=self.stream.rank,
             step=self.steps,
             time_s=time.time() - self._started_s,
-            loss=None,
-            step_s=outcome.laps.step_s,
             samples_per_s=self.live.settings.samples_per_rank / outcome.laps.step_s,
-            live_bytes=reading.live_bytes,
-            live_peak_bytes=reading.live_peak_bytes,
-            reserved_bytes=reading.reserved_bytes,
-            reserved_peak_bytes=reading.reserved_peak_bytes,
-            device_used_bytes=reading.device_used_bytes,
             settings_id=settings_id,
             event=event,
-            ledger=outcome.ledger,
             learning_rate=learning_rate,
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
+from torch.amp import GradScaler
 
 from ...memory.device import Device
 from ...shared.messages import Failure
@@ -17,11 +19,12 @@ from .blame import nonfinite_loss
 from .finite import GradientNorms
 from .live_model import LiveModel
 from .noise import is_measured
-from .reduction import GradientReduction
+from .reduction import GradientReduction, Travel
 from .step_clock import Flight
 from .weight_watch import WeightWatch
 
 _PARTIAL_NAMED = 3
+_MEASURED_EVERY = 20  # steps, of which the first shows what compression takes from gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Voting:
         self._told_partial: set[int] = set()
         self.watch = WeightWatch(live.parts)
         self.squares: tuple[float, Tensor] | None = None
+        self._measured_at = -_MEASURED_EVERY
 
     @property
     def latest(self) -> Tensor | None:
@@ -91,10 +95,22 @@ class Voting:
         """Cells may have registered hooks that change gradients: these come before they are sent."""
         self._reduction.come_last()
 
+    @property
+    def lost(self) -> Tensor | None:
+        """The share of this rank's gradients that compression took in the latest step, where that was measured."""
+        return self._reduction.lost
+
     def attempt_begins(self, order: StepOrder) -> None:
         """A step begins, perhaps for another time."""
         self.squares = None
-        self._reduction.begin(not order.trial and is_measured(order.step, self._ranks))
+        travel = Travel.under(self._live.settings)
+        measured = False
+        if not travel.compressed:
+            self._measured_at = self._measured_at if order.trial else -_MEASURED_EVERY
+        elif not (order.trial or order.recorded):  # where measuring would be among what is recorded
+            measured = not 0 <= order.step - self._measured_at < _MEASURED_EVERY
+            self._measured_at = order.step if measured else self._measured_at
+        self._reduction.begin(travel, measured, not order.trial and is_measured(order.step, self._ranks))
 
     def begin(self, order: StepOrder) -> None:
         """Forward begins."""
@@ -129,7 +145,29 @@ class Voting:
         if votes.nonfinite and failure is None and loss is not None:
             bad_loss = None if loss.isfinite() else nonfinite_loss(self._rank, loss)
             failure = bad_loss or (norms.failure(self._rank, self._live.parts) if norms else None)
+        elif self._live.settings.compression != "none" and not (votes.failed or votes.nonfinite or votes.unsure):
+            failure = self._overflow()
+            votes = replace(votes, nonfinite=failure is not None)
         return votes, failure
+
+    def _overflow(self) -> Failure | None:
+        """What became too large for fp16 on its way: every rank has the same average, so all of them find the same."""
+        norms = GradientNorms(self._live.parameters)
+        if not norms.nonfinite(torch.zeros((), device=self._device.torch_device), self._scaler):
+            return None
+        failure = norms.failure(self._rank, self._live.parts)
+        assert failure is not None
+        message = (
+            f"a gradient was too large for compression=fp16, whose largest number is 65,504, on the way to the "
+            f"other ranks or in the sum of all ranks: {failure.message.partition(',')[0]}. Set compression=none, or "
+            "let the loss be smaller"
+        )
+        return replace(failure, phase="reduction", message=message)
+
+    @property
+    def _scaler(self) -> GradScaler | None:
+        """What has scaled gradients; the loss is without its scale."""
+        return self._live.scaler if self._live.settings.precision == "fp16" else None
 
     def agree_anew(self, votes: Votes, step: Step) -> Failure | None:
         """What all ranks do before they take a step again, because they would not have stayed the same in it."""
@@ -160,7 +198,7 @@ class Voting:
         names = [name for name, param in self._live.parts.named_parameters() if id(param) in new]
         more = f" and {len(names) - _PARTIAL_NAMED} more" if len(names) > _PARTIAL_NAMED else ""
         which = ", ".join(names[:_PARTIAL_NAMED]) + more
-        return (f"{which}: some ranks had no gradient, which counts as zero in the average",)
+        return (f"{which}: some ranks had no gradient, which counts as zero in the {self._live.settings.reduction}",)
 
     def forget(self) -> None:
         """Let go of what was sent: nothing will come back."""
@@ -180,8 +218,7 @@ class Voting:
             if loss is not None:
                 self._reduction.measure_rest()
                 norms = GradientNorms(self._live.parameters)
-                scaled = self._live.settings.precision == "fp16"  # in gradients; the loss is without its scale
-                nonfinite = norms.nonfinite(loss, self._live.scaler if scaled else None)
+                nonfinite = norms.nonfinite(loss, self._scaler)
                 digest = self.watch.digest() if self._compares(order) else None
             careful = step.update_may_fail(order)
         except BaseException as error:
@@ -196,4 +233,6 @@ class Voting:
 
     def _reduce_all(self) -> GradientReduction:
         """The reduction of all that the optimizer trains."""
-        return GradientReduction(self._live.parameters, self._live.sparse_places(), self._ranks)
+        return GradientReduction(
+            self._live.parameters, self._live.sparse_places(), self._ranks, Travel.under(self._live.settings)
+        )

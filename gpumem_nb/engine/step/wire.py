@@ -8,28 +8,34 @@ from torch import Tensor
 # Both are added up in fp32, for 4 bytes a weight meanwhile: Horovod 0.28 has no all-reduce for bfloat16 (horovod#4047),
 # and it adds up before it divides, which passes the largest fp16 number, 65,504, with gradients that do not.
 _CARRIED_AS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_COMPRESSED_AS = {torch.float32: torch.float16, torch.float64: torch.float16}
 
 
-def carried_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which gradients of this type are added up; a complex number is two real ones."""
+def carried_dtype(dtype: torch.dtype, compressed: bool) -> torch.dtype:
+    """The type in which gradients of this type are added up; a complex number is two real ones.
+
+    ``compressed``: in fp16, as ``hvd.Compression.fp16`` has it; what is of 16 bit already goes as it would without.
+    """
+    if compressed and dtype in _COMPRESSED_AS:
+        return _COMPRESSED_AS[dtype]
     return _CARRIED_AS.get(dtype, dtype.to_real() if dtype.is_complex else dtype)
 
 
-def outgoing(param: Tensor, sparse: bool) -> list[Tensor]:
+def outgoing(param: Tensor, sparse: bool, compressed: bool) -> list[Tensor]:
     """What a rank sends for one weight: its gradient, or zeros where it has none.
 
     A ``sparse`` gradient travels as a whole table, with a column that says which rows it has.
     """
-    grad = param.grad
+    grad, dtype = param.grad, carried_dtype(param.dtype, compressed)
     if sparse:
-        return _table(param, grad)
+        return _table(param, grad, dtype)
     if grad is None:
         grad = torch.zeros_like(param, memory_format=torch.contiguous_format)
     if grad.is_sparse:
         grad = grad.to_dense()
     if grad.is_complex():
         grad = torch.view_as_real(grad.resolve_conj())
-    return [grad.to(carried_dtype(grad.dtype)).contiguous()]
+    return [grad.to(dtype).contiguous()]
 
 
 def arrived(param: Tensor, wires: list[Tensor]) -> None:
@@ -51,8 +57,20 @@ def arrived(param: Tensor, wires: list[Tensor]) -> None:
         grad.copy_(wire)
 
 
-def _table(param: Tensor, grad: Tensor | None) -> list[Tensor]:
-    dtype = carried_dtype(param.dtype)
+def rounding(param: Tensor, wires: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The 2-norms of a gradient and of what it lost on its way out; on the device, nobody waits for it."""
+    grad, none = param.grad, torch.zeros((), device=param.device)
+    if grad is None:
+        return none, none
+    if grad.is_sparse:
+        grad = grad.to_dense()
+    norm = torch.linalg.vector_norm(grad).float()
+    if grad.dtype not in _COMPRESSED_AS:
+        return norm, none
+    return norm, torch.linalg.vector_norm(wires[0].to(grad.dtype).sub_(grad)).float()
+
+
+def _table(param: Tensor, grad: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
     touched = torch.zeros(param.shape[0], dtype=dtype, device=param.device)
     if grad is None:
         return [torch.zeros_like(param, dtype=dtype), touched]

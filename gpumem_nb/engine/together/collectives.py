@@ -15,7 +15,7 @@ from typing import Any
 import horovod.torch as hvd
 
 from ...internals import horovod_internals
-from ...shared.messages import Waiting
+from ...shared.answers import Waiting
 from .priority import new_threads_give_way
 
 _FREEING_PATIENCE_S = 5.0

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from ...shared.messages import DeviceUse, Pulse, Reading, Waiting
+from ...shared.answers import Pulse, Waiting
+from ...shared.messages import DeviceUse, Reading
 
 PERIOD_S = 1.0
 NAPS = 4

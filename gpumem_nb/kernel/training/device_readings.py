@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...cluster.calls import Call
 from ...cluster.ranks import Ranks
-from ...shared.messages import Pulse
+from ...shared.answers import Pulse
 from ..history import History
 
 

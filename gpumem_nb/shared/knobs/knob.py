@@ -77,7 +77,8 @@ class Knob(Option):
     """An option of training that can be switched between two steps.
 
     Attributes:
-        in_front: whether the panel shows it at once, or with those behind "more".
+        in_front: whether the panel shows it at once, or with those of its fold.
+        fold: the button of the panel that opens this and others.
         short: what stands before the value in a chart's marks; by default the name.
         moves: the categories of memory that it makes smaller or larger, and roughly how much of each.
         mathematics: what a change of it does to them (``KEEPS``, ``KEEPS_TO_ROUNDING`` or ``CHANGES``), or a function
@@ -86,22 +87,23 @@ class Knob(Option):
             so a second time must do nothing. ``None``: each step reads the value by itself.
         lighter: the changes that may make a category in ``moves`` smaller; none where they are in use already.
         refuses: why a value cannot be used with what is loaded (``None``: nothing is), or nothing.
+        conflicts: why settings cannot be used together on so many ranks, or nothing.
         adapts: what to change when a workload is loaded under these settings.
-        conflicts: why settings cannot be used whose knobs do not go with one another, or nothing.
         settles: what to set besides when somebody sets knobs; gets settings before and after, the knobs that were
             named, and the number of ranks.
         retired: values that states saved by earlier versions may name, and what they are read as.
     """
 
     in_front: bool = False
+    fold: str = "more"
     short: str | None = None
     moves: Mapping[str, int] = field(default_factory=dict)
     mathematics: str | Callable[[Settings, Settings], str] = CHANGES
     apply: Callable[[LiveModel, Settings], None] | None = None
     lighter: Callable[[Need], Iterable[Changes]] | None = None
     refuses: Callable[[Any, WorkloadInfo | None], str] | None = None
+    conflicts: Callable[[Settings, int], str] | None = None
     adapts: Callable[[Settings, WorkloadInfo], Changes] | None = None
-    conflicts: Callable[[Settings], str] | None = None
     settles: Callable[[Settings, Settings, Collection[str], int], Changes] | None = None
     retired: Mapping[Any, Any] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..workload import WorkloadInfo
 from .knob import KEEPS, Changes, Knob, Settings
-from .option import whole
+from .option import only_words, whole
 
 _MOST_WORKERS = 256  # on one rank; what is more is a slip
 
@@ -16,10 +16,6 @@ def _workers(value: Any) -> int:
     if number > _MOST_WORKERS:
         raise ValueError(value)
     return number
-
-
-def _truth(value: Any) -> bool:
-    raise ValueError(value)  # words alone are allowed
 
 
 def _refuses_workers(value: int, workload: WorkloadInfo | None) -> str:
@@ -83,7 +79,7 @@ PIN_MEMORY = Knob(
     "pin_memory",
     False,
     "keep batches in page-locked host memory, from which they reach a GPU faster",
-    parse=_truth,
+    parse=only_words,
     allowed="on or off",
     words={"on": True, "off": False, "true": True, "false": False, "1": True, "0": False},
     mathematics=KEEPS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import InvalidInput, nearest
 
@@ -61,6 +61,11 @@ def whole(value: Any) -> int:
 def not_negative(value: Any) -> float:
     """A finite number of at least 0."""
     return 0.0 if not isinstance(value, bool) and float(value) == 0 else positive(value)
+
+
+def only_words(value: Any) -> NoReturn:
+    """No number: what is allowed are words."""
+    raise ValueError(value)
 
 
 def positive(value: Any) -> float:

@@ -43,7 +43,7 @@ def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:
     return {"lr_schedule": "constant"} if settings.lr_schedule == "own" else {}
 
 
-def _conflicts(settings: Settings) -> str:
+def _conflicts(settings: Settings, ranks: int) -> str:
     name, warmup, steps = settings.lr_schedule, settings.warmup_steps, settings.schedule_steps
     if name == "own":
         besides = [f"warmup_steps={warmup}"] if warmup else []

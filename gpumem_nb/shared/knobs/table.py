@@ -8,6 +8,7 @@ from ..errors import InvalidInput
 from .batch import ACCUMULATION_STEPS, BATCH_SIZE
 from .checkpointing import CHECKPOINTING
 from .clip_norm import CLIP_NORM
+from .communication import COMMUNICATION_KNOBS
 from .knob import Knob
 from .loading import NUM_WORKERS, ON_BAD_SAMPLE, PIN_MEMORY, PREFETCH_FACTOR
 from .optimizer import LEARNING_RATE, OPTIMIZER, OPTIMIZER_IMPL
@@ -70,6 +71,7 @@ for _knob in (
     PREFETCH_FACTOR,
     PIN_MEMORY,
     ON_BAD_SAMPLE,
+    *COMMUNICATION_KNOBS,
 ):
     register(_knob)
 _BUILT_IN = frozenset(KNOBS)

@@ -1,0 +1,59 @@
+"""From how a step ended to what is shown of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from ...shared.messages import Sample
+from .noise import NoiseScale
+from .step import Outcome
+
+
+def begun(outcome: Outcome, **known: Any) -> Sample:
+    """A sample of what is known on the host when a step has ended; ``known`` is what the step itself does not know."""
+    reading = outcome.reading
+    return Sample(
+        loss=None,
+        step_s=outcome.laps.step_s,
+        live_bytes=reading.live_bytes,
+        live_peak_bytes=reading.live_peak_bytes,
+        reserved_bytes=reading.reserved_bytes,
+        reserved_peak_bytes=reading.reserved_peak_bytes,
+        device_used_bytes=reading.device_used_bytes,
+        ledger=outcome.ledger,
+        **known,
+    )
+
+
+def completed(sample: Sample, outcome: Outcome, noise: NoiseScale, seen: int) -> Sample:
+    """A sample with what was still on the device when its step ended; reading that waits for the device.
+
+    Args:
+        sample: of :func:`begun`.
+        outcome: of the same step.
+        noise: takes the step in, if it was measured.
+        seen: how many samples the rank's gradient is the mean of.
+    """
+    scale, skipped, noise_scale = None, False, None
+    if outcome.scales is not None:
+        scale, after = outcome.scales.tolist()
+        skipped = after < scale  # it is lowered instead of an update
+    if outcome.squares is not None:
+        own, average = outcome.squares
+        noise_scale = noise.add(own, average.item(), seen, scale or 1.0)
+    return dataclasses.replace(
+        sample,
+        loss=_number(outcome.loss),
+        times=outcome.laps.times(),
+        compression_error=_number(outcome.lost),
+        loss_scale=scale,
+        skipped=skipped,
+        noise_scale=noise_scale,
+    )
+
+
+def _number(value: Tensor | None) -> float | None:
+    return None if value is None else value.item()

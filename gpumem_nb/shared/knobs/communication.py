@@ -1,0 +1,210 @@
+"""The knobs of how gradients travel; each step of ``engine/step`` reads them by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..categories import COMMUNICATION
+from ..workload import WorkloadInfo
+from .knob import KEEPS_TO_ROUNDING, MOST, SOME, Changes, Knob, Need, Settings
+from .option import only_words, positive, whole
+
+_FOLD = "communication"
+_LARGEST_MIB = 4096
+_LONGEST_CYCLE_MS = 100  # ranks that join again wait for some cycles
+_LEAST_FUSED_BYTES = 64  # two numbers in the same buffer, which lie on lines of their own
+_SMALL_MIB = 4
+_PLAIN = "sgd"
+_STARTED_WITH = {"default": None}
+_MIB = f"a number of MiB above 0 and at most {_LARGEST_MIB}, such as"
+
+
+def _mib(value: Any) -> float:
+    number = positive(value)
+    if number > _LARGEST_MIB:
+        raise ValueError(value)
+    return int(number) if number == int(number) else number
+
+
+def _cycle(value: Any) -> float:
+    number = positive(value)
+    if number > _LONGEST_CYCLE_MS:
+        raise ValueError(value)
+    return number
+
+
+def _capacity(value: Any) -> int:
+    return 0 if value in (0, "0") and value is not False else whole(value)
+
+
+def _combines(settings: Settings, ranks: int) -> str:
+    """Why gradients cannot be combined by Adasum."""
+    if settings.reduction != "adasum":
+        return ""
+    if ranks & (ranks - 1):
+        return (
+            f"reduction=adasum cannot be used on {ranks} ranks: Horovod's Adasum needs a power of two of them (2, 4, "
+            "8, …). Use reduction=average, or start as many ranks."
+        )
+    if settings.optimizer == _PLAIN:
+        return ""
+    return (
+        f"reduction=adasum cannot be used with optimizer={settings.optimizer}: Horovod's Adasum combines what each "
+        "rank's own optimizer would do to the weights, and with state each rank would keep another. Of plain SGD the "
+        f"gradients can be combined instead: set optimizer={_PLAIN} too, or use reduction=average."
+    )
+
+
+def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:
+    adasum = settings.reduction == "adasum" and settings.optimizer != _PLAIN
+    return {"reduction": "average"} if adasum else {}
+
+
+def _refuses_by_hosts(name: str) -> Callable[[Any, WorkloadInfo | None], str]:
+    def refuses(value: bool | None, workload: WorkloadInfo | None) -> str:
+        if not (value and workload and workload.why_flat):
+            return ""
+        return f"{name}=on cannot be used: {workload.why_flat}. Leave it at default."
+
+    return refuses
+
+
+def _by_hosts(name: str, how: str) -> Knob:
+    """A knob of an all-reduce that Horovod does in stages, inside of hosts and between them."""
+    return Knob(
+        name,
+        None,
+        f"{how}; needs Horovod on NCCL and several hosts; default: as the ranks were started (off)",
+        parse=only_words,
+        allowed="on, off or default",
+        words={**_STARTED_WITH, "on": True, "off": False},
+        fold=_FOLD,
+        mathematics=KEEPS_TO_ROUNDING,
+        refuses=_refuses_by_hosts(name),
+        adapts=lambda settings, workload: {name: None} if workload.why_flat else {},
+    )
+
+
+def _smaller_buffer(need: Need) -> Iterator[Changes]:
+    now = need.settings.fusion_threshold_mib
+    if now is None or now > _SMALL_MIB:
+        yield {"fusion_threshold_mib": _SMALL_MIB}
+
+
+BUCKET_MIB = Knob(
+    "bucket_mib",
+    4,
+    "gradients leave together, this many MiB at a time, while backward goes on; small ones leave earlier, at more cost",
+    parse=_mib,
+    allowed=f"{_MIB} 4",
+    fold=_FOLD,
+    short="buckets ",
+    mathematics=KEEPS_TO_ROUNDING,
+)
+
+COMPRESSION = Knob(
+    "compression",
+    "none",
+    "how fp32 gradients travel: as they are, or rounded to fp16 as hvd.Compression.fp16 does, in half the bytes",
+    choices=("none", "fp16"),
+    fold=_FOLD,
+    short="compression ",
+    moves={COMMUNICATION: SOME},  # copies of gradients lie beside them until all have arrived
+)
+
+REDUCTION = Knob(
+    "reduction",
+    "average",
+    "what the ranks' gradients become: their average, their sum (which takes a learning rate smaller by the number of "
+    "ranks), or with optimizer=sgd Horovod's Adasum",
+    choices=("average", "sum", "adasum"),
+    fold=_FOLD,
+    short="reduction ",
+    adapts=_adapts,
+    conflicts=_combines,
+)
+
+FUSION_THRESHOLD_MIB = Knob(
+    "fusion_threshold_mib",
+    None,
+    "Horovod's fusion buffer, in which gradients travel together; default: as the ranks were started (16 MiB on "
+    "virtual GPUs and under limits below 2 GiB, else 128)",
+    parse=_mib,
+    allowed=f"{_MIB} 16, or default",
+    words=_STARTED_WITH,
+    fold=_FOLD,
+    short="fusion ",
+    moves={COMMUNICATION: MOST},
+    mathematics=KEEPS_TO_ROUNDING,
+    lighter=_smaller_buffer,
+)
+
+CYCLE_TIME_MS = Knob(
+    "cycle_time_ms",
+    None,
+    "how often Horovod looks for gradients that all ranks have sent; default: as the ranks were started (1 ms)",
+    parse=_cycle,
+    allowed=f"a number of milliseconds above 0 and at most {_LONGEST_CYCLE_MS}, such as 2, or default",
+    words=_STARTED_WITH,
+    fold=_FOLD,
+    short="cycle ms ",
+    mathematics=KEEPS_TO_ROUNDING,
+)
+
+CACHE_CAPACITY = Knob(
+    "cache_capacity",
+    None,
+    "how many tensors Horovod remembers, so that it need not agree on them anew; 0: none; default: as the ranks were "
+    "started (1024)",
+    parse=_capacity,
+    allowed="a whole number of at least 0, such as 1024, or default",
+    words=_STARTED_WITH,
+    fold=_FOLD,
+    short="cache ",
+    mathematics=KEEPS_TO_ROUNDING,
+)
+
+HIERARCHICAL_ALLREDUCE = _by_hosts(
+    "hierarchical_allreduce", "reduce inside of each host over NCCL first, then between hosts over MPI"
+)
+TORUS_ALLREDUCE = _by_hosts("torus_allreduce", "reduce along two dimensions over NCCL, inside of hosts and across them")
+
+COMMUNICATION_KNOBS = (
+    COMPRESSION,
+    REDUCTION,
+    BUCKET_MIB,
+    FUSION_THRESHOLD_MIB,
+    CYCLE_TIME_MS,
+    CACHE_CAPACITY,
+    HIERARCHICAL_ALLREDUCE,
+    TORUS_ALLREDUCE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One of Horovod's: its name, Horovod's own default, and how a knob's value is written there."""
+
+    name: str
+    default: str
+    written: Callable[[Any], str] = str
+
+
+CYCLE_TIME = "HOROVOD_CYCLE_TIME"
+VARIABLES = {
+    FUSION_THRESHOLD_MIB.name: Variable(
+        "HOROVOD_FUSION_THRESHOLD", str(128 * 2**20), lambda mib: str(fusion_bytes(mib))
+    ),
+    CYCLE_TIME_MS.name: Variable(CYCLE_TIME, "1"),
+    CACHE_CAPACITY.name: Variable("HOROVOD_CACHE_CAPACITY", "1024"),
+    HIERARCHICAL_ALLREDUCE.name: Variable("HOROVOD_HIERARCHICAL_ALLREDUCE", "0", lambda on: str(int(on))),
+    TORUS_ALLREDUCE.name: Variable("HOROVOD_TORUS_ALLREDUCE", "0", lambda on: str(int(on))),
+}
+"""By knob the variable that Horovod reads when it joins the ranks."""
+
+
+def fusion_bytes(mib: float) -> int:
+    """How large the fusion buffer is with such a threshold."""
+    return max(_LEAST_FUSED_BYTES, round(mib * 2**20))

@@ -1,0 +1,32 @@
+"""The controls: which are seen at once, and which behind a button."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gpumem_nb.shared.knobs import KNOBS
+from gpumem_nb.shared.knobs.communication import COMMUNICATION_KNOBS
+from gpumem_nb.ui.controls import Controls
+from tests.unit.test_foresight import Session
+from tests.unit.test_foresight import session as session
+
+
+def named(box: Any) -> list[str]:
+    return [knob.children[0].description for knob in box.children]
+
+
+def test_beginners_see_five_and_each_fold_opens_with_its_button(session: Session) -> None:
+    queue: list[Callable[[], object]] = []
+    controls = Controls(session, queue.append, queue.append)  # type: ignore[arg-type]
+    assert len(named(controls.knobs)) == 5
+    folds = {fold.description: box for fold, box in zip(controls.buttons.children[3:], controls.folds, strict=True)}
+    assert named(folds["communication"]) == [knob.name for knob in COMMUNICATION_KNOBS]
+    assert {*named(controls.knobs), *(name for box in folds.values() for name in named(box))} == KNOBS.keys()
+    assert all(box.layout.display == "none" for box in folds.values())
+    for toggle in controls.buttons.children[3:]:
+        toggle.value = True
+        assert folds[toggle.description].layout.display == ""
+    controls.buttons.children[3].value = False
+    assert folds[controls.buttons.children[3].description].layout.display == "none"
+    assert folds["communication"].layout.display == ""
