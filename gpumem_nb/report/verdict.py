@@ -138,12 +138,16 @@ def _reduction(path: CriticalPath, around: Circumstances) -> Verdict:
     """Gradients on their way while nothing else is done: the last rank waits for no other."""
     share = path.part(REDUCTION) / path.step_s
     count = 2 * around.settings.accumulation_steps
+    changes: Changes = {"accumulation_steps": count}
+    helps = f"accumulation_steps={count} averages half as often"
+    if around.settings.compression == "none":
+        changes, helps = {"compression": "fp16"}, f"compression=fp16 sends half the bytes; {helps}"
     return Verdict(
         "reduction",
         share,
         f"Averaging gradients, as far as backward does not hide it, takes {_percent(share)} of a step: the network is "
-        f"slow for so many of them. accumulation_steps={count} averages half as often.",
-        around.allowed({"accumulation_steps": count}),
+        f"slow for so many of them. {helps}.",
+        around.allowed(changes),
     )
 
 

@@ -83,7 +83,7 @@ def test_nothing_is_said_of_a_few_steps_or_of_a_hiccup() -> None:
         (on_rank_1(data=0.05), "data", "Rank 1 waits for data", {"num_workers": 2}),
         (on_rank_1(forward=0.06), "slow rank", "Rank 1 is slow: its forward takes 3.0 times", {}),
         (lambda r, n: step({BACKWARD: 0.06 * (n % 2 == r)}), "uneven steps", "take turns", {}),
-        (alike(reduction=0.05), "reduction", "Averaging gradients", {"accumulation_steps": 2}),
+        (alike(reduction=0.05), "reduction", "Averaging gradients", {"compression": "fp16"}),
         (alike(update=0.05), "update", "fused does it", {"optimizer_impl": "fused"}),
         (lambda r, n: step({FORWARD: 0.06}, queued_s=0.05), "no core", "Ranks wait for a core in", {}),
         (lambda r, n: step({FORWARD: 0.06 * r}, queued_s=0.05 * r), "no core", "Rank 1 waits for a core in", {}),
@@ -125,6 +125,7 @@ def test_what_cannot_be_changed_is_not_offered() -> None:
     assert verdict(alike(data=0.05), workload=fixed).changes == {}
     settings = Settings(optimizer_impl="fused", accumulation_steps=2)
     assert verdict(alike(update=0.05), settings).changes == {"accumulation_steps": 4}
+    assert verdict(alike(reduction=0.05), Settings(compression="fp16")).changes == {"accumulation_steps": 2}
     found = verdict(alike(data=0.05), Settings(num_workers=1))
     assert "1 worker does not keep up" in found.sentence
     assert found.changes == {"num_workers": 2}
