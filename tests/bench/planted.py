@@ -121,7 +121,7 @@ class Orthogonal(torch.optim.SGD):
 
 
 class Whitening(torch.optim.SGD):
-    """Divides each matrix's gradient by the root of its covariance, as Shampoo does."""
+    """Divides each matrix's gradient by the roots of its covariances on both sides, as Shampoo does."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -129,8 +129,9 @@ class Whitening(torch.optim.SGD):
             for param in group["params"]:
                 if param.grad is not None and param.ndim >= 2:
                     flat = param.grad.flatten(1)
-                    values, vectors = torch.linalg.eigh(flat @ flat.T + 1e-4 * torch.eye(len(flat)))
-                    param.grad.copy_((vectors * values.rsqrt() @ vectors.T @ flat).view_as(param.grad))
+                    for matrix in (flat, flat.T):
+                        values, vectors = torch.linalg.eigh(matrix @ matrix.T + 1e-4 * torch.eye(len(matrix)))
+                        matrix.copy_(vectors * values.rsqrt() @ vectors.T @ matrix)
         return super().step(closure)
 
 
@@ -141,7 +142,7 @@ class Handmade(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
-                for value in param.flatten()[:2000].tolist():
+                for value in param.flatten()[:100_000].tolist():
                     if value != value:
                         raise ValueError("not a number")
         return super().step(closure)
@@ -235,15 +236,15 @@ UPDATE = [
     Case("Newton and Schulz, 5 rounds", "update", partial(heavy, "text-gpt", Orthogonal, 30)),
     Case("the same, digits", "update", partial(heavy, "digits-resnet", Orthogonal, 40)),
     Case("covariances, text", "update", partial(heavy, "text-gpt", Whitening)),
-    Case("covariances, digits", "update", partial(heavy, "digits-resnet", Whitening)),
+    Case("covariances, digits", "update", partial(heavy, "digits-separable", Whitening)),
     Case("weights in Python", "update", partial(heavy, "text-gpt", Handmade)),
 ]
 CORE = [
-    Case("on core 0", "no core", TEXT, "Rank 0", beside=partial(hogs, 0)),
-    Case("on core 1", "no core", TEXT, "Rank 1", beside=partial(hogs, 1)),
-    Case("on core 1, digits", "no core", DIGITS, "Rank 1", beside=partial(hogs, 1)),
-    Case("two on core 0", "no core", DIGITS, "Rank 0", beside=partial(hogs, 0, 0)),
-    Case("on both cores", "no core", TEXT, "", beside=partial(hogs, 0, 1)),
+    Case("on core 0", "no core", TEXT, beside=partial(hogs, 0)),
+    Case("on core 1", "no core", TEXT, beside=partial(hogs, 1)),
+    Case("on core 1, digits", "no core", DIGITS, beside=partial(hogs, 1)),
+    Case("two on core 0", "no core", DIGITS, beside=partial(hogs, 0, 0)),
+    Case("on both cores", "no core", TEXT, beside=partial(hogs, 0, 1)),
 ]
 # By how many Mbit/s the network carries; run on two hosts.
 NETWORK = [
