@@ -185,6 +185,7 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     with _tracer.recording() if chunk.traced else nullcontext():
         reply = trainer.run(chunk)
     if chunk.traced:
+        trainer.stream.close()  # workers that began meanwhile have inherited the profiler, for good
         _tracer.took(reply.lanes)
     _offer(trainer)  # its optimizer, which a flip may have changed
     return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
@@ -206,10 +207,11 @@ def look_in_sync(model: str | None, data: str | None) -> SyncLook:
     Raises:
         WorkloadError: there is no such variable, or it holds something else.
     """
-    if model is None:
-        return sync_look.of_loaded(_loaded_trainer())
-    found = named({"model": model, "data": data}, namespace())
-    return sync_look.of_own(found["model"], found.get("data"))
+    with _device.exempt():  # what is compared may be copied
+        if model is None:
+            return sync_look.of_loaded(_loaded_trainer())
+        found = named({"model": model, "data": data}, namespace())
+        return sync_look.of_own(found["model"], found.get("data"))
 
 
 def step_lanes() -> StepLanes | None:

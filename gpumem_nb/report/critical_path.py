@@ -29,6 +29,7 @@ class CriticalPath:
         rank: the one that was last most often.
         always: whether it was in nearly all steps.
         step_s: the mean of a step.
+        operators, exact: as the ledger of such a step counts them; 0 where none was recorded.
         queued_s: as :class:`StepTimes` has it, as the mean of the last rank.
     """
 
@@ -41,6 +42,10 @@ class CriticalPath:
         self.always = len(samples) > 1 and often >= _ALWAYS * len(steps)
         self.step_s = self.mean(lambda times: times.total_s)
         self.queued_s = self.mean(queued_s)
+        now = next((row[-1].settings_id for row in samples if row), 0)
+        ledgers = (one.ledger for one in reversed(samples[self.rank]) if one.ledger and one.settings_id == now)
+        ledger = next(ledgers, None)
+        self.operators, self.exact = (ledger.operators, ledger.exact) if ledger else (0, True)
 
     @classmethod
     def of(cls, samples: Sequence[Sequence[Sample]], since_step: int) -> CriticalPath | None:
@@ -74,7 +79,8 @@ class CriticalPath:
 
     def slow_since(self) -> int:
         """The step from which on one rank takes longer than the others; 0 if it always did."""
-        latest = next((row[-1].settings_id for row in self.samples if row), 0)
+        done = (sample.settings_id for row in self.samples for sample in reversed(row) if sample.done)
+        latest = next(done, 0)
         steps = _by_step([[sample for sample in row if sample.settings_id == latest] for row in self.samples])
         numbers = sorted(steps, reverse=True)
         for place in range(_WINDOW, len(numbers) - _WINDOW, _WINDOW):

@@ -44,13 +44,12 @@ class SyncReport:
         return f"<pre>{escape(str(self))}</pre>"
 
     def _weights(self) -> tuple[str, bool]:
-        own = frozenset().union(*(look.own for look in self.looks))
-        compared = [{n: s for n, s in look.weights.items() if n not in own} for look in self.looks]
-        if difference := _difference(compared, "weights"):
+        weights = [look.weights for look in self.looks]
+        if difference := _difference(weights, "weights"):
             return f"{difference}. Broadcast them from rank 0: %hvd_sync, or hvd.broadcast_parameters in a loop.", True
-        names = len(compared[0])
-        gathered = f"; {len(own)} buffers of statistics are each rank's own" if own else ""
-        return f"weights: {names} tensors are the same on all ranks, bit by bit{gathered}.", False
+        buffers = _difference([look.buffers for look in self.looks], "buffers")
+        own = f" {buffers.capitalize()}: right for statistics that each rank gathers for itself." if buffers else ""
+        return f"weights: {len(weights[0])} are the same on all ranks, bit by bit.{own}", False
 
     def _gradients(self) -> tuple[str, bool]:
         gradients = [look.gradients for look in self.looks]
@@ -61,27 +60,30 @@ class SyncReport:
         return f"gradients: {len(gradients[0])} are the same on all ranks, bit by bit.", False
 
     def _samples(self) -> tuple[str, bool]:
-        rows = [look.samples for look in self.looks]
-        if any(row is None for row in rows):
+        rows = [look.samples for look in self.looks if look.samples]
+        if len(rows) < len(self.looks):
             return "", False
-        seen = [set(row or ()) for row in rows]
+        what, numbered = rows[0].what, all(row.numbered for row in rows)
+        if not all(row.numbers for row in rows):
+            return f"data: not compared, because on some rank no whole step is left of an epoch's {what}.", False
+        if len({row.dataset for row in rows}) > 1:
+            return "data: each rank has a dataset of its own, so numbers of samples say nothing.", False
+        seen = [set(row.numbers) for row in rows]
         counts = Counter(sample for of_rank in seen for sample in of_rank)
         twice = sorted(sample for sample, count in counts.items() if count > 1)
-        what = "samples" if self.looks[0].numbered else "micro-batches"
-        total = sum(map(len, seen))
         if not twice:
-            return f"data: no two ranks see the same of {total:,} {what}.", False
-        where = [rank for rank, of_rank in enumerate(seen) if twice[0] in of_rank]
+            return f"data: no two ranks see the same of {sum(map(len, seen)):,} {what}.", False
+        where = name_ranks([rank for rank, of_rank in enumerate(seen) if twice[0] in of_rank])
         said = f"data: {len(twice):,} of {len(counts):,} {what} are seen by several ranks"
-        if self.looks[0].numbered:
+        if numbered:
             numbers = ", ".join(map(str, twice[:_MOST_NAMED])) + (", …" if len(twice) > _MOST_NAMED else "")
-            said += f": number {numbers} (the first by {name_ranks(where)})"
+            said += f": number {numbers} (the first by {where})"
         else:
-            said += f", the first by {name_ranks(where)}"
-        if any(look.repeats for look in self.looks):
-            return f"{said}; the sampler draws samples more than once.", False
-        few = self.looks[0].numbered and len(twice) < len(self.looks)
-        if few and len({len(row or ()) for row in rows}) == 1:
+            said += f", the first by {where}"
+        if any(row.repeats for row in rows):
+            return f"{said}; the sampler draws some more than once.", False
+        few = numbered and len(twice) < len(self.looks)
+        if few and len({len(row.numbers) for row in rows}) == 1:
             return f"{said}. So few may come from filling up the last step, as DistributedSampler does.", False
         return f"{said}. Share samples out: DistributedSampler(dataset, hvd.size(), hvd.rank()).", True
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS
 from ..shared.messages import RankInfo, Sample
 from ..shared.settings import Settings
@@ -20,6 +21,9 @@ _MAINLY = 0.5  # of a time that has one cause
 _CALL_S, _TENSOR_S = 60e-6, 15e-6
 _LARGER = 4  # times as many samples are worth trying then
 
+_OF_CORES = ("too many ranks", "too many workers", "no core")
+_TINY = "tiny operators"
+
 Changes = Mapping[str, Any]
 
 
@@ -31,11 +35,18 @@ class Circumstances:
     ranks: Sequence[RankInfo]
     workload: WorkloadInfo | None
 
-    def allowed(self, changes: Changes) -> Changes:
+    def allowed(self, **changes: Any) -> Changes:
         """The same, or nothing if what is loaded cannot be trained so."""
-        refused = (KNOBS[name].refuses for name in changes)
-        values = changes.values()
-        return {} if any(why(v, self.workload) for why, v in zip(refused, values, strict=True) if why) else changes
+        try:
+            after = self.settings.replace(**changes)
+            after.check_together(len(self.ranks))
+        except InvalidInput:
+            return {}
+        knobs = [KNOBS[name] for name in changes]
+        refused = any(knob.refuses and knob.refuses(getattr(after, knob.name), self.workload) for knob in knobs)
+        samples = self.workload.dataset_len if self.workload else None
+        too_large = samples is not None and after.samples_per_rank * len(self.ranks) > samples
+        return {} if refused or too_large else changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +79,32 @@ class Verdict:
         path = CriticalPath.of(samples, since_step)
         found = [(judge(path, circumstances), least) for judge, least in _CAUSES] if path else []
         worth = [verdict for verdict, least in found if verdict and verdict.share >= least]
+        if len(worth) > 1 and worth[0].cause in _OF_CORES:  # it makes everything else look slow
+            worth = [verdict for verdict in worth if verdict.cause != _TINY]
         return max(worth, key=lambda verdict: verdict.share, default=None)
 
 
-def _core(path: CriticalPath, around: Circumstances) -> Verdict:
+def _core(path: CriticalPath, around: Circumstances) -> Verdict | None:
     """Ready to go on, without a core to do so."""
+    last = around.ranks[path.rank]
+    if not last.virtual:  # its process may run ahead of the GPU, and lose nothing by waiting
+        return None
     share = path.queued_s / path.step_s
-    here = [info for info in around.ranks if info.host == around.ranks[path.rank].host]
+    here = [info for info in around.ranks if info.host == last.host]
     cores = len({core for info in here for core in info.cores})
-    threads = here[0].threads
-    if len(here) * threads > cores > 0:
-        said = "" if threads == 1 else f" with {threads} threads each"
-        return Verdict(
-            "too many ranks",
-            share,
-            f"{len(here)} ranks{said} share {cores} core{'s' * (cores > 1)}: {_percent(share)} of a step is waiting "
-            f"for one. Fewer ranks would each be faster: %hvd_start {max(1, cores // threads)}.",
-        )
+    ranks, threads, workers = len(here), last.threads, around.settings.num_workers
+    waits = f"{_percent(share)} of a step is waiting for one"
+    has = f"{cores} core{'s' * (cores > 1)}"
+    if 0 < cores < ranks and ranks == len(around.ranks):
+        said = f"{ranks} ranks share {has}: {waits}. Fewer ranks would each be faster: %hvd_start {cores}."
+        return Verdict("too many ranks", share, said)
+    if 0 < cores < ranks * threads:
+        most = max(1, cores // ranks)
+        said = f"{_count(ranks, 'rank')} with {_count(threads, 'thread')} each on {has}: {waits}. Start with --threads {most}."
+        return Verdict("too many ranks", share, said)
+    if 0 < cores < ranks * (threads + workers):
+        said = f"{_count(ranks, 'rank')} and {_count(ranks * workers, 'worker')} on {has}: {waits}."
+        return Verdict("too many workers", share, said, around.allowed(num_workers=workers // 2))
     alone = path.always and path.excess(queued_s) >= _MAINLY * path.queued_s
     who = f"Rank {path.rank} waits" if alone else "Ranks wait"
     return Verdict(
@@ -102,7 +122,7 @@ def _data(path: CriticalPath, around: Circumstances) -> Verdict:
     all_wait = f"Waiting for data takes {_percent(share)} of a step"
     said = f"Rank {path.rank} waits for data {_percent(share)} of a step, and the others for it" if alone else all_wait
     workers = around.settings.num_workers
-    changes = around.allowed({"num_workers": 2 * workers or 2})
+    changes = around.allowed(num_workers=2 * workers or 2)
     if workers:
         return Verdict(
             "data", share, f"{said}: {workers} worker{'s do' if workers > 1 else ' does'} not keep up.", changes
@@ -135,53 +155,54 @@ def _uneven(path: CriticalPath, around: Circumstances) -> Verdict | None:
     )
 
 
-def _reduction(path: CriticalPath, around: Circumstances) -> Verdict:
+def _reduction(path: CriticalPath, around: Circumstances) -> Verdict | None:
     """Gradients on their way while nothing else is done: the last rank waits for no other."""
+    if len(around.ranks) < 2:
+        return None
     share = path.part(REDUCTION) / path.step_s
-    count = 2 * around.settings.accumulation_steps
-    changes: Changes = {"accumulation_steps": count}
-    helps = f"accumulation_steps={count} averages half as often"
-    if around.settings.compression == "none":
-        changes, helps = {"compression": "fp16"}, f"compression=fp16 sends half the bytes; {helps}"
-    return Verdict(
-        "reduction",
-        share,
-        f"Averaging gradients, as far as backward does not hide it, takes {_percent(share)} of a step: the network is "
-        f"slow for so many of them. {helps}.",
-        around.allowed(changes),
-    )
+    said = f"Averaging gradients, as far as backward does not hide it, takes {_percent(share)} of a step"
+    changes, helps = _half_as_often(around, "averages")
+    if len({info.host for info in around.ranks}) > 1 and around.settings.compression == "none":
+        changes, helps = around.allowed(compression="fp16"), f"compression=fp16 sends half of fp32's bytes; {helps}"
+    return Verdict("reduction", share, f"{said}: {helps}.", changes)
 
 
 def _update(path: CriticalPath, around: Circumstances) -> Verdict:
     """Clipping and the optimizer."""
     share, settings = path.part(UPDATE) / path.step_s, around.settings
     said = f"The update takes {_percent(share)} of a step"
-    if settings.optimizer != "own" and settings.optimizer_impl != "fused":
-        changes: Changes = {"optimizer_impl": "fused"}
-        return Verdict("update", share, f"{said}: optimizer_impl=fused does it in one pass.", changes)
-    count = 2 * settings.accumulation_steps
-    changes = around.allowed({"accumulation_steps": count})
-    return Verdict("update", share, f"{said}: accumulation_steps={count} updates half as often.", changes)
+    fused = around.allowed(optimizer_impl="fused")
+    if fused and settings.optimizer != "own" and settings.optimizer_impl != "fused":
+        return Verdict("update", share, f"{said}: optimizer_impl=fused does it in one pass.", fused)
+    changes, helps = _half_as_often(around, "updates")
+    return Verdict("update", share, f"{said}: {helps}.", changes)
+
+
+def _half_as_often(around: Circumstances, does: str) -> tuple[Changes, str]:
+    count = 2 * around.settings.accumulation_steps
+    helps = f"accumulation_steps={count} {does} half as often, with a global batch twice as large"
+    return around.allowed(accumulation_steps=count), helps
 
 
 def _tiny(path: CriticalPath, around: Circumstances) -> Verdict | None:
     """So little work in an operator that calling it is what takes time."""
-    ledger = next((sample.ledger for sample in reversed(path.samples[path.rank]) if sample.ledger), None)
-    if ledger is None or not ledger.operators:
+    if not path.operators:
         return None
     ran = 1 - path.queued_s / path.step_s  # of the time
-    each_s = ran * path.part(FORWARD, BACKWARD) / ledger.operators
-    if each_s > (_CALL_S if ledger.exact else _TENSOR_S):
+    each_s = ran * path.part(FORWARD, BACKWARD) / path.operators
+    if each_s > (_CALL_S if path.exact else _TENSOR_S):
         return None
-    size = _LARGER * around.settings.batch_size
-    changes = around.allowed({"batch_size": size})
     return Verdict(
-        "tiny operators",
-        path.part(FORWARD, BACKWARD, TOOLKIT) / path.step_s,
-        f"Operators take {1e6 * each_s:.0f} µs each, about what calling one costs: larger micro-batches take little "
-        "longer.",
-        changes,
+        _TINY,
+        ran * path.part(FORWARD, BACKWARD, TOOLKIT) / path.step_s,
+        f"Operators take {1e6 * each_s:.0f} µs each, about what calling one costs: micro-batches {_LARGER} times as "
+        "large take little longer.",
+        around.allowed(batch_size=_LARGER * around.settings.batch_size),
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _percent(share: float) -> str:

@@ -9,21 +9,36 @@ MOST_SAMPLES = 100_000  # of each rank that are compared
 
 
 @dataclass(frozen=True, slots=True)
+class SeenSamples:
+    """Which samples a rank sees, each as a number.
+
+    Attributes:
+        numbers: of the samples in the dataset, or checksums.
+        what: they are: samples, or micro-batches.
+        numbered: whether they are numbers in the dataset, and no checksums.
+        repeats: whether the rank sees some more than once.
+        dataset: a checksum of some samples of the dataset, by which datasets are told apart; ``None`` if not known.
+    """
+
+    numbers: tuple[int, ...]
+    what: str = "samples"
+    numbered: bool = True
+    repeats: bool = False
+    dataset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SyncLook:
     """Checksums of one rank's tensors by name, and which samples it sees.
 
     Attributes:
-        weights: of parameters and buffers.
-        own: names of buffers that steps change on each rank for itself, such as batch norm's statistics.
+        weights: of parameters.
+        buffers: of what is no parameter, such as statistics.
         gradients: of parameters that have one; empty where none has.
-        samples: numbers of the samples in the dataset, or checksums of micro-batches; ``None`` if nobody asked.
-        numbered: whether they are numbers in the dataset.
-        repeats: whether the sampler draws some samples more than once an epoch.
+        samples: ``None`` if nobody asked, or they cannot be told apart.
     """
 
     weights: Mapping[str, int]
-    own: frozenset[str] = frozenset()
+    buffers: Mapping[str, int] = field(default_factory=dict)
     gradients: Mapping[str, int] = field(default_factory=dict)
-    samples: tuple[int, ...] | None = None
-    numbered: bool = True
-    repeats: bool = False
+    samples: SeenSamples | None = None

@@ -40,8 +40,10 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
             partial.unlink()
     with suppress(OSError):  # the name itself survives a power cut only when its folder is synchronised too
         folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def check_no_folder(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from html import escape
 
 import ipywidgets
@@ -35,7 +36,7 @@ class VerdictLine:
         self._sentence = Region(role="status", label="what time is lost to")
         self._sentence.add_class("gpumem-verdict")
         self._button = ipywidgets.Button(tooltip="change this now")
-        self._button.on_click(lambda _: ask(self._apply))
+        self._button.on_click(lambda _: ask(partial(self._apply, self._verdict)))
         self.widget = box([self._sentence, self._button], "gpumem-lost")
         self._show()
 
@@ -57,6 +58,7 @@ class VerdictLine:
         self._button.layout.display = "" if verdict and verdict.changes else "none"
         self._button.description = f"Apply {verdict.typed}" if verdict else ""
 
-    def _apply(self) -> None:
-        if verdict := self._verdict:
+    def _apply(self, verdict: Verdict | None) -> None:
+        """As it was when the button was pressed: others may wait to be done before."""
+        if verdict:
             self._session.set(**verdict.changes)

@@ -44,8 +44,9 @@ def test_a_loop_that_is_right_has_no_fault(loop: Session) -> None:
     loop.run("step()")
     report = loop.check_sync("net", "loader")
     assert report.ok
-    assert "weights: 6 tensors are the same on all ranks" in str(report)
-    assert "3 buffers of statistics are each rank's own" in str(report)
+    assert "weights: 6 are the same on all ranks" in str(report)
+    assert "Buffers: 1.running_mean is not the same on rank 1 as on rank 0" in str(report)
+    assert "statistics that each rank gathers" in str(report)
     assert "gradients: 6 are the same" in str(report)
     assert "no two ranks see the same of 96 samples" in str(report)
 
@@ -80,10 +81,43 @@ def test_samplers_that_fill_up_or_draw_twice_are_no_fault(loop: Session) -> None
     assert "1 of 95 samples are seen by several ranks" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("DataLoader(torch.utils.data.Subset(rows, range(rank, 96, size)), shuffle=True)", "no two ranks see the same"),
+        ("DataLoader(TensorDataset(torch.randn(48, 8) + rank), shuffle=True)", "each rank has a dataset of its own"),
+        ("[UserDict(x=rows.tensors[0][i :: 8]) for i in range(rank, 8, size)]", "no two ranks see the same of 8 micro"),
+        ("[object(), object()]", ""),
+    ],
+)
+def test_shards_of_any_kind_are_no_fault(loop: Session, data: str, said: str) -> None:
+    loop.run(f"from collections import UserDict\nloader = {data}")
+    report = loop.check_sync("net", "loader")
+    assert report.ok
+    assert ("data: " in str(report)) == bool(said)
+    assert said in str(report)
+
+
 def test_looking_draws_no_random_numbers(loop: Session) -> None:
-    loop.run("loader = DataLoader(rows, batch_size=8, shuffle=True); before = torch.get_rng_state()")
+    loop.run(
+        "own = torch.Generator(); loader = DataLoader(rows, batch_size=8, shuffle=True, generator=own)\n"
+        "before = torch.get_rng_state(), own.get_state()"
+    )
     loop.check_sync("net", "loader")
-    assert loop.run("torch.equal(before, torch.get_rng_state())") == [True, True]
+    assert loop.run("torch.equal(before[0], torch.get_rng_state()), torch.equal(before[1], own.get_state())") == [
+        (True, True),
+        (True, True),
+    ]
+
+
+def test_a_step_that_cannot_be_taken_is_told(two_ranks: Session) -> None:
+    two_ranks.load("digits-resnet", width=8, depth=1, resolution=8)
+    two_ranks.train(1)
+    two_ranks.run("def fail(*_):\n    raise ValueError('no')\nhook = model.register_forward_pre_hook(fail)", ranks=[1])
+    with pytest.raises(WorkloadError, match=r"gradients would be compared could not be taken: .*no"):
+        two_ranks.check_sync()
+    two_ranks.run("hook.remove()", ranks=[1])
+    assert two_ranks.check_sync().ok
 
 
 def test_of_what_is_loaded_nothing_is_changed(two_ranks: Session) -> None:

@@ -21,7 +21,7 @@ from gpumem_nb.ui.verdict_line import VerdictLine
 from tests.ledgers import info, ledger, sample
 
 HEALTHY_S = {DATA: 0.001, FORWARD: 0.03, BACKWARD: 0.06, REDUCTION: 0.005, UPDATE: 0.004}
-LOADED = WorkloadInfo("net", 1, 4, 100, 0)
+LOADED = WorkloadInfo("net", 1, 4, 10_000, 0)
 
 Times = Callable[[int, int], StepTimes]
 
@@ -83,7 +83,7 @@ def test_nothing_is_said_of_a_few_steps_or_of_a_hiccup() -> None:
         (on_rank_1(data=0.05), "data", "Rank 1 waits for data", {"num_workers": 2}),
         (on_rank_1(forward=0.06), "slow rank", "Rank 1 is slow: its forward takes 3.0 times", {}),
         (lambda r, n: step({BACKWARD: 0.06 * (n % 2 == r)}), "uneven steps", "take turns", {}),
-        (alike(reduction=0.05), "reduction", "Averaging gradients", {"compression": "fp16"}),
+        (alike(reduction=0.05), "reduction", "global batch twice", {"accumulation_steps": 2}),
         (alike(update=0.05), "update", "fused does it", {"optimizer_impl": "fused"}),
         (lambda r, n: step({FORWARD: 0.06}, queued_s=0.05), "no core", "Ranks wait for a core in", {}),
         (lambda r, n: step({FORWARD: 0.06 * r}, queued_s=0.05 * r), "no core", "Rank 1 waits for a core in", {}),
@@ -112,6 +112,43 @@ def test_more_ranks_than_cores_are_told_from_other_programs() -> None:
     assert "%hvd_start 2" in found.sentence
 
 
+@pytest.mark.parametrize(
+    ("ranks", "settings", "said"),
+    [
+        ([info(0, cores=(0, 1), threads=4)], Settings(), "1 rank with 4 threads each on 2 cores: 40 %"),
+        ([info(0, cores=(0, 1))], Settings(num_workers=4), "1 rank and 4 workers on 2 cores: 40 %"),
+        ([info(0, cores=(0,)), info(1, host="b", cores=(0,))], Settings(), "other programs use it"),
+    ],
+)
+def test_who_takes_the_cores_is_told(ranks: Any, settings: Settings, said: str) -> None:
+    made = rows(lambda r, n: step(queued_s=0.04), ranks=len(ranks), operators=5_000)
+    found = Verdict.of(made, 0, Circumstances(settings, ranks, LOADED))
+    assert found
+    assert said in found.sentence, "and not that operators are tiny"
+
+
+def test_a_process_that_waits_beside_a_gpu_is_not_blamed() -> None:
+    ranks = [info(rank, virtual=False, cores=(0,)) for rank in range(2)]
+    assert Verdict.of(rows(lambda r, n: step(queued_s=0.04)), 0, Circumstances(Settings(), ranks, LOADED)) is None
+
+
+def test_compression_is_for_networks_and_no_reduction_for_one_rank() -> None:
+    ranks = [info(0, cores=(0,)), info(1, host="b", cores=(0,))]
+    around = Circumstances(Settings(), ranks, LOADED)
+    found = Verdict.of(rows(alike(reduction=0.05)), 0, around)
+    assert found
+    assert found.changes == {"compression": "fp16"}
+    assert verdict(alike(reduction=0.05), ranks=1) is None
+
+
+def test_operators_are_counted_under_the_settings_in_use() -> None:
+    made = rows(alike(), operators=20_000)
+    later = [[dataclasses.replace(one, ledger=None, settings_id=2, step=one.step + 40) for one in row] for row in made]
+    both = [before + after for before, after in zip(made, later, strict=True)]
+    ranks = [info(rank, cores=(rank,)) for rank in range(2)]
+    assert Verdict.of(both, 0, Circumstances(Settings(), ranks, LOADED)) is None
+
+
 def test_a_system_that_tells_no_queues_blames_none() -> None:
     assert verdict(lambda rank, number: step(queued_s=None)) is None
 
@@ -126,7 +163,9 @@ def test_what_cannot_be_changed_is_not_offered() -> None:
     assert verdict(alike(data=0.05), workload=fixed).changes == {}
     settings = Settings(optimizer_impl="fused", accumulation_steps=2)
     assert verdict(alike(update=0.05), settings).changes == {"accumulation_steps": 4}
-    assert verdict(alike(reduction=0.05), Settings(compression="fp16")).changes == {"accumulation_steps": 2}
+    assert verdict(alike(data=0.05), Settings(num_workers=200)).changes == {}, "256 are the most"
+    small = dataclasses.replace(LOADED, dataset_len=100)
+    assert verdict(alike(reduction=0.05), workload=small).changes == {}, "128 samples are more than 100"
     found = verdict(alike(data=0.05), Settings(num_workers=1))
     assert "1 worker does not keep up" in found.sentence
     assert found.changes == {"num_workers": 2}
@@ -167,6 +206,13 @@ def test_the_panels_line_says_it_and_its_button_does_it() -> None:
     assert (button.description, button.layout.display) == ("Apply num_workers=2", "")
     button.click()
     assert session.asked == [{"num_workers": 2}]
+    waiting: list[Any] = []
+    later = VerdictLine(session, waiting.append)
+    later.follow()
+    later.widget.children[1].click()
     session.found, session.settings = None, Settings(num_workers=2)
+    later.follow()
+    waiting.pop()()
+    assert session.asked == [{"num_workers": 2}] * 2, "what the button said when it was pressed"
     line.follow()
     assert (sentence.html, button.layout.display) == ("", "none"), "at once after a flip"

@@ -195,23 +195,23 @@ class ShardedStream(Stream):
         self.position = self._behind(self.position, batch_size, count)
         self._done = (batch_size, count)
 
-    def left_of_epoch(self, batch_size: int, count: int, most: int) -> tuple[tuple[int, ...], bool]:
+    def left_of_epoch(self, batch_size: int, count: int, most: int) -> tuple[list[Any], bool]:
         """Which samples this rank takes of the rest of this epoch, or of the next one where nothing is left.
 
         Returns:
-            Their numbers, at most so many, without those of the last step if it reaches into the next epoch; and
-            whether the order has some samples more than once.
+            What the order names them by, at most so many, without those of the last step if it reaches into the next
+            epoch; and whether the order, if it is a sampler's, has some samples more than once.
         """
         position, share = self.position, self._places(batch_size) * count
         end = (position // self.length + 1) * self.length
         if end - position < self.size * share:
             position, end = end, end + self.length
-        taken: list[int] = []
+        taken: list[Any] = []
         while position + self.size * share <= end and len(taken) < most:
-            taken += map(int, self._indices(position + self.rank * share, share))
+            taken += self._indices(position + self.rank * share, share)
             position += self.size * share
         order = self._order(end // self.length - 1)
-        return tuple(taken), len(set(map(int, order))) < len(order)
+        return taken, isinstance(order, list) and len(set(map(repr, order))) < len(order)
 
     def close(self) -> None:
         """End the workers."""

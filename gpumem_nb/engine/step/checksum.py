@@ -13,5 +13,6 @@ def sum_of_words(tensor: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().view(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
-    words = flat[:whole].view(torch.int64).sum() if flat.storage_offset() % 8 == 0 else flat[:whole].sum()
+    aligned = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
+    words = aligned.view(torch.int64).sum()
     return words + flat[whole:].sum()

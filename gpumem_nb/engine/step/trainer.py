@@ -282,13 +282,13 @@ class Trainer:
         record, stepper.record = stepper.record, None
         return Trial(outcome.failure, record, stepper.work_s, stepper.data_s)
 
-    def look_before_update(self, look: Callable[[], None]) -> None:
+    def look_before_update(self, look: Callable[[], None]) -> Failure | None:
         """Take one step as settings are, which is undone, and look at it before its update. All ranks do that."""
         chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True)
         self._stepper.before_update = look
         try:
             with self.aside(self.live.settings), self.trying(chunk) as failure:
-                self.try_step(failure, chunk)
+                return self.try_step(failure, chunk).failure
         finally:
             self._stepper.before_update = None
 

@@ -119,14 +119,14 @@ class Tracer:
         """What goes wrong inside is no reason to fail a step."""
         try:
             yield
-        except (OSError, RuntimeError) as error:
-            self._problem = f"{what} ({error})"
+        except Exception as error:
+            self._problem = f"{what} ({type(error).__name__}: {error})"
 
     @contextmanager
     def _timeline(self) -> Iterator[None]:
         before = os.environ.get(TIMELINE)
-        self._join_with(str(self._folder / "horovod.json") if self._folder else os.devnull)
         try:
+            self._join_with(str(self._folder / "horovod.json") if self._folder else os.devnull)
             yield
         finally:
             self._join_with(before)
