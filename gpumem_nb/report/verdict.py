@@ -100,7 +100,8 @@ def _core(path: CriticalPath, around: Circumstances) -> Verdict | None:
         return Verdict("too many ranks", share, said)
     if 0 < cores < ranks * threads:
         most = max(1, cores // ranks)
-        said = f"{_count(ranks, 'rank')} with {_count(threads, 'thread')} each on {has}: {waits}. Start with --threads {most}."
+        said = f"{_count(ranks, 'rank')} with {_count(threads, 'thread')} each on {has}: {waits}."
+        said += f" Start with --threads {most}."
         return Verdict("too many ranks", share, said)
     if 0 < cores < ranks * (threads + workers):
         said = f"{_count(ranks, 'rank')} and {_count(ranks * workers, 'worker')} on {has}: {waits}."

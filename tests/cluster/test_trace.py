@@ -175,6 +175,25 @@ def test_steps_are_those_without_a_trace_and_nothing_stays_on(
     assert max(cpu_s) < 0.25, "a timeline's thread would take a core"
 
 
+def test_workers_that_begin_in_it_do_not_keep_the_profiler(own: Session, tmp_path: Path) -> None:
+    own.run(
+        "class Told(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n"
+        "        return 256\n"
+        "    def __getitem__(self, index):\n"
+        "        return torch.full((4,), float(torch.autograd.profiler._is_profiler_enabled))\n"
+        "told = Told()\n"
+        "def told_loss(model, batch):\n"
+        "    return batch.mean() + 0 * model(batch).mean()"
+    )
+    own.attach(model="net", loss="told_loss", data="told")
+    own.set(batch_size=4, num_workers=1)
+    own.train(1)
+    own.trace(tmp_path / "trace.json")
+    assert (own.train(3).frame().loss == 0).all()
+    own.set(num_workers=0)
+
+
 def test_training_in_the_background_goes_on(two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path) -> None:
     session = fresh(two_ranks)
     session.play()
