@@ -123,7 +123,7 @@ CSS = """<style>
 .gpumem-panel .gpumem-batch-lines text { fill: var(--jp-ui-font-color1, currentColor); }
 .gpumem-panel .gpumem-batch-lines .gpumem-axis { stroke: var(--jp-border-color1, #888); }
 .gpumem-panel .gpumem-tiles { display: grid; grid-template-columns: repeat(5, minmax(0, 1fr)); gap: 0.4em;
-  margin: 0.5em 0 0.3em; }
+  margin: 0.3em 0; }
 .gpumem-panel .gpumem-tiles > div { border: 1px solid var(--jp-border-color2, currentColor); border-radius: 4px;
   padding: 0.1em 0.5em; min-height: 4.1em; }
 .gpumem-panel .gpumem-tiles b { display: block; white-space: nowrap; line-height: 1.25;
