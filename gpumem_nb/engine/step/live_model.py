@@ -185,6 +185,7 @@ class LiveModel:
         """
         self.course.follow(settings)
         self._rates.follow(self.course.rate(settings), self.course.schedule)
+        self._rates.knob = settings.learning_rate
         self._note(learning_rate=settings.learning_rate)
 
     def relisted(self) -> bool:
@@ -306,15 +307,18 @@ class LiveModel:
         self.optimizer, self._parked = optimizer, None
         self.parts.join(self.own_optimizer, optimizer)
         self._rates = Rates(optimizer, course.rate(settings), course.schedule)
+        self._rates.knob = settings.learning_rate
         self.course = Course(settings, self._ranks, course.done)
         if optimizer is self.own_optimizer:
             self._own_rates = self._rates
         self._note(**{name: getattr(settings, name) for name in ("optimizer", "optimizer_impl", "learning_rate")})
 
     def close(self) -> None:
-        """Leave the model as it was handed over: no hooks, no gradients."""
+        """Leave the model as it was handed over: no hooks, no gradients, and no rate of a schedule's middle."""
         if self._checkpointing:
             self._checkpointing.remove()
+        if self._own_rates:
+            self._own_rates.leave()
         self.zero_grad()
 
     def zero_grad(self) -> None:
