@@ -8,6 +8,7 @@ holds for Adam, whose averages are of gradients. So nothing is corrected here; a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -81,6 +82,22 @@ class Rates:
         self._left: list[float] = []  # what was set here last; other rates are of a cell or a scheduler
         self._before: tuple[tuple[float, Schedule], list[float], list[float], list[float]] | None = None
         self._of_own: tuple[float, list[float]] | None = None  # where the own scheduler rests, and the knob then
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What a file must hold so that :meth:`remember` goes on from here, beside the rates themselves."""
+        return {
+            "knob": self.knob,
+            "asked": self._asked,
+            "nonzero": self._nonzero,
+            "left": self._left,
+            "of_own": self._of_own,
+        }
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Go on from an earlier moment, whose rates the groups have already."""
+        self.knob, self._asked = memory["knob"], memory["asked"]
+        self._nonzero, self._left, self._of_own = memory["nonzero"], memory["left"], memory["of_own"]
 
     @property
     def first(self) -> float:
