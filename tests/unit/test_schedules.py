@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR,
 
 from gpumem_nb.kernel import compatibility
 from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, KNOBS
 from gpumem_nb.shared.learning_rate import learning_rate
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
@@ -266,6 +269,20 @@ def test_closing_while_the_own_scheduler_rests_lets_it_go_on_from_there() -> Non
     bench.trainer = bench.another()
     bench.settings = compatibility.loaded(bench.settings, bench.trainer.info(), 1)
     assert bench.train(2, lr_schedule="own") == bench.train_plainly(2)
+
+
+def test_the_page_says_of_each_knob_what_a_flip_does_to_the_mathematics() -> None:
+    page = (Path(__file__).parents[2] / "docs/learning-rate.md").read_text()
+    named = {}
+    for kind, start in ((KEEPS, "| keeps |"), (KEEPS_TO_ROUNDING, "| keeps to rounding")):
+        [row] = (line for line in page.splitlines() if line.startswith(start))
+        named[kind] = set(re.findall(r"`(\w+)`", row))
+    for name, knob in KNOBS.items():
+        said = [kind for kind, names in named.items() if name in names]
+        if callable(knob.mathematics):
+            assert said, f"{name}: it depends, and the page says nothing"
+        else:
+            assert said == [knob.mathematics] * (knob.mathematics != CHANGES), name
 
 
 def test_a_jump_of_the_rate_needs_no_correction_of_torchs_momentum() -> None:
