@@ -29,8 +29,11 @@ def single_flips(settings: Settings, workload: WorkloadInfo) -> Iterator[tuple[s
             continue
         now = getattr(settings, name)
         values: Sequence[Any] = knob.choices
-        if not values and isinstance(now, int) and not isinstance(now, bool):
-            values = [now // 2, now * 2]
+        if not values and not isinstance(now, bool):
+            if isinstance(now, int):
+                values = [now // 2, now * 2]
+            elif isinstance(now, float):
+                values = [now / 2, now * 2]
         for value in values:
             if value == now or (knob.refuses and knob.refuses(value, workload)):
                 continue

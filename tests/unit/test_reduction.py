@@ -114,6 +114,15 @@ def test_compression_rounds_what_is_wider_than_16_bit_and_no_ballot(
     assert (1e-6 < errors[0] < 2**-11) if wide else errors[0] == 0
 
 
+def test_what_compression_takes_is_not_told_of_steps_that_the_loss_scaler_skips(sent: list[list[Tensor]]) -> None:
+    trainer = Trainer(workload(), stream(), opened(), time.time())
+    scaler = trainer.live.scaler
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**126})  # gradients overflow
+    settings = SETTINGS.replace(compression="fp16", precision="fp16")
+    [sample] = trainer.run(Chunk(settings, 1, 1)).samples
+    assert (sample.skipped, sample.compression_error) == (True, None)
+
+
 def test_what_overflows_on_its_way_discards_the_step_and_is_told(sent: list[list[Tensor]]) -> None:
     def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
         output: Tensor = model(batch[0])
@@ -123,6 +132,7 @@ def test_what_overflows_on_its_way_discards_the_step_and_is_told(sent: list[list
     before = [param.detach().clone() for param in trainer.live.parameters]
     reply = trainer.run(Chunk(SETTINGS.replace(compression="fp16"), 1, 1))
     assert reply.failure is not None
+    assert [sample.compression_error for sample in reply.samples] == [None]
     assert reply.failure.phase == "reduction"
     assert "65,504" in reply.failure.message
     assert "weight" in reply.failure.message

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, LRScheduler, SequentialLR
 
 from gpumem_nb.kernel import compatibility
 from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, KNOBS
 from gpumem_nb.shared.learning_rate import learning_rate
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
@@ -220,6 +223,66 @@ def test_the_own_scheduler_rests_while_another_schedule_is_on() -> None:
     resting = bench.train(4, lr_schedule="constant") + bench.train(2, lr_schedule="linear", schedule_steps=10)
     assert resting == pytest.approx([0.1] * 5 + [0.09])
     assert bench.train(4, lr_schedule="own") == bench.train_plainly(4)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"warmup_steps": 99},
+        {"lr_schedule": "linear", "schedule_steps": 3},
+        {"lr_scaling": "linear", "reference_batch": 1, "warmup_steps": 5},
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["own", "adam"])
+def test_closing_in_a_schedule_leaves_the_rate_that_the_knob_names(knobs: dict[str, Any], optimizer: str) -> None:
+    bench = Bench()
+    bench.train(2)
+    bench.train(4, learning_rate=0.2, **knobs)
+    if optimizer != "own":
+        bench.train(2, optimizer=optimizer, learning_rate=0.001)
+    bench.trainer.close()
+    assert [group["lr"] for group in bench.own.param_groups] == pytest.approx([0.2, 0.02])
+    assert bench.another().info().own_learning_rate == pytest.approx(0.2)
+
+
+def test_closing_leaves_what_a_cell_or_the_own_scheduler_set() -> None:
+    bench = Bench()
+    bench.train(2, warmup_steps=9)
+    set_rates(bench.own, 0.03, 0.001)
+    bench.trainer.close()
+    assert [group["lr"] for group in bench.own.param_groups] == [0.03, 0.001]
+    bench = Bench(SCHEDULERS["steps"])
+    bench.train(3)
+    bench.train_plainly(3)
+    bench.train(1, lr_schedule="constant")
+    bench.train(2, lr_schedule="own")
+    bench.train_plainly(2)
+    bench.trainer.close()
+    assert [group["lr"] for group in bench.own.param_groups] == [group["lr"] for group in bench.plain.param_groups]
+
+
+def test_closing_while_the_own_scheduler_rests_lets_it_go_on_from_there() -> None:
+    bench = Bench(lambda own: ExponentialLR(own, 0.5))
+    assert bench.train(3) == bench.train_plainly(3)
+    bench.train(2, lr_schedule="constant")
+    bench.trainer.close()
+    bench.trainer = bench.another()
+    bench.settings = compatibility.loaded(bench.settings, bench.trainer.info(), 1)
+    assert bench.train(2, lr_schedule="own") == bench.train_plainly(2)
+
+
+def test_the_page_says_of_each_knob_what_a_flip_does_to_the_mathematics() -> None:
+    page = (Path(__file__).parents[2] / "docs/learning-rate.md").read_text()
+    named = {}
+    for kind, start in ((KEEPS, "| keeps |"), (KEEPS_TO_ROUNDING, "| keeps to rounding")):
+        [row] = (line for line in page.splitlines() if line.startswith(start))
+        named[kind] = set(re.findall(r"`(\w+)`", row))
+    for name, knob in KNOBS.items():
+        said = [kind for kind, names in named.items() if name in names]
+        if callable(knob.mathematics):
+            assert said, f"{name}: it depends, and the page says nothing"
+        else:
+            assert said == [knob.mathematics] * (knob.mathematics != CHANGES), name
 
 
 def test_a_jump_of_the_rate_needs_no_correction_of_torchs_momentum() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.optim.lr_scheduler import ExponentialLR
 
 from gpumem_nb.engine.step.live_model import LiveModel
 from gpumem_nb.engine.step.trainer import Trainer
@@ -72,6 +73,36 @@ def test_a_schedule_goes_on_where_it_was_saved_and_the_rate_with_the_ranks(ranks
         after.trainer.live.step_counted(skipped=False)
     for group, same in zip(after.own.param_groups, before.own.param_groups, strict=True):
         assert group["lr"] == pytest.approx(same["lr"] * ranks, rel=1e-14)
+
+
+@pytest.mark.parametrize("optimizer", ["own", "adam"])
+def test_a_scheduler_that_rests_goes_on_after_a_resume(optimizer: str, tmp_path: Path) -> None:
+    before, after = (Bench(lambda own: ExponentialLR(own, 0.5)) for _ in range(2))
+    assert before.train(3) == after.train_plainly(3)
+    before.train(1, lr_schedule="constant")
+    before.train(1, optimizer=optimizer)
+    after.settings = before.settings
+    resume(after.trainer, save(before.trainer, tmp_path / "state"))
+    after.train(1)
+    assert after.train(2, optimizer="own", lr_schedule="own") == after.train_plainly(2) == [0.0125, 0.00625]
+
+
+def test_groups_keep_their_proportions_after_a_resume_at_rate_zero(tmp_path: Path) -> None:
+    before, after = Bench(), Bench()
+    before.train(4, lr_schedule="linear", schedule_steps=3)
+    assert [group["lr"] for group in before.own.param_groups] == [0, 0]
+    after.settings = before.settings
+    resume(after.trainer, save(before.trainer, tmp_path / "state"))
+    after.train(1, lr_schedule="constant")
+    assert [group["lr"] for group in after.own.param_groups] == pytest.approx([0.1, 0.01])
+
+
+def test_closing_after_a_resume_leaves_the_rate_that_the_knob_names(tmp_path: Path) -> None:
+    before, after = Bench(), Bench()
+    before.train(3, warmup_steps=9)
+    resume(after.trainer, save(before.trainer, tmp_path / "state"))
+    after.trainer.close()
+    assert [group["lr"] for group in after.own.param_groups] == pytest.approx([0.1, 0.01])
 
 
 def test_a_state_with_another_scheduler_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,6 +29,8 @@ from .modes import Modes
 from .parts import Parts, in_groups
 from .rates import Course, Rates, named_rate
 from .undo import KeptState
+
+RatesMemory = Mapping[str, dict[str, Any] | None]
 
 
 class LiveModel:
@@ -185,6 +187,7 @@ class LiveModel:
         """
         self.course.follow(settings)
         self._rates.follow(self.course.rate(settings), self.course.schedule)
+        self._rates.knob = settings.learning_rate
         self._note(learning_rate=settings.learning_rate)
 
     def relisted(self) -> bool:
@@ -298,23 +301,37 @@ class LiveModel:
         self.scaler = torch.amp.GradScaler(self._device.torch_device.type)
         self.scaler.load_state_dict(state)
 
-    def go_on_with(self, optimizer: Optimizer, settings: Settings, course: Course) -> None:
+    @property
+    def rates_memory(self) -> RatesMemory:
+        """What the rates of the optimizer in use, and those of the workload's own, go on from."""
+        own = self._own_rates
+        return {"in use": self._rates.memory, "own": own.memory if own else None}
+
+    def go_on_with(self, optimizer: Optimizer, settings: Settings, course: Course, memory: RatesMemory) -> None:
         """Weights were put back to an earlier moment: ``optimizer`` is the one of that moment, under ``settings``.
 
-        ``course`` is where the schedule was then, on as many ranks as there were.
+        ``course`` is where the schedule was then, on as many ranks as there were; ``memory`` is :attr:`rates_memory` of
+        that moment, as far as it is known.
         """
         self.optimizer, self._parked = optimizer, None
         self.parts.join(self.own_optimizer, optimizer)
         self._rates = Rates(optimizer, course.rate(settings), course.schedule)
+        self._rates.knob = settings.learning_rate
         self.course = Course(settings, self._ranks, course.done)
+        if in_use := memory.get("in use"):
+            self._rates.remember(in_use)
         if optimizer is self.own_optimizer:
             self._own_rates = self._rates
+        elif self._own_rates and (own := memory.get("own")):
+            self._own_rates.remember(own)
         self._note(**{name: getattr(settings, name) for name in ("optimizer", "optimizer_impl", "learning_rate")})
 
     def close(self) -> None:
-        """Leave the model as it was handed over: no hooks, no gradients."""
+        """Leave the model as it was handed over: no hooks, no gradients, and no rate of a schedule's middle."""
         if self._checkpointing:
             self._checkpointing.remove()
+        if self._own_rates:
+            self._own_rates.leave()
         self.zero_grad()
 
     def zero_grad(self) -> None:

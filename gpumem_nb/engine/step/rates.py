@@ -8,6 +8,7 @@ holds for Adam, whose averages are of gradients. So nothing is corrected here; a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -68,15 +69,35 @@ class Rates:
 
     Until a step was done under a change it can be taken back exactly: going back to what was asked for before puts back
     the rates that there were then.
+
+    Attributes:
+        knob: ``learning_rate`` while this optimizer was in use.
     """
 
     def __init__(self, optimizer: Optimizer, rate: float, schedule: Schedule = STEADY) -> None:
+        self.knob = rate
         self._optimizer = optimizer
         self._asked = rate, schedule
         self._nonzero = self._now()  # what the proportions of the groups are taken from once a rate is 0
-        self._left: list[float] = []  # what a schedule set last: as long as it is there, it goes on from _nonzero
+        self._left: list[float] = []  # what was set here last; other rates are of a cell or a scheduler
         self._before: tuple[tuple[float, Schedule], list[float], list[float], list[float]] | None = None
         self._of_own: tuple[float, list[float]] | None = None  # where the own scheduler rests, and the knob then
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What a file must hold so that :meth:`remember` goes on from here, beside the rates themselves."""
+        return {
+            "knob": self.knob,
+            "asked": self._asked,
+            "nonzero": self._nonzero,
+            "left": self._left,
+            "of_own": self._of_own,
+        }
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Go on from an earlier moment, whose rates the groups have already."""
+        self.knob, self._asked = memory["knob"], memory["asked"]
+        self._nonzero, self._left, self._of_own = memory["nonzero"], memory["left"], memory["of_own"]
 
     @property
     def first(self) -> float:
@@ -100,11 +121,12 @@ class Rates:
         now = self._now()
         if self._before and self._before[0] == asked and len(self._before[1]) == len(now):
             _, rates, self._nonzero, self._left = self._before
+            self._set(rates)
             self._before = None
         else:
             self._before = self._before or (self._asked, now, self._nonzero, self._left)
-            rates, self._left = self._for(rate, schedule, now), []
-        self._set(rates)
+            self._set(self._for(rate, schedule, now))
+            self._left = self._now()
         self._asked = asked
 
     def advance(self, rate: float) -> None:
@@ -122,7 +144,12 @@ class Rates:
 
     def forget(self) -> None:
         """The groups were given rank 0's rates: take proportions from those, as all ranks do."""
-        self._left = []
+        self._look_at(self._now())
+
+    def leave(self) -> None:
+        """Training is over: no schedule of the knobs goes on. What a cell or the own scheduler has set stays."""
+        if self._asked[1][0] != OWN and self._now() == self._left:
+            self.follow(self.knob, (OWN, 0))
 
     def _for(self, rate: float, schedule: Schedule, now: list[float]) -> list[float]:
         was, of_own = self._asked, self._of_own

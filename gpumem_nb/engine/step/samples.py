@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from torch import Tensor
@@ -48,7 +49,7 @@ def completed(sample: Sample, outcome: Outcome, noise: NoiseScale, seen: int) ->
         sample,
         loss=_number(outcome.loss),
         times=outcome.laps.times(),
-        compression_error=_number(outcome.lost),
+        compression_error=None if skipped or outcome.discarded else _finite(outcome.lost),
         loss_scale=scale,
         skipped=skipped,
         noise_scale=noise_scale,
@@ -57,3 +58,8 @@ def completed(sample: Sample, outcome: Outcome, noise: NoiseScale, seen: int) ->
 
 def _number(value: Tensor | None) -> float | None:
     return None if value is None else value.item()
+
+
+def _finite(value: Tensor | None) -> float | None:
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None

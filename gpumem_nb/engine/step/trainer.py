@@ -26,7 +26,7 @@ from ..together import horovod_settings, nudge
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
-from .live_model import LiveModel
+from .live_model import LiveModel, RatesMemory
 from .noise import NoiseScale
 from .notes import notes as model_notes
 from .rates import Course, named_rate
@@ -141,10 +141,12 @@ class Trainer:
             return f"the evaluation after step {self.steps}", self._stepper.began_s
         return f"the {self._stepper.phase} part of step {self.steps + 1}", self._stepper.began_s
 
-    def go_on_from(self, steps: int, settings: Settings, optimizer: Optimizer, course: Course) -> None:
-        """Weights were put back to what they were after ``steps``; ``optimizer`` and ``course`` are of that moment."""
+    def go_on_from(
+        self, steps: int, settings: Settings, optimizer: Optimizer, course: Course, memory: RatesMemory
+    ) -> None:
+        """Weights were put back to what they were after ``steps``, and all the others are of that moment."""
         self.steps = steps
-        self.live.go_on_with(optimizer, settings, course)
+        self.live.go_on_with(optimizer, settings, course, memory)
         self._stepper.voting.watch.begin_anew()
         self._settings_id = self._failed_id = self._proven_id = -1
         self._flipped = False

@@ -75,7 +75,8 @@ class Checked:
         self._own_optimizer_state = self._state_for(path, trainer.live.own_optimizer, payload["own_optimizer"])
         self._extra = _extra_of(path, trainer, own.get("extra", {}))
         self._scheduler_state = _scheduler_state(path, trainer.live.scheduler, payload.get("scheduler"))
-        # Earlier versions did not write it.
+        # Earlier versions did not write these.
+        self._rates = payload.get("rates", {})
         self._course = Course(self.settings, self.header.ranks, payload.get("schedule_steps_done", 0))
         self._trained_as = payload.get("frozen"), payload.get("evaluating")  # earlier versions did not write them
         self._scaler = payload["scaler"]
@@ -104,7 +105,7 @@ class Checked:
         trainer.live.scaler.load_state_dict(self._scaler)
         trainer.stream.go_to(self.header.position, self.header.passes, self.header.pass_began)
         trainer.stream.seed = self.header.seed
-        trainer.go_on_from(self.header.steps, self.settings, self._optimizer, self._course)
+        trainer.go_on_from(self.header.steps, self.settings, self._optimizer, self._course, self._rates)
         trainer.random = self._random
 
     def _rebuilt(self, path: Path, trainer: Trainer, payload: dict[str, Any]) -> Optimizer:
