@@ -18,11 +18,11 @@ from gpumem_nb.cluster.launchers import mpi
 from gpumem_nb.install.horovod_source import MARK
 from gpumem_nb.install.mpi_tools import require_tool
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
+from gpumem_nb.shared.errors import InvalidInput, TrainingFailed, WorkloadError
 from gpumem_nb.shared.knobs.communication import VARIABLES
 from gpumem_nb.shared.settings import Settings
 from tests.conftest import weights
-from tests.timing import HANG_S, in_time
+from tests.timing import HANG_S, in_time, until
 
 pytestmark = pytest.mark.cluster
 
@@ -234,6 +234,43 @@ def test_a_horovod_built_elsewhere_refuses_what_would_end_it_and_training_goes_o
     session.set(fusion_threshold_mib=2)
     assert communication(session.train(2)) == pytest.approx(2, abs=0.5)
     session.run(f"setattr(horovod, {MARK!r}, mark)")
+
+
+FAILING = """
+from gpumem_nb.engine.step.live_model import LiveModel
+set_optimizer = LiveModel.set_optimizer
+def fail(live, settings):
+    if settings.optimizer == "sgd":
+        raise RuntimeError("not here")
+    set_optimizer(live, settings)
+LiveModel.set_optimizer = fail
+"""
+
+
+@pytest.mark.parametrize("knobs", [{"compression": "fp16"}, {"bucket_mib": 0.001}, {"reduction": "sum"}], ids=str)
+def test_settings_that_one_rank_cannot_apply_let_nobody_wait_for_its_gradients(
+    two_ranks: Session, fresh: Callable[..., Session], knobs: dict[str, Any]
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    before = weights(session)
+    session.run(FAILING, ranks=1)
+    try:
+        began_s = time.monotonic()
+        with pytest.raises(WorkloadError, match="not here"):
+            session.predict(optimizer="sgd", **knobs)
+        assert in_time(time.monotonic() - began_s, 2)
+        assert weights(session) == before
+        session.play()
+        began_s = time.monotonic()
+        session.set(optimizer="sgd", **knobs)
+        until(lambda: not session.playing)
+        assert in_time(time.monotonic() - began_s, 2)
+    finally:
+        session.run("LiveModel.set_optimizer = set_optimizer", ranks=1)
+    assert session.settings.optimizer != "sgd"
+    assert session.train(2).steps == 2
+    assert len(weights(session)) == 1
 
 
 LARGE = (

@@ -30,6 +30,7 @@ from .live_model import LiveModel
 from .noise import NoiseScale
 from .notes import notes as model_notes
 from .rates import Course, named_rate
+from .reduction import Travel
 from .samples import begun, completed
 from .step import Outcome, Stepper
 from .step_clock import Laps
@@ -349,7 +350,8 @@ class Trainer:
         """One step of the chunk. A failure to apply the settings fails it from the start, on all ranks."""
         recorded = failure is None and self._is_recorded(chunk)
         nudges = sys.maxsize if chunk.traced else chunk.nudges
-        order = StepOrder(self.steps, chunk.trial, nudges, self._settings_id == self._proven_id, recorded)
+        proven, travel = self._settings_id == self._proven_id, Travel.under(chunk.settings)
+        order = StepOrder(self.steps, chunk.trial, nudges, proven, recorded, travel)
         learning_rate = self.live.learning_rate  # a scheduler may set the next one when the step is done
         outcome = self._stepper.take(order, failure)
         if outcome.discarded:
