@@ -18,7 +18,7 @@ from gpumem_nb.cluster.launchers import mpi
 from gpumem_nb.install.horovod_source import MARK
 from gpumem_nb.install.mpi_tools import require_tool
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import InvalidInput, TrainingFailed, WorkloadError
+from gpumem_nb.shared.errors import InvalidInput, RankError, TrainingFailed, WorkloadError
 from gpumem_nb.shared.knobs.communication import VARIABLES
 from gpumem_nb.shared.settings import Settings
 from tests.conftest import weights
@@ -219,6 +219,34 @@ def test_a_rank_that_does_not_come_to_a_flip_keeps_nobody_waiting(
     session.set(stall_limit_s=60)
     session.set(fusion_threshold_mib=3)
     assert communication(session.train(3)) == pytest.approx(3, abs=0.5)
+    assert len(weights(session)) == 1
+
+
+LATE_BACK = """
+import time
+from gpumem_nb.engine.together import horovod_settings
+prompt = horovod_settings.follow
+def late(settings, device):
+    time.sleep(0 if settings.fusion_threshold_mib else 4)
+    prompt(settings, device)
+horovod_settings.follow = late
+"""
+
+
+def test_a_trial_is_taken_back_where_the_ranks_come_apart_on_the_way(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    trained = session.run("type(optimizer).__name__")
+    session.set(stall_limit_s=1)
+    session.run(LATE_BACK, ranks=1)
+    with pytest.raises((WorkloadError, RankError)):
+        session.predict(optimizer="sgd", fusion_threshold_mib=2)
+    session.run("horovod_settings.follow = prompt", ranks=1)
+    assert session.run("type(optimizer).__name__") == trained
+    session.set(stall_limit_s=60)
+    assert session.train(2).steps == 2
     assert len(weights(session)) == 1
 
 
