@@ -56,13 +56,12 @@ from .storing.snapshots import Snapshots
 from .streams import flush_only_what_was_written
 from .together import collectives, nudge, pulse
 from .together.interrupts import take_over
-from .together.pulse import PulseThread
 from .tracing.tracer import Tracer
 
 _session_started_s = 0.0  # on the clock of ``time.time``
 _device: Device
 _device_use: DeviceUse | None = None  # as NVML had it when it was last asked
-_pulse: PulseThread | None = None
+_pulse: pulse.PulseThread | None = None
 _trainer: Trainer | None = None
 _names: OfferedNames
 _snapshots = Snapshots()
@@ -90,7 +89,7 @@ def set_up(config: RankConfig) -> RankInfo:
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
     _device.communicates_on(horovod_threads)
     _greet()
-    _pulse = PulseThread(partial(_publish, kernel), collectives, step, reading, device_use, config.stall_limit_s)
+    _pulse = pulse.PulseThread(partial(_publish, kernel), collectives, step, reading, device_use, config.stall_limit_s)
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
     _names = OfferedNames(namespace())
@@ -217,6 +216,11 @@ def look_in_sync(model: str | None, data: str | None) -> SyncLook:
 def step_lanes() -> StepLanes | None:
     """The latest step that was done, part by part."""
     return _loaded_trainer().lanes()
+
+
+def check_trace() -> None:
+    """All ranks find out together whether steps can be traced."""
+    collectives.check_again()
 
 
 def write_trace(order: TraceOrder) -> TracePart:

@@ -57,6 +57,7 @@ class Tracing:
         self._foreground.check_loaded()
         try:
             _check_target(target)
+            self._foreground.call("check_trace")
             with written_whole(target) as whole, _maybe_packed(whole, target) as file:
                 try:
                     lanes = self._recorded(steps, progress)

@@ -18,11 +18,11 @@ from gpumem_nb.cluster.launchers import mpi
 from gpumem_nb.install.horovod_source import MARK
 from gpumem_nb.install.mpi_tools import require_tool
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
+from gpumem_nb.shared.errors import InvalidInput, RankError, TrainingFailed, WorkloadError
 from gpumem_nb.shared.knobs.communication import VARIABLES
 from gpumem_nb.shared.settings import Settings
 from tests.conftest import weights
-from tests.timing import HANG_S, in_time
+from tests.timing import HANG_S, in_time, until
 
 pytestmark = pytest.mark.cluster
 
@@ -222,18 +222,113 @@ def test_a_rank_that_does_not_come_to_a_flip_keeps_nobody_waiting(
     assert len(weights(session)) == 1
 
 
+LATE_BACK = """
+import time
+from gpumem_nb.engine.together import horovod_settings
+prompt = horovod_settings.follow
+def late(settings, device):
+    time.sleep(0 if settings.fusion_threshold_mib else 4)
+    prompt(settings, device)
+horovod_settings.follow = late
+"""
+
+
+def test_a_trial_is_taken_back_where_the_ranks_come_apart_on_the_way(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    trained = session.run("type(optimizer).__name__")
+    session.set(stall_limit_s=1)
+    session.run(LATE_BACK, ranks=1)
+    with pytest.raises((WorkloadError, RankError)):
+        session.predict(optimizer="sgd", fusion_threshold_mib=2)
+    session.run("horovod_settings.follow = prompt", ranks=1)
+    assert session.run("type(optimizer).__name__") == trained
+    session.set(stall_limit_s=60)
+    assert session.train(2).steps == 2
+    assert len(weights(session)) == 1
+
+
+WITHOUT_MARK = f"""
+import horovod, os
+mark, cycle = vars(horovod).pop({MARK!r}), os.environ.pop("HOROVOD_CYCLE_TIME", None)
+"""
+WITH_MARK = f"""
+setattr(horovod, {MARK!r}, mark)
+if cycle:
+    os.environ["HOROVOD_CYCLE_TIME"] = cycle
+"""
+
+
 def test_a_horovod_built_elsewhere_refuses_what_would_end_it_and_training_goes_on(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
     session = fresh(two_ranks)
     session.train(2)
-    session.run(f"import horovod\nmark = vars(horovod).pop({MARK!r})")
+    session.run(WITHOUT_MARK)
     with pytest.raises(TrainingFailed, match=r"horovod_build.*%hvd_restart"):
         session.set(cycle_time_ms=2)
     assert session.settings.cycle_time_ms is None
     session.set(fusion_threshold_mib=2)
     assert communication(session.train(2)) == pytest.approx(2, abs=0.5)
-    session.run(f"setattr(horovod, {MARK!r}, mark)")
+    session.run(WITH_MARK)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"fusion_threshold_mib": 3}], ids=str)
+def test_one_such_rank_lets_all_refuse_to_be_joined_again(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, knobs: dict[str, Any]
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    session.run(WITHOUT_MARK + "os.environ['HOROVOD_CYCLE_TIME'] = '1'", ranks=1)
+    began_s, steps = time.monotonic(), session.history.steps
+    try:
+        with pytest.raises((TrainingFailed, WorkloadError), match=r"horovod_build.*%hvd_restart"):
+            session.set(**knobs) if knobs else session.trace(tmp_path / "a.json", steps=1)
+        assert in_time(time.monotonic() - began_s, 2)
+        assert session.history.steps == steps
+    finally:
+        session.run("del os.environ['HOROVOD_CYCLE_TIME']" + WITH_MARK, ranks=1)
+    assert session.train(2).steps == 2
+    assert len(weights(session)) == 1
+
+
+FAILING = """
+from gpumem_nb.engine.step.live_model import LiveModel
+set_optimizer = LiveModel.set_optimizer
+def fail(live, settings):
+    if settings.optimizer == "sgd":
+        raise RuntimeError("not here")
+    set_optimizer(live, settings)
+LiveModel.set_optimizer = fail
+"""
+
+
+@pytest.mark.parametrize("knobs", [{"compression": "fp16"}, {"bucket_mib": 0.001}, {"reduction": "sum"}], ids=str)
+def test_settings_that_one_rank_cannot_apply_let_nobody_wait_for_its_gradients(
+    two_ranks: Session, fresh: Callable[..., Session], knobs: dict[str, Any]
+) -> None:
+    session = fresh(two_ranks)
+    session.train(2)
+    before = weights(session)
+    session.run(FAILING, ranks=1)
+    try:
+        began_s = time.monotonic()
+        with pytest.raises(WorkloadError, match="not here"):
+            session.predict(optimizer="sgd", **knobs)
+        assert in_time(time.monotonic() - began_s, 2)
+        assert weights(session) == before
+        session.play()
+        began_s = time.monotonic()
+        session.set(optimizer="sgd", **knobs)
+        until(lambda: not session.playing)
+        assert in_time(time.monotonic() - began_s, 2)
+    finally:
+        session.run("LiveModel.set_optimizer = set_optimizer", ranks=1)
+    assert session.settings.optimizer != "sgd"
+    assert session.train(2).steps == 2
+    assert len(weights(session)) == 1
 
 
 LARGE = (

@@ -5,11 +5,13 @@ from __future__ import annotations
 import horovod
 import pytest
 
+from gpumem_nb.cluster.launchers import mpi
 from gpumem_nb.engine.together import collectives, horovod_settings
 from gpumem_nb.install.horovod_source import MARK
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.settings import Settings
+from tests.unit.test_one_rank import alone as alone
 
 
 def test_a_horovod_that_would_end_its_process_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,6 +20,14 @@ def test_a_horovod_that_would_end_its_process_is_left_as_it_is(monkeypatch: pyte
     with pytest.raises(WorkloadError, match=r"horovod_build.*%hvd_restart"):
         horovod_settings.follow(Settings(cycle_time_ms=2), opened())
     horovod_settings.follow(Settings(), opened())
+
+
+def test_what_people_set_of_horovod_is_given_to_ranks_on_other_hosts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
+    monkeypatch.delenv("HOROVOD_CACHE_CAPACITY", raising=False)
+    given = mpi.environment(1, "cpu")
+    assert given["HOROVOD_CYCLE_TIME"] == "3"
+    assert "HOROVOD_CACHE_CAPACITY" not in given
 
 
 @pytest.mark.parametrize(

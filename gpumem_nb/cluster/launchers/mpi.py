@@ -102,4 +102,6 @@ def environment(threads: int, device: str, memory_limit: int | None = None) -> d
         # Text hashes alike on all ranks, so that a set of it has one order: a vocabulary made in a cell, for example.
         "PYTHONHASHSEED": "0",
     }
+    # What else is said to Horovod holds on all hosts alike, which inherit nothing.
+    wanted |= {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
     return {key: os.environ.get(key, value) for key, value in wanted.items()} | {"OMP_NUM_THREADS": str(threads)}

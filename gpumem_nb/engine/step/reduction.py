@@ -79,8 +79,9 @@ class _Bucket:
 class GradientReduction:
     """Averages the gradients of weights over all ranks (or does to them what is wanted), and adds up what they vote.
 
-    The ballot travels in the last bucket, so agreement costs no round trip of its own. It also says which weights have
-    a gradient: one that has none on any rank is left alone, as torch leaves it; one that only some ranks have is
+    The ballot travels in the last bucket, so agreement costs no round trip of its own; with another reduction than
+    average, or where that bucket does not travel in fp32, it travels by itself. It also says which weights have a
+    gradient: one that has none on any rank is left alone, as torch leaves it; one that only some ranks have is
     averaged with zeros. A rank that failed sends zeros for what it lacks, so nobody waits.
 
     Attributes:

@@ -30,6 +30,7 @@ from .live_model import LiveModel, RatesMemory
 from .noise import NoiseScale
 from .notes import notes as model_notes
 from .rates import Course, named_rate
+from .reduction import Travel
 from .samples import begun, completed
 from .step import Outcome, Stepper
 from .step_clock import Laps
@@ -309,15 +310,29 @@ class Trainer:
             try:
                 yield self._apply(chunk)
             finally:
-                self._apply(Chunk(settings, settings_id, 0, trial=True))  # whatever could be applied is taken back
+                back = Chunk(settings, settings_id, 0, trial=True)
+                self._follow(back)  # at the next chunk's beginning, if the ranks came apart
+                self._apply_here(back)  # whatever could be applied is taken back
                 self._flipped, self._recorded_steps = flipped, recorded_steps
                 gc.collect()  # what was tried may hang together in circles, with activations among them
 
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done; a trial's ``settings_id`` is not theirs."""
+        return self._follow(chunk) or self._apply_here(chunk)  # in this order: the latter may fail on one rank only
+
+    def _follow(self, chunk: Chunk) -> Failure | None:
+        """Bring Horovod to the chunk's settings, together with the other ranks."""
         self._stepper.phase = "settings"
         try:
-            horovod_settings.follow(chunk.settings, self._device)  # first: what fails below may fail on one rank only
+            horovod_settings.follow(chunk.settings, self._device)
+        except BaseException as error:
+            self._settings_id = NO_CONFIGURATION
+            return self._stepper.failure(error)
+        return None
+
+    def _apply_here(self, chunk: Chunk) -> Failure | None:
+        """Bring what is this rank's own to the chunk's settings."""
+        try:
             chunk.settings.check_together(self.stream.size)  # a state may come from another number of ranks
             if chunk.steps:
                 self.live.resume_modes()
@@ -351,7 +366,8 @@ class Trainer:
         """One step of the chunk. A failure to apply the settings fails it from the start, on all ranks."""
         recorded = failure is None and self._is_recorded(chunk)
         nudges = sys.maxsize if chunk.traced else chunk.nudges
-        order = StepOrder(self.steps, chunk.trial, nudges, self._settings_id == self._proven_id, recorded)
+        proven, travel = self._settings_id == self._proven_id, Travel.under(chunk.settings)
+        order = StepOrder(self.steps, chunk.trial, nudges, proven, recorded, travel)
         learning_rate = self.live.learning_rate  # a scheduler may set the next one when the step is done
         outcome = self._stepper.take(order, failure)
         if outcome.discarded:

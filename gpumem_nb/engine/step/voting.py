@@ -33,7 +33,8 @@ class StepOrder:
 
     ``step``: how many were done before. ``trial``: measure it and undo it. ``nudges``: those sent before; a newer one
     makes this step the chunk's last. ``proven``: a step was finished under these settings before. ``recorded``: listen
-    to every allocation.
+    to every allocation. ``travel``: how gradients travel, of the settings that all ranks were given: on one that could
+    not apply them all, others are in effect.
     """
 
     step: int
@@ -41,6 +42,7 @@ class StepOrder:
     nudges: int
     proven: bool
     recorded: bool
+    travel: Travel
 
 
 class Step(Protocol):
@@ -70,6 +72,7 @@ class Voting:
         self._live = live
         self._rank, self._ranks = rank, ranks
         self._device = device
+        self._travel = Travel.under(live.settings)
         self._reduction = self._reduce_all()
         self._partial: tuple[Tensor, ...] = ()
         self._told_partial: set[int] = set()
@@ -103,14 +106,14 @@ class Voting:
     def attempt_begins(self, order: StepOrder) -> None:
         """A step begins, perhaps for another time."""
         self.squares = None
-        travel = Travel.under(self._live.settings)
+        self._travel = order.travel
         measured = False
-        if not travel.compressed:
+        if not self._travel.compressed:
             self._measured_at = self._measured_at if order.trial else -_MEASURED_EVERY
         elif not (order.trial or order.recorded):  # where measuring would be among what is recorded
             measured = not 0 <= order.step - self._measured_at < _MEASURED_EVERY
             self._measured_at = order.step if measured else self._measured_at
-        self._reduction.begin(travel, measured, not order.trial and is_measured(order.step, self._ranks))
+        self._reduction.begin(self._travel, measured, not order.trial and is_measured(order.step, self._ranks))
 
     def begin(self, order: StepOrder) -> None:
         """Forward begins."""
@@ -145,7 +148,7 @@ class Voting:
         if votes.nonfinite and failure is None and loss is not None:
             bad_loss = None if loss.isfinite() else nonfinite_loss(self._rank, loss)
             failure = bad_loss or (norms.failure(self._rank, self._live.parts) if norms else None)
-        elif self._live.settings.compression != "none" and not (votes.failed or votes.nonfinite or votes.unsure):
+        elif self._travel.compressed and not (votes.failed or votes.nonfinite or votes.unsure):
             failure = self._overflow()
             votes = replace(votes, nonfinite=failure is not None)
         return votes, failure
@@ -198,7 +201,7 @@ class Voting:
         names = [name for name, param in self._live.parts.named_parameters() if id(param) in new]
         more = f" and {len(names) - _PARTIAL_NAMED} more" if len(names) > _PARTIAL_NAMED else ""
         which = ", ".join(names[:_PARTIAL_NAMED]) + more
-        return (f"{which}: some ranks had no gradient, which counts as zero in the {self._live.settings.reduction}",)
+        return (f"{which}: some ranks had no gradient, which counts as zero in the {self._travel.reduction}",)
 
     def forget(self) -> None:
         """Let go of what was sent: nothing will come back."""
@@ -233,6 +236,4 @@ class Voting:
 
     def _reduce_all(self) -> GradientReduction:
         """The reduction of all that the optimizer trains."""
-        return GradientReduction(
-            self._live.parameters, self._live.sparse_places(), self._ranks, Travel.under(self._live.settings)
-        )
+        return GradientReduction(self._live.parameters, self._live.sparse_places(), self._ranks, self._travel)

@@ -5,17 +5,23 @@ Horovod keeps both to itself: what starts collectives and waits for them is wrap
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
+import horovod
 import horovod.torch as hvd
 
+from ...install.horovod_source import MARK
 from ...internals import horovod_internals
 from ...shared.answers import Waiting
+from ...shared.errors import WorkloadError
+from ...shared.knobs.communication import CYCLE_TIME
+from .agreement import any_rank
 from .priority import new_threads_give_way
 
 _FREEING_PATIENCE_S = 5.0
@@ -42,6 +48,20 @@ def join(on_cpu: bool) -> set[int]:
     _on_cpu = on_cpu
     _wrap_horovod()
     return _init()
+
+
+def check_again(variables: Collection[str] = ()) -> None:
+    """Check that ranks can be joined again, with these variables set besides the environment. All ranks must come here.
+
+    Raises:
+        WorkloadError: some rank's Horovod would end its process; raised on all of them.
+    """
+    set_there = CYCLE_TIME in os.environ or CYCLE_TIME in variables
+    if any_rank(set_there and not hasattr(horovod, MARK), "join again"):
+        raise WorkloadError(
+            f"this Horovod ends its process when ranks that were given {CYCLE_TIME} are joined again. Build the "
+            "toolkit's own (python -m gpumem_nb.install.horovod_build) and %hvd_restart."
+        )
 
 
 def join_again() -> set[int]:

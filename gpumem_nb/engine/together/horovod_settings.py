@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 
-import horovod
 import horovod.torch as hvd
 import torch
 
-from ...install.horovod_source import MARK
 from ...memory.device import Device
-from ...shared.errors import WorkloadError
-from ...shared.knobs.communication import CYCLE_TIME, VARIABLES
+from ...shared.knobs.communication import VARIABLES
 from ...shared.settings import Settings
 from . import collectives
-from .agreement import any_rank
 
 _started_with = {one.name: os.environ.get(one.name, one.default) for one in VARIABLES.values()}
-_cycle_was_set = CYCLE_TIME in os.environ
 _now = dict(_started_with)
 
 
@@ -25,7 +20,7 @@ def follow(settings: Settings, device: Device) -> None:
     """Let Horovod work as these settings say. All ranks must come here, and nothing may be under way.
 
     Raises:
-        WorkloadError: this Horovod cannot.
+        WorkloadError: some rank's Horovod cannot.
         Separated, HorovodInternalError: the ranks had come apart before.
     """
     wanted = dict(_started_with)
@@ -35,13 +30,8 @@ def follow(settings: Settings, device: Device) -> None:
     changed = dict(wanted.items() - _now.items())
     if not changed:
         return
-    if (_cycle_was_set or CYCLE_TIME in changed) and not hasattr(horovod, MARK):
-        raise WorkloadError(
-            f"this Horovod ends its process when ranks that were given {CYCLE_TIME} are joined again. Build the "
-            "toolkit's own (python -m gpumem_nb.install.horovod_build) and %hvd_restart."
-        )
     collectives.check()
-    any_rank(False, "settings")  # the last one has come: who waits in Horovod's own start cannot be freed
+    collectives.check_again(changed)  # the last one has come: who waits in Horovod's own start cannot be freed
     _now.update(changed)
     os.environ.update(changed)
     device.communicates_on(collectives.join_again())
