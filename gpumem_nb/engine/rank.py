@@ -201,11 +201,7 @@ def record_step() -> Timeline | None:
 
 
 def look_in_sync(model: str | None, data: str | None) -> SyncLook:
-    """What this rank holds and sees: of what is loaded, or of the objects under these names.
-
-    Raises:
-        WorkloadError: there is no such variable, or it holds something else.
-    """
+    """What this rank holds and sees: of what is loaded, or of the objects under these names."""
     with _device.exempt():  # what is compared may be copied
         if model is None:
             return sync_look.of_loaded(_loaded_trainer())
