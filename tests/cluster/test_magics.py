@@ -20,7 +20,7 @@ from tests import internals
 pytestmark = pytest.mark.cluster
 
 MAGICS = (
-    "start status push pull load attach seed sync set train play pause eval panel memory trace runs log save resume "
+    "start status push pull load attach seed sync set train play pause eval panel memory time trace runs log save resume "
     "interrupt restart stop check predict what_if"
 )
 
@@ -49,6 +49,7 @@ def test_any_magic_before_start_says_how_to_start(shell: InteractiveShell, capsy
         "attach": "model=a data=b",
         "save": "x",
         "seed": "1",
+        "trace": "a.json",
     }
     internals.stop_running()
     for name in sorted(needing):
