@@ -21,9 +21,9 @@ _MAINLY = 0.5  # of a time that has one cause
 _CALL_S, _TENSOR_S = 60e-6, 15e-6
 _LARGER = 4  # times as many samples are worth trying then
 
-_OF_CORES = ("too many ranks", "too many workers", "no core")
-_TINY = "tiny operators"
-
+_TINY, _SLOW = "tiny operators", "slow rank"
+# What comes over all operators of a rank alike: they are not to blame then.
+_FROM_OUTSIDE = ("too many ranks", "too many workers", "no core", _SLOW)
 Changes = Mapping[str, Any]
 
 
@@ -79,7 +79,7 @@ class Verdict:
         path = CriticalPath.of(samples, since_step)
         found = [(judge(path, circumstances), least) for judge, least in _CAUSES] if path else []
         worth = [verdict for verdict, least in found if verdict and verdict.share >= least]
-        if len(worth) > 1 and worth[0].cause in _OF_CORES:  # it makes everything else look slow
+        if any(verdict.cause in _FROM_OUTSIDE for verdict in worth):
             worth = [verdict for verdict in worth if verdict.cause != _TINY]
         return max(worth, key=lambda verdict: verdict.share, default=None)
 
@@ -149,7 +149,7 @@ def _uneven(path: CriticalPath, around: Circumstances) -> Verdict | None:
     times = f" {path.part(part) / usual_s:.1f} times" if usual_s > 0 else ""
     since = path.slow_since() if share > 0 else 0
     return Verdict(
-        "slow rank",
+        _SLOW,
         share,
         f"Rank {path.rank} is slow{f' since step {since}' if since else ''}: its {part} takes{times} as long as on the "
         f"others, which wait for it {_percent(share)} of a step.",

@@ -103,6 +103,10 @@ def test_operators_that_take_no_longer_than_calling_them_are_tiny() -> None:
     assert "45 µs each" in found.sentence, "(30 + 60 ms) ÷ 2,000"
 
 
+def test_a_slow_rank_is_not_explained_by_what_its_operators_take() -> None:
+    assert verdict(on_rank_1(forward=0.06), operators=20_000).cause == "slow rank"
+
+
 def test_more_ranks_than_cores_are_told_from_other_programs() -> None:
     ranks = [info(rank, cores=(0, 1)) for rank in range(4)]
     around = Circumstances(Settings(), ranks, LOADED)
