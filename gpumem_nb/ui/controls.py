@@ -85,8 +85,7 @@ class Controls:
         """The button that shows the knobs of a fold, and the box of these, which is closed at first."""
         names = [name for name, knob in self._knobs.items() if not knob.in_front and knob.fold == fold]
         icon = _FOLD_ICONS.get(fold, "sliders")
-        toggle = ipywidgets.ToggleButton(description=fold, icon=icon, tooltip=f"{fold}: {', '.join(names)}")
-        toggle.add_class("gpumem-fold")
+        toggle = ipywidgets.ToggleButton(description=fold, icon=icon, tooltip=", ".join(names))
         toggle.add_class(f"gpumem-show-{fold}")
         inside = box([self._with_error(name) for name in names], "gpumem-knobs")
         inside.layout.display = "none"

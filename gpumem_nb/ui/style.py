@@ -195,9 +195,6 @@ CSS = """<style>
   .gpumem-panel .gpumem-flip u { grid-area: 2 / 3; }
 }
 @container (max-width: 46em) {
-  .gpumem-panel .gpumem-buttons .gpumem-fold { width: 2.6em; min-width: 0; padding: 0 0.75em; text-align: left;
-    overflow: hidden; white-space: nowrap; text-overflow: clip; } /* the icon alone: its tip says what it is */
-  .gpumem-panel .gpumem-buttons .gpumem-fold i { margin-right: 2em; }
   .gpumem-panel .gpumem-knob .widget-label { font-size: 0.76em; }
 }
 @container (max-width: 40em) {
