@@ -14,6 +14,8 @@ _IN_SILENCE = re.compile(r"process rank (\d+) .*?exiting\s+improperly", re.DOTAL
 _BY_CODE = re.compile(r"Process name: \[\S+?,(\d+)\]\s+Exit code:\s+(\d+)")
 # Ranks that talk to it over TCP end themselves, and mpiexec may take one of them for the first.
 _LEFT = re.compile(r"peer process has unexpectedly disconnected.*?Peer host:\s+(\S+)", re.DOTALL)
+# The same, of a call in which it lost the connection: it says where it was itself, and not whom it missed.
+_GAVE_UP = re.compile(r"^\[(\S+?):\d+\] \*\*\* MPI_ERRORS_ARE_FATAL", re.MULTILINE)
 # From here on the other ranks, or mpiexec, talk about the end of one of them.
 _END_OF_OTHERS = re.compile(r"^.*received signal 15, stopping.*$|^-{40,}$", re.MULTILINE)
 
@@ -34,6 +36,11 @@ def left_host(log: str) -> str:
     """The host on which a rank ended, as ranks on other hosts noticed it; empty when they did not."""
     said = _LEFT.search(log)
     return said[1] if said else ""
+
+
+def hosts_that_gave_up(log: str) -> set[str]:
+    """Hosts with ranks that MPI ended because of an error in a call of theirs: they miss one that ended before."""
+    return set(_GAVE_UP.findall(log))
 
 
 def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, words: str, host: str = "") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..shared.errors import ClusterDied
 from ..shared.processes import STOPPED, Identity
@@ -90,7 +90,7 @@ class Watch:
                 return f"{self._names[host]} {host.lost}"
         kills = autopsy.oom_kills()
         kills = None if kills is None or self._oom_kills is None else kills - self._oom_kills
-        if verdict := launcher.verdict() or self._first_on(launcher.left_host()):
+        if verdict := launcher.verdict() or self._first_on(launcher.left_host()) or self._missed():
             return self._explain_rank(*verdict, kills)
         first = launcher.starter if launcher.starter in gone else gone[0]
         assert not isinstance(first, RemoteHost), "it would be lost"
@@ -115,11 +115,25 @@ class Watch:
 
     def _first_on(self, name: str) -> tuple[int, int | None] | None:
         """The rank that ended on the host of this name; nobody knows how."""
-        here = {os.uname().nodename}
         for rank, who in enumerate(self._ranks):
-            if name in (who.host.names if isinstance(who, RemoteRank) else here) and not who.runs:
+            if name in _host_names(who) and not who.runs:
                 return rank, None
         return None
+
+    def _missed(self) -> tuple[int, int | None] | None:
+        """The rank that those missed who gave up because of it: it ended on another host, which tells a bit later."""
+        gave_up = self._launcher.hosts_that_gave_up() if self._hosts else set()
+        elsewhere = [rank for rank, who in enumerate(self._ranks) if not gave_up & set(_host_names(who))]
+        if not gave_up or not elsewhere:
+            return None
+        _await(lambda: any(not self._ranks[rank].runs for rank in elsewhere))
+        return next(((rank, None) for rank in elsewhere if not self._ranks[rank].runs), None)
+
+
+def _host_names(who: Identity | RemoteRank) -> Collection[str]:
+    if isinstance(who, RemoteRank):
+        return who.host.names
+    return {name := os.uname().nodename, name.partition(".")[0]}
 
 
 def _await(told: Callable[[], bool]) -> None:

@@ -195,12 +195,12 @@ CSS = """<style>
   .gpumem-panel .gpumem-flip u { grid-area: 2 / 3; }
 }
 @container (max-width: 46em) {
+  .gpumem-panel .gpumem-top { flex-wrap: wrap; gap: 0.2em; }
+  .gpumem-panel .gpumem-top .gpumem-status { flex: 1 0 100%; }
   .gpumem-panel .gpumem-knob .widget-label { font-size: 0.76em; }
 }
 @container (max-width: 40em) {
   .gpumem-panel .js-plotly-plot .annotation-text { font-size: 0.8em !important; } /* titles side by side */
-  .gpumem-panel .gpumem-top { flex-wrap: wrap; gap: 0.2em; }
-  .gpumem-panel .gpumem-top .gpumem-status { flex: 1 0 100%; }
 }
 @container (max-width: 36em) {
   .gpumem-panel .gpumem-knobs, .gpumem-panel .gpumem-tiles { grid-template-columns: repeat(3, minmax(0, 1fr)); }

@@ -45,10 +45,19 @@ terminated by signals sent by prterun (as reported here).
 """
 
 
+GAVE_UP = """\
+[a:00000] *** Unknown error
+[a:00000] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,
+[a:00000] ***    and MPI will try to terminate your MPI job as well)
+"""
+
+
 def test_a_rank_that_ends_because_another_did_is_not_blamed() -> None:
     assert autopsy.verdict(LEFT) is None
     assert autopsy.left_host(LEFT) == "b"
     assert autopsy.left_host(KILLED) == ""
+    assert autopsy.hosts_that_gave_up(GAVE_UP) == {"a"}
+    assert autopsy.hosts_that_gave_up(KILLED) == set()
 
 
 @pytest.mark.parametrize(

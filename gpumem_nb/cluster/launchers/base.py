@@ -134,6 +134,10 @@ class Launcher(ABC):
     def left_host(self) -> str:
         """The host on which a rank ended, when that is all that is known; empty when it is not."""
 
+    def hosts_that_gave_up(self) -> set[str]:
+        """Hosts on which ranks ended only because one elsewhere had; empty where that is not told."""
+        return set()
+
     @abstractmethod
     def own_lines(self) -> str:
         """:meth:`log` without the lines that tell least, when there are others."""

@@ -59,6 +59,10 @@ class MpiLauncher(Launcher):
         """As of :class:`.base.Launcher`."""
         return autopsy.left_host(self.log())
 
+    def hosts_that_gave_up(self) -> set[str]:
+        """As of :class:`.base.Launcher`."""
+        return autopsy.hosts_that_gave_up(self.log())
+
     def own_lines(self) -> str:
         """As of :class:`.base.Launcher`: mpiexec's tell less."""
         text = self.log()
