@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
@@ -27,7 +28,8 @@ class TrainingMagics(Magics):
         session = current()
         knobs = pairs(parse_argstring(self.hvd_set, line))
         if not knobs:
-            print(f"{session.settings}\n{session.policy}")
+            lines = (str(values) for values in (session.settings, session.policy))
+            print("\n".join(textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False) for line in lines))
             return
         settings, policy = session.settings, session.policy
         wanted = settings.replace(**{name: value for name, value in knobs.items() if name in KNOBS})

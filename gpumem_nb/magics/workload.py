@@ -109,4 +109,4 @@ class WorkloadMagics(Magics):
 def _loaded(session: Session) -> str:
     notes = session.workload.notes if session.workload else ()
     what = str(session.status()).split("\nsettings: ")[0].splitlines()[-1]
-    return "\n".join(filter(None, [what, f"settings: {session.settings}", session.kept, *notes]))
+    return "\n".join(filter(None, [what, f"settings: {session.settings.in_short}", session.kept, *notes]))

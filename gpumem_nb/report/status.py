@@ -53,7 +53,7 @@ class Status:
                 f"{'n/a' if w.dataset_len is None else f'{w.dataset_len:,}'} samples{held_out}, "
                 f"{w.blocks} block{'s' * (w.blocks != 1)}"
             )
-        lines.append(f"settings: {self.settings}")
+        lines.append(f"settings: {self.settings.in_short}")
         if self.workload:
             lines += [self.snapshots, self.ledger]
         if self.straggler:

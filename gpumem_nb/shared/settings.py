@@ -35,6 +35,13 @@ class Settings(Values):
         except InvalidInput as error:
             raise StateFileError(f"{path} holds settings that are not known here. {error}") from None
 
+    @property
+    def in_short(self) -> str:
+        """The knobs that the panel shows at first, and those that differ from their defaults, in one line."""
+        shown = [knob for name, knob in KNOBS.items() if knob.in_front or name in self._changed]
+        told = " ".join(f"{knob.name}={knob.text(getattr(self, knob.name))}" for knob in shown)
+        return f"{told}; %hvd_set shows the {len(KNOBS) - len(shown)} others, which are at their defaults"
+
     def saved(self) -> dict[str, Any]:
         """What a state file holds of them.
 

@@ -31,7 +31,7 @@ _DARK_UP_TO = 0.45  # of the limit; white is readable on these colours, black on
 def key(worst: Peak | None, time: TimeReport | None) -> str:
     """Every category in stacking order from the top, with its part of the worst rank's peak; then a step's parts."""
     ledger = worst.ledger if worst else None
-    items = []
+    items = ["<li class='gpumem-of'>Memory at the peak:</li>"]
     for name in reversed(CATEGORIES):
         size = ledger.at_peak.get(name, 0) if ledger else None
         number = f"<b>{share(size, ledger.peak_bytes)}</b> {format_bytes(size)}" if ledger and size is not None else ""
@@ -46,8 +46,9 @@ def key(worst: Peak | None, time: TimeReport | None) -> str:
 
 
 def _parts(time: TimeReport | None) -> list[str]:
-    """How much of a step is waiting, and every part of its time that shows, in stacking order from the top."""
-    items = [f"<li title='{_WAITING}'>waiting <b>{100 * time.waiting:.0f} %</b></li>"] if time else []
+    """Every part of a step's time that shows, in stacking order from the top, below how much of it is waiting."""
+    waiting = f", {100 * time.waiting:.0f} % of it waiting" if time else ""
+    items = [f"<li class='gpumem-of' title='{_WAITING}'>A step's time{waiting}:</li>"]
     for part in reversed(PARTS):
         share = time.share(part) if time else 1.0
         if share >= _SHOWS:

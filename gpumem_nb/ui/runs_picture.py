@@ -21,11 +21,12 @@ def picture(tried: Sequence[Tried], limit_bytes: int | None) -> str:
     top = max((one.peak_bytes or 0 for one in shown), default=0) or 1
     scale = _BARS / max(top, limit_bytes if limit_bytes and limit_bytes < 3 * top else 0)
     rows = "".join(_row(place, one, shown[:place], scale) for place, one in enumerate(shown))
-    height = _ROW * len(shown) + 26
+    width, height = _LABEL + _BARS + _WORDS, _ROW * len(shown) + 26
     limit = _limit(limit_bytes, _LABEL + limit_bytes * scale, height) if limit_bytes and limit_bytes < 3 * top else ""
     title = "live peak of the worst rank"
     return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{_LABEL + _BARS + _WORDS}' height='{height}' role='img' "
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
+        f"style='max-width: 100%; height: auto' role='img' "
         f"aria-label='{title}'><text x='0' y='14' {_FONT}>{title}</text>{limit}{rows}</svg>"
     )
 

@@ -105,6 +105,7 @@ CSS = """<style>
 .gpumem-panel .gpumem-knob:nth-child(5n + 4) .gpumem-error > div { left: auto; right: 0; }
 .gpumem-panel .gpumem-critical { position: absolute; top: 2.1em; right: 0.7em; width: auto; height: auto; margin: 0;
   font-size: 0.82em; line-height: 1.3; color: var(--jp-ui-font-color2, inherit); }
+.gpumem-panel .gpumem-critical s { text-decoration: none; }
 .gpumem-panel .gpumem-what-if { display: block; margin-top: 0.2em; }
 .gpumem-panel .gpumem-flip { display: grid; grid-template-columns: 1em minmax(0, 1fr) auto; gap: 0 0.2em;
   font-size: 0.82em; line-height: 1.4; font-variant-numeric: tabular-nums; white-space: nowrap; }
@@ -158,6 +159,7 @@ CSS = """<style>
 .gpumem-panel .gpumem-key, .gpumem-panel .gpumem-pins { display: flex; flex-wrap: wrap; gap: 0 1em; list-style: none;
   margin: 0 0 0.3em; padding: 0; font-size: 0.88em; font-variant-numeric: tabular-nums; }
 .gpumem-panel .gpumem-key li, .gpumem-panel .gpumem-pins li { white-space: nowrap; }
+.gpumem-panel .gpumem-key .gpumem-of { color: var(--jp-ui-font-color2, inherit); }
 .gpumem-panel .gpumem-key i { display: inline-block; box-sizing: border-box; width: 1.4em; height: 0.9em;
   margin-right: 0.4em; vertical-align: -1px; }
 .gpumem-panel .gpumem-key .gpumem-limit { border-top: 4px solid #D55E00; height: 4px; vertical-align: 3px; }
@@ -197,7 +199,12 @@ CSS = """<style>
 @container (max-width: 46em) {
   .gpumem-panel .gpumem-top { flex-wrap: wrap; gap: 0.2em; }
   .gpumem-panel .gpumem-top .gpumem-status { flex: 1 0 100%; }
-  .gpumem-panel .gpumem-knob .widget-label { font-size: 0.76em; }
+  .gpumem-panel .gpumem-knob .widget-label { font-size: 0.72em; letter-spacing: -0.03em; }
+  .gpumem-panel .gpumem-knob select { padding: 0 0.1em; }
+  .gpumem-panel .gpumem-critical s { display: none; }
+  .gpumem-panel .gpumem-effect > div { min-height: 4.1em; }
+  .gpumem-panel .gpumem-key { font-size: 0.82em; line-height: 1.2; }
+  .gpumem-panel .gpumem-message { height: 5.6em; }
 }
 @container (max-width: 40em) {
   .gpumem-panel .js-plotly-plot .annotation-text { font-size: 0.8em !important; } /* titles side by side */

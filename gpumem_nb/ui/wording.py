@@ -82,10 +82,9 @@ def tiles(session: Steered, readings: Sequence[Reading | None]) -> str:
     speed = tried.samples_per_s if tried else None
     batch = tried.settings.samples_per_rank * session.size if tried else 0
     memory, of = _worst(readings, tried.peak_bytes if tried else None)
-    virtual = " (virtual)" if any(info.virtual for info in session.ranks) else ""
     return _tiles(
         (f"{format_rate(speed)}", "samples/s, all ranks"),
-        (memory, f"VRAM peak{virtual}{of}"),
+        (memory, f"VRAM peak{of}"),
         ("n/a" if tried is None or tried.loss is None else f"{tried.loss:.4f}", "loss"),
         (f"{1000 * batch / speed:.0f} ms" if speed else "n/a", "step time"),
         (f"{session.history.steps:,}", f"steps{_epochs(session)}"),
@@ -164,12 +163,12 @@ def critical_batch(session: Steered) -> str:
     batch, scale = session.settings.samples_per_rank * session.size, session.history.noise_scale
     if scale is None:
         why = "one rank alone does not show it" if session.size == 1 else "it is measured every 20 steps"
-        sentence, short = f"critical batch not known: {why}", "critical n/a"
+        sentence, short = f"critical batch not known: {why}", "n/a"
     else:
         about = f"{float(f'{scale:.2g}'):,.0f}"
-        sentence, short = f"critical batch about {about} samples", f"critical {about}"
+        sentence, short = f"critical batch about {about} samples", about
     title = f"{sentence}; the global batch is {batch:,} (gradient noise scale, McCandlish et al. 2018)"
-    return f'<span title="{escape(title)}">{escape(short)}</span>'
+    return f'<span title="{escape(title)}">critical<s> batch</s> {short}</span>'
 
 
 def largest(batch_size: int, samples: int | None) -> str:
