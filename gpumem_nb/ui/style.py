@@ -191,6 +191,8 @@ CSS = """<style>
 .gpumem-panel .js-plotly-plot .hoverlayer path { fill: var(--jp-layout-color2, #eee) !important;
   stroke: var(--jp-border-color1, #888) !important; }
 @container (max-width: 52em) {
+  .gpumem-panel .gpumem-knob .widget-label { font-size: 0.72em; letter-spacing: -0.03em; }
+  .gpumem-panel .gpumem-critical s { display: none; }
   .gpumem-panel .gpumem-flip span { grid-column: 2 / -1; }
   .gpumem-panel .gpumem-flip i { grid-area: 3 / 1 / 4 / 4; margin-bottom: 0.4em; }
   .gpumem-panel .gpumem-flip em { grid-area: 2 / 1 / 3 / 3; }
@@ -199,9 +201,7 @@ CSS = """<style>
 @container (max-width: 46em) {
   .gpumem-panel .gpumem-top { flex-wrap: wrap; gap: 0.2em; }
   .gpumem-panel .gpumem-top .gpumem-status { flex: 1 0 100%; }
-  .gpumem-panel .gpumem-knob .widget-label { font-size: 0.72em; letter-spacing: -0.03em; }
   .gpumem-panel .gpumem-knob select { padding: 0 0.1em; }
-  .gpumem-panel .gpumem-critical s { display: none; }
   .gpumem-panel .gpumem-effect > div { min-height: 4.1em; }
   .gpumem-panel .gpumem-key { font-size: 0.82em; line-height: 1.2; }
   .gpumem-panel .gpumem-message { height: 5.6em; }
