@@ -15,7 +15,8 @@ _BY_CODE = re.compile(r"Process name: \[\S+?,(\d+)\]\s+Exit code:\s+(\d+)")
 # Ranks that talk to it over TCP end themselves, and mpiexec may take one of them for the first.
 _LEFT = re.compile(r"peer process has unexpectedly disconnected.*?Peer host:\s+(\S+)", re.DOTALL)
 # The same, of a call in which it lost the connection: it says where it was itself, and not whom it missed.
-_GAVE_UP = re.compile(r"^\[(\S+?):\d+\] \*\*\* MPI_ERRORS_ARE_FATAL", re.MULTILINE)
+_GAVE_UP = re.compile(r"^\[(\S+?):\d+\] \*\*\* (?:Unknown error|MPI_ERR_PROC_FAILED)", re.MULTILINE)
+_OF_MPI = re.compile(r"^\[\S+?:\d+\] .*$", re.MULTILINE)
 # From here on the other ranks, or mpiexec, talk about the end of one of them.
 _END_OF_OTHERS = re.compile(r"^.*received signal 15, stopping.*$|^-{40,}$", re.MULTILINE)
 
@@ -39,8 +40,13 @@ def left_host(log: str) -> str:
 
 
 def hosts_that_gave_up(log: str) -> set[str]:
-    """Hosts with ranks that MPI ended because of an error in a call of theirs: they miss one that ended before."""
+    """Hosts with ranks that MPI ended because they lost a connection: what they missed had ended before."""
     return set(_GAVE_UP.findall(log))
+
+
+def without_mpi(log: str) -> str:
+    """The log without what MPI says of single ranks."""
+    return _OF_MPI.sub("", log)
 
 
 def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, words: str, host: str = "") -> str:

@@ -11,12 +11,14 @@ from ..shared.errors import ClusterDied
 from ..shared.processes import STOPPED, Identity
 from ..shared.ranklist import name_ranks
 from . import autopsy
-from .hosts.connection import RemoteHost, RemoteRank, ranks_on
+from .hosts.connection import SILENCE_S, RemoteHost, RemoteRank, ranks_on
 from .launchers import Launcher
 
 PERIOD_S = 0.25
 VERDICT_PATIENCE_S = 1.0
 """How long the launcher may take to say how a rank ended."""
+HOST_PATIENCE_S = SILENCE_S + 1.0
+"""For a host to tell that a rank there has ended, or to be found lost."""
 Needed = Identity | RemoteRank | RemoteHost
 
 
@@ -90,8 +92,10 @@ class Watch:
                 return f"{self._names[host]} {host.lost}"
         kills = autopsy.oom_kills()
         kills = None if kills is None or self._oom_kills is None else kills - self._oom_kills
-        if verdict := launcher.verdict() or self._first_on(launcher.left_host()) or self._missed():
+        if verdict := launcher.verdict():
             return self._explain_rank(*verdict, kills)
+        if self._hosts and self._connection_broke():
+            return self._explain_missing(gone, kills)
         first = launcher.starter if launcher.starter in gone else gone[0]
         assert not isinstance(first, RemoteHost), "it would be lost"
         how = launcher.exit_code(first) if isinstance(first, Identity) else None
@@ -105,7 +109,10 @@ class Watch:
         if isinstance(who, RemoteRank):
             _await(lambda: not who.runs)
             fault, place = who.fault, who.host.name
-        words = autopsy.last_words(fault, self._last_output(rank), self._launcher.log())
+        log = self._launcher.log()
+        if code is None:  # others have missed it, and what MPI says there is of them
+            log = autopsy.without_mpi(log)
+        words = autopsy.last_words(fault, self._last_output(rank), log)
         return autopsy.explain(f"Rank {rank}", who.pid, code, oom_kills, words, place)
 
     def _no_verdict_will_come(self) -> bool:
@@ -113,30 +120,40 @@ class Watch:
         starter = self._launcher.starter
         return bool(self._hosts) and (any(host.lost for host in self._hosts) or not (starter and starter.runs))
 
-    def _first_on(self, name: str) -> tuple[int, int | None] | None:
-        """The rank that ended on the host of this name; nobody knows how."""
-        for rank, who in enumerate(self._ranks):
-            if name in _host_names(who) and not who.runs:
-                return rank, None
-        return None
+    def _connection_broke(self) -> bool:
+        """Whether ranks say that they lost others."""
+        return bool(self._launcher.left_host() or self._launcher.hosts_that_gave_up())
 
-    def _missed(self) -> tuple[int, int | None] | None:
-        """The rank that those missed who gave up because of it: it ended on another host, which tells a bit later."""
-        gave_up = self._launcher.hosts_that_gave_up() if self._hosts else set()
-        elsewhere = [rank for rank, who in enumerate(self._ranks) if not gave_up & set(_host_names(who))]
-        if not gave_up or not elsewhere:
-            return None
-        _await(lambda: any(not self._ranks[rank].runs for rank in elsewhere))
-        return next(((rank, None) for rank in elsewhere if not self._ranks[rank].runs), None)
+    def _explain_missing(self, gone: list[Needed], oom_kills: int | None) -> str:
+        """Ranks were lost by others, and nobody knows how they ended; their host may tell a bit later that they did."""
+        _await(lambda: bool(self._missing()) or any(host.lost for host in self._hosts), HOST_PATIENCE_S)
+        for host in self._hosts:
+            if host.lost:
+                return f"{self._names[host]} {host.lost}"
+        missing = self._missing()
+        first = [rank for rank in missing if self._ranks[rank] in gone] or missing
+        if len(first) == 1:
+            return self._explain_rank(first[0], None, oom_kills)
+        which = f"One of {name_ranks(first)}" if first else "A rank"
+        return f"{which} has ended, and nobody knows which one and how: the others only lost their connections to it."
+
+    def _missing(self) -> list[int]:
+        """Ranks that have ended on the host that others name, or on one where nobody says that he lost others."""
+        named, gave_up = self._launcher.left_host(), self._launcher.hosts_that_gave_up()
+        return [
+            rank
+            for rank, who in enumerate(self._ranks)
+            if not who.runs and (_is_on(who, {named}) if named else not _is_on(who, gave_up))
+        ]
 
 
-def _host_names(who: Identity | RemoteRank) -> Collection[str]:
-    if isinstance(who, RemoteRank):
-        return who.host.names
-    return {name := os.uname().nodename, name.partition(".")[0]}
+def _is_on(who: Identity | RemoteRank, hosts: Collection[str]) -> bool:
+    """Whether it runs on one of these hosts, which MPI calls by the first part of their names."""
+    names = who.host.names if isinstance(who, RemoteRank) else {os.uname().nodename}
+    return any(name in hosts or name.partition(".")[0] in hosts for name in names)
 
 
-def _await(told: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + VERDICT_PATIENCE_S
+def _await(told: Callable[[], bool], patience_s: float = VERDICT_PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
     while not told() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -81,7 +81,41 @@ def test_a_rank_that_only_lost_its_connection_to_another_is_not_blamed(
     assert not watch.look()
     end(sleeper)
     assert watch.look()
-    assert told[0].cause.startswith("Rank 1 (pid 123 on host b) has ended.")
+    assert told[0].cause == "Rank 1 (pid 123 on host b) has ended."
+
+
+def test_ranks_that_all_lost_their_connections_are_not_blamed(
+    launcher: MpiLauncher, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, host = identify(sleeper.pid), OtherHost(tells_after=5)
+    assert here
+    launcher.remote_hosts.hosts.append(host)
+    both = GAVE_UP.replace("[a:", f"[{os.uname().nodename}:") + GAVE_UP.replace("[a:", "[b:")
+    monkeypatch.setattr(launcher, "log", lambda: both)
+    told: list[ClusterDied] = []
+    watch = Watch(launcher, [here, RemoteRank(host, 123)], lambda number: "", told.append)
+    end(sleeper)
+    assert watch.look()
+    assert told[0].cause.startswith("A rank has ended, and nobody knows which one")
+
+
+def test_a_host_that_is_lost_while_its_rank_is_missed_is_named(
+    launcher: MpiLauncher, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, host = identify(sleeper.pid), OtherHost(tells_after=1000)
+    assert here
+    launcher.remote_hosts.hosts.append(host)
+
+    def log() -> str:
+        host.lost = "is down."  # by the time that anybody reads what MPI said
+        return GAVE_UP.replace("[a:", f"[{os.uname().nodename}:")
+
+    monkeypatch.setattr(launcher, "log", log)
+    told: list[ClusterDied] = []
+    watch = Watch(launcher, [here, RemoteRank(host, 123)], lambda number: "", told.append)
+    end(sleeper)
+    assert watch.look()
+    assert told[0].cause == "Host b (rank 1) is down."
 
 
 def test_an_end_on_purpose_is_not_told(launcher: MpiLauncher, sleeper: subprocess.Popen[bytes]) -> None:

@@ -135,7 +135,7 @@ class Launcher(ABC):
         """The host on which a rank ended, when that is all that is known; empty when it is not."""
 
     def hosts_that_gave_up(self) -> set[str]:
-        """Hosts on which ranks ended only because one elsewhere had; empty where that is not told."""
+        """Hosts with ranks that ended because they lost a connection; empty where that is not told."""
         return set()
 
     @abstractmethod
