@@ -25,6 +25,8 @@ SLOW = "import time; slow = model.register_forward_pre_hook(lambda *_: time.slee
 STEPS = 30
 LARGE = {"width": 256, "depth": 4}
 LARGE_START = {"batch_size": 4, "optimizer": "sgd", "learning_rate": 0.1}
+SCALED: tuple[tuple[str, dict[str, int]], ...] = (("digits-resnet", {"resolution": 24}), ("text-gpt", {}))
+SCALINGS, SCALING_STEPS = 3, 40
 COMMUNICATION: tuple[dict[str, object], ...] = (
     {},
     {"compression": "fp16"},
@@ -84,6 +86,25 @@ def communication(session: Session) -> list[str]:
     return [*lines, *(travelled(session, flip) for flip in COMMUNICATION)]
 
 
+def scaling(session: Session) -> list[str]:
+    """Samples/s on 1, 2 and 4 ranks, and what 1 and 2 let expect of 4; each a few times."""
+    headings = ("", "1 rank", "2 ranks", "4 ranks", "lost on 4 ranks to", "4, from 1 and 2", "off by")
+    lines = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
+    for name, knobs in SCALED:
+        session.load(name, **knobs)
+        session.train(4)
+        for _ in range(SCALINGS):
+            expected, _ = session.scaling([1, 2], SCALING_STEPS).forecast(4)
+            report = session.scaling([1, 2, 4], SCALING_STEPS)
+            *_, last = report.measured
+            rates = [format_rate(one.samples_per_s) for one in report.measured]
+            lost = ", ".join(f"{what} {100 * share:.0f} %" for what, share in report.lost(last).items())
+            off = expected / last.samples_per_s - 1
+            words = f"`{name}{''.join(f' {knob}={value}' for knob, value in knobs.items())}`"
+            lines.append(f"| {' | '.join([words, *rates, lost, format_rate(expected), f'{100 * off:+.0f} %'])} |")
+    return lines
+
+
 def named(flip: dict[str, object]) -> str:
     """What was changed."""
     return ", ".join(f"`{knob}={value}`" for knob, value in flip.items()) or "as it comes"
@@ -109,6 +130,8 @@ def main() -> None:
         lines.append(row("rank 1 sleeps 100 ms in each forward", measure(session, {})))
         write("measured", lines)
         write("measured communication", communication(session))
+    with gpumem_nb.start(4, device="cpu") as session:
+        write("measured scaling", scaling(session))
 
 
 if __name__ == "__main__":

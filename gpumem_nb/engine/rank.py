@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,7 +18,6 @@ import torch
 from ..internals.ipyparallel_internals import publish_beside
 from ..memory import cuda
 from ..memory.device import Device, open_device
-from ..shared import cluster_records
 from ..shared.allocator_settings import AllocatorSettings
 from ..shared.answers import Apart, Pulse
 from ..shared.errors import WorkloadError
@@ -38,13 +35,14 @@ from ..shared.messages import (
     Surroundings,
     Timeline,
 )
+from ..shared.scaling import StepsAmong, Sweep
 from ..shared.settings import Settings
 from ..shared.state_file import Header
 from ..shared.step_times import StepLanes
 from ..shared.sync_look import SyncLook
 from ..shared.trace import TraceOrder, TracePart
 from ..shared.workload import Workload, WorkloadInfo
-from . import building, surroundings, sync_look
+from . import building, rank_info, surroundings, sync_look
 from .attach import attached, named
 from .names import OfferedNames, taken
 from .random_state import seed_all
@@ -55,7 +53,9 @@ from .storing import attached_objects, capture, restore
 from .storing.snapshots import Snapshots
 from .streams import flush_only_what_was_written
 from .together import collectives, nudge, pulse
+from .together.group import among
 from .together.interrupts import take_over
+from .together.sweep import sweep
 from .tracing.tracer import Tracer
 
 _session_started_s = 0.0  # on the clock of ``time.time``
@@ -95,21 +95,7 @@ def set_up(config: RankConfig) -> RankInfo:
     _names = OfferedNames(namespace())
     _tracer = Tracer(rejoin, on_gpu=not cpu)
     seed_all(config.seed)
-    return RankInfo(
-        rank=hvd.rank(),
-        local_rank=hvd.local_rank(),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        device=str(_device.torch_device),
-        device_name=_device.name,
-        virtual=_device.kind == "virtual",
-        memory_limit=_device.reading().limit_bytes,
-        threads=torch.get_num_threads(),
-        note=_device.note,
-        allocator=_device.allocator,
-        machine=cluster_records.machine(),
-        cores=tuple(sorted(os.sched_getaffinity(0))),
-    )
+    return rank_info.of(_device)
 
 
 def rejoin() -> None:
@@ -242,6 +228,16 @@ def forecast(settings: Settings, small: list[int], batch_sizes: list[int], most:
 def rehearse(settings: Settings) -> Rehearsal:
     """What whole steps under other settings need, and how long they take; all ranks take part in them."""
     return _loaded_trainer().trials.rehearse(settings)
+
+
+def steps_among(count: int, settings: Settings, steps: int) -> StepsAmong:
+    """Take steps on the first so many ranks alone and undo them; all ranks take part."""
+    return _loaded_trainer().trials.steps_among(count, settings, steps)
+
+
+def sweep_network(count: int, sizes: list[int]) -> Sweep | None:
+    """Time all-reduces of these sizes in bytes on the first so many ranks; all ranks take part."""
+    return among(count, _device, lambda: sweep(sizes, _device))
 
 
 def forecast_allocators(settings: Settings, small: list[int], allocators: list[AllocatorSettings]) -> Forecasts:

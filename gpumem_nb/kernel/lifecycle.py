@@ -27,6 +27,7 @@ from .loading import Loading, Origin
 from .logging import Logs
 from .policy import RULES, Policy
 from .predicting import Predicting
+from .scaling import Scaling
 from .snapshot_plan import SnapshotPlan
 from .tracing import Tracing
 from .training import Training
@@ -53,6 +54,7 @@ class Lifecycle:
     training: Training
     foreground: Foreground
     inspection: Inspection
+    scaling: Scaling
     tracing: Tracing
     loading: Loading
     idle: IdleWatch
@@ -100,6 +102,7 @@ class Lifecycle:
         self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
         self.tracing = Tracing(tuple(self.ranks.infos), self.foreground, self.training, history)
+        self.scaling = Scaling(self.ranks.infos, self.foreground, self.training)
         self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin)
         self.idle = IdleWatch(lambda: self.policy.idle_minutes, self._works, self._stop_idle)
         self.ended = ""

@@ -100,6 +100,17 @@ class LookingMagics(Magics):
         return report
 
     @magic_arguments()
+    @argument("ranks", nargs="*", type=int, help="numbers of ranks, such as 1 2 4; by default these and all")
+    @argument("--steps", type=int, default=20, help="steps to time on each, which are undone (20)")
+    @line_magic
+    @says_usage
+    def hvd_scaling(self, line: str) -> Any:
+        """Measure samples/s on more and more of the running ranks, what is lost to what, and forecast still more."""
+        args, session = parse_argstring(self.hvd_scaling, line), current()
+        with progress_bar("Measuring") as progress:
+            return session.scaling(args.ranks or None, args.steps, progress)
+
+    @magic_arguments()
     @argument("path", help="the file to write, such as trace.json or trace.json.gz")
     @argument("--steps", type=int, default=3, help="steps to record, which count like any others (3)")
     @line_magic

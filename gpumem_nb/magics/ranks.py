@@ -81,6 +81,7 @@ class RanksMagics(Magics):
 
     @magic_arguments()
     @argument("--sync", action="store_true", help="check instead that ranks hold the same and see different samples")
+    @argument("--network", action="store_true", help="time instead how fast messages go between the ranks")
     @argument(
         "pairs",
         nargs="*",
@@ -98,4 +99,9 @@ class RanksMagics(Magics):
             raise InvalidInput(f"{unknown[0]} cannot be checked: {nearest(unknown[0], ('model', 'data'))}.")
         if names and not args.sync:
             raise InvalidInput("Variables are checked with --sync: %hvd_check --sync model=net data=loader")
+        if args.network and args.sync:
+            raise InvalidInput("--network and --sync check different things: give one of them.")
+        if args.network:
+            with progress_bar("Checking the network") as progress:
+                return current().check_network(progress)
         return current().check_sync(**names) if args.sync else check()

@@ -28,8 +28,13 @@ class TrainingMagics(Magics):
         session = current()
         knobs = pairs(parse_argstring(self.hvd_set, line))
         if not knobs:
-            lines = (str(values) for values in (session.settings, session.policy))
-            print("\n".join(textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False) for line in lines))
+            lines = (f"settings: {session.settings}", f"what the session does by itself: {session.policy}")
+            print(
+                "\n".join(
+                    textwrap.fill(line, 72, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+                    for line in lines
+                )
+            )
             return
         settings, policy = session.settings, session.policy
         wanted = settings.replace(**{name: value for name, value in knobs.items() if name in KNOBS})

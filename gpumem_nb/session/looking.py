@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..kernel.lifecycle import Lifecycle
 from ..report.memory import MemoryReport
+from ..report.network import NetworkReport
+from ..report.scaling import ScalingReport
 from ..report.status import Status
 from ..report.step_time import TimeReport
 from ..report.sync import SyncReport
@@ -104,6 +107,36 @@ class Looks:
             InvalidInput: ``data`` without ``model``.
         """
         return self._life.inspection.sync(model, data)
+
+    def scaling(
+        self,
+        ranks: Sequence[int] | None = None,
+        steps: int = 20,
+        progress: Progress = lambda what, done: None,
+    ) -> ScalingReport:
+        """Measure throughput on more and more of the running ranks, and forecast it for still more.
+
+        Each number of ranks takes turns with steps that are undone: training goes on afterwards as if nothing had been.
+
+        Args:
+            ranks: numbers of ranks, such as ``[1, 2, 4]``; by default 1, 2, 4, … and all.
+            steps: how many to time on each, from 4 to 1,000; some more warm up.
+            progress: told what is being measured.
+
+        Raises:
+            InvalidInput: no such numbers.
+            WorkloadError: nothing is loaded, or a step failed.
+        """
+        return self._life.scaling.measure(ranks, steps, progress)
+
+    def check_network(self, progress: Progress = lambda what, done: None) -> NetworkReport:
+        """Time all-reduces of all ranks, of messages from 1 KiB to 64 MiB: latency and bus bandwidth.
+
+        Raises:
+            InvalidInput: there is one rank only.
+        """
+        self._life.foreground.check_alive()
+        return self._life.scaling.network(len(self._life.ranks.infos), progress)
 
     def trace(
         self, path: str | os.PathLike[str], steps: int = 3, progress: Progress = lambda what, done: None

@@ -37,10 +37,12 @@ class Settings(Values):
 
     @property
     def in_short(self) -> str:
-        """The knobs that the panel shows at first, and those that differ from their defaults, in one line."""
+        """The knobs that the panel shows at first, those not at their defaults, and how to see the others."""
         shown = [knob for name, knob in KNOBS.items() if knob.in_front or name in self._changed]
         told = " ".join(f"{knob.name}={knob.text(getattr(self, knob.name))}" for knob in shown)
-        return f"{told}; %hvd_set shows the {len(KNOBS) - len(shown)} others, which are at their defaults"
+        others = len(KNOBS) - len(shown)
+        at_defaults = f"{others} others are at their defaults" if others > 1 else f"{others} other is at its default"
+        return f"{told}\n({at_defaults}: %hvd_set shows all)" if others else told
 
     def saved(self) -> dict[str, Any]:
         """What a state file holds of them.

@@ -24,14 +24,14 @@ _SIGNS = (
     "<li><i class='gpumem-reserved'></i>reserved</li>",
 )
 _SHOWS = 0.005  # of a step: less would be 0 %
-_WAITING = "for data, for averaged gradients, for ranks that are slower"
+_WAITING = " title='waiting for data, for averaged gradients, for ranks that are slower'"
 _DARK_UP_TO = 0.45  # of the limit; white is readable on these colours, black on the others
 
 
 def key(worst: Peak | None, time: TimeReport | None) -> str:
     """Every category in stacking order from the top, with its part of the worst rank's peak; then a step's parts."""
     ledger = worst.ledger if worst else None
-    items = ["<li class='gpumem-of'>Memory at the peak:</li>"]
+    items = [*_SIGNS, "<li class='gpumem-of'>Memory at the peak:</li>"]
     for name in reversed(CATEGORIES):
         size = ledger.at_peak.get(name, 0) if ledger else None
         number = f"<b>{share(size, ledger.peak_bytes)}</b> {format_bytes(size)}" if ledger and size is not None else ""
@@ -42,13 +42,13 @@ def key(worst: Peak | None, time: TimeReport | None) -> str:
         )
     if ledger is None:
         items.append(f"<li><i style='background: {UNKNOWN.css}'></i>not recorded yet</li>")
-    return f"<ul class='gpumem-key'>{''.join([*items, *_SIGNS, *_parts(time)])}</ul>"
+    return f"<ul class='gpumem-key'>{''.join([*items, *_parts(time)])}</ul>"
 
 
 def _parts(time: TimeReport | None) -> list[str]:
     """Every part of a step's time that shows, in stacking order from the top, below how much of it is waiting."""
-    waiting = f", {100 * time.waiting:.0f} % of it waiting" if time else ""
-    items = [f"<li class='gpumem-of' title='{_WAITING}'>A step's time{waiting}:</li>"]
+    waiting = f", {100 * time.waiting:.0f} % of it waiting for others" if time else ""
+    items = [f"<li class='gpumem-of'{_WAITING if time else ''}>A step's time{waiting}:</li>"]
     for part in reversed(PARTS):
         share = time.share(part) if time else 1.0
         if share >= _SHOWS:

@@ -17,6 +17,7 @@ from . import figures
 from .style import BLUE, LOOKS, UNKNOWN, VERMILION, Look
 
 _MIB = 2**20
+_ROOM = 1.5  # of the peak: for its label
 _NAMED_AT_PEAK = 3  # categories, in the label of the peak
 _SHADES = ("#b4b4b4", "#d4d4d4")  # parts of a step, in turns; black on them can be read
 _BRANCH = Look("#555555")  # modules of the treemap; white on it can be read
@@ -42,27 +43,27 @@ def timeline_figure(timeline: Timeline) -> go.Figure:
     traces = [
         _area(name, ends, timeline.live_bytes[name]) for name in CATEGORIES if any(timeline.live_bytes.get(name, ()))
     ]
+    top = max(_totals(timeline), default=_MIB)
     traces += [_strip("phase", joined(timeline.spans, 0)), _strip("module", parts(timeline, _MOST_BOXES))]
     kind = " (virtual)" if timeline.ledger.virtual else ""
-    title = (
-        f"Step {timeline.step} of rank {timeline.rank}: live MiB{kind}, {timeline.step_s * 1000:.0f} ms while recorded"
-    )
+    title = f"Step {timeline.step} of rank {timeline.rank}: live MiB{kind}"
+    took = f"ms ({timeline.step_s * 1000:.0f} while recorded)"
     figure = go.Figure(traces)
     figure.update_layout(
         **figures.look(title, 580),
         barmode="overlay",
         uniformtext={"minsize": 11, "mode": "hide"},  # what does not fit into its box is told on hover
         xaxis={
-            "title": {"text": "ms", "standoff": 2, "font": {"size": 14}},
+            "title": {"text": took, "standoff": 2, "font": {"size": 14}},
             "anchor": "y2",
             "gridcolor": figures.GRID,
             "zeroline": False,
             "range": [0, max(ends, default=1)],
         },
-        yaxis={"domain": [0.3, 1], "rangemode": "tozero", "gridcolor": figures.GRID, "zeroline": False},
+        yaxis={"domain": [0.3, 1], "range": [0, _ROOM * top / _MIB], "gridcolor": figures.GRID, "zeroline": False},
         yaxis2={"domain": [0, 0.26], "fixedrange": True, "showgrid": False, "zeroline": False},
-        legend={"traceorder": "reversed", "font": {"size": 13}},
-        annotations=_peak(timeline),
+        legend={"traceorder": "reversed", "font": {"size": 13}, "orientation": "h", "yanchor": "top", "y": -0.12},
+        annotations=_peak(timeline, top),
     )
     return figure
 
@@ -146,21 +147,24 @@ def _strip(row: str, spans: Sequence[Span]) -> Any:
     )
 
 
-def _peak(timeline: Timeline) -> list[dict[str, Any]]:
+def _totals(timeline: Timeline) -> list[int]:
+    return [sum(at_once) for at_once in zip(*timeline.live_bytes.values(), strict=True)]
+
+
+def _peak(timeline: Timeline, top: int) -> list[dict[str, Any]]:
     """An arrow to the highest point: phase, module, and what was alive."""
-    totals = [sum(at_once) for at_once in zip(*timeline.live_bytes.values(), strict=True)]
+    ledger, totals = timeline.ledger, _totals(timeline)
     if not totals:
         return []
-    ledger, top = timeline.ledger, max(totals)
     at = timeline.time_ms[totals.index(top)]
     largest = sorted(ledger.at_peak.items(), key=lambda entry: -entry[1])[:_NAMED_AT_PEAK]
-    alive = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
-    right = at > 0.6 * max(span.end_ms for span in timeline.spans)
+    alive = "<br>".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
+    right = at > 0.5 * max(span.end_ms for span in timeline.spans)
     return [
         {
             "x": at,
             "y": top / _MIB,
-            "text": f"<b>peak {format_bytes(ledger.peak_bytes)}</b> in {place(ledger)}<br>{alive}",
+            "text": f"<b>peak {format_bytes(ledger.peak_bytes)}</b><br>in {place(ledger)}<br>{alive}",
             "align": "right" if right else "left",
             "xanchor": "right" if right else "left",
             "yanchor": "bottom",

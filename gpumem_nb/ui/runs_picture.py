@@ -26,7 +26,7 @@ def picture(tried: Sequence[Tried], limit_bytes: int | None) -> str:
     title = "live peak of the worst rank"
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-        f"style='max-width: 100%; height: auto' role='img' "
+        f"style='max-width: 100%; min-width: 480px; height: auto' role='img' "
         f"aria-label='{title}'><text x='0' y='14' {_FONT}>{title}</text>{limit}{rows}</svg>"
     )
 

@@ -105,7 +105,6 @@ CSS = """<style>
 .gpumem-panel .gpumem-knob:nth-child(5n + 4) .gpumem-error > div { left: auto; right: 0; }
 .gpumem-panel .gpumem-critical { position: absolute; top: 2.1em; right: 0.7em; width: auto; height: auto; margin: 0;
   font-size: 0.82em; line-height: 1.3; color: var(--jp-ui-font-color2, inherit); }
-.gpumem-panel .gpumem-critical s { text-decoration: none; }
 .gpumem-panel .gpumem-what-if { display: block; margin-top: 0.2em; }
 .gpumem-panel .gpumem-flip { display: grid; grid-template-columns: 1em minmax(0, 1fr) auto; gap: 0 0.2em;
   font-size: 0.82em; line-height: 1.4; font-variant-numeric: tabular-nums; white-space: nowrap; }
@@ -192,7 +191,7 @@ CSS = """<style>
   stroke: var(--jp-border-color1, #888) !important; }
 @container (max-width: 52em) {
   .gpumem-panel .gpumem-knob .widget-label { font-size: 0.72em; letter-spacing: -0.03em; }
-  .gpumem-panel .gpumem-critical s { display: none; }
+  .gpumem-panel .gpumem-critical .gpumem-wide { display: none; }
   .gpumem-panel .gpumem-flip span { grid-column: 2 / -1; }
   .gpumem-panel .gpumem-flip i { grid-area: 3 / 1 / 4 / 4; margin-bottom: 0.4em; }
   .gpumem-panel .gpumem-flip em { grid-area: 2 / 1 / 3 / 3; }
@@ -201,12 +200,16 @@ CSS = """<style>
 @container (max-width: 46em) {
   .gpumem-panel .gpumem-top { flex-wrap: wrap; gap: 0.2em; }
   .gpumem-panel .gpumem-top .gpumem-status { flex: 1 0 100%; }
+  .gpumem-panel .gpumem-buttons { flex: 1 1 100%; flex-wrap: wrap; }
   .gpumem-panel .gpumem-knob select { padding: 0 0.1em; }
   .gpumem-panel .gpumem-effect > div { min-height: 4.1em; }
   .gpumem-panel .gpumem-key { font-size: 0.82em; line-height: 1.2; }
-  .gpumem-panel .gpumem-message { height: 5.6em; }
+  .gpumem-panel .gpumem-message { height: 6.9em; }
+  .gpumem-panel .gpumem-critical { font-size: 0.72em; top: 2.6em; }
+  .gpumem-panel .gpumem-tiles > div { min-height: 4.7em; }
 }
 @container (max-width: 40em) {
+  .gpumem-panel .gpumem-knob .widget-label { font-size: 0.68em; letter-spacing: -0.05em; }
   .gpumem-panel .js-plotly-plot .annotation-text { font-size: 0.8em !important; } /* titles side by side */
 }
 @container (max-width: 36em) {

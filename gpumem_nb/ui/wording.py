@@ -168,7 +168,7 @@ def critical_batch(session: Steered) -> str:
         about = f"{float(f'{scale:.2g}'):,.0f}"
         sentence, short = f"critical batch about {about} samples", about
     title = f"{sentence}; the global batch is {batch:,} (gradient noise scale, McCandlish et al. 2018)"
-    return f'<span title="{escape(title)}">critical<s> batch</s> {short}</span>'
+    return f'<span title="{escape(title)}">critical<span class="gpumem-wide"> batch</span> {short}</span>'
 
 
 def largest(batch_size: int, samples: int | None) -> str:

@@ -20,8 +20,8 @@ from tests import internals
 pytestmark = pytest.mark.cluster
 
 MAGICS = (
-    "start status push pull load attach seed sync set train play pause eval panel memory time trace runs log save "
-    "resume interrupt restart stop check predict what_if"
+    "start status push pull load attach seed sync set train play pause eval panel memory time scaling trace runs log "
+    "save resume interrupt restart stop check predict what_if"
 )
 
 

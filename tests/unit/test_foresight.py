@@ -341,7 +341,7 @@ def test_beside_the_batch_stands_up_to_which_one_more_samples_pay(session: Sessi
     controls = Controls(session, lambda action: None, lambda action: None)  # type: ignore[arg-type]
     beside = controls.knobs.children[2].children[-1]
     controls.follow()
-    assert "critical<s> batch</s> n/a" in beside.html
+    assert 'critical<span class="gpumem-wide"> batch</span> n/a' in beside.html
     session.history.add([sample(6, noise_scale=337.2), sample(7)], [])
     controls.follow()
     assert "critical batch about 340 samples; the global batch is 64" in beside.html

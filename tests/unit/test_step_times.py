@@ -217,7 +217,7 @@ def test_the_lanes_of_a_step_are_drawn_rank_by_rank_from_the_first_that_began() 
 def test_the_key_says_the_share_of_each_part() -> None:
     found = report(0.03, 0.01)
     key = legend.key(None, found)
-    assert "A step's time, 20 % of it waiting:" in key
+    assert "A step's time, 20 % of it waiting for others:" in key
     assert "reduction <b>20 %</b>" in key
     assert "forward <b>80 %</b>" in key
     assert "</i>update" not in key, "which takes no time"

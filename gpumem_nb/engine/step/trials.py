@@ -16,24 +16,32 @@ from ...memory.prediction.scaling import SmallSteps
 from ...shared.allocator_settings import AllocatorSettings
 from ...shared.forecast import BY_PEAKS, Forecasts, Rehearsal
 from ...shared.messages import Chunk, Failure
+from ...shared.scaling import StepsAmong
 from ...shared.settings import Settings
+from ...shared.step_times import StepTimes
 from ..data.stream import Stream
 from ..together.agreement import any_rank
+from ..together.group import among
 from .timing import timed
 
 NO_CONFIGURATION = -2
 """In place of a chunk's settings_id, for what is half applied or tried out: nothing of it is proven."""
+_UNCOUNTED = 2  # steps that warm up, of those that are timed
 _ATTEMPTS = 2  # a model's very first step may make what later ones find
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How one step went that was undone: what failed, what it allocated, and how long it worked and waited for data."""
+    """How one step went that was undone.
+
+    What failed, what it allocated, how long it worked and waited for data, and the time of each part, if known.
+    """
 
     failure: Failure | None
     record: Account | None
     work_s: float
     data_s: float
+    times: StepTimes | None
 
 
 class Takes(Protocol):
@@ -94,6 +102,22 @@ class Trials:
         steps = SmallSteps(traces[:1], self._takes.stream.varies) if steps_s else None
         batch_size = settings.batch_size
         return Rehearsal(self._forecasts(steps, began_s, [batch_size], 0, failure, batch_size), steps_s)
+
+    def steps_among(self, count: int, settings: Settings, steps: int) -> StepsAmong:
+        """How long steps take when the first so many ranks are joined to each other alone. All ranks come here."""
+        return among(count, self._device, lambda: self._steps(settings, steps)) or StepsAmong()
+
+    def _steps(self, settings: Settings, steps: int) -> StepsAmong:
+        times: list[StepTimes] = []
+        chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
+        with self._takes.aside(settings), self._takes.trying(chunk) as why_not:
+            for _ in range(_UNCOUNTED + steps):
+                trial = self._takes.try_step(why_not, chunk)
+                if any_rank(trial.failure is not None or trial.times is None, "scaling"):
+                    return StepsAmong(failure=trial.failure)
+                assert trial.times is not None
+                times.append(trial.times)
+        return StepsAmong(tuple(times[_UNCOUNTED:]))
 
     def allocators(
         self, settings: Settings, small: Sequence[int], allocators: Sequence[AllocatorSettings]

@@ -36,6 +36,7 @@ _left_at_s = 0.0
 _freeing: threading.Thread | None = None
 _freed_from: Waiting | None = None
 _shutting_down = threading.Lock()
+_ranks = 0  # of the whole cluster
 
 
 class Separated(RuntimeError):
@@ -44,10 +45,12 @@ class Separated(RuntimeError):
 
 def join(on_cpu: bool) -> set[int]:
     """Join the other ranks for the first time, and watch the collectives from now on; returns Horovod's threads."""
-    global _on_cpu
+    global _on_cpu, _ranks
     _on_cpu = on_cpu
     _wrap_horovod()
-    return _init()
+    threads = _init(None)
+    _ranks = hvd.size()
+    return threads
 
 
 def check_again(variables: Collection[str] = ()) -> None:
@@ -64,8 +67,11 @@ def check_again(variables: Collection[str] = ()) -> None:
         )
 
 
-def join_again() -> set[int]:
+def join_again(count: int | None = None) -> set[int]:
     """Join the other ranks again after Horovod was shut down, whoever did it. All ranks must come here.
+
+    Args:
+        count: join only the first so many ranks, which must come here; the others must shut Horovod down.
 
     Raises:
         Separated: Horovod could not be shut down yet.
@@ -77,7 +83,7 @@ def join_again() -> set[int]:
             raise Separated("Horovod could not be shut down, because not every rank takes part in it.")
         _freeing = None
     hvd.shutdown()
-    threads = _init()
+    threads = _init(list(range(count or _ranks)))  # left out, it would be those of the last time
     _names.clear()
     _left = _freed_from = None
     return threads
@@ -121,9 +127,9 @@ def free(waited: Waiting) -> None:
         _freeing.start()
 
 
-def _init() -> set[int]:
+def _init(ranks: list[int] | None) -> set[int]:
     with new_threads_give_way() if _on_cpu else nullcontext(set[int]()) as threads:
-        hvd.init()
+        hvd.init(comm=ranks)
     return threads
 
 

@@ -35,7 +35,7 @@ def follow(settings: Settings, device: Device) -> None:
     _now.update(changed)
     os.environ.update(changed)
     device.communicates_on(collectives.join_again())
-    _make_fusion_buffer(device)
+    make_fusion_buffer(device)
 
 
 def why_flat() -> str:
@@ -47,8 +47,11 @@ def why_flat() -> str:
     return ""
 
 
-def _make_fusion_buffer(device: Device) -> None:
-    """Two numbers that travel together: from here on the buffer is there in its new size, and the old one is gone."""
+def make_fusion_buffer(device: Device) -> None:
+    """Two numbers that travel together: from here on the buffer is there in its new size, and the old one is gone.
+
+    All ranks must come here.
+    """
     with device.exempt():
         pair = [torch.zeros(1, device=device.torch_device) for _ in range(2)]
         hvd.grouped_allreduce(pair, op=hvd.Sum, name="gpumem_nb.settings")

@@ -9,7 +9,7 @@ from .chart import Place
 
 _COLUMNS = ((0.0, 0.27), (0.35, 0.66), (0.73, 1.0))  # where they begin and end, of the figure's width
 # Heights in pixels. Over steps the first rows share one axis, whose ticks stand below the last of them.
-_HEIGHTS = (132, 62, 62)
+_HEIGHTS = (126, 59, 59)
 _MORE = 160  # of each further row
 _TITLE, _TICKS = 24, 40  # above each row, and below those that share their axis with none
 _ABOVE_LAST = 14  # more above the last of the first rows: the numbers of ranks stand there

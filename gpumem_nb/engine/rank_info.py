@@ -1,0 +1,32 @@
+"""What a rank says of itself when it has started."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import horovod.torch as hvd
+import torch
+
+from ..memory.device import Device
+from ..shared import cluster_records
+from ..shared.messages import RankInfo
+
+
+def of(device: Device) -> RankInfo:
+    """Who this rank is, where it runs, and on what."""
+    return RankInfo(
+        rank=hvd.rank(),
+        local_rank=hvd.local_rank(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=str(device.torch_device),
+        device_name=device.name,
+        virtual=device.kind == "virtual",
+        memory_limit=device.reading().limit_bytes,
+        threads=torch.get_num_threads(),
+        note=device.note,
+        allocator=device.allocator,
+        machine=cluster_records.machine(),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+    )

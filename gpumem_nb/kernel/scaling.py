@@ -1,0 +1,104 @@
+"""How throughput grows with the number of ranks: measured on some of those that run, with nothing started again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..report.network import NetworkReport
+from ..report.scaling import Scaled, ScalingReport
+from ..shared.errors import InvalidInput, WorkloadError
+from ..shared.messages import RankInfo
+from ..shared.progress import Progress
+from ..shared.scaling import SWEEP_BYTES, StepsAmong, Sweep
+from ..shared.step_times import StepTimes
+from .foreground import Foreground
+from .training import Training
+
+LEAST_STEPS, MOST_STEPS = 4, 1000
+_ROUNDS = 4  # in which numbers of ranks take turns, so that what changes on the machine meets all of them
+
+
+class Scaling:
+    """Measures the ranks of one cluster."""
+
+    def __init__(self, ranks: Sequence[RankInfo], foreground: Foreground, training: Training) -> None:
+        self._ranks = ranks
+        self._foreground = foreground
+        self._training = training
+
+    def measure(self, ranks: Sequence[int] | None, steps: int, progress: Progress) -> ScalingReport:
+        """Steps on these numbers of ranks.
+
+        Raises:
+            InvalidInput: no numbers of ranks that there are, or no number of steps that could be timed.
+            WorkloadError: nothing is loaded, or a step failed.
+        """
+        counts = self._counts(ranks)
+        if isinstance(steps, bool) or not isinstance(steps, int) or not LEAST_STEPS <= steps <= MOST_STEPS:
+            raise InvalidInput(
+                f"{steps!r} steps cannot be measured: write a whole number from {LEAST_STEPS} to {MOST_STEPS}."
+            )
+        self._foreground.check_loaded()
+        with self._foreground.interruptible():
+            self._training.apply()
+        network = self.network(counts[-1], lambda what, done: progress(what, 0.1 * done)) if counts[-1] > 1 else None
+        found: dict[int, list[list[StepTimes]]] = {count: [[] for _ in range(count)] for count in counts}
+        for done in range(_ROUNDS):
+            now = steps * (done + 1) // _ROUNDS - steps * done // _ROUNDS
+            for place, count in enumerate(counts):
+                what = f"steps on {count} of {len(self._ranks)} ranks"
+                progress(what, 0.1 + 0.9 * (done + place / len(counts)) / _ROUNDS)
+                for rank, times in enumerate(self._among(count, now)):
+                    found[count][rank] += times
+        return self._report(found, network)
+
+    def network(self, count: int, progress: Progress) -> NetworkReport:
+        """All-reduces of the first so many ranks.
+
+        Raises:
+            InvalidInput: that is one rank only.
+        """
+        if count < 2:
+            raise InvalidInput("One rank alone has nobody to send to: %hvd_start 2 starts two.")
+        seconds: dict[int, float] = {}
+        for place, size in enumerate(SWEEP_BYTES):
+            progress("timing all-reduces", place / len(SWEEP_BYTES))
+            sweeps: list[Sweep | None] = self._ask("sweep_network", count, [size])
+            seconds[size] = max(sweep.seconds[size] for sweep in sweeps if sweep)
+        return NetworkReport(count, seconds)
+
+    def _among(self, count: int, steps: int) -> list[tuple[StepTimes, ...]]:
+        answers: list[StepsAmong] = self._ask("steps_among", count, self._training.settings, steps)
+        for rank, answer in enumerate(answers):
+            if answer.failure:
+                raise WorkloadError(f"A step on {count} ranks failed on rank {rank}: {answer.failure.message}")
+        times = [answer.times for answer in answers[:count]]
+        if not all(times):
+            raise WorkloadError(f"A step on {count} ranks could not be timed. Try again.")
+        return times
+
+    def _ask(self, function: str, *arguments: Any) -> list[Any]:
+        answers: list[Any] = self._foreground.finish(self._training.ask_alone(function, *arguments)).get()
+        return answers
+
+    def _report(self, found: dict[int, list[list[StepTimes]]], network: NetworkReport | None) -> ScalingReport:
+        workload, batch = self._training.workload, self._training.settings.samples_per_rank
+        assert workload
+        measured = tuple(Scaled(count, tuple(map(tuple, times)), batch * count) for count, times in found.items())
+        virtual = any(info.virtual for info in self._ranks)
+        cores = len({(info.host, core) for info in self._ranks for core in info.cores}) if virtual else None
+        return ScalingReport(measured, network, workload.parameter_bytes, cores, self._ranks[0].threads)
+
+    def _counts(self, ranks: Sequence[int] | None) -> list[int]:
+        most = len(self._ranks)
+        if ranks is None:
+            return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
+        if isinstance(ranks, (str, int)):
+            raise InvalidInput(f"ranks={ranks!r} are no numbers of ranks: write them as a list, such as [1, 2].")
+        for count in ranks:
+            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
+                raise InvalidInput(f"{count!r} ranks cannot be measured: write numbers from 1 to {most}.")
+        if not ranks:
+            raise InvalidInput("No number of ranks was given: write some, such as [1, 2], or leave them out.")
+        return sorted(set(ranks))

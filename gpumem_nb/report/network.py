@@ -1,0 +1,70 @@
+"""How fast messages go between the ranks: a table of sizes, and the two numbers behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..shared.units import format_bytes
+from .tables import Table, notes_html
+
+
+@dataclass(frozen=True)
+class NetworkReport:
+    """All-reduces of all ranks.
+
+    Attributes:
+        ranks: how many there are.
+        seconds: for each size in bytes, the median of the slowest rank.
+    """
+
+    ranks: int
+    seconds: Mapping[int, float]
+
+    def bus_bytes_per_s(self, size: int) -> float:
+        """What each link carries, if messages go around in a ring: ``2 (n − 1) / n × size / seconds``.
+
+        As NVIDIA's nccl-tests call it (their doc/PERFORMANCE.md); it can be compared with what the hardware does.
+        """
+        return 2 * (self.ranks - 1) / self.ranks * size / self.seconds[size]
+
+    @property
+    def latency_s(self) -> float:
+        """How long the smallest message takes."""
+        return self.seconds[min(self.seconds)]
+
+    def predicted_s(self, size: float, ranks: int) -> float:
+        """How long an all-reduce of ``size`` bytes takes on so many ranks, over links like these.
+
+        In a ring each of ``2 (n − 1)`` rounds takes a latency, and each link carries ``2 (n − 1) / n`` of the bytes.
+        """
+        if ranks < 2:
+            return 0.0
+        largest = max(self.seconds)
+        of_latency = self.latency_s / (2 * (self.ranks - 1))
+        return 2 * (ranks - 1) * of_latency + 2 * (ranks - 1) / ranks * size / self.bus_bytes_per_s(largest)
+
+    def __str__(self) -> str:
+        return "\n".join([str(self._table), *self._notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self._table.html() + notes_html(self._notes)
+
+    @property
+    def _table(self) -> Table:
+        rows = tuple(
+            (format_bytes(size), f"{1000 * seconds:.3g} ms", f"{format_bytes(round(self.bus_bytes_per_s(size)))}/s")
+            for size, seconds in self.seconds.items()
+        )
+        return Table(f"All-reduces of {self.ranks} ranks", ("message", "time", "bus bandwidth"), rows, frozenset())
+
+    @property
+    def _notes(self) -> list[str]:
+        largest = max(self.seconds)
+        return [
+            f"Latency {1000 * self.latency_s:.2g} ms, bus bandwidth "
+            f"{format_bytes(round(self.bus_bytes_per_s(largest)))}/s. Bus bandwidth: what each link carries, "
+            "2 (ranks − 1) / ranks × message / time."
+        ]

@@ -1,0 +1,173 @@
+"""Throughput on more and more ranks: what is lost to what, and what still more of them would give."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..shared.step_times import BACKWARD, COPY, DATA, FORWARD, PARTS, REDUCTION, TOOLKIT, UPDATE, StepTimes
+from ..shared.units import format_rate
+from .network import NetworkReport
+from .tables import Table, notes_html
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORECAST_RANKS = (8, 16, 64)
+_COMPUTING = (FORWARD, BACKWARD, UPDATE)
+_LOSSES = {"slower computing": _COMPUTING, "reduction": (REDUCTION,), "data": (DATA, COPY), "toolkit": (TOOLKIT,)}
+_WORTH_A_WORD = 0.01  # of a step
+_LEAST_ERROR = 0.1  # of a forecast, whatever the spread of steps says
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Steps of so many ranks.
+
+    Attributes:
+        ranks: how many.
+        steps: of each rank its steps, in the order in which all took them.
+        samples: of one step of all ranks.
+    """
+
+    ranks: int
+    steps: tuple[tuple[StepTimes, ...], ...]
+    samples: int
+
+    @property
+    def each_s(self) -> list[float]:
+        """What each step took: the mean of its ranks, which end it together."""
+        return [statistics.fmean(times.total_s for times in of_step) for of_step in zip(*self.steps, strict=True)]
+
+    @property
+    def step_s(self) -> float:
+        """The median step."""
+        return statistics.median(self.each_s)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all ranks."""
+        return self.samples / self.step_s
+
+    @property
+    def spread(self) -> float:
+        """Half of what lies between the quarters of steps, as a share of the median."""
+        low, _, high = statistics.quantiles(self.each_s, n=4)
+        return (high - low) / 2 / self.step_s
+
+    def part_s(self, parts: Sequence[str]) -> float:
+        """What these parts take of a step, as the median of its steps."""
+        sums = [[sum(times[part] for part in parts) for times in of_step] for of_step in zip(*self.steps, strict=True)]
+        return statistics.median(map(statistics.fmean, sums))
+
+
+@dataclass(frozen=True)
+class ScalingReport:
+    """Throughput by the number of ranks.
+
+    Attributes:
+        measured: in growing numbers of ranks.
+        network: all-reduces of all ranks that were measured; ``None`` for one rank.
+        gradient_bytes: of one rank, which each step reduces.
+        cores: that ranks with virtual GPUs share; ``None`` with real ones.
+        threads: of each rank.
+    """
+
+    measured: tuple[Scaled, ...]
+    network: NetworkReport | None
+    gradient_bytes: int
+    cores: int | None
+    threads: int
+
+    def efficiency(self, ranks: int) -> float:
+        """Samples/s of each of so many ranks, measured or expected, beside those of each of the fewest measured."""
+        found = {one.ranks: one.samples_per_s for one in self.measured}
+        rate = found[ranks] if ranks in found else self.forecast(ranks)[0]
+        return rate / ranks / (self._least.samples_per_s / self._least.ranks)
+
+    def forecast(self, ranks: int) -> tuple[float, float]:
+        """Samples/s of so many ranks, and the error of that as a share: from those measured, by a model.
+
+        Computing takes as long as on the ranks measured, but where they have virtual GPUs, which share their hosts'
+        cores: these are shared by more. The reduction that backward does not hide grows as an all-reduce of the
+        gradients does, in a ring, over links like those measured.
+        """
+        most = self.measured[-1]
+        computing = (most.step_s - most.part_s([REDUCTION])) * self._crowding(ranks) / self._crowding(most.ranks)
+        reduction = most.part_s([REDUCTION])
+        if self.network and most.ranks > 1:
+            predicted = self.network.predicted_s
+            reduction *= predicted(self.gradient_bytes, ranks) / predicted(self.gradient_bytes, most.ranks)
+        samples = most.samples // most.ranks * ranks
+        error = max(_LEAST_ERROR, most.spread + self._least.spread)
+        return samples / (computing + reduction), error
+
+    def lost(self, one: Scaled) -> Mapping[str, float]:
+        """What a step has more than on the fewest ranks, as shares of it, by what it is lost to."""
+        more = {name: one.part_s(parts) - self._least.part_s(parts) for name, parts in _LOSSES.items()}
+        return {name: seconds / one.step_s for name, seconds in more.items() if seconds > _WORTH_A_WORD * one.step_s}
+
+    def frame(self) -> pd.DataFrame:
+        """A row for each number of ranks: samples/s, efficiency, seconds of a step and of its parts."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            {
+                "ranks": one.ranks,
+                "steps": len(one.each_s),
+                "samples_per_s": one.samples_per_s,
+                "efficiency": self.efficiency(one.ranks),
+                "step_s": one.step_s,
+                **{f"{part}_s": one.part_s([part]) for part in PARTS},
+            }
+            for one in self.measured
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([str(self._table), *self._notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self._table.html() + notes_html(self._notes)
+
+    @property
+    def _least(self) -> Scaled:
+        return self.measured[0]
+
+    def _crowding(self, ranks: int) -> float:
+        return max(1.0, ranks * self.threads / self.cores) if self.cores else 1.0
+
+    @property
+    def _table(self) -> Table:
+        rows = [
+            (
+                str(one.ranks),
+                format_rate(one.samples_per_s),
+                f"{self.efficiency(one.ranks):.0%}",
+                f"{1000 * one.step_s:.0f} ms ± {one.spread:.0%}",
+                ", ".join(f"{name} {share:.0%}" for name, share in self.lost(one).items()) or "–",
+            )
+            for one in self.measured
+        ]
+        for ranks in FORECAST_RANKS:
+            if ranks > self.measured[-1].ranks:
+                rate, error = self.forecast(ranks)
+                cell = f"{format_rate(rate)} ± {error:.0%}"
+                rows.append((str(ranks), cell, f"{self.efficiency(ranks):.0%}", "n/a", "a forecast"))
+        headings = ("ranks", "samples/s", "efficiency", "step", "lost to")
+        steps = len(self._least.each_s)
+        return Table(f"Scaling, median of {steps} steps", headings, tuple(rows), frozenset({"lost to"}))
+
+    @property
+    def _notes(self) -> list[str]:
+        fewest = self._least.ranks
+        notes = [f"efficiency: samples/s of each rank beside those on {fewest} rank{'s' * (fewest > 1)}."]
+        if self.cores:
+            notes.append(
+                f"Ranks share {self.cores} core{'s' * (self.cores > 1)}; with more threads than these, each computes "
+                "more slowly. With a GPU for each rank that loss is not there."
+            )
+        return notes

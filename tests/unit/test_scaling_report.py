@@ -1,0 +1,56 @@
+"""What scaling says of steps whose times are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_nb.report.network import NetworkReport
+from gpumem_nb.report.scaling import Scaled, ScalingReport
+from gpumem_nb.shared.step_times import StepTimes
+
+MIB = 2**20
+# Links of 1 GiB/s with 1 ms a round: on two ranks a ring has two rounds and carries each byte once.
+NETWORK = NetworkReport(2, {1024: 0.002, 64 * MIB: 0.002 + 64 / 1024})
+
+
+def steps(ranks: int, computing_s: float, reduction_s: float, count: int = 6) -> Scaled:
+    times = StepTimes.of({"forward": computing_s / 2, "backward": computing_s / 2, "reduction": reduction_s}, 0.0)
+    return Scaled(ranks, ((times,) * count,) * ranks, 32 * ranks)
+
+
+def test_efficiency_and_losses_are_those_of_the_steps() -> None:
+    report = ScalingReport((steps(1, 0.1, 0.0), steps(2, 0.15, 0.05)), NETWORK, MIB, None, 1)
+    assert [one.samples_per_s for one in report.measured] == pytest.approx([320, 320])
+    assert report.efficiency(2) == pytest.approx(0.5)
+    assert report.lost(report.measured[1]) == pytest.approx({"slower computing": 0.25, "reduction": 0.25})
+    assert report.lost(report.measured[0]) == {}
+    assert "slower computing 25%, reduction 25%" in str(report)
+    assert list(report.frame()["samples_per_s"]) == pytest.approx([320, 320])
+
+
+def test_ranks_that_share_cores_compute_more_slowly_and_those_with_gpus_do_not() -> None:
+    measured = (steps(1, 0.1, 0.0), steps(2, 0.1, 0.0))
+    virtual = ScalingReport(measured, NETWORK, MIB, cores=2, threads=1)
+    assert virtual.forecast(8)[0] == pytest.approx(8 * 32 / 0.4), "eight threads on two cores"
+    real = ScalingReport(measured, NETWORK, MIB, cores=None, threads=1)
+    assert real.forecast(8)[0] == pytest.approx(8 * 32 / 0.1)
+    assert real.forecast(8)[1] >= 0.1
+
+
+def test_the_reduction_grows_as_a_ring_does() -> None:
+    assert NETWORK.bus_bytes_per_s(64 * MIB) == pytest.approx(64 * MIB / (0.002 + 64 / 1024))
+    assert NETWORK.predicted_s(0, 4) == pytest.approx(3 * NETWORK.latency_s)
+    assert NETWORK.predicted_s(64 * MIB, 1) == 0
+    on_two, on_four = (NETWORK.predicted_s(64 * MIB, ranks) for ranks in (2, 4))
+    assert on_four - 6 * 0.001 == pytest.approx(1.5 * (on_two - 2 * 0.001))
+    report = ScalingReport((steps(1, 0.1, 0.0), steps(2, 0.1, 0.02)), NETWORK, 64 * MIB, None, 1)
+    assert report.forecast(4)[0] == pytest.approx(4 * 32 / (0.1 + 0.02 * on_four / on_two))
+    assert "8  " in str(report)
+    assert "a forecast" in str(report)
+
+
+def test_the_network_s_table_has_its_two_numbers() -> None:
+    text = str(NETWORK)
+    assert "All-reduces of 2 ranks" in text
+    assert "Latency 2 ms" in text
+    assert "64.0 MiB" in text
