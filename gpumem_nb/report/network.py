@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,13 +37,13 @@ class NetworkReport:
     def predicted_s(self, size: float, ranks: int) -> float:
         """How long an all-reduce of ``size`` bytes takes on so many ranks, over links like these.
 
-        In a ring each of ``2 (n − 1)`` rounds takes a latency, and each link carries ``2 (n − 1) / n`` of the bytes.
+        Small messages meet in a tree, whose rounds grow as the logarithm of ``n``; of large ones each link of a ring
+        carries ``2 (n − 1) / n`` (Thakur et al. 2005, Optimization of collective communication operations in MPICH).
         """
         if ranks < 2:
             return 0.0
-        largest = max(self.seconds)
-        of_latency = self.latency_s / (2 * (self.ranks - 1))
-        return 2 * (ranks - 1) * of_latency + 2 * (ranks - 1) / ranks * size / self.bus_bytes_per_s(largest)
+        rounds = math.log2(ranks) / math.log2(self.ranks)
+        return rounds * self.latency_s + 2 * (ranks - 1) / ranks * size / self.bus_bytes_per_s(max(self.seconds))
 
     def __str__(self) -> str:
         return "\n".join([str(self._table), *self._notes])
@@ -64,7 +65,7 @@ class NetworkReport:
     def _notes(self) -> list[str]:
         largest = max(self.seconds)
         return [
-            f"Latency {1000 * self.latency_s:.2g} ms, bus bandwidth "
+            f"Latency {1000 * self.latency_s:.2g} ms, with Horovod's cycle_time_ms in it; bus bandwidth "
             f"{format_bytes(round(self.bus_bytes_per_s(largest)))}/s. Bus bandwidth: what each link carries, "
             "2 (ranks − 1) / ranks × message / time."
         ]

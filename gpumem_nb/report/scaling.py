@@ -92,17 +92,18 @@ class ScalingReport:
 
         Computing takes as long as on the ranks measured, but where they have virtual GPUs, which share their hosts'
         cores: these are shared by more. The reduction that backward does not hide grows as an all-reduce of the
-        gradients does, in a ring, over links like those measured.
+        gradients does, over links like those measured.
         """
         most = self.measured[-1]
-        computing = (most.step_s - most.part_s([REDUCTION])) * self._crowding(ranks) / self._crowding(most.ranks)
+        crowding = self._crowding(ranks) / self._crowding(most.ranks)
         reduction = most.part_s([REDUCTION])
+        computing = most.step_s - reduction
         if self.network and most.ranks > 1:
             predicted = self.network.predicted_s
             reduction *= predicted(self.gradient_bytes, ranks) / predicted(self.gradient_bytes, most.ranks)
         samples = most.samples // most.ranks * ranks
         error = max(_LEAST_ERROR, most.spread + self._least.spread)
-        return samples / (computing + reduction), error
+        return samples / (crowding * (computing + reduction)), error  # cores sum up gradients, too
 
     def lost(self, one: Scaled) -> Mapping[str, float]:
         """What a step has more than on the fewest ranks, as shares of it, by what it is lost to."""

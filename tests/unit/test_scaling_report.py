@@ -9,7 +9,7 @@ from gpumem_nb.report.scaling import Scaled, ScalingReport
 from gpumem_nb.shared.step_times import StepTimes
 
 MIB = 2**20
-# Links of 1 GiB/s with 1 ms a round: on two ranks a ring has two rounds and carries each byte once.
+# Links of about 1 GiB/s: on two ranks they carry each byte once.
 NETWORK = NetworkReport(2, {1024: 0.002, 64 * MIB: 0.002 + 64 / 1024})
 
 
@@ -39,10 +39,10 @@ def test_ranks_that_share_cores_compute_more_slowly_and_those_with_gpus_do_not()
 
 def test_the_reduction_grows_as_a_ring_does() -> None:
     assert NETWORK.bus_bytes_per_s(64 * MIB) == pytest.approx(64 * MIB / (0.002 + 64 / 1024))
-    assert NETWORK.predicted_s(0, 4) == pytest.approx(3 * NETWORK.latency_s)
+    assert NETWORK.predicted_s(0, 4) == pytest.approx(2 * NETWORK.latency_s)
     assert NETWORK.predicted_s(64 * MIB, 1) == 0
     on_two, on_four = (NETWORK.predicted_s(64 * MIB, ranks) for ranks in (2, 4))
-    assert on_four - 6 * 0.001 == pytest.approx(1.5 * (on_two - 2 * 0.001))
+    assert on_four - 2 * NETWORK.latency_s == pytest.approx(1.5 * (on_two - NETWORK.latency_s))
     report = ScalingReport((steps(1, 0.1, 0.0), steps(2, 0.1, 0.02)), NETWORK, 64 * MIB, None, 1)
     assert report.forecast(4)[0] == pytest.approx(4 * 32 / (0.1 + 0.02 * on_four / on_two))
     assert "8  " in str(report)
