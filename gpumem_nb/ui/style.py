@@ -198,6 +198,7 @@ CSS = """<style>
   .gpumem-panel .gpumem-flip u { grid-area: 2 / 3; }
 }
 @container (max-width: 46em) {
+  .gpumem-panel > * { font-size: 0.93em; } /* 13 px, as in JupyterLab's own side bars */
   .gpumem-panel .gpumem-top { flex-wrap: wrap; gap: 0.2em; }
   .gpumem-panel .gpumem-top .gpumem-status { flex: 1 0 100%; }
   .gpumem-panel .gpumem-buttons { flex: 1 1 100%; flex-wrap: wrap; }
@@ -206,7 +207,6 @@ CSS = """<style>
   .gpumem-panel .gpumem-key { font-size: 0.82em; line-height: 1.2; }
   .gpumem-panel .gpumem-message { height: 6.9em; }
   .gpumem-panel .gpumem-critical { font-size: 0.72em; top: 2.6em; }
-  .gpumem-panel .gpumem-tiles > div { min-height: 4.7em; }
 }
 @container (max-width: 40em) {
   .gpumem-panel .gpumem-knob .widget-label { font-size: 0.68em; letter-spacing: -0.05em; }
