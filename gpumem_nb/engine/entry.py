@@ -41,6 +41,8 @@ _WORDS = {
     "load": "loading a workload",
     "attach": "attaching a model",
     "write_trace": "the writing of a trace",
+    "steps_among": "the measuring of scaling",
+    "sweep_network": "the timing of all-reduces",
 }
 _BRING_CODE = {"load", "attach", "push"}
 _OF_SOMEBODYS_CODE = {CELL, *(_WORDS.get(function, function) for function in _BRING_CODE)}

@@ -11,6 +11,7 @@ from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.messages import RankInfo
 from ..shared.progress import Progress
 from ..shared.scaling import SWEEP_BYTES, StepsAmong, Sweep
+from ..shared.settings import Settings
 from ..shared.step_times import StepTimes
 from .foreground import Foreground
 from .training import Training
@@ -32,7 +33,7 @@ class Scaling:
 
         Raises:
             InvalidInput: no numbers of ranks that there are, or no number of steps that could be timed.
-            WorkloadError: nothing is loaded, or a step failed.
+            WorkloadError: nothing is loaded, training goes on, or a step failed.
         """
         counts = self._counts(ranks)
         if isinstance(steps, bool) or not isinstance(steps, int) or not LEAST_STEPS <= steps <= MOST_STEPS:
@@ -40,18 +41,25 @@ class Scaling:
                 f"{steps!r} steps cannot be measured: write a whole number from {LEAST_STEPS} to {MOST_STEPS}."
             )
         self._foreground.check_loaded()
+        if self._training.busy:
+            raise WorkloadError(
+                "Training is going on, and would share the ranks with what is measured: %hvd_pause first."
+            )
         with self._foreground.interruptible():
             self._training.apply()
         network = self.network(counts[-1], lambda what, done: progress(what, 0.1 * done)) if counts[-1] > 1 else None
+        settings = self._training.settings
         found: dict[int, list[list[StepTimes]]] = {count: [[] for _ in range(count)] for count in counts}
+        sent_bytes = 0
         for done in range(_ROUNDS):
             now = steps * (done + 1) // _ROUNDS - steps * done // _ROUNDS
             for place, count in enumerate(counts):
                 what = f"steps on {count} of {len(self._ranks)} ranks"
                 progress(what, 0.1 + 0.9 * (done + place / len(counts)) / _ROUNDS)
-                for rank, times in enumerate(self._among(count, now)):
-                    found[count][rank] += times
-        return self._report(found, network)
+                for rank, answer in enumerate(self._among(count, settings, now)):
+                    found[count][rank] += answer.times
+                    sent_bytes = answer.sent_bytes
+        return self._report(found, settings, network, sent_bytes)
 
     def network(self, count: int, progress: Progress) -> NetworkReport:
         """All-reduces of the first so many ranks.
@@ -68,27 +76,36 @@ class Scaling:
             seconds[size] = max(sweep.seconds[size] for sweep in sweeps if sweep)
         return NetworkReport(count, seconds)
 
-    def _among(self, count: int, steps: int) -> list[tuple[StepTimes, ...]]:
-        answers: list[StepsAmong] = self._ask("steps_among", count, self._training.settings, steps)
+    def _among(self, count: int, settings: Settings, steps: int) -> list[StepsAmong]:
+        answers: list[StepsAmong] = self._ask("steps_among", count, settings, steps)
         for rank, answer in enumerate(answers):
             if answer.failure:
                 raise WorkloadError(f"A step on {count} ranks failed on rank {rank}: {answer.failure.message}")
-        times = [answer.times for answer in answers[:count]]
-        if not all(times):
+        if not all(answer.times for answer in answers[:count]):
             raise WorkloadError(f"A step on {count} ranks could not be timed. Try again.")
-        return times
+        return answers[:count]
 
     def _ask(self, function: str, *arguments: Any) -> list[Any]:
         answers: list[Any] = self._foreground.finish(self._training.ask_alone(function, *arguments)).get()
         return answers
 
-    def _report(self, found: dict[int, list[list[StepTimes]]], network: NetworkReport | None) -> ScalingReport:
-        workload, batch = self._training.workload, self._training.settings.samples_per_rank
-        assert workload
+    def _report(
+        self,
+        found: dict[int, list[list[StepTimes]]],
+        settings: Settings,
+        network: NetworkReport | None,
+        sent_bytes: int,
+    ) -> ScalingReport:
+        batch = settings.samples_per_rank
         measured = tuple(Scaled(count, tuple(map(tuple, times)), batch * count) for count, times in found.items())
-        virtual = any(info.virtual for info in self._ranks)
-        cores = len({(info.host, core) for info in self._ranks for core in info.cores}) if virtual else None
-        return ScalingReport(measured, network, workload.parameter_bytes, cores, self._ranks[0].threads)
+        return ScalingReport(measured, network, sent_bytes, self._hosts(), self._ranks[0].threads)
+
+    def _hosts(self) -> tuple[tuple[int, int], ...]:
+        hosts: dict[str, list[RankInfo]] = {}
+        for info in self._ranks:
+            if info.virtual:
+                hosts.setdefault(info.host, []).append(info)
+        return tuple((len({core for info in of for core in info.cores}) or 1, len(of)) for of in hosts.values())
 
     def _counts(self, ranks: Sequence[int] | None) -> list[int]:
         most = len(self._ranks)

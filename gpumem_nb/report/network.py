@@ -43,7 +43,10 @@ class NetworkReport:
         if ranks < 2:
             return 0.0
         rounds = math.log2(ranks) / math.log2(self.ranks)
-        return rounds * self.latency_s + 2 * (ranks - 1) / ranks * size / self.bus_bytes_per_s(max(self.seconds))
+        largest = max(self.seconds)
+        carried_s = max(0.0, self.seconds[largest] - self.latency_s) * size / largest
+        more = (ranks - 1) / ranks / ((self.ranks - 1) / self.ranks)
+        return rounds * self.latency_s + more * carried_s
 
     def __str__(self) -> str:
         return "\n".join([str(self._table), *self._notes])

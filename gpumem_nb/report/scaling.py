@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..shared.step_times import BACKWARD, COPY, DATA, FORWARD, PARTS, REDUCTION, TOOLKIT, UPDATE, StepTimes
+from ..shared.step_times import BACKWARD, COPY, DATA, FORWARD, PARTS, REDUCTION, UPDATE, StepTimes
 from ..shared.units import format_rate
 from .network import NetworkReport
 from .tables import Table, notes_html
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FORECAST_RANKS = (8, 16, 64)
 _COMPUTING = (FORWARD, BACKWARD, UPDATE)
-_LOSSES = {"slower computing": _COMPUTING, "reduction": (REDUCTION,), "data": (DATA, COPY), "toolkit": (TOOLKIT,)}
+_LOSSES = {"slower computing": _COMPUTING, "reduction": (REDUCTION,), "data": (DATA, COPY)}
 _WORTH_A_WORD = 0.01  # of a step
 _LEAST_ERROR = 0.1  # of a forecast, whatever the spread of steps says
 
@@ -70,15 +70,16 @@ class ScalingReport:
     Attributes:
         measured: in growing numbers of ranks.
         network: all-reduces of all ranks that were measured; ``None`` for one rank.
-        gradient_bytes: of one rank, which each step reduces.
-        cores: that ranks with virtual GPUs share; ``None`` with real ones.
+        gradient_bytes: that each rank sends in a step.
+        hosts: of ranks with virtual GPUs, the cores of each host and how many ranks share them, in the order in which
+            hosts are filled; none with real GPUs.
         threads: of each rank.
     """
 
     measured: tuple[Scaled, ...]
     network: NetworkReport | None
     gradient_bytes: int
-    cores: int | None
+    hosts: tuple[tuple[int, int], ...]
     threads: int
 
     def efficiency(self, ranks: int) -> float:
@@ -102,7 +103,7 @@ class ScalingReport:
             predicted = self.network.predicted_s
             reduction *= predicted(self.gradient_bytes, ranks) / predicted(self.gradient_bytes, most.ranks)
         samples = most.samples // most.ranks * ranks
-        error = max(_LEAST_ERROR, most.spread + self._least.spread)
+        error = max(_LEAST_ERROR, most.spread)
         return samples / (crowding * (computing + reduction)), error  # cores sum up gradients, too
 
     def lost(self, one: Scaled) -> Mapping[str, float]:
@@ -139,7 +140,14 @@ class ScalingReport:
         return self.measured[0]
 
     def _crowding(self, ranks: int) -> float:
-        return max(1.0, ranks * self.threads / self.cores) if self.cores else 1.0
+        """How many threads share a core where most do; more ranks than there are share all cores alike."""
+        if ranks > sum(of_host for _, of_host in self.hosts):
+            cores = sum(cores for cores, _ in self.hosts)
+            return max(1.0, ranks * self.threads / cores) if cores else 1.0
+        most, left = 1.0, ranks
+        for cores, of_host in self.hosts:
+            most, left = max(most, min(left, of_host) * self.threads / cores), left - min(left, of_host)
+        return most
 
     @property
     def _table(self) -> Table:
@@ -154,7 +162,7 @@ class ScalingReport:
             for one in self.measured
         ]
         for ranks in FORECAST_RANKS:
-            if ranks > self.measured[-1].ranks:
+            if ranks > self.measured[-1].ranks > 1:  # one rank alone shows no reduction
                 rate, error = self.forecast(ranks)
                 cell = f"{format_rate(rate)} ± {error:.0%}"
                 rows.append((str(ranks), cell, f"{self.efficiency(ranks):.0%}", "n/a", "a forecast"))
@@ -166,9 +174,9 @@ class ScalingReport:
     def _notes(self) -> list[str]:
         fewest = self._least.ranks
         notes = [f"efficiency: samples/s of each rank beside those on {fewest} rank{'s' * (fewest > 1)}."]
-        if self.cores:
+        if cores := sum(cores for cores, _ in self.hosts):
             notes.append(
-                f"Ranks share {self.cores} core{'s' * (self.cores > 1)}; with more threads than these, each computes "
+                f"Ranks share {cores} core{'s' * (cores > 1)}; with more threads than these, each computes "
                 "more slowly. With a GPU for each rank that loss is not there."
             )
         return notes

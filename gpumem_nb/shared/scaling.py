@@ -18,10 +18,12 @@ class StepsAmong:
 
     Attributes:
         times: of each step; none where one failed, and of ranks that waited meanwhile.
+        sent_bytes: of gradients, in one step.
         failure: why this rank could not do one.
     """
 
     times: tuple[StepTimes, ...] = ()
+    sent_bytes: int = 0
     failure: Failure | None = None
 
 

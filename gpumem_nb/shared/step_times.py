@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DATA = "data"
 COPY = "copy"
@@ -60,6 +60,11 @@ class StepTimes:
     def __getitem__(self, part: str) -> float:
         """Seconds of a part."""
         return self.seconds[PARTS.index(part)]
+
+    def without(self, *parts: str) -> StepTimes:
+        """The same step as if these parts took no time."""
+        seconds = tuple(0.0 if part in parts else took for part, took in zip(PARTS, self.seconds, strict=True))
+        return replace(self, seconds=seconds)
 
     @property
     def columns(self) -> dict[str, float | None]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from gpumem_nb.shared.errors import GpumemError, InvalidInput, WorkloadError
 from gpumem_nb.shared.scaling import SWEEP_BYTES
 from tests.conftest import weights
 
@@ -41,7 +41,7 @@ def test_steps_are_taken_by_so_many_ranks_alone_and_training_goes_on_as_if_nothi
     assert report.efficiency(1) == 1
     assert "steps on 3 of 4 ranks" in told
     seen = [{size: rank for size, rank in each.items() if rank is not None} for each in session.run(SEEN)]
-    assert seen == [{1: "0", 3: "0"}, {3: "1"}, {3: "2"}, {}]
+    assert seen == [{1: "0", 3: "0", 4: "0"}, {3: "1", 4: "1"}, {3: "2", 4: "2"}, {4: "3"}], "all agree first"
     assert session.run("hvd.size()") == [4] * 4
     assert weights(session) == before
     assert session.history.steps == steps
@@ -51,9 +51,10 @@ def test_steps_are_taken_by_so_many_ranks_alone_and_training_goes_on_as_if_nothi
 
 def test_by_default_numbers_double_up_to_all(session: Session) -> None:
     session.play()
-    report = session.scaling(steps=4)
-    assert session.playing, "training goes on"
+    with pytest.raises(WorkloadError, match="%hvd_pause first"):
+        session.scaling(steps=4)
     session.pause()
+    report = session.scaling(steps=4)
     assert [one.ranks for one in report.measured] == [1, 2, 4]
     assert "8 " in str(report)
     assert report.network
@@ -66,6 +67,32 @@ def test_a_step_that_fails_on_some_ranks_is_told_and_all_are_joined_again(sessio
     with pytest.raises(WorkloadError, match=r"A step on 2 ranks failed on rank 1: .*no pairs"):
         session.scaling([1, 2], steps=4)
     session.run("failing.remove()", ranks=[1])
+    assert session.run("hvd.size()") == [4] * 4
+    assert session.train(2).steps == 2
+
+
+def test_what_a_cell_changed_is_agreed_upon_by_all_ranks_and_settings_of_horovod_are_kept(session: Session) -> None:
+    session.set(fusion_threshold_mib=2, accumulation_steps=2)
+    session.run("for param in list(model.parameters())[:4]: param.requires_grad_(False)")
+    session.scaling([1], steps=4)
+    session.train(1)
+    session.run("for param in list(model.parameters())[:4]: param.requires_grad_(True)")
+    session.scaling([2], steps=4)
+    assert session.train(3).steps == 3
+    assert session.check_sync().ok
+    assert session.run("os.environ['HOROVOD_FUSION_THRESHOLD']") == [str(2 * 2**20)] * 4
+
+
+def test_a_stall_among_some_ranks_is_told_and_all_are_joined_again(session: Session) -> None:
+    session.run("import time\ndef linger(*_):\n    if hvd.size() == 2: time.sleep(600)")
+    session.run("stalling = model.register_forward_pre_hook(linger)", ranks=[1])
+    session.set(stall_limit_s=2)
+    with pytest.raises(GpumemError) as caught:
+        session.scaling([2], steps=4)
+    assert "rank 0 waited in the gradient reduction of the measuring of scaling for 2 s" in str(caught.value)
+    assert "They were freed and were joined again" in str(caught.value)
+    session.set(stall_limit_s=60)
+    session.run("stalling.remove()", ranks=[1])
     assert session.run("hvd.size()") == [4] * 4
     assert session.train(2).steps == 2
 

@@ -19,7 +19,7 @@ def steps(ranks: int, computing_s: float, reduction_s: float, count: int = 6) ->
 
 
 def test_efficiency_and_losses_are_those_of_the_steps() -> None:
-    report = ScalingReport((steps(1, 0.1, 0.0), steps(2, 0.15, 0.05)), NETWORK, MIB, None, 1)
+    report = ScalingReport((steps(1, 0.1, 0.0), steps(2, 0.15, 0.05)), NETWORK, MIB, (), 1)
     assert [one.samples_per_s for one in report.measured] == pytest.approx([320, 320])
     assert report.efficiency(2) == pytest.approx(0.5)
     assert report.lost(report.measured[1]) == pytest.approx({"slower computing": 0.25, "reduction": 0.25})
@@ -30,20 +30,24 @@ def test_efficiency_and_losses_are_those_of_the_steps() -> None:
 
 def test_ranks_that_share_cores_compute_more_slowly_and_those_with_gpus_do_not() -> None:
     measured = (steps(1, 0.1, 0.0), steps(2, 0.1, 0.0))
-    virtual = ScalingReport(measured, NETWORK, MIB, cores=2, threads=1)
+    virtual = ScalingReport(measured, NETWORK, MIB, hosts=((2, 2),), threads=1)
     assert virtual.forecast(8)[0] == pytest.approx(8 * 32 / 0.4), "eight threads on two cores"
-    real = ScalingReport(measured, NETWORK, MIB, cores=None, threads=1)
+    real = ScalingReport(measured, NETWORK, MIB, hosts=(), threads=1)
     assert real.forecast(8)[0] == pytest.approx(8 * 32 / 0.1)
     assert real.forecast(8)[1] >= 0.1
+    two_hosts = ScalingReport((steps(1, 0.1, 0.0), steps(3, 0.2, 0.0)), NETWORK, MIB, hosts=((1, 2), (1, 2)), threads=1)
+    assert two_hosts.forecast(4)[0] == pytest.approx(4 * 32 / 0.2), "the fourth joins one that had a core for itself"
+    assert two_hosts.forecast(8)[0] == pytest.approx(8 * 32 / 0.4)
 
 
 def test_the_reduction_grows_as_a_ring_does() -> None:
     assert NETWORK.bus_bytes_per_s(64 * MIB) == pytest.approx(64 * MIB / (0.002 + 64 / 1024))
     assert NETWORK.predicted_s(0, 4) == pytest.approx(2 * NETWORK.latency_s)
     assert NETWORK.predicted_s(64 * MIB, 1) == 0
+    assert NETWORK.predicted_s(64 * MIB, 2) == pytest.approx(NETWORK.seconds[64 * MIB])
     on_two, on_four = (NETWORK.predicted_s(64 * MIB, ranks) for ranks in (2, 4))
     assert on_four - 2 * NETWORK.latency_s == pytest.approx(1.5 * (on_two - NETWORK.latency_s))
-    report = ScalingReport((steps(1, 0.1, 0.0), steps(2, 0.1, 0.02)), NETWORK, 64 * MIB, None, 1)
+    report = ScalingReport((steps(1, 0.1, 0.0), steps(2, 0.1, 0.02)), NETWORK, 64 * MIB, (), 1)
     assert report.forecast(4)[0] == pytest.approx(4 * 32 / (0.1 + 0.02 * on_four / on_two))
     assert "8  " in str(report)
     assert "a forecast" in str(report)

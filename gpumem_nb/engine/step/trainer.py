@@ -283,7 +283,7 @@ class Trainer:
         stepper = self._stepper
         outcome, _ = self._step(failure, chunk)
         record, stepper.record = stepper.record, None
-        return Trial(outcome.failure, record, stepper.work_s, stepper.data_s, outcome.laps.times())
+        return Trial(outcome.failure, record, stepper.work_s, stepper.data_s, outcome.laps)
 
     def look_before_update(self, look: Callable[[], None]) -> Failure | None:
         """Take one step as settings are, which is undone, and look at it before its update. All ranks do that."""

@@ -14,14 +14,17 @@ from ...memory.ledger.trace import Trace
 from ...memory.prediction.forecast import forecast, largest
 from ...memory.prediction.scaling import SmallSteps
 from ...shared.allocator_settings import AllocatorSettings
+from ...shared.errors import WorkloadError
 from ...shared.forecast import BY_PEAKS, Forecasts, Rehearsal
 from ...shared.messages import Chunk, Failure
 from ...shared.scaling import StepsAmong
 from ...shared.settings import Settings
-from ...shared.step_times import StepTimes
+from ...shared.step_times import DATA, TOOLKIT, StepTimes
 from ..data.stream import Stream
 from ..together.agreement import any_rank
 from ..together.group import among
+from .live_model import LiveModel
+from .step_clock import Laps
 from .timing import timed
 
 NO_CONFIGURATION = -2
@@ -34,14 +37,14 @@ _ATTEMPTS = 2  # a model's very first step may make what later ones find
 class Trial:
     """How one step went that was undone.
 
-    What failed, what it allocated, how long it worked and waited for data, and the time of each part, if known.
+    What failed, what it allocated, how long it worked and waited for data, and when its parts began.
     """
 
     failure: Failure | None
     record: Account | None
     work_s: float
     data_s: float
-    times: StepTimes | None
+    laps: Laps
 
 
 class Takes(Protocol):
@@ -49,6 +52,7 @@ class Takes(Protocol):
 
     steps: int
     stream: Stream
+    live: LiveModel
 
     def aside(self, settings: Settings) -> AbstractContextManager[None]:
         """Inside, steps are taken that are not training's."""
@@ -104,20 +108,33 @@ class Trials:
         return Rehearsal(self._forecasts(steps, began_s, [batch_size], 0, failure, batch_size), steps_s)
 
     def steps_among(self, count: int, settings: Settings, steps: int) -> StepsAmong:
-        """How long steps take when the first so many ranks are joined to each other alone. All ranks come here."""
+        """How long steps take when the first so many ranks are joined to each other alone. All ranks come here.
+
+        Raises:
+            WorkloadError: steps are taken under other settings now.
+        """
+        if settings != self._takes.live.settings:  # Horovod's own would have to be followed by all ranks
+            raise WorkloadError("Settings were changed meanwhile. Measure again.")
+        together = self._steps(settings, 1)  # what a cell has changed is agreed upon by all
+        if not together.times:
+            return together
         return among(count, self._device, lambda: self._steps(settings, steps)) or StepsAmong()
 
     def _steps(self, settings: Settings, steps: int) -> StepsAmong:
         times: list[StepTimes] = []
+        sent_bytes = 0
         chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
         with self._takes.aside(settings), self._takes.trying(chunk) as why_not:
             for _ in range(_UNCOUNTED + steps):
                 trial = self._takes.try_step(why_not, chunk)
-                if any_rank(trial.failure is not None or trial.times is None, "scaling"):
+                found = None if trial.failure else trial.laps.times()
+                if any_rank(found is None, "scaling"):
                     return StepsAmong(failure=trial.failure)
-                assert trial.times is not None
-                times.append(trial.times)
-        return StepsAmong(tuple(times[_UNCOUNTED:]))
+                assert found is not None
+                # Undoing is the toolkit's, and workers of steps that are undone begin anew with each of them.
+                times.append(found.without(TOOLKIT, *([DATA] if settings.num_workers else [])))
+                sent_bytes = sum(flight.bytes for flight in trial.laps.flights)
+        return StepsAmong(tuple(times[_UNCOUNTED:]), sent_bytes)
 
     def allocators(
         self, settings: Settings, small: Sequence[int], allocators: Sequence[AllocatorSettings]

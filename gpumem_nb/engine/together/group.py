@@ -21,40 +21,42 @@ _PAUSE_S = 0.005
 def among(count: int, device: Device, work: Callable[[], T]) -> T | None:
     """Do work on the first so many ranks, joined to each other alone; ``None`` on the others, which wait.
 
-    All ranks must come here, with nothing under way. They are joined again afterwards, whatever happened.
+    All ranks must come here, with nothing under way. Afterwards they are joined again; or none is, where the work
+    raised on one of them.
 
     Raises:
         WorkloadError: some rank's Horovod cannot be joined again.
-        Separated: Horovod could not be shut down.
+        Separated: the ranks had come apart before, or the work raised elsewhere; they are apart now.
     """
+    collectives.check()
     if count == hvd.size():
         return work()
     collectives.check_again()
-    rank = hvd.rank()
+    rank, found, done = hvd.rank(), None, False
     try:
         if rank < count:
             device.communicates_on(collectives.join_again(count))
-            return work()
-        hvd.shutdown()
-        _wait()
-        return None
+            found, done = work(), True
     finally:
-        if rank < count:
-            hvd.shutdown()  # also ends what others of the group may wait for
+        hvd.shutdown()  # what raised here ends the waiting of others in the group
         if rank == 0:
-            _let_go_on(count)
-        device.communicates_on(collectives.join_again())
-        make_fusion_buffer(device)
+            _tell_others(count, done)
+    if rank >= count and not _others_are_done():
+        raise collectives.Separated("The ranks that this one waited for came apart.")
+    device.communicates_on(collectives.join_again())
+    make_fusion_buffer(device)
+    return found
 
 
-def _let_go_on(count: int) -> None:
+def _tell_others(count: int, done: bool) -> None:
     """Tell those who wait: one that waited in a collective for so long would take a core from those who work."""
     world = MPI.COMM_WORLD
     for rank in range(count, world.Get_size()):
-        world.send(None, rank, _TAG)
+        world.send(done, rank, _TAG)
 
 
-def _wait() -> None:
+def _others_are_done() -> bool:
     while not MPI.COMM_WORLD.iprobe(0, _TAG):
         time.sleep(_PAUSE_S)
-    MPI.COMM_WORLD.recv(source=0, tag=_TAG)
+    done: bool = MPI.COMM_WORLD.recv(source=0, tag=_TAG)
+    return done
