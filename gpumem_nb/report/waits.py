@@ -99,7 +99,7 @@ def _wait_report(
 def _collective(collective: str, doing: str) -> str:
     """A collective for people: the trainer's own have names that tell them nothing."""
     if "gpumem_nb.bucket." in collective or "'gpumem_nb.ballot'" in collective:  # waited for before any bucket
-        return f"the gradient reduction of {doing[doing.rfind('step') :]}"
+        return f"the gradient reduction of {doing[max(doing.rfind('step'), 0) :].removeprefix('in ')}"
     if "'gpumem_nb." in collective:
         return f"the agreement of all ranks in {doing.removeprefix('in ')}"
     return f"{collective} of {doing.removeprefix('in ')}"

@@ -89,7 +89,7 @@ def test_a_stall_among_some_ranks_is_told_and_all_are_joined_again(session: Sess
     session.set(stall_limit_s=2)
     with pytest.raises(GpumemError) as caught:
         session.scaling([2], steps=4)
-    assert "rank 0 waited in the gradient reduction of the measuring of scaling for 2 s" in str(caught.value)
+    assert "rank 0 waited in the gradient reduction of the measuring of scaling for " in str(caught.value)
     assert "They were freed and were joined again" in str(caught.value)
     session.set(stall_limit_s=60)
     session.run("stalling.remove()", ranks=[1])
