@@ -60,7 +60,7 @@ def test_every_flip_is_foreseen_at_its_knob(panel: PanelPage) -> None:
 
 def test_the_critical_batch_stands_in_the_field_of_the_batch_beside_its_number(panel: PanelPage) -> None:
     panel.notebook.evaluate("s.train(12) and None")
-    words = panel.page.locator(".gpumem-panel .gpumem-critical span")
+    words = panel.page.locator(".gpumem-panel .gpumem-critical span[title]")
     expect(words).to_have_text(re.compile(r"critical batch (n/a|[0-9,]+)"))
     field, box = panel.control("batch_size").bounding_box(), words.bounding_box()
     assert field

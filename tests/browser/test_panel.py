@@ -109,8 +109,7 @@ def test_everything_fits_one_screen_and_nothing_covers_anything(panel: PanelPage
     finally:
         if width == 700:
             page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
-        assert before
-        page.set_viewport_size(before)
+        page.set_viewport_size(before or {"width": 1400, "height": 900})
 
 
 def test_every_control_changes_what_the_ranks_measure(panel: PanelPage) -> None:
@@ -298,6 +297,7 @@ def test_out_of_memory_is_explained_survived_and_taken_back(panel: PanelPage) ->
     assert panel.notebook.evaluate("s.settings.samples_per_rank") >= 300
     expect(panel.alert).to_have_text("")
     panel.notebook.evaluate(SET_DEFAULTS)
+    expect(panel.control("batch_size")).to_have_value("32")  # what comes while one types takes the place of that
     panel.wait_for_steps(2)
     panel.choose("batch_size", "300")
     expect(panel.alert).to_contain_text("would have fit")
