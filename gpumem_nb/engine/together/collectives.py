@@ -37,6 +37,7 @@ _freeing: threading.Thread | None = None
 _freed_from: Waiting | None = None
 _shutting_down = threading.Lock()
 _ranks = 0  # of the whole cluster
+_grouped = False  # whether this process was ever joined to some ranks only
 
 
 class Separated(RuntimeError):
@@ -76,14 +77,15 @@ def join_again(count: int | None = None) -> set[int]:
     Raises:
         Separated: Horovod could not be shut down yet.
     """
-    global _freeing, _freed_from, _left
+    global _freeing, _freed_from, _left, _grouped
     if _freeing is not None:
         _freeing.join(_FREEING_PATIENCE_S)
         if _freeing.is_alive():
             raise Separated("Horovod could not be shut down, because not every rank takes part in it.")
         _freeing = None
     hvd.shutdown()
-    threads = _init(list(range(count or _ranks)))  # left out, it would be those of the last time
+    _grouped |= count is not None
+    threads = _init(list(range(count or _ranks)) if _grouped else None)  # left out, it is those of the last time
     _names.clear()
     _left = _freed_from = None
     return threads

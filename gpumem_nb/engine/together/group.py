@@ -10,7 +10,9 @@ import horovod.torch as hvd
 from mpi4py import MPI
 
 from ...memory.device import Device
+from ...shared.errors import WorkloadError
 from . import collectives
+from .agreement import any_rank
 from .horovod_settings import make_fusion_buffer
 
 T = TypeVar("T")
@@ -25,12 +27,16 @@ def among(count: int, device: Device, work: Callable[[], T]) -> T | None:
     raised on one of them.
 
     Raises:
-        WorkloadError: some rank's Horovod cannot be joined again.
+        WorkloadError: ranks run on several hosts, or some rank's Horovod cannot be joined again.
         Separated: the ranks had come apart before, or the work raised elsewhere; they are apart now.
     """
     collectives.check()
     if count == hvd.size():
         return work()
+    if any_rank(hvd.size() != hvd.local_size(), "one host"):
+        raise WorkloadError(
+            "Some ranks alone can be measured where all run on one host: on several it was never tried."
+        )
     collectives.check_again()
     rank, found, done = hvd.rank(), None, False
     try:
