@@ -37,7 +37,7 @@ _freeing: threading.Thread | None = None
 _freed_from: Waiting | None = None
 _shutting_down = threading.Lock()
 _ranks = 0  # of the whole cluster
-_grouped = False  # whether this process was ever joined to some ranks only
+_hosts_are_many = False  # where they are, Horovod does not come back from being given a list of ranks
 
 
 class Separated(RuntimeError):
@@ -46,11 +46,11 @@ class Separated(RuntimeError):
 
 def join(on_cpu: bool) -> set[int]:
     """Join the other ranks for the first time, and watch the collectives from now on; returns Horovod's threads."""
-    global _on_cpu, _ranks
+    global _on_cpu, _ranks, _hosts_are_many
     _on_cpu = on_cpu
     _wrap_horovod()
     threads = _init(None)
-    _ranks = hvd.size()
+    _ranks, _hosts_are_many = hvd.size(), hvd.local_size() != hvd.size()
     return threads
 
 
@@ -77,15 +77,15 @@ def join_again(count: int | None = None) -> set[int]:
     Raises:
         Separated: Horovod could not be shut down yet.
     """
-    global _freeing, _freed_from, _left, _grouped
+    global _freeing, _freed_from, _left
     if _freeing is not None:
         _freeing.join(_FREEING_PATIENCE_S)
         if _freeing.is_alive():
             raise Separated("Horovod could not be shut down, because not every rank takes part in it.")
         _freeing = None
     hvd.shutdown()
-    _grouped |= count is not None
-    threads = _init(list(range(count or _ranks)) if _grouped else None)  # left out, it is those of the last time
+    # All ranks must give a list or none must, and Horovod takes those of the last time for none.
+    threads = _init(None if _hosts_are_many else list(range(count or _ranks)))
     _names.clear()
     _left = _freed_from = None
     return threads
