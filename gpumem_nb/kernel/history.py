@@ -123,6 +123,8 @@ class History:
                 tried = self.configuration(of_step[0].settings_id)
                 if tried:
                     tried.add(of_step)
+                elif self.tried:
+                    self.tried[-1].steps_beside += 1
             if samples:
                 self._tell(samples)
         self.read(readings, device_uses)

@@ -95,7 +95,7 @@ class Lifecycle:
             raise
 
     def _work_beside(self, history: History) -> None:
-        self.training = Training(self.ranks, history, self.snapshots, lambda: self.policy, self._lost)
+        self.training = Training(self.ranks, history, self.snapshots, lambda: self.policy, self._autotuned, self._lost)
         self.foreground = Foreground(
             self.ranks, self.training, history, lambda: self.policy, lambda: self.ended, lambda: self.idle.touch()
         )
@@ -189,6 +189,8 @@ class Lifecycle:
 
         # Whatever cannot be used is refused before anything is changed.
         policy = self.policy.replace(**rules)
+        if policy.autotune and self.plan.size == 1:
+            raise InvalidInput("autotune=on needs at least two ranks: one alone sends its gradients to nobody.")
         if "eval_every" in rules and policy.eval_every != "never" and self.training.workload:
             compatibility.check_held_out(self.training.workload)
         check(compatibility.asked(self.training.settings, knobs, self.plan.size))
@@ -201,11 +203,14 @@ class Lifecycle:
     def _change_policy(self, rules: dict[str, Any]) -> None:
         """Ranks are told how long they may wait for one another."""
         with self._changing_policy:
-            before, self.policy = self.policy, self.policy.replace(**rules)
-        if self.policy.stall_limit_s != before.stall_limit_s:
+            self.policy = self.policy.replace(**rules)
+        if "stall_limit_s" in rules:
             self.ranks.call("set_stall_limit", self.policy.stall_limit_s)
         if "snapshot_space" in rules:
             self._make_room()
+
+    def _autotuned(self) -> None:
+        self._change_policy({"autotune": "off"})
 
     def _make_room(self) -> None:
         with suppress(OSError):

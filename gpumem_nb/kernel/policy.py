@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..shared.knobs.option import Option, positive, whole
+from ..shared.knobs.option import Option, only_words, positive, whole
 from ..shared.knobs.values import Values
 from ..shared.units import parse_size
 
@@ -70,6 +70,15 @@ _OPTIONS = (
         allowed="a whole number of at least 1, such as 100, or never",
         words={"never": "never"},
     ),
+    Option(
+        "autotune",
+        False,
+        "look for the fastest bucket_mib, cycle_time_ms, fusion_threshold_mib and compression while training goes on; "
+        "off by itself once they are found",
+        parse=only_words,
+        allowed="on or off",
+        words={"on": True, "off": False},
+    ),
 )
 RULES = {option.name: option for option in _OPTIONS}
 
@@ -78,7 +87,8 @@ class Policy(Values):
     """What the session does by itself.
 
     ``stall_limit_s`` in seconds, ``idle_minutes`` in minutes (``None``: never), ``snapshot_steps`` a number, ``auto``
-    or ``never``, ``snapshot_space`` in bytes, ``ledger_steps`` and ``eval_every`` a number or ``never``.
+    or ``never``, ``snapshot_space`` in bytes, ``ledger_steps`` and ``eval_every`` a number or ``never``, ``autotune``
+    whether it is on.
     """
 
     __slots__ = ()

@@ -35,6 +35,7 @@ class Tried:
     Attributes:
         model_version: which the model had at its first step; see ``History``.
         steps: steps done under it.
+        steps_beside: steps that autotune did meanwhile under others.
         peak_bytes: highest live bytes of any rank in the steps judged.
         throughputs: samples/s of all ranks together, one value for each of the last steps; none once it is settled.
         hidden: the mean over the ranks of the share of communication that backward hid, for each of the last steps.
@@ -47,6 +48,7 @@ class Tried:
     settings: Settings
     model_version: int = 0
     steps: int = 0
+    steps_beside: int = 0
     loss: float | None = None
     outcome: str = _NOT_RUN
     peaks: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))

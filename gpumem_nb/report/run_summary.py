@@ -42,7 +42,8 @@ class Run:
         self.evaluations = list(evaluations)
         self._done = [sample for sample in self._samples if sample.done]
         self.steps = len({sample.step for sample in self._done})
-        now = configuration(self._done[-1].settings_id) if self._done else None
+        latest_first = (configuration(sample.settings_id) for sample in reversed(self._done))
+        now = next(filter(None, latest_first), None)  # autotune's are none
         self._samples_per_s, self._peak_bytes = (now.samples_per_s, now.peak_bytes) if now else (None, None)
 
     def frame(self) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .allocator_settings import DEFAULT, AllocatorSettings
@@ -258,7 +258,8 @@ class Chunk:
     one step that is measured and then undone on all ranks. ``snapshot`` is taken before the settings are applied.
     The memory of one step in ``ledger_steps`` is recorded, and of the first two under new settings; of none with 0.
     The model is evaluated after each step whose number ``eval_every`` divides, which ends the chunk (never with 0), and
-    with ``evaluate`` at the end in any case. A ``traced`` chunk's steps are recorded; no nudge ends it.
+    with ``evaluate`` at the end in any case. A ``traced`` chunk's steps are recorded; no nudge ends it. Of
+    settings that autotune tries, ``instead_of`` says what was asked for, by knob: that is what is saved.
     """
 
     settings: Settings
@@ -271,6 +272,12 @@ class Chunk:
     eval_every: int = 0
     evaluate: bool = False
     traced: bool = False
+    instead_of: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tried(self) -> bool:
+        """Whether autotune tries its settings, and nobody asked for them."""
+        return bool(self.instead_of)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,19 @@ from typing import Any
 
 import ipywidgets
 
+from ..kernel.policy import RULES
 from ..report.differences import DOES
 from ..shared.errors import GpumemError
 from ..shared.knobs import KNOBS, Knob
+from ..shared.knobs.communication import COMMUNICATION_FOLD
 from .foresight import Foresight
 from .region import Region
 from .steered import Steered
 from .threads import OwnChanges
 from .wording import critical_batch, field_error
 
-_FOLD_ICONS = {"communication": "exchange"}
+_FOLD_ICONS = {COMMUNICATION_FOLD: "exchange"}
+_AUTOTUNE = RULES["autotune"]
 _NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
 
 
@@ -38,12 +41,16 @@ class Controls:
         self._ask = ask
         self._foresight = Foresight(session, later)
         self._doubted: tuple[str, str] | None = None  # the latest flip that was not made at once
-        self._asked: dict[str, int] = dict.fromkeys(KNOBS, 0)
+        self._asked: dict[str, int] = dict.fromkeys((*KNOBS, _AUTOTUNE.name), 0)
         self._knobs = dict(KNOBS)
         self._own_changes = OwnChanges()
         self._settings = session.settings
         self._widgets = {name: self._control(knob) for name, knob in self._knobs.items()}
-        self._errors = {name: Region(role="alert", label="") for name in self._knobs}
+        self._errors = {name: Region(role="alert", label="") for name in (*self._knobs, _AUTOTUNE.name)}
+        self._autotune = ipywidgets.Dropdown(
+            description=_AUTOTUNE.name, tooltip=f"{_AUTOTUNE.name}: {_AUTOTUNE.help}", options=("off", "on")
+        )
+        self._autotune.observe(self._tune, names="value")
         self._critical = Region(role="group", label="critical batch")
         self._play = _button("Play", "play", "", lambda: ask(session.pause if session.playing else session.play))
         self._step = _button("Step", "step-forward", "", lambda: ask(session.step))
@@ -67,6 +74,9 @@ class Controls:
                 if not self._asked[name]:
                     widget.value = self._shown(name)
                 widget.disabled = ended
+            if not self._asked[_AUTOTUNE.name]:
+                self._autotune.value = _AUTOTUNE.text(session.policy.autotune)
+            self._autotune.disabled = ended
         if session.settings != self._settings:
             self._settings = session.settings
             for error in self._errors.values():
@@ -87,7 +97,10 @@ class Controls:
         icon = _FOLD_ICONS.get(fold, "sliders")
         toggle = ipywidgets.ToggleButton(description=fold, icon=icon, tooltip=", ".join(names))
         toggle.add_class(f"gpumem-show-{fold}")
-        inside = box([self._with_error(name) for name in names], "gpumem-knobs")
+        controls = [self._with_error(name) for name in names]
+        if fold == COMMUNICATION_FOLD:
+            controls.append(self._with_error(_AUTOTUNE.name))
+        inside = box(controls, "gpumem-knobs")
         inside.layout.display = "none"
 
         def open_or_close(change: dict[str, Any]) -> None:
@@ -100,7 +113,7 @@ class Controls:
     def _with_error(self, name: str) -> Any:
         self._errors[name].add_class("gpumem-error")
         foreseen = self._foresight.regions.get(name)
-        parts = [self._widgets[name], self._errors[name], *([foreseen] if foreseen else [])]
+        parts = [self._widgets.get(name, self._autotune), self._errors[name], *([foreseen] if foreseen else [])]
         if name == "batch_size":
             self._critical.add_class("gpumem-critical")
             parts.append(self._critical)
@@ -135,13 +148,21 @@ class Controls:
         """A person, or :meth:`follow`, changed a widget; what the session has already needs no action."""
         if self._own_changes.under_way or value == self._shown(name):
             return
+        self._change(name, value.strip(), lambda: self._is_doubtful(name, value.strip()))
+
+    def _tune(self, change: dict[str, Any]) -> None:
+        """A person, or :meth:`follow`, switched autotune."""
+        if not self._own_changes.under_way and change["new"] != _AUTOTUNE.text(self._session.policy.autotune):
+            self._change(_AUTOTUNE.name, change["new"])
+
+    def _change(self, name: str, value: str, doubtful: Callable[[], bool] = lambda: False) -> None:
         self._asked[name] += 1
 
         def change() -> None:
             try:
-                if self._is_doubtful(name, value.strip()):
+                if doubtful():
                     return
-                self._session.set(**{name: value.strip()})
+                self._session.set(**{name: value})
                 self._errors[name].html = ""
             except GpumemError as refused:
                 self._errors[name].html = field_error(value, str(refused))

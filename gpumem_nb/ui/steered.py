@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ..kernel.history import History
+from ..kernel.policy import Policy
 from ..planning.prediction import Prediction
 from ..report.verdict import Verdict
 from ..report.waits import WaitReport
@@ -35,6 +36,10 @@ class Steered(Protocol):
     @property
     def settings(self) -> Settings:
         """The knobs as they are now."""
+
+    @property
+    def policy(self) -> Policy:
+        """What the session does by itself."""
 
     @property
     def doing(self) -> str:

@@ -108,7 +108,8 @@ def _epochs(session: Steered) -> str:
     if workload is None:
         return ""
     tried = [entry for entry in history.tried if entry.settings_id >= history.loaded_as]
-    seen = history.seen_before + sum(entry.steps * entry.settings.samples_per_rank for entry in tried) * session.size
+    seen_by_rank = sum((one.steps + one.steps_beside) * one.settings.samples_per_rank for one in tried)
+    seen = history.seen_before + seen_by_rank * session.size
     return f", {seen / workload.dataset_len:.1f} epochs" if workload.dataset_len else ", epochs n/a"
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from gpumem_nb.shared.container import cores
-from tests.bench import figures
+from tests.bench import autotune, figures
 from tests.bench.figures import Figure, say
 from tests.bench.sides import Notebook
 
@@ -73,6 +73,8 @@ def measure(rounds: int, slot_s: float) -> list[Figure]:
             if ranks == 4:
                 say("flips")
                 measured += figures.flip(notebook, ranks, rounds)
+            say(f"autotune, {ranks} ranks")
+            measured += autotune.against_horovods_own(notebook, ranks, WORKLOADS[-1], rounds, slot_s)
     finally:
         notebook.close()
     return measured

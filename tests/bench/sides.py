@@ -62,15 +62,17 @@ class Side:
 class Script(Side):
     """A plain script, on several ranks under mpiexec or in one process."""
 
-    def __init__(self, name: str, module: str, ranks: int | None, *arguments: str) -> None:
+    def __init__(self, name: str, module: str, ranks: int | None, *arguments: str, **variables: str | None) -> None:
+        """Start it; ``variables`` are set in its environment, or with ``None`` taken from it."""
         self.name = name
+        wanted = rank_environment(ranks or 1) | variables
         command = [sys.executable, "-m", f"tests.bench.{module}", *arguments, "--follow"]
         if ranks:
             command = [str(require_tool("mpiexec")), "-n", str(ranks), *command]
         self._popen = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=rank_environment(ranks or 1),
+            env={variable: value for variable, value in wanted.items() if value is not None},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -21,8 +21,9 @@ def test_beginners_see_five_and_each_fold_opens_with_its_button(session: Session
     controls = Controls(session, queue.append, queue.append)  # type: ignore[arg-type]
     assert len(named(controls.knobs)) == 5
     folds = {fold.description: box for fold, box in zip(controls.buttons.children[3:], controls.folds, strict=True)}
-    assert named(folds["communication"]) == [knob.name for knob in COMMUNICATION_KNOBS]
-    assert {*named(controls.knobs), *(name for box in folds.values() for name in named(box))} == KNOBS.keys()
+    assert named(folds["communication"]) == [*(knob.name for knob in COMMUNICATION_KNOBS), "autotune"]
+    shown = {*named(controls.knobs), *(name for box in folds.values() for name in named(box))}
+    assert shown == {*KNOBS, "autotune"}
     assert all(box.layout.display == "none" for box in folds.values())
     for toggle in controls.buttons.children[3:]:
         toggle.value = True
@@ -30,3 +31,21 @@ def test_beginners_see_five_and_each_fold_opens_with_its_button(session: Session
     controls.buttons.children[3].value = False
     assert folds[controls.buttons.children[3].description].layout.display == "none"
     assert folds["communication"].layout.display == ""
+
+
+def test_autotune_is_switched_beside_them_and_shows_when_it_has_ended(session: Session) -> None:
+    queue: list[Callable[[], object]] = []
+    controls = Controls(session, queue.append, queue.append)  # type: ignore[arg-type]
+    switch = next(fold for fold in controls.folds if "autotune" in named(fold)).children[-1].children[0]
+    controls.follow()
+    assert switch.value == "off"
+    assert not queue, "nobody has asked for anything yet"
+    switch.value = "on"
+    queue.pop()()
+    assert session.policy.autotune
+    controls.follow()
+    assert switch.value == "on"
+    session.set(autotune="off")
+    controls.follow()
+    assert switch.value == "off"
+    assert not queue

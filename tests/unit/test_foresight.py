@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from gpumem_nb.kernel.history import History
+from gpumem_nb.kernel.policy import RULES, Policy
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.shared.errors import NotThisTime, WorkloadError
+from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import DataInfo, WorkloadInfo
 from gpumem_nb.ui import foresight as foresight_room
@@ -34,6 +36,7 @@ class Session:
     def __init__(self) -> None:
         self.history, self.settings, self.ended, self.busy, self.playing = History(2), Settings(), "", False, False
         self.workload = WorkloadInfo("mine", 1, 4, dataset_len=None, blocks=3)
+        self.policy = Policy()
         self.size = 2
         self.asked: list[dict[str, Any]] = []
         self.fails: type[Exception] | None = None
@@ -62,8 +65,9 @@ class Session:
         self.asked.append({"line": knobs})
         return {size: size * MIB for size in (8, 32, 128)}
 
-    def set(self, **knobs: Any) -> Settings:
-        self.settings = self.settings.replace(**knobs)
+    def set(self, **changes: Any) -> Settings:
+        self.policy = self.policy.replace(**{name: value for name, value in changes.items() if name in RULES})
+        self.settings = self.settings.replace(**{name: value for name, value in changes.items() if name in KNOBS})
         return self.settings
 
 

@@ -50,6 +50,7 @@ class LiveModel:
         scaler: fp16's loss scaling. One for the whole life of the workload: leaving fp16 and coming back keeps its
             scale.
         settings: what it is under now. In the middle of a change that failed, they say what had been applied.
+        instead_of: what was asked for where autotune tries something else.
     """
 
     def __init__(self, workload: Workload, device: Device, ranks: int = 1) -> None:
@@ -59,6 +60,7 @@ class LiveModel:
             WorkloadError: the workload brings no model, optimizer or scheduler that can be trained with.
         """
         self.settings = Settings()
+        self.instead_of: dict[str, Any] = {}
         self._workload = workload
         self._device = device
         with interruptible():

@@ -340,6 +340,7 @@ class Trainer:
             if chunk.settings_id == self._settings_id and not chunk.trial:
                 return None
             changed = chunk.settings != self.live.settings
+            self.live.instead_of = self.live.instead_of if chunk.trial else chunk.instead_of
             self.live.apply(chunk.settings)
         except BaseException as error:
             self._settings_id = NO_CONFIGURATION

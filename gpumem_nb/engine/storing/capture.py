@@ -75,7 +75,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
     header = state_file.Header(
         workload=trainer.workload.name,
         options=options,
-        settings=trainer.live.settings.saved(),
+        settings=trainer.live.settings.replace(**trainer.live.instead_of).saved(),
         steps=trainer.steps,
         position=trainer.stream.position,
         passes=trainer.stream.passes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ...cluster.calls import Call
 from ...shared.messages import Chunk
@@ -40,19 +41,25 @@ class Chunks:
 
         Recording where memory goes takes time of its own, which has no place in a trace.
         """
-        state, policy = self._state, self._policy()
-        chunk = Chunk(
-            state.settings,
-            state.settings_id,
+        recorded = 0 if traced else _or_never(self._policy().ledger_steps)
+        chunk = self._chunk(self._state.settings, self._state.settings_id, steps, ledger_steps=recorded)
+        return self._in_flight.send(replace(chunk, evaluate=evaluate, traced=traced))
+
+    def send_turn(self, settings: Settings, settings_id: int, steps: int) -> None:
+        """Send steps of autotune, under settings that it tries or those that were asked for."""
+        chunk = self._chunk(settings, settings_id, steps)
+        self._in_flight.send(replace(chunk, instead_of=self._state.settings.changed_from(settings)))
+
+    def _chunk(self, settings: Settings, settings_id: int, steps: int, ledger_steps: int = 0) -> Chunk:
+        return Chunk(
+            settings,
+            settings_id,
             steps,
             self._in_flight.nudges,
             snapshot=self._snapshots.order(self._steps),
-            ledger_steps=0 if traced else _or_never(policy.ledger_steps),
-            eval_every=_or_never(policy.eval_every),
-            evaluate=evaluate,
-            traced=traced,
+            ledger_steps=ledger_steps,
+            eval_every=_or_never(self._policy().eval_every),
         )
-        return self._in_flight.send(chunk)
 
     def send_trial(self, settings: Settings, trial_id: int) -> None:
         """Send one step that is undone; the number is the trial's own."""

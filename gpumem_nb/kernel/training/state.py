@@ -61,10 +61,15 @@ class TrainingState:
     def adopt(self, settings: Settings) -> None:
         """Settings under a number of their own, also when they are the same: ranks hold a failed number for broken."""
         self.settings = settings
-        self.settings_id += 1
-        self.known_settings[self.settings_id] = settings
+        self.settings_id = self.number(settings)
         if self.workload:
             self._history.begin(self.settings_id, self.workload.name, settings)
+
+    def number(self, settings: Settings) -> int:
+        """A number of their own for settings, by which samples name them."""
+        number = len(self.known_settings) + 1
+        self.known_settings[number] = settings
+        return number
 
     def stop(self, failure: GpumemError | Rescue | None = None) -> None:
         """Want no more steps, perhaps for this reason."""

@@ -23,6 +23,7 @@ from .. import compatibility
 from ..history import History
 from ..policy import Policy
 from ..snapshot_plan import SnapshotPlan
+from .autotune import Autotune
 from .bell import News, wait
 from .between import Between
 from .chunks import Chunks
@@ -46,6 +47,7 @@ class Training:
 
     Args:
         policy: what the session does by itself, as it is now.
+        autotuned: called when autotune has ended.
         lost: called with a sentence when the cluster is gone.
     """
 
@@ -55,6 +57,7 @@ class Training:
         history: History,
         snapshots: SnapshotPlan,
         policy: Callable[[], Policy],
+        autotuned: Callable[[], None],
         lost: Callable[[str], None],
     ) -> None:
         self._ranks = ranks
@@ -66,6 +69,7 @@ class Training:
         self._pace = Pace()
         self._stalls = Stalls(ranks, history, self._state, lambda: policy().stall_limit_s)
         self._chunks = Chunks(self._state, self._in_flight, history, snapshots, policy)
+        self._autotune = Autotune(history, self._state, self._chunks, policy, autotuned)
         self._failures = Failures(history, self._state, policy, self._chunks.send, self._chunks.send_trial)
         self._readings = DeviceReadings(ranks, history)
         self.between = Between(
@@ -115,7 +119,7 @@ class Training:
         if len(self._in_flight) and not self.playing:
             return f"finishing the steps under way on {name_ranks(waiting or range(self._ranks.size))}"
         if self.playing:
-            return f"training, step {self._history.steps}"
+            return f"training, step {self._history.steps}{self._autotune}"
         return f"paused at step {self._history.steps}" if self.workload else "no workload loaded"
 
     # What is asked of it ----------------------------------------------------------------------------------------
@@ -326,12 +330,13 @@ class Training:
         with self._state.locked():
             while (steps := self._due_steps()) > 0:
                 self._stalls.told = False
-                most = min(self._pace.steps(self._state.settings_id), self._chunks.steps_to_snapshot)
-                self._chunks.send(int(min(steps, most)))
+                most = min(steps, self._chunks.steps_to_snapshot)
+                if not self._autotune.send(most):
+                    self._chunks.send(int(min(most, self._pace.steps(self._state.settings_id))))
 
     def _due_steps(self) -> float:
         """Steps that are wanted and not under way, if a chunk may be sent now. Under the lock."""
-        free = self._in_flight.free(self._pace.most_in_flight(self._state.settings_id))
+        free = self._in_flight.free(1 if self._autotune.on else self._pace.most_in_flight(self._state.settings_id))
         return self._state.wanted_steps - self._in_flight.steps if free and not self._failures.trying_out else 0
 
     def _receive(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
@@ -349,22 +354,24 @@ class Training:
             self._snapshots.received(max(sum(s.step_s for s in reply.samples) for reply in replies), replies)
             self._state.record(samples)
             self._state.note(*news, *([evaluation] if evaluation else []))
-            if not failure or failure.phase == "evaluation":
+            if not chunk.tried and (not failure or failure.phase == "evaluation"):
                 self._state.applied = chunk.settings
             if done:
                 self._count(chunk, done)
             elif not (samples or failure):
                 self._in_flight.left_before_it_began(chunk)
+            not_possible = self._autotune.learn(chunk, done, failure)
             if came_apart(replies):
                 self._stalled(chunk, call)
-            elif failure:
+            elif failure and not not_possible:
                 self._failures.handle(failure, chunk)
-            elif done:
+            elif done and not chunk.tried:
                 self._failures.worked(chunk, done)
         self._state.bell.ring()
 
     def _count(self, chunk: Chunk, done: list[Sample]) -> None:
-        self._state.proven = chunk.settings
+        if not chunk.tried:
+            self._state.proven = chunk.settings
         if chunk.settings_id == self._state.settings_id:
             last = max(sample.step for sample in done)
             self._pace.learn(chunk, max(sample.step_s for sample in done if sample.step == last))

@@ -11,7 +11,8 @@ from ..workload import WorkloadInfo
 from .knob import KEEPS_TO_ROUNDING, MOST, SOME, Changes, Knob, Need, Settings
 from .option import only_words, positive, whole
 
-_FOLD = "communication"
+COMMUNICATION_FOLD = "communication"
+"""Of the panel."""
 _LARGEST_MIB = 4096
 _LONGEST_CYCLE_MS = 100  # ranks that join again wait for some cycles
 _LEAST_FUSED_BYTES = 64  # two numbers in the same buffer, which lie on lines of their own
@@ -22,17 +23,19 @@ _MIB = f"a number of MiB above 0 and at most {_LARGEST_MIB}, such as"
 
 
 def _mib(value: Any) -> float:
-    number = positive(value)
-    if number > _LARGEST_MIB:
-        raise ValueError(value)
-    return int(number) if number == int(number) else number
+    return _at_most(_LARGEST_MIB, value)
 
 
 def _cycle(value: Any) -> float:
+    return _at_most(_LONGEST_CYCLE_MS, value)
+
+
+def _at_most(largest: float, value: Any) -> float:
+    """A number above 0, as people write it."""
     number = positive(value)
-    if number > _LONGEST_CYCLE_MS:
+    if number > largest:
         raise ValueError(value)
-    return number
+    return int(number) if number == int(number) else number
 
 
 def _capacity(value: Any) -> int:
@@ -80,7 +83,7 @@ def _by_hosts(name: str, how: str) -> Knob:
         parse=only_words,
         allowed="on, off or default",
         words={**_STARTED_WITH, "on": True, "off": False},
-        fold=_FOLD,
+        fold=COMMUNICATION_FOLD,
         mathematics=KEEPS_TO_ROUNDING,
         refuses=_refuses_by_hosts(name),
         adapts=lambda settings, workload: {name: None} if workload.why_flat else {},
@@ -99,7 +102,7 @@ BUCKET_MIB = Knob(
     "gradients leave together, this many MiB at a time, while backward goes on; small ones leave earlier, at more cost",
     parse=_mib,
     allowed=f"{_MIB} 4",
-    fold=_FOLD,
+    fold=COMMUNICATION_FOLD,
     short="buckets ",
     mathematics=KEEPS_TO_ROUNDING,
 )
@@ -109,7 +112,7 @@ COMPRESSION = Knob(
     "none",
     "how fp32 gradients travel: as they are, or rounded to fp16 as hvd.Compression.fp16 does, in half the bytes",
     choices=("none", "fp16"),
-    fold=_FOLD,
+    fold=COMMUNICATION_FOLD,
     short="compression ",
     moves={COMMUNICATION: SOME},  # copies of gradients lie beside them until all have arrived
 )
@@ -120,7 +123,7 @@ REDUCTION = Knob(
     "what the ranks' gradients become: their average, their sum (which takes a learning rate smaller by the number of "
     "ranks), or with optimizer=sgd Horovod's Adasum",
     choices=("average", "sum", "adasum"),
-    fold=_FOLD,
+    fold=COMMUNICATION_FOLD,
     short="reduction ",
     adapts=_adapts,
     conflicts=_combines,
@@ -134,7 +137,7 @@ FUSION_THRESHOLD_MIB = Knob(
     parse=_mib,
     allowed=f"{_MIB} 16, or default",
     words=_STARTED_WITH,
-    fold=_FOLD,
+    fold=COMMUNICATION_FOLD,
     short="fusion ",
     moves={COMMUNICATION: MOST},
     mathematics=KEEPS_TO_ROUNDING,
@@ -148,7 +151,7 @@ CYCLE_TIME_MS = Knob(
     parse=_cycle,
     allowed=f"a number of milliseconds above 0 and at most {_LONGEST_CYCLE_MS}, such as 2, or default",
     words=_STARTED_WITH,
-    fold=_FOLD,
+    fold=COMMUNICATION_FOLD,
     short="cycle ms ",
     mathematics=KEEPS_TO_ROUNDING,
 )
@@ -161,7 +164,7 @@ CACHE_CAPACITY = Knob(
     parse=_capacity,
     allowed="a whole number of at least 0, such as 1024, or default",
     words=_STARTED_WITH,
-    fold=_FOLD,
+    fold=COMMUNICATION_FOLD,
     short="cache ",
     mathematics=KEEPS_TO_ROUNDING,
 )

@@ -1,0 +1,128 @@
+"""Autotune: training looks for the fastest of Horovod's settings by itself, on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gpumem_nb
+from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.state_file import verify
+from tests.conftest import load_afresh, weights
+
+pytestmark = pytest.mark.cluster
+
+ASKED = {"cycle_time_ms": 50, "bucket_mib": 0.05}
+LARGE = """
+import torch
+net = torch.nn.Linear(1024, 5000, bias=False)  # gradients of 20 MB, more than the fusion buffer of 16 MiB holds
+rows = torch.utils.data.TensorDataset(torch.randn(64, 1024), torch.randn(64, 5000))
+loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean() * {scale}
+own = torch.optim.SGD(net.parameters(), lr=1e-9)
+"""
+
+
+@pytest.fixture
+def session(two_ranks: Session) -> Iterator[Session]:
+    """Two ranks that have trained under settings that are slow."""
+    load_afresh(two_ranks)
+    two_ranks.set(**ASKED)
+    two_ranks.train(5)
+    yield two_ranks
+    two_ranks.set(autotune="off")
+    two_ranks.pause()
+
+
+def _events(session: Session, wanted: str = "Autotune ", most: int = 1200) -> list[str]:
+    """Switch it on and train until it says so, but for so many steps at most; all that happened meanwhile."""
+    before, began = len(session.history.events), session.history.steps
+    session.set(autotune="on")
+    said: list[str] = []
+    while session.history.steps - began < most and not any(wanted in text for text in said):
+        session.train(20)
+        said = [event.text for event in list(session.history.events)[before:]]
+    return said
+
+
+def test_it_finds_faster_settings_with_steps_that_count_and_ends(session: Session) -> None:
+    before, tried = session.history.steps, len(session.history.tried)
+    session.set(autotune="on")
+    run = session.train(700)
+    assert run.steps == 700
+    assert session.history.steps == before + 700
+    assert not session.policy.autotune
+    assert session.settings.cycle_time_ms < 50
+    (said,) = [note for note in run.notes if note.startswith("Autotune set ")]
+    assert f"cycle_time_ms={session.settings.cycle_time_ms}" in said
+    assert len(session.history.tried) == tried + 1, "what was only tried is no configuration of its own"
+    assert [event.kind for event in session.history.events].count("flip") == 2, "the test's own and what was found"
+    assert run.frame()["cycle_time_ms"].nunique() > 3
+    assert len(weights(session)) == 1
+    assert session.check_sync().ok
+
+
+def test_what_is_saved_meanwhile_is_what_was_asked_for(session: Session, tmp_path: Path) -> None:
+    session.set(autotune="on")
+    session.train(18)  # the first other settings take their turn
+    others = session.run("hvd.size()")  # a cell meanwhile
+    assert others == [2, 2]
+    path = tmp_path / "meanwhile.state"
+    session.save(path)
+    saved = verify(path).settings
+    assert {name: saved[name] for name in ASKED} == ASKED
+    session.resume(path)
+    assert {name: getattr(session.settings, name) for name in ASKED} == ASKED
+    assert session.train(20).steps == 20
+
+
+def test_a_flip_meanwhile_is_made_and_kept(session: Session) -> None:
+    session.set(autotune="on")
+    session.train(30)
+    session.set(batch_size=2)
+    said = _events(session)
+    assert session.settings.batch_size == 2
+    assert said.count("autotune: looking for the fastest of Horovod's settings") == 1, "anew, for the first time since"
+
+
+def test_switched_off_it_leaves_what_was_asked_for(session: Session) -> None:
+    session.set(autotune="on")
+    session.play()
+    session.set(autotune="off")
+    session.pause()
+    frame = session.train(5).frame()
+    assert {name: getattr(session.settings, name) for name in ASKED} == ASKED
+    assert set(frame["cycle_time_ms"]) == {50}
+    assert set(frame["bucket_mib"]) == {0.05}
+
+
+def test_what_does_not_fit_is_left_out_and_training_goes_on(two_ranks: Session) -> None:
+    two_ranks.run(LARGE.format(scale=1))
+    two_ranks.attach(model="net", data="rows", loss="loss", optimizer="own")
+    two_ranks.set(batch_size=4)
+    two_ranks.train(3)
+    said = _events(two_ranks, "is not possible")
+    assert any("fusion_threshold_mib=64" in text for text in said if "is not possible" in text), said
+    two_ranks.train(3)
+    assert two_ranks.history.rescue is None, "nobody had asked for that"
+    assert two_ranks.settings.fusion_threshold_mib != 64
+    assert len(weights(two_ranks)) == 1
+
+
+def test_gradients_beyond_fp16_are_not_compressed(two_ranks: Session) -> None:
+    two_ranks.run(LARGE.format(scale=1e9))
+    two_ranks.attach(model="net", data="rows", loss="loss", optimizer="own")
+    two_ranks.set(batch_size=4)
+    two_ranks.train(3)
+    said = _events(two_ranks)
+    assert not two_ranks.policy.autotune
+    assert two_ranks.settings.compression == "none"
+    assert any("compression=fp16" in text and "is not possible" in text for text in said), said
+    assert two_ranks.run("bool(torch.isfinite(net.weight).all())") == [True, True]
+
+
+def test_one_rank_alone_has_nothing_to_tune() -> None:
+    with gpumem_nb.start(1, device="cpu") as alone, pytest.raises(InvalidInput, match="at least two ranks"):
+        alone.set(autotune="on")
