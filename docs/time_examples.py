@@ -27,6 +27,7 @@ STEPS = 30
 LARGE = {"width": 256, "depth": 4}
 LARGE_START = {"batch_size": 4, "optimizer": "sgd", "learning_rate": 0.1}
 SCALED: tuple[tuple[str, dict[str, int]], ...] = (("digits-resnet", {"resolution": 24}), ("text-gpt", {}))
+SLOWED: dict[str, object] = {"bucket_mib": 32, "cycle_time_ms": 20}
 SCALINGS, SCALING_STEPS = 3, 40
 COMMUNICATION: tuple[dict[str, object], ...] = (
     {},
@@ -106,6 +107,21 @@ def scaling(session: Session) -> list[str]:
     return lines
 
 
+def autotuned(session: Session) -> list[str]:
+    """What autotune says, of the settings as they come and of some that are slow."""
+    lines = []
+    for flip in ({}, SLOWED):
+        session.load("text-gpt", **LARGE)
+        session.set(**LARGE_START, **flip)
+        session.train(STEPS)
+        session.set(autotune="on")
+        notes: list[str] = []
+        while session.policy.autotune:
+            notes += session.train(STEPS).notes
+        lines.append(f"- From {named(flip)}: {notes[-1]}")
+    return lines
+
+
 def named(flip: dict[str, object]) -> str:
     """What was changed."""
     return ", ".join(f"`{knob}={value}`" for knob, value in flip.items()) or "as it comes"
@@ -119,22 +135,31 @@ def write(place: str, lines: list[str]) -> None:
     print("\n".join(lines))
 
 
-def main() -> None:
-    """Measure and write; with an argument, the table of scaling alone."""
-    with gpumem_nb.start(4, device="cpu") as session:
-        write("measured scaling", scaling(session))
-    if sys.argv[1:]:
-        return
+def times(session: Session) -> list[str]:
+    """The table of the parts of a step."""
     headings = ("", "step", *PARTS, "waiting", "waited for")
     lines = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 2)}---|"]
-    with gpumem_nb.start(2, device="cpu") as session:
-        session.load("text-gpt")
-        for flip in FLIPS:
-            lines.append(row(named(flip), measure(session, flip)))
-        session.run(SLOW, ranks=[1])
-        lines.append(row("rank 1 sleeps 100 ms in each forward", measure(session, {})))
-        write("measured", lines)
-        write("measured communication", communication(session))
+    session.load("text-gpt")
+    for flip in FLIPS:
+        lines.append(row(named(flip), measure(session, flip)))
+    session.run(SLOW, ranks=[1])
+    return [*lines, row("rank 1 sleeps 100 ms in each forward", measure(session, {}))]
+
+
+EXAMPLES = {
+    "measured scaling": (4, scaling),
+    "measured": (2, times),
+    "measured communication": (2, communication),
+    "measured autotune": (2, autotuned),
+}
+
+
+def main() -> None:
+    """Measure and write all of them, or those that are named."""
+    for place in sys.argv[1:] or EXAMPLES:
+        ranks, measured = EXAMPLES[place]
+        with gpumem_nb.start(ranks, device="cpu") as session:
+            write(place, measured(session))
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ def measure(rounds: int, slot_s: float) -> list[Figure]:
             if ranks == 4:
                 say("flips")
                 measured += figures.flip(notebook, ranks, rounds)
-            say(f"autotune, {ranks} ranks")
-            measured += autotune.against_horovods_own(notebook, ranks, WORKLOADS[-1], rounds, slot_s)
+            say(f"autotune and HOROVOD_AUTOTUNE, {ranks} ranks")
+            measured += autotune.against_horovods_own(notebook, ranks, WORKLOADS[0], rounds, slot_s)
     finally:
         notebook.close()
     return measured
