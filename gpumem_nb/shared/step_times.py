@@ -91,12 +91,13 @@ UNKNOWN = StepTimes((math.nan,) * len(PARTS), None)
 class Lap:
     """A part of one step, or gradients on their way, in seconds by a clock of the rank's host.
 
-    ``name`` is the part, or how many bytes are on their way.
+    ``name`` is the part, or how many bytes are on their way; ``bucket`` is the number that these have on each rank.
     """
 
     name: str
     began_s: float
     ended_s: float
+    bucket: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,6 @@ class StepLanes:
 
     def moved(self, by_s: float) -> StepLanes:
         """The same, so many seconds later."""
-        later = (tuple(Lap(lap.name, lap.began_s + by_s, lap.ended_s + by_s) for lap in laps)
+        later = (tuple(replace(lap, began_s=lap.began_s + by_s, ended_s=lap.ended_s + by_s) for lap in laps)
                  for laps in (self.parts, self.flights))  # fmt: skip
         return StepLanes(self.rank, self.step, *later)

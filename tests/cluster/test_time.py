@@ -131,6 +131,8 @@ def test_the_latest_step_of_each_rank_lies_beside_the_others(own: Session) -> No
     begins = [lane.parts[0].began_s for lane in lanes]
     ends = [lane.parts[-1].ended_s for lane in lanes]
     assert max(begins) < min(ends), "both took it at the same time"
+    first, second = ([lap.bucket for lap in lane.flights] for lane in lanes)
+    assert sorted(first) == sorted(second), "each bucket is on both"  # type: ignore[type-var]
 
 
 def test_a_rank_that_waits_leaves_its_core_to_others(two_ranks: Session, fresh: Callable[..., Session]) -> None:

@@ -70,12 +70,12 @@ def test_copies_for_undoing_are_the_toolkits_share() -> None:
     ],
 )
 def test_hidden_is_what_was_on_its_way_while_backward_went_on(flights: list[Any], hidden_s: float) -> None:
-    sent = tuple(Flight(4, 100 + began, 100 + ended) for began, ended in flights)
+    sent = tuple(Flight(4, 100 + began, 100 + ended, 0) for began, ended in flights)
     assert times(laps((BACKWARD, 10), (TOOLKIT, 1), (REDUCTION, 2), flights=sent)).hidden_s == hidden_s
 
 
 def test_a_step_without_backward_hides_nothing() -> None:
-    assert times(laps((FORWARD, 10), (REDUCTION, 2), flights=(Flight(4, 101, 103),))).hidden_s == 0
+    assert times(laps((FORWARD, 10), (REDUCTION, 2), flights=(Flight(4, 101, 103, 0),))).hidden_s == 0
 
 
 def test_a_clock_measures_and_tells_what_a_trial_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_on_gpus_it_is_the_devices_time_and_nothing_waits_within_the_step(monkey
     for part in (FORWARD, BACKWARD, REDUCTION, UPDATE):
         clock.enter(part)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "another")
-    ended = clock.end((Flight(1, 0.0, 1.0),))
+    ended = clock.end((Flight(1, 0.0, 1.0, 0),))
     assert not any(event.awaited for event in Event.made)
     found = times(ended)
     assert [found[part] for part in (TOOLKIT, FORWARD, BACKWARD, REDUCTION, UPDATE)] == pytest.approx([0.002] * 5)
@@ -199,7 +199,8 @@ def test_there_is_no_report_without_a_step_whose_times_are_known() -> None:
 
 
 def test_the_lanes_of_a_step_are_drawn_rank_by_rank_from_the_first_that_began() -> None:
-    taken = laps((TOOLKIT, 1), (FORWARD, 3), (UNDOING, 1), (UPDATE, 2), flights=(Flight(4 * 2**20, 101.0, 102.0),))
+    flight = Flight(4 * 2**20, 101.0, 102.0, 0)
+    taken = laps((TOOLKIT, 1), (FORWARD, 3), (UNDOING, 1), (UPDATE, 2), flights=(flight,))
     lanes = [taken.lanes(0, 7), laps((FORWARD, 2)).lanes(1, 7)]
     assert [part.name for part in lanes[0].parts] == [TOOLKIT, FORWARD, TOOLKIT, UPDATE]
     figure = lanes_figure(lanes)
@@ -212,6 +213,21 @@ def test_the_lanes_of_a_step_are_drawn_rank_by_rank_from_the_first_that_began() 
     assert "customdata[1]" in boxes[FORWARD].hovertemplate, "x would be where the box ends"
     assert [one[1] for one in boxes[FORWARD].customdata] == pytest.approx([3000, 2000])
     assert "Step 7" in figure.layout.title.text
+
+
+def test_gradients_wait_in_the_lanes_until_the_last_rank_has_sent_them() -> None:
+    early, late = Flight(2**20, 101.0, 104.5, 0), Flight(2**20, 104.0, 104.5, 0)
+    other = Flight(2**20, 105.0, 105.5, 1)
+    lanes = [
+        laps((BACKWARD, 6), flights=(early, other)).lanes(0, 7),
+        laps((BACKWARD, 6), flights=(late, other)).lanes(1, 7),
+    ]
+    boxes = {trace.name: trace for trace in lanes_figure(lanes).data}
+    waiting, on_their_way = boxes["gradients that not all ranks have sent yet"], boxes["gradients on their way"]
+    assert list(waiting.y) == [0]
+    assert list(waiting.x) == pytest.approx([3000])
+    assert list(on_their_way.y) == [0, 0, 1, 1]
+    assert list(on_their_way.x) == pytest.approx([500] * 4)
 
 
 def test_the_key_says_the_share_of_each_part() -> None:

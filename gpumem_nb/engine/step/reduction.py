@@ -66,6 +66,7 @@ class _Bucket:
     """Gradients that travel together: same type, neighbours in the order in which backward produces them."""
 
     def __init__(self, index: int) -> None:
+        self.index = index
         self.name = f"gpumem_nb.bucket.{index}"
         self.params: list[Tensor] = []
         self.bytes = 0
@@ -289,7 +290,7 @@ class GradientReduction:
     def _arrived(self, bucket: _Bucket) -> None:
         if bucket in self._under_way:
             self._under_way.remove(bucket)
-            self.flights.append(Flight(bucket.sent_bytes, bucket.sent_s, time.perf_counter()))
+            self.flights.append(Flight(bucket.sent_bytes, bucket.sent_s, time.perf_counter(), bucket.index))
 
     def _presence(self, device: torch.device) -> Tensor:
         """For each weight whether there is a gradient, or whether it is frozen, here."""

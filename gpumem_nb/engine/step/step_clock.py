@@ -24,12 +24,14 @@ _END = ""
 class Flight:
     """One bucket of gradients on its way; times as :func:`time.perf_counter` has them.
 
-    ``arrived_s`` is when that was noticed: with the next gradient, or after backward.
+    ``arrived_s`` is when that was noticed: with the next gradient, or after backward. Each rank has a bucket with this
+    number.
     """
 
     bytes: int
     sent_s: float
     arrived_s: float
+    bucket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Laps:
             rank,
             step,
             tuple(self._laps()),
-            tuple(Lap(format_bytes(one.bytes), one.sent_s, one.arrived_s) for one in flights),
+            tuple(Lap(format_bytes(one.bytes), one.sent_s, one.arrived_s, one.bucket) for one in flights),
         )
 
     def _laps(self) -> list[Lap]:
