@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import itertools
+import math
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ REPORT = Path(__file__).parents[2] / "docs" / "prediction.md"
 MARKER = "<!-- the rest is written by python -m tests.bench.prediction -->\n"
 LIMIT_MIB = 1024
 STEPS = 6  # of which what came is read
+TIMED_S, MOST_TIMED = 1.0, 40  # and as many more for samples/s
 EMPTY = "from gpumem_nb.memory.virtual_gpu.gpu import library; library().gpumem_empty_cache()"
 SEQUENCES = """
 import torch
@@ -145,7 +147,7 @@ def flips() -> Iterator[dict[str, Any]]:
 
 
 def measure(session: Session, model: str, knobs: dict[str, Any]) -> Case:
-    """Predict, flip, and look at the steps after the first, which finds an empty cache."""
+    """Predict, flip, and look at the steps after the first, which finds an empty cache; at more of them for speed."""
     small, predicted = predicted_by_small_steps(session, knobs), session.predict(**knobs)
     try:
         session.set(**knobs)
@@ -157,8 +159,17 @@ def measure(session: Session, model: str, knobs: dict[str, Any]) -> Case:
     if session.settings.batch_size != knobs["batch_size"]:  # out of memory, and back
         return Case(model, small, predicted, None, None)
     frame = run.frame()
-    reserved, speed = int(frame.reserved_peak_bytes.max()), float(frame.samples_per_s.median())
-    return Case(model, small, predicted, int(frame.live_peak_bytes.max()), reserved, speed)
+    session.train(min(MOST_TIMED, math.ceil(TIMED_S / frame.step_s.median())))
+    now = session.history.now()
+    assert now
+    return Case(
+        model,
+        small,
+        predicted,
+        int(frame.live_peak_bytes.max()),
+        int(frame.reserved_peak_bytes.max()),
+        now.samples_per_s,
+    )
 
 
 def words(case: Case) -> str:
