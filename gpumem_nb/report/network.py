@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..shared.scaling import SWEEP_BYTES
 from ..shared.units import format_bytes
 from .tables import Table, notes_html
 
@@ -67,8 +68,10 @@ class NetworkReport:
     @property
     def _notes(self) -> list[str]:
         largest = max(self.seconds)
+        left_out = f"Messages above {format_bytes(largest)} were left out: they would take seconds each."
         return [
             f"Latency {1000 * self.latency_s:.2g} ms, with Horovod's cycle_time_ms in it; bus bandwidth "
             f"{format_bytes(round(self.bus_bytes_per_s(largest)))}/s. Bus bandwidth: what each link carries, "
-            "2 (ranks − 1) / ranks × message / time."
+            "2 (ranks − 1) / ranks × message / time.",
+            *([left_out] if largest < max(SWEEP_BYTES) else []),
         ]

@@ -102,6 +102,15 @@ def test_the_network_is_timed_for_each_size(session: Session) -> None:
     assert list(report.seconds) == list(SWEEP_BYTES)
     assert all(seconds > 0 for seconds in report.seconds.values())
     assert "All-reduces of 4 ranks" in str(report)
+    assert "left out" not in str(report)
+
+
+def test_on_a_slow_network_large_messages_are_left_out(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumem_nb.kernel.scaling.LONGEST_MESSAGE_S", 0.01)  # which 64 MiB take on any machine
+    report = session.check_network()
+    assert list(report.seconds) == list(SWEEP_BYTES[: len(report.seconds)])
+    assert 0 < len(report.seconds) < len(SWEEP_BYTES)
+    assert "were left out: they would take seconds each" in str(report)
 
 
 @pytest.mark.parametrize(
