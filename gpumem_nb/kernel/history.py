@@ -223,6 +223,11 @@ class History:
                 old.settle()
             self.version += 1
 
+    def tries(self, settings_id: int, workload: str, settings: Settings) -> None:
+        """Autotune is about to take steps under these: no configuration of its own, but logs name it."""
+        with self._lock:
+            self._tell(Tried(settings_id, workload, settings, self.model_version))
+
     def _add(self, event: Event) -> None:
         self.events.append(event)
         self._tell(event)
@@ -252,6 +257,10 @@ class History:
     def of_loaded(self, last: int | None = None) -> list[list[Sample]]:
         """The same of what is loaded now."""
         return [[one for one in of_rank if one.settings_id >= self.loaded_as] for of_rank in self.samples(last)]
+
+    def asked_for(self, last: int | None = None) -> list[list[Sample]]:
+        """Those of them that were taken under settings that somebody had asked for."""
+        return [[one for one in of_rank if not one.tried] for of_rank in self.of_loaded(last)]
 
     def ledger_cost(self) -> float | None:
         """What recording steps costs on average, as a share of training time; ``None`` before it is known.

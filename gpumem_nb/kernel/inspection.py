@@ -64,7 +64,7 @@ class Inspection:
             WorkloadError: nothing is loaded, or no step was done.
         """
         self._foreground.check_loaded()
-        report = TimeReport.of(self._history.of_loaded(), self._history.changed_after)
+        report = TimeReport.of(self._history.asked_for(), self._history.changed_after)
         if report is None:
             raise WorkloadError("Where the time goes is known once a step was done: %hvd_train 10.")
         report = dataclasses.replace(report, verdict=self.verdict())
@@ -80,7 +80,7 @@ class Inspection:
         if now is None or now.settings != settings:
             return None
         around = Circumstances(settings, self._ranks, self._training.workload)
-        return Verdict.of(history.of_loaded(), history.changed_after, around)
+        return Verdict.of(history.asked_for(), history.changed_after, around)
 
     def sync(self, model: str | None, data: str | None) -> SyncReport:
         """Whether ranks hold the same, of what is loaded or of variables.

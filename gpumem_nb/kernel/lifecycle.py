@@ -142,7 +142,7 @@ class Lifecycle:
 
     def status(self) -> Status:
         """Which ranks run where, on which devices, and what they are doing."""
-        time = TimeReport.of(self.history.of_loaded(last=STEPS_JUDGED), self.history.changed_after)
+        time = TimeReport.of(self.history.asked_for(last=STEPS_JUDGED), self.history.changed_after)
         return Status(
             doing=self.doing,
             ranks=tuple(self.ranks.infos),
@@ -199,6 +199,8 @@ class Lifecycle:
             self._change_policy(rules)
         with self.foreground.interruptible():
             self.training.set(knobs, check)
+            if "autotune" in rules:
+                self.training.apply()  # ranks may still have what it tried
 
     def _change_policy(self, rules: dict[str, Any]) -> None:
         """Ranks are told how long they may wait for one another."""

@@ -45,7 +45,11 @@ def search(start: Settings, gradient_bytes: int, usable: Callable[[Settings], bo
         impossible += [rival for rival in rivals if not rates[rival]]
         best = _fastest(best, rates)
     rates = yield from _in_turns([start, best], _CONFIRMING_ROUNDS if best != start else 0)
+    if not rates[best] and best != start:
+        impossible.append(best)
     found = _fastest(start, rates)
+    if found == start:
+        return Autotuned(start, start, (), (), len(tried) - 1, tuple(impossible))
     return Autotuned(start, found, tuple(rates[start]), tuple(rates[found]), len(tried) - 1, tuple(impossible))
 
 
@@ -100,5 +104,6 @@ def _ladders(start: Settings, gradients_mib: float) -> Iterator[tuple[str, Seque
     yield BUCKET_MIB.name, steps(_BUCKETS_MIB, start.bucket_mib)
     cycle_ms = start.cycle_time_ms
     yield CYCLE_TIME_MS.name, [value for value in _CYCLES_MS if value != (1 if cycle_ms is None else cycle_ms)]
-    yield FUSION_THRESHOLD_MIB.name, steps(_BUFFERS_MIB, start.fusion_threshold_mib or _LEAST_BUFFER_MIB)
+    started_with = _LEAST_BUFFER_MIB if gradients_mib <= _LEAST_BUFFER_MIB else 0  # or more, nobody here knows
+    yield FUSION_THRESHOLD_MIB.name, steps(_BUFFERS_MIB, start.fusion_threshold_mib or started_with)
     yield COMPRESSION.name, [value for value in COMPRESSION.choices if value != start.compression]

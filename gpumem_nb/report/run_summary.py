@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ..shared.step_times import UNKNOWN
 from ..shared.units import format_bytes, format_rate
 from .configurations import Tried
 from .evaluation import Evaluation
+from .speed import Speed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +46,7 @@ class Run:
         self.steps = len({sample.step for sample in self._done})
         latest_first = (configuration(sample.settings_id) for sample in reversed(self._done))
         now = next(filter(None, latest_first), None)  # autotune's are none
-        self._samples_per_s, self._peak_bytes = (now.samples_per_s, now.peak_bytes) if now else (None, None)
+        self._samples_per_s, self._peak_bytes = (now.samples_per_s, now.peak_bytes) if now else self._own_figures()
 
     def frame(self) -> pd.DataFrame:
         """One row per rank and step; bytes, seconds and samples/s as the column names say.
@@ -66,6 +68,13 @@ class Run:
             # A step's own learning rate stands in place of the knob's: cells and schedulers set it too.
             rows.append(row | settings.as_dict() | row | {"event": sample.event} | shares)
         return pd.DataFrame(rows)
+
+    def _own_figures(self) -> tuple[float | None, int | None]:
+        by_step: dict[int, float] = defaultdict(float)
+        for sample in self._done:
+            by_step[sample.step] += sample.samples_per_s
+        speed = Speed.of(list(by_step.values()))
+        return speed.median if speed else None, max((sample.live_peak_bytes for sample in self._done), default=None)
 
     def __str__(self) -> str:
         if not self.steps:

@@ -112,14 +112,15 @@ class Sample:
     """One optimizer step on one rank.
 
     ``time_s`` counts from the session's start, ``step_s`` is the step's duration, bytes are as in :class:`Reading`
-    (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on the
-    first step under new settings, or why the step was discarded (``oom``, ``error``, ``discarded``, ``trial``).
-    ``ledger`` is there for the steps whose memory was recorded. ``learning_rate`` is that of the optimizer's first
-    group, whoever set it. ``loss_scale`` is what fp16 multiplied the loss by, ``None`` in other precisions and in steps
-    without an update; the update was ``skipped`` when gradients overflowed under it. ``noise_scale`` is that of the
-    gradients in samples, over the latest steps; there for the steps in which it was measured. ``times`` are those of
-    its parts; not there for what was tried out. ``compression_error`` is the share of the rank's gradients (by their
-    2-norms) that compression took, in the steps in which it was measured.
+    (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on
+    the first step under new settings, ``tried`` under those that autotune tries, or why the step was discarded
+    (``oom``, ``error``, ``discarded``, ``trial``). ``ledger`` is there for the steps whose memory was recorded.
+    ``learning_rate`` is that of the optimizer's first group, whoever set it. ``loss_scale`` is what fp16 multiplied
+    the loss by, ``None`` in other precisions and in steps without an update; the update was ``skipped`` when
+    gradients overflowed under it. ``noise_scale`` is that of the gradients in samples, over the latest steps; there
+    for the steps in which it was measured. ``times`` are those of its parts; not there for what was tried out.
+    ``compression_error`` is the share of the rank's gradients (by their 2-norms) that compression took, in the
+    steps in which it was measured.
     """
 
     rank: int
@@ -149,9 +150,14 @@ class Sample:
         return self.times[REDUCTION] if self.times else None
 
     @property
+    def tried(self) -> bool:
+        """Whether it was done under settings that autotune tried, and nobody had asked for."""
+        return self.event == "tried"
+
+    @property
     def done(self) -> bool:
         """Whether the step was done, and not discarded or undone."""
-        return self.event in ("", "flip")
+        return self.event in ("", "flip", "tried")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def peaks(by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None
     found = []
     for rank, (samples, reading) in enumerate(zip(by_rank, readings, strict=True)):
         limit = reading.limit_bytes if reading else None
-        newest = next((sample for sample in reversed(samples) if sample.done), None)
+        newest = next((sample for sample in reversed(samples) if sample.done and not sample.tried), None)
         if newest is None:
             if reading:
                 found.append(Peak(rank, reading.live_peak_bytes, limit, None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,17 +10,18 @@ import pytest
 
 import gpumem_nb
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
 from gpumem_nb.shared.state_file import verify
+from gpumem_nb.ui.bands import peaks
 from tests.conftest import load_afresh, weights
 
 pytestmark = pytest.mark.cluster
 
 ASKED = {"cycle_time_ms": 50, "bucket_mib": 0.05}
-LARGE = """
+ONE_LAYER = """
 import torch
-net = torch.nn.Linear(1024, 5000, bias=False)  # gradients of 20 MB, more than the fusion buffer of 16 MiB holds
-rows = torch.utils.data.TensorDataset(torch.randn(64, 1024), torch.randn(64, 5000))
+net = torch.nn.Linear(1024, {outputs}, bias=False)
+rows = torch.utils.data.TensorDataset(torch.randn(64, 1024), torch.randn(64, {outputs}))
 loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean() * {scale}
 own = torch.optim.SGD(net.parameters(), lr=1e-9)
 """
@@ -98,8 +100,48 @@ def test_switched_off_it_leaves_what_was_asked_for(session: Session) -> None:
     assert set(frame["bucket_mib"]) == {0.05}
 
 
+def test_an_error_of_the_model_is_none_of_the_settings(session: Session) -> None:
+    session.set(autotune="on")
+    session.train(30)
+    session.run("failing = model.register_forward_pre_hook(lambda *_: 1 / 0)")
+    with pytest.raises(TrainingFailed, match="division by zero"):
+        session.train(20)
+    session.run("failing.remove()")
+    assert not [event for event in session.history.events if "not possible" in event.text]
+    assert session.train(10).steps == 10
+
+
+def test_cells_meanwhile_do_not_let_it_begin_anew(session: Session) -> None:
+    session.set(autotune="on")
+    before = len(session.history.events)
+    for _ in range(60):
+        session.train(20)
+        session.run("1 + 1")
+        if not session.policy.autotune:
+            break
+    said = [event.text for event in list(session.history.events)[before:]]
+    assert not session.policy.autotune
+    assert sum("looking for" in text for text in said) == 1
+
+
+def test_what_is_shown_meanwhile_is_of_what_was_asked_for(session: Session, tmp_path: Path) -> None:
+    session.log_to(tmp_path / "run.jsonl")
+    session.set(autotune="on")
+    session.train(18)
+    tried = [one.tried for one in session.history.of_loaded()[0]]
+    assert any(tried)
+    assert not all(tried)
+    assert not any(one.tried for one in session.history.asked_for()[0])
+    assert all(peak.ledger for peak in peaks(session.history.of_loaded(), session.history.readings))
+    assert "n/a" not in str(session.train(5))
+    session.stop_logging()
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    named = {line["settings_id"] for line in lines if line["type"] == "settings"}
+    assert {line["settings_id"] for line in lines if line["type"] == "step"} <= named
+
+
 def test_what_does_not_fit_is_left_out_and_training_goes_on(two_ranks: Session) -> None:
-    two_ranks.run(LARGE.format(scale=1))
+    two_ranks.run(ONE_LAYER.format(scale=1, outputs=5000))  # gradients of 20 MB: the fusion buffer holds 16 MiB
     two_ranks.attach(model="net", data="rows", loss="loss", optimizer="own")
     two_ranks.set(batch_size=4)
     two_ranks.train(3)
@@ -112,7 +154,7 @@ def test_what_does_not_fit_is_left_out_and_training_goes_on(two_ranks: Session) 
 
 
 def test_gradients_beyond_fp16_are_not_compressed(two_ranks: Session) -> None:
-    two_ranks.run(LARGE.format(scale=1e9))
+    two_ranks.run(ONE_LAYER.format(scale=1e9, outputs=200))
     two_ranks.attach(model="net", data="rows", loss="loss", optimizer="own")
     two_ranks.set(batch_size=4)
     two_ranks.train(3)

@@ -374,7 +374,7 @@ class Trainer:
         if outcome.discarded:
             event = outcome.failure.kind if outcome.failure else "trial" if chunk.trial else "discarded"
         else:
-            event = "flip" if self._flipped else ""
+            event = "tried" if chunk.tried else "flip" if self._flipped else ""
             self.steps += 1
             self._proven_id, self._flipped = self._settings_id, False
             self._recorded_steps += recorded
