@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpumem_nb.engine.step.noise import EVERY_STEPS as NOISE_EVERY_STEPS
 from gpumem_nb.engine.step.weight_watch import EVERY_STEPS
 from gpumem_nb.install.mpi_tools import require_tool
 from tests.bench.sides import Notebook, Script, Side, rank_environment
@@ -282,6 +283,36 @@ def parts(notebook: Notebook, ranks: int, workload: str, rounds: int) -> Figure:
     share = "[100 * max(of_round) / others for of_round in zip(*took)]"
     name = f"parts of a step: cost of following them, {workload}, {ranks} ranks"
     return Figure(name, "≤ 1 %", " %", notebook.run("", share), f"slowest rank, {rounds} times, all ranks at once")
+
+
+NOISE = (
+    INSIDE
+    + """
+import time
+from gpumem_nb.engine.step.noise import square_of
+
+def measured_s():
+    trained = [param for param in the_trainer().live.parameters if param.requires_grad]
+    for param in trained:
+        param.grad = torch.ones_like(param)
+    began_s = time.perf_counter()
+    square_of(trained).item(), square_of(trained).item()  # before and after the average
+    took_s = time.perf_counter() - began_s
+    for param in trained:
+        param.grad = None
+    return took_s
+
+[measured_s() for _ in range({rounds})]
+"""
+)
+
+
+def noise(notebook: Notebook, ranks: int, workload: str, rounds: int) -> Figure:
+    """What measuring the gradient noise scale once in so many steps costs on average, of the steps just measured."""
+    notebook.run(f"took = session.run({NOISE.format(rounds=rounds)!r})")
+    share = f"[100 * max(of_round) / ({NOISE_EVERY_STEPS} * others) for of_round in zip(*took)]"
+    name = f"gradient noise scale: cost of measuring 1 step in {NOISE_EVERY_STEPS}, {workload}, {ranks} ranks"
+    return Figure(name, "≤ 0.5 %", " %", notebook.run("", share), f"slowest rank, {rounds} times, all ranks at once")
 
 
 def _number(value: float) -> str:

@@ -60,9 +60,10 @@ def measure(rounds: int, slot_s: float) -> list[Figure]:
         measured.append(figures.start(notebook, 4, max(3, rounds - 1)))
         say("empty cells")
         measured.append(figures.empty_cell(notebook, 4, 30))
-        say("cost of the ledger, of the watch on the weights, and of following a step's parts")
+        say("cost of the ledger, the watch on the weights, a step's parts, and the gradient noise scale")
         for workload in WORKLOADS:
-            measured += [one(notebook, 4, workload, rounds) for one in (figures.ledger, figures.watch, figures.parts)]
+            costs = (figures.ledger, figures.watch, figures.parts, figures.noise)
+            measured += [one(notebook, 4, workload, rounds) for one in costs]
         for ranks in (4, 2):
             if ranks == 2:
                 notebook.run("session.stop()")
