@@ -167,6 +167,28 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> list[DryAnswer]:
     return answers
 
 
+def normed(kind: Any, depth: int = 6) -> Any:
+    return lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(WIDTH)) for _ in range(depth)))
+
+
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(batch[0]).square().mean()
+    return loss
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="by its formula before torch 2.9")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rms_norm_keeps_what_a_fused_kernel_does(precision: str) -> None:
+    kinds = {"layer": lambda width: nn.LayerNorm(width, bias=False), "rms": nn.RMSNorm}
+    rows = 64 * SAMPLES
+    layer, rms = (
+        predict(workload(normed(kind), loss=mean_square), gpu="A100-40GB", batch_size=rows, precision=precision)
+        for kind in kinds.values()
+    )
+    means = 6 * rows * 4  # layer norm keeps the mean of each row besides
+    assert layer.live_peak_bytes - rms.live_peak_bytes == pytest.approx(means, abs=MIB / 8)
+
+
 def test_a_model_that_asks_for_values_takes_small_steps_on_the_cpu() -> None:
     predicted = predict(workload(asks_for_values), gpu="T4-16GB", batch_size=SAMPLES, optimizer_impl="loop")
     assert "aten._local_scalar_dense.default needs the values of a tensor" in predicted.basis

@@ -6,7 +6,7 @@ the whole process: this is for a child process only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ def install(kernels: Kernels, fake: bool) -> Any:
     }
     if fake:
         rules["lstm.input"] = _lstm
+    if fake and hasattr(_aten, "_fused_rms_norm"):  # since torch 2.9
+        rules["rms_norm"] = _rms_norm
     for name, rule in rules.items():
         library.impl(name, rule, "AutogradCPU", allow_override=True)
     return library
@@ -152,6 +154,35 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 def _numbers(mask: Tensor, query: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=query.dtype) if mask.dtype is torch.bool else mask
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """By the fused kernel where ATen/native/layer_norm.cpp, rms_norm_symint, takes it, else by the formula."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
+    channels_last = last is not None and not input.is_contiguous() and input.is_contiguous(memory_format=last)
+    if channels_last or input.is_complex() or (weight is not None and weight.dtype != input.dtype):
+        return _aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]
+    normed: Tensor = _FusedRmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What it keeps, without its numbers: the input, the weight, and one number a row (derivatives.yaml)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        rows = (*input.shape[: input.dim() - dims], *[1] * dims)
+        of_16_bit = input.dtype in (torch.float16, torch.bfloat16)
+        ctx.save_for_backward(input, weight, input.new_empty(rows, dtype=torch.float32 if of_16_bit else input.dtype))
+        return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        input, weight, _ = ctx.saved_tensors
+        of_input, of_weight, _ = ctx.needs_input_grad
+        return torch.empty_like(input) if of_input else None, torch.empty_like(weight) if of_weight else None, None
 
 
 def _lstm(*args: Any) -> Any:
