@@ -66,6 +66,7 @@ class History:
         steps: optimizer steps done since the workload was loaded.
         pinned: the configuration that others are compared with; ``None``: each with the one before it.
         rescue: the latest step that was discarded, until something is flipped, loaded or synced.
+        autotuned: what autotune said when it ended, until something is flipped or loaded.
         leaks: by its holder, what ranks found that they keep from step to step; since the workload was loaded.
         loaded_as: the ``settings_id`` with which it was loaded; older samples are of something else.
         changed_after: the step after which a cell may have changed what is trained for the last time.
@@ -94,6 +95,7 @@ class History:
         self.device_uses: list[DeviceUse | None] = [None] * size
         self.steps = 0
         self.rescue: Rescue | None = None
+        self.autotuned = ""
         self.leaks: dict[str, tuple[Leak, ...]] = {}
         self.loaded_as = self.changed_after = 0
         self.seen_before = 0
@@ -141,7 +143,7 @@ class History:
         with self._lock:
             self._add(Event(self.now_s(), self.steps, kind, text))
             if kind in ("flip", "load"):
-                self.rescue = None
+                self.rescue, self.autotuned = None, ""
             if kind == "load":
                 self.leaks, self.changed_after, self.noise_scale = {}, 0, None
                 if self.tried:
@@ -222,6 +224,11 @@ class History:
             for old in self.tried[-LATE_STEPS - 1 : -LATE_STEPS]:
                 old.settle()
             self.version += 1
+
+    def autotune_ended(self, said: str) -> None:
+        """It has set what it found, or nothing."""
+        self.autotuned = said
+        self.mark("note", said)
 
     def tries(self, settings_id: int, workload: str, settings: Settings) -> None:
         """Autotune is about to take steps under these: no configuration of its own, but logs name it."""

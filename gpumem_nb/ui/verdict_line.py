@@ -54,7 +54,8 @@ class VerdictLine:
 
     def _show(self) -> None:
         verdict = self._verdict
-        self._sentence.html = f"<p>{escape(verdict.sentence)}</p>" if verdict else ""
+        sentences = filter(None, [self._session.history.autotuned, verdict.sentence if verdict else ""])
+        self._sentence.html = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
         self._button.layout.display = "" if verdict and verdict.changes else "none"
         self._button.description = f"Apply {verdict.typed}" if verdict else ""
 

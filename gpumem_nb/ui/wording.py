@@ -65,7 +65,7 @@ def _doing(session: Steered, silent_s: float) -> str:
     if workload is None:
         return f"{ranks} ready. Load a workload: %hvd_load digits-resnet"
     if session.playing:
-        return f"Training {escape(workload.name)} on {ranks}"
+        return f"Training {escape(workload.name)} on {ranks}{', autotune' * session.policy.autotune}"
     if waiting:
         return "Finishing the steps under way"
     return _sentence(session.doing) if steps or session.doing[:6] != "paused" else "Ready to train: press Play"

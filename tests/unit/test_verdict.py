@@ -191,7 +191,7 @@ class Judged:
 
     def __init__(self) -> None:
         self.history, self.settings, self.asked = self, Settings(), list[dict[str, Any]]()
-        self.version, self.found = 0, verdict(alike(data=0.05))
+        self.version, self.found, self.autotuned = 0, verdict(alike(data=0.05)), ""
 
     def verdict(self) -> Verdict | None:
         return self.found  # type: ignore[no-any-return]
@@ -220,3 +220,6 @@ def test_the_panels_line_says_it_and_its_button_does_it() -> None:
     assert session.asked == [{"num_workers": 2}] * 2, "what the button said when it was pressed"
     line.follow()
     assert (sentence.html, button.layout.display) == ("", "none"), "at once after a flip"
+    session.autotuned, session.settings = "Autotune set bucket_mib=1.", Settings(bucket_mib=1)
+    line.follow()
+    assert sentence.html == "<p>Autotune set bucket_mib=1.</p>"

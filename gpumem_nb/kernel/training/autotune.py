@@ -157,7 +157,7 @@ class Autotune:
             self._state.adopt(found.found)
             self._history.mark("flip", arrows(found.start, found.found))
         said = f"{found} It took {self._steps_taken} steps."
-        self._history.mark("note", said)
+        self._history.autotune_ended(said)
         self._state.note(said)
 
     def _steps_left(self) -> int:
