@@ -95,7 +95,7 @@ class History:
         self.device_uses: list[DeviceUse | None] = [None] * size
         self.steps = 0
         self.rescue: Rescue | None = None
-        self.autotuned = ""
+        self.autotuned: Event | None = None
         self.leaks: dict[str, tuple[Leak, ...]] = {}
         self.loaded_as = self.changed_after = 0
         self.seen_before = 0
@@ -143,7 +143,7 @@ class History:
         with self._lock:
             self._add(Event(self.now_s(), self.steps, kind, text))
             if kind in ("flip", "load"):
-                self.rescue, self.autotuned = None, ""
+                self.rescue = self.autotuned = None
             if kind == "load":
                 self.leaks, self.changed_after, self.noise_scale = {}, 0, None
                 if self.tried:
@@ -227,8 +227,8 @@ class History:
 
     def autotune_ended(self, said: str) -> None:
         """It has set what it found, or nothing."""
-        self.autotuned = said
         self.mark("note", said)
+        self.autotuned = self.events[-1]
 
     def tries(self, settings_id: int, workload: str, settings: Settings) -> None:
         """Autotune is about to take steps under these: no configuration of its own, but logs name it."""

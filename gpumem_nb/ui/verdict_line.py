@@ -14,6 +14,7 @@ from .controls import box
 from .region import Region
 from .steered import Steered
 
+_AUTOTUNED_S = 60.0  # that it can be read what autotune found
 _LOOK_EVERY_S = 2.0  # a sentence whose numbers change more often cannot be read
 
 
@@ -53,9 +54,13 @@ class VerdictLine:
         self._show()
 
     def _show(self) -> None:
-        verdict = self._verdict
-        sentences = filter(None, [self._session.history.autotuned, verdict.sentence if verdict else ""])
-        self._sentence.html = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+        history, verdict = self._session.history, self._verdict
+        said = history.autotuned
+        if said and history.now_s() - said.time_s < _AUTOTUNED_S:
+            verdict = None  # there is room for one of them
+            self._sentence.html = f"<p>{escape(said.text)}</p>"
+        else:
+            self._sentence.html = f"<p>{escape(verdict.sentence)}</p>" if verdict else ""
         self._button.layout.display = "" if verdict and verdict.changes else "none"
         self._button.description = f"Apply {verdict.typed}" if verdict else ""
 

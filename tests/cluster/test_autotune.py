@@ -58,7 +58,8 @@ def test_it_finds_faster_settings_with_steps_that_count_and_ends(session: Sessio
     assert not session.policy.autotune
     assert session.settings.cycle_time_ms < 50
     (said,) = [note for note in run.notes if note.startswith("Autotune set ")]
-    assert session.history.autotuned == said, "which the panel shows"
+    assert session.history.autotuned
+    assert session.history.autotuned.text == said, "which the panel shows"
     assert f"cycle_time_ms={session.settings.cycle_time_ms}" in said
     assert len(session.history.tried) == tried + 1, "what was only tried is no configuration of its own"
     assert [event.kind for event in session.history.events].count("flip") == 2, "the test's own and what was found"

@@ -133,6 +133,9 @@ def test_it_ends_and_adopts_only_what_is_faster(bench: Bench) -> None:
         chunk = bench.next()
         bench.done(chunk, 12.0 if chunk.settings.bucket_mib == 1 else 10.0)
     assert bench.state.settings == Settings(bucket_mib=1)
-    assert bench.history.autotuned.startswith("Autotune set bucket_mib=1: 24 samples/s instead of 20 (+20 to +20 %")
+    assert bench.history.autotuned
+    assert bench.history.autotuned.text.startswith(
+        "Autotune set bucket_mib=1: 24 samples/s instead of 20 (+20 to +20 %"
+    )
     bench.history.mark("flip", "somebody sets something else")
-    assert bench.history.autotuned == ""
+    assert not bench.history.autotuned

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpumem_nb.engine.step.core_queue import CoreQueue
+from gpumem_nb.kernel.history import Event
 from gpumem_nb.report.critical_path import FEWEST_STEPS
 from gpumem_nb.report.speed import WARM_UP_STEPS
 from gpumem_nb.report.verdict import Circumstances, Verdict
@@ -191,7 +192,11 @@ class Judged:
 
     def __init__(self) -> None:
         self.history, self.settings, self.asked = self, Settings(), list[dict[str, Any]]()
-        self.version, self.found, self.autotuned = 0, verdict(alike(data=0.05)), ""
+        self.now = 11.0
+        self.version, self.found, self.autotuned = 0, verdict(alike(data=0.05)), None
+
+    def now_s(self) -> float:
+        return self.now
 
     def verdict(self) -> Verdict | None:
         return self.found  # type: ignore[no-any-return]
@@ -220,6 +225,10 @@ def test_the_panels_line_says_it_and_its_button_does_it() -> None:
     assert session.asked == [{"num_workers": 2}] * 2, "what the button said when it was pressed"
     line.follow()
     assert (sentence.html, button.layout.display) == ("", "none"), "at once after a flip"
-    session.autotuned, session.settings = "Autotune set bucket_mib=1.", Settings(bucket_mib=1)
+    session.found = verdict(alike(data=0.05))
+    session.autotuned, session.settings = Event(10.0, 5, "note", "Autotune set bucket_mib=1."), Settings(bucket_mib=1)
     line.follow()
     assert sentence.html == "<p>Autotune set bucket_mib=1.</p>"
+    session.now, session.settings = 100.0, Settings()
+    line.follow()
+    assert "Waiting for data" in sentence.html, "when it was there to be read for long"
