@@ -53,7 +53,8 @@ def claim(monkeypatch: pytest.MonkeyPatch, session: Session, infos: list[RankInf
 def predicted_by_small_steps(session: Session, knobs: dict[str, Any]) -> Prediction:
     """What is said before a whole step has confirmed it, or where that would take too long."""
     predicting = session._life.predicting
-    return predicting._predicted(predicting._checked(knobs))
+    settings = predicting._checked(knobs)
+    return predicting.by_small_steps(settings, [settings.batch_size])[0]
 
 
 # Processes and what they leave on disk --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ..shared.knobs import KNOBS
 from ..shared.progress import Progress
 from ..shared.settings import Settings
 from . import compatibility, starting
+from .fitting import Fitting
 from .foreground import Foreground
 from .history import History
 from .idle import IdleWatch
@@ -31,6 +32,7 @@ from .scaling import Scaling
 from .snapshot_plan import SnapshotPlan
 from .tracing import Tracing
 from .training import Training
+from .tuning import Tuning
 
 _numbers = itertools.count(1)
 RESTARTING = "the ranks are being started again"
@@ -46,7 +48,7 @@ class Lifecycle:
         logs: where everything that is measured is written besides.
         ended: why there are no ranks any more, in words; empty while there are.
         restored: what the last restart brought back, in words.
-        history, ranks, training, foreground, inspection, tracing, loading, idle: of the ranks that run, or ran last.
+        history, ranks, training and all below: of the ranks that run, or ran last.
     """
 
     history: History
@@ -54,6 +56,9 @@ class Lifecycle:
     training: Training
     foreground: Foreground
     inspection: Inspection
+    predicting: Predicting
+    fitting: Fitting
+    tuning: Tuning
     scaling: Scaling
     tracing: Tracing
     loading: Loading
@@ -101,6 +106,8 @@ class Lifecycle:
         )
         self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
+        self.fitting = Fitting(self.predicting, self.training, self.plan.size)
+        self.tuning = Tuning(self.foreground, self.training, self.predicting, history)
         self.tracing = Tracing(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.scaling = Scaling(self.ranks.infos, self.foreground, self.training)
         self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin)

@@ -53,7 +53,8 @@ class Predicting:
         """
         history, now = self._history, self._training.settings
         begun, model_version = history.begun, history.model_version
-        found = self._rehearsed(self._predicted(self._checked(knobs)))
+        settings = self._checked(knobs)
+        found = self._rehearsed(self.by_small_steps(settings, [settings.batch_size])[0])
         prediction = replace(found.widened(*self.score().missed(model_version)), before=now)
         history.predicted(Asked(prediction, model_version, now, begun))
         return prediction
@@ -62,13 +63,39 @@ class Predicting:
         """Every prediction whose settings were tried afterwards, beside what came."""
         return score(self._history.asked, self._history.tried)
 
-    def _predicted(self, settings: Settings) -> Prediction:
-        small = self._small(settings.batch_size)
-        answers = self._ask(settings, small, [settings.batch_size], 0)
+    def by_small_steps(self, settings: Settings, batch_sizes: Sequence[int]) -> list[Prediction]:
+        """What steps under these settings would need in micro-batches of these sizes, which all follow from the same.
+
+        Raises:
+            WorkloadError: a small step failed for another reason than memory.
+        """
+        small = self._small(max(batch_sizes))
+        answers = self._ask(settings, small, list(batch_sizes), 0)
         seconds = max(answer.seconds for answer in answers)  # without the waiting for what was under way
+        sized = [settings.replace(batch_size=size) for size in batch_sizes]
         if answer := self._ran_out(settings, answers):
+            return [self._too_large(answer, one, seconds) for one in sized]
+        each = [[replace(answer, of=answer.of[at:]) for answer in answers] for at in range(len(sized))]
+        return [self._prediction(one, of_one, small, seconds) for one, of_one in zip(sized, each, strict=True)]
+
+    def by_whole_steps(self, settings: Settings) -> Prediction:
+        """What a few whole steps need, and how long they take: that they do not fit, if one runs out of memory.
+
+        Raises:
+            WorkloadError: they failed for another reason; ``NotThisTime`` if it may be gone the next time.
+        """
+        began_s = time.perf_counter()
+        rehearsals: list[Rehearsal] = self._foreground.finish(self._training.ask_alone("rehearse", settings)).get()
+        seconds = time.perf_counter() - began_s
+        answers = [one.forecasts for one in rehearsals]
+        failures = [answer.failure for answer in answers if answer.failure]
+        if answer := next((answer for answer in answers if answer.failure and answer.failure.kind == "oom"), None):
             return self._too_large(answer, settings, seconds)
-        return self._prediction(settings, answers, small, seconds)
+        if not all(answer.of for answer in answers):
+            kind = NotThisTime if any(failure.kind in _PASSING for failure in failures) else WorkloadError
+            raise kind(failures[0].message if failures else "a step could not be taken")
+        found = self._prediction(settings, answers, [settings.batch_size], seconds)
+        return found.timed([one.steps_s for one in rehearsals])
 
     def _rehearsed(self, prediction: Prediction) -> Prediction:
         """What whole steps need and how long they take, unless they would not fit or take long."""
@@ -77,17 +104,13 @@ class Predicting:
             return prediction
         if self._foreground.busy:
             return replace(prediction, cut_short=True)
-        began_s = time.perf_counter()
-        rehearsals: list[Rehearsal] = self._foreground.finish(self._training.ask_alone("rehearse", settings)).get()
-        seconds = prediction.seconds + time.perf_counter() - began_s
-        answers = [one.forecasts for one in rehearsals]
-        if answer := next((answer for answer in answers if answer.failure and answer.failure.kind == "oom"), None):
-            return self._too_large(answer, settings, seconds)
-        if not all(answer.of for answer in answers):
-            cut_short = any(answer.failure and answer.failure.kind in _PASSING for answer in answers)
-            return replace(prediction, seconds=seconds, cut_short=cut_short)
-        found = self._prediction(settings, answers, [settings.batch_size], seconds)
-        return found.timed([one.steps_s for one in rehearsals])
+        try:
+            found = self.by_whole_steps(settings)
+        except NotThisTime:
+            return replace(prediction, cut_short=True)
+        except WorkloadError:
+            return prediction
+        return replace(found, seconds=prediction.seconds + found.seconds)
 
     def _takes_long(self, prediction: Prediction) -> bool:
         """Whether nobody would wait for a whole step."""
@@ -158,7 +181,7 @@ class Predicting:
             InvalidInput: as :meth:`predict`, and where the data bring micro-batches of their own.
             WorkloadError: as :meth:`predict`.
         """
-        settings, most = self._of_any_batch(knobs)
+        settings, most = self.of_any_batch(knobs)
         ran_out = False
         for small in (list(SMALL), FEWEST, [2], [1]):
             answers = self._ask(settings, small, [], most)
@@ -181,7 +204,7 @@ class Predicting:
             InvalidInput: as :meth:`largest_batch`.
             WorkloadError: as :meth:`predict`, and where not even small steps fit.
         """
-        settings, most = self._of_any_batch(knobs)
+        settings, most = self.of_any_batch(knobs)
         middle = min(most, self._training.settings.replace(**knobs).batch_size)
         sizes = sorted({min(most, max(1, round(middle * 2.0**power))) for power in range(-HALVED, DOUBLED + 1)})
         answers = self._ask(settings, list(SMALL), sizes, 0)
@@ -192,7 +215,7 @@ class Predicting:
         peaks = [[one.reserved_peak_bytes for one in answer.of] for answer in answers]
         return {size: max(of_size) for size, *of_size in zip(sizes, *peaks, strict=True)}
 
-    def _of_any_batch(self, knobs: dict[str, Any]) -> tuple[Settings, int]:
+    def of_any_batch(self, knobs: dict[str, Any]) -> tuple[Settings, int]:
         """Checked settings whose batch size is for a knob to say, and the largest that the data have samples for."""
         workload = self._loaded()
         if workload.data.batched:

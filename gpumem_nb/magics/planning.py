@@ -10,9 +10,11 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from .. import predict
 from ..completion import Offered
 from ..planning import gpu_table
+from ..planning.tuning.space import TUNABLE
 from ..session import current
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
+from ..ui.progress import progress_bar
 from .parsing import intermixed, pair, pairs, says_usage, shell_of, unquoted
 
 _OF_COLD = ("gpu", "memory", "ranks")  # flags that make no sense for the ranks at hand
@@ -91,3 +93,43 @@ class PlanningMagics(Magics):
         """Show what every single flip from here would need, side by side."""
         parse_argstring(self.hvd_what_if, line)
         return current().what_if()
+
+    @magic_arguments()
+    @line_magic
+    @says_usage
+    def hvd_what_fits(self, line: str) -> Any:
+        """Show the largest micro-batch that fits under each precision and checkpointing, and samples/s with it."""
+        parse_argstring(self.hvd_what_fits, line)
+        session = current()
+        with progress_bar("What fits") as progress:
+            return session.what_fits(progress=progress)
+
+    @magic_arguments()
+    @argument("--budget", help="what may be reserved on a rank, such as 512MiB; by default the rank's limit")
+    @argument("--global-batch", type=int, help="samples of a step of all ranks; by default as they are")
+    @argument("--seconds", type=float, default=60.0, help="how long it may take, about (60)")
+    @argument("--knobs", type=Offered(TUNABLE), help="what may be changed, with commas between")
+    @argument("--any-mathematics", action="store_true", help="consider what changes the mathematics too, such as bf16")
+    @argument("--apply", action="store_true", help="train with the best settings at once")
+    @line_magic
+    @says_usage
+    def hvd_tune(self, line: str) -> Any:
+        """Look for the fastest settings that fit every rank, by steps that are undone; stop ends it with the best."""
+        args, session = parse_argstring(self.hvd_tune, line), current()
+        knobs = args.knobs.split(",") if args.knobs else None
+        with progress_bar("Tuning") as progress:
+            result = session.tune(
+                budget=args.budget,
+                global_batch=args.global_batch,
+                seconds=args.seconds,
+                knobs=knobs,
+                same_mathematics=not args.any_mathematics,
+                progress=progress,
+            )
+        if args.apply:
+            result.apply()
+        if result.measured:
+            from ..ui.tune_figure import show_tuned  # plotly takes long to import
+
+            show_tuned(result)
+        return result

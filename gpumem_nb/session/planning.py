@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
 from ..planning.allocators import AllocatorWhatIf
 from ..planning.prediction import Prediction
 from ..planning.score import Scoreboard
+from ..planning.tuning.result import TuneResult
+from ..planning.what_fits import WhatFits
 from ..planning.what_if import WhatIf
+from ..shared.progress import Progress
 from ..shared.settings import Settings
 
 
@@ -79,3 +83,50 @@ class Predicts:
             WorkloadError: nothing is loaded, or a small step failed.
         """
         return self._life.predicting.what_if()
+
+    def what_fits(self, *, progress: Progress = lambda what, done: None) -> WhatFits:
+        """The largest micro-batch that fits under each precision and checkpointing, and samples/s with it.
+
+        Found by small steps and tried out by whole ones, all undone; ``apply`` of the answer sets one of them.
+
+        Raises:
+            InvalidInput: the data bring micro-batches of their own.
+            WorkloadError: nothing is loaded, or no small step was possible.
+        """
+        self._life.foreground.check_loaded()
+        return self._life.fitting.what_fits(progress, self._turn_to)
+
+    def tune(
+        self,
+        *,
+        budget: str | int | None = None,
+        global_batch: int | None = None,
+        seconds: float = 60.0,
+        knobs: Sequence[str] | None = None,
+        same_mathematics: bool = True,
+        progress: Progress = lambda what, done: None,
+    ) -> TuneResult:
+        """Look for the fastest settings that fit every rank, by steps that are undone.
+
+        What fits is predicted; what should be fast is measured on all ranks, the best in turns with the present
+        settings. Nothing is changed before :meth:`TuneResult.apply`. An interrupt ends it with the best so far.
+
+        Args:
+            budget: what may be reserved on a rank, such as ``"512 MiB"`` or a number of bytes, if that is less than the
+                rank's limit.
+            global_batch: samples of a step of all ranks, which is the present one by default and stays as it is.
+            seconds: how long it may take, about.
+            knobs: what may be changed, of ``precision``, ``checkpointing``, ``batch_size`` and ``accumulation_steps``
+                (together), ``optimizer_impl`` and ``optimizer``; by default all but the last.
+            same_mathematics: whether only that is considered which keeps the mathematics, to rounding.
+            progress: told what is being done and what is best so far; ``KeyboardInterrupt`` raised there ends tuning.
+
+        Raises:
+            InvalidInput: an argument that cannot be used.
+            WorkloadError: nothing is loaded, or no step is possible.
+        """
+        return self._life.tuning.tune(budget, global_batch, seconds, knobs, same_mathematics, progress, self._turn_to)
+
+    def _turn_to(self, wanted: Settings) -> None:
+        if changes := wanted.changed_from(self._life.training.settings):
+            self._life.set(changes)

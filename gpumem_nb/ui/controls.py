@@ -20,7 +20,7 @@ from .wording import critical_batch, field_error
 
 _FOLD_ICONS = {COMMUNICATION_FOLD: "exchange"}
 _AUTOTUNE = RULES["autotune"]
-_NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
+NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
 
 
 Ask = Callable[[Callable[[], object]], None]
@@ -83,7 +83,7 @@ class Controls:
                 error.html = ""
         self._critical.html = critical_batch(session)
         self._foresight.follow([name for name in self._knobs if name in self._shown_knobs])
-        why_not = session.ended or ("" if session.workload else _NOTHING_LOADED)
+        why_not = session.ended or ("" if session.workload else NOTHING_LOADED)
         playing = session.playing and not why_not
         self._play.description, self._play.icon = ("Pause", "pause") if playing else ("Play", "play")
         self._play.button_style = "success" if playing else ""

@@ -15,6 +15,7 @@ from ..planning.score import foretold
 from ..report.rescue import Rescue
 from . import legend, threads, wording
 from .actions import Actions
+from .answers import Answers
 from .charts import Charts, View
 from .charts.view import LAST_STEPS, Attempt, Choice
 from .controls import Controls, box
@@ -50,6 +51,7 @@ class Panel:
         self.big = big
         self._actions = Actions(self._refused, self._refresh)
         self._questions = Actions(_log.warning, self._refresh)
+        self._searches = Actions(self._refused, self._refresh)
         self._refreshing = threading.RLock()
         self._shown: tuple[Any, ...] = ()
         self._heard_s = time.monotonic()
@@ -87,6 +89,8 @@ class Panel:
         self._kept.close()
         self._actions.close()
         self._questions.close()
+        self._answers.close()
+        self._searches.close()
         with self._refreshing:
             for widget in (self._sidecar, *_family(self.view)):
                 if widget is not None:
@@ -97,6 +101,7 @@ class Panel:
         if self._worker is None:
             self._worker = threads.start(self._actions.work, "gpumem_nb panel actions")
             threads.start(self._questions.work, "gpumem_nb panel questions")
+            threads.start(self._searches.work, "gpumem_nb panel searches")
         if self._watcher is None or not self._watcher.is_alive():
             self._shown = ()
             self._watcher = threads.start(self._watch, "gpumem_nb panel")
@@ -112,6 +117,7 @@ class Panel:
         self._ranks = self._session.ranks
         self._charts = Charts(self._ranks, BIG if self.big else 1.0)
         self._controls = Controls(self._session, self._ask, self._questions.submit)
+        self._answers = Answers(self._session, self._searches.submit, self._ask)
         self._status = _region("gpumem-status", "status", "what is happening")
         self._alert = _region("gpumem-alert", "alert", "")
         self._effect = _region("gpumem-effect", "status", "before and after the latest change")
@@ -133,6 +139,7 @@ class Panel:
         css = ipywidgets.HTML(CSS + self._charts.css)
         css.add_class("gpumem-css")
         top = box([self._status, self._controls.buttons], "gpumem-top")
+        answers = [self._answers.buttons, *self._answers.boxes]
         self._fits = [ipywidgets.Button(tooltip="train with these settings") for _ in range(_FITS)]
         for place, button in enumerate(self._fits):
             button.on_click(lambda _, place=place: self._ask(lambda: self._apply(place)))
@@ -147,6 +154,7 @@ class Panel:
                 css,
                 top,
                 *knobs,
+                *answers,
                 self._tiles,
                 self._effect,
                 message,
@@ -224,6 +232,7 @@ class Panel:
             self._heard, self._heard_s = history.readings, time.monotonic()
         status = wording.status(session, time.monotonic() - self._heard_s)
         self._controls.follow()
+        self._answers.follow()
         self._status.html = status
         rescue = self._rescue
         cards = wording.rescue(rescue) + "".join(map(wording.leak, history.leaks.values()))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..kernel.history import History
 from ..kernel.policy import Policy
 from ..planning.prediction import Prediction
+from ..planning.tuning.result import TuneResult
+from ..planning.what_fits import WhatFits
 from ..report.verdict import Verdict
 from ..report.waits import WaitReport
 from ..shared.messages import RankInfo
+from ..shared.progress import Progress
 from ..shared.settings import Settings
 from ..shared.workload import WorkloadInfo
 
@@ -79,6 +83,21 @@ class Steered(Protocol):
 
     def largest_batch(self, **knobs: Any) -> int:
         """The largest ``batch_size`` that fits."""
+
+    def tune(
+        self,
+        *,
+        budget: str | int | None = None,
+        global_batch: int | None = None,
+        seconds: float = 60.0,
+        knobs: Sequence[str] | None = None,
+        same_mathematics: bool = True,
+        progress: Progress = lambda what, done: None,
+    ) -> TuneResult:
+        """Look for the fastest settings that fit."""
+
+    def what_fits(self, *, progress: Progress = lambda what, done: None) -> WhatFits:
+        """The largest micro-batch that fits under each precision and checkpointing."""
 
     def verdict(self) -> Verdict | None:
         """What the time of a step is lost to."""

@@ -16,6 +16,12 @@ TEXT = "#787878"  # the same, for text of figures that do not follow the theme: 
 HATCH = "rgba(0,0,0,0.6)"
 
 
+def shade(share: float) -> str:
+    """A background from white to sky blue, on which black can be read; ``share`` is between 0 and 1."""
+    ends = ((255, 255, 255), (86, 180, 233))
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(*ends, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """How a category is drawn; ``pattern`` is one of plotly's shapes, for categories that share a hue."""
@@ -175,6 +181,17 @@ CSS = """<style>
 .gpumem-panel .gpumem-strip i { height: 1.8em; line-height: 1.8em; font-size: 0.86em; font-style: normal;
   text-align: center; box-sizing: border-box; }
 .gpumem-panel .gpumem-strip .gpumem-higher { outline: 3px solid #D55E00; outline-offset: -1px; }
+.gpumem-panel .gpumem-form { display: flex; flex-wrap: wrap; align-items: center; gap: 0.3em 0.8em; margin: 0.3em 0; }
+.gpumem-panel .gpumem-form .widget-text { width: 15em; }
+.gpumem-panel .gpumem-form .widget-checkbox { width: auto; }
+.gpumem-panel .gpumem-tuning { min-height: 1.4em; }
+.gpumem-panel .gpumem-tuning p { margin: 0.2em 0; }
+.gpumem-panel .gpumem-apply { width: auto; max-width: 100%; font-weight: 600; }
+.gpumem-panel .gpumem-fits-map { display: grid; gap: 3px; max-width: 48em; margin: 0.3em 0; align-items: center; }
+.gpumem-panel .gpumem-fits-map button { width: 100%; height: 3.4em; margin: 0; line-height: 1.3; white-space: pre-line;
+  font-variant-numeric: tabular-nums; }
+.gpumem-panel .gpumem-fits-map .gpumem-frontier { outline: 3px solid #009E73; outline-offset: -3px; }
+.gpumem-panel .gpumem-notes p { margin: 0.1em 0; font-size: 0.88em; line-height: 1.4; }
 .gpumem-panel .gpumem-choices { display: flex; flex-wrap: wrap; gap: 0.3em; margin: 0.2em 0; }
 .gpumem-panel .gpumem-choices button { font-size: 0.9em; height: 2em; line-height: 2em; width: auto; padding: 0 0.6em;
   margin: 0; }

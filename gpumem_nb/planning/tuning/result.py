@@ -1,0 +1,239 @@
+"""What tuning found: the fastest settings that fit, why they are, and everything that was looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...report.differences import arrows, mathematics, typed
+from ...report.tables import Table, notes_html
+from ...shared.errors import WorkloadError
+from ...shared.settings import Settings
+from ...shared.units import format_bytes, format_rate
+from .effects import Effects
+from .record import Candidate, pareto, speed_of
+from .space import SPLIT, Space
+
+PRESENT = "as it is"
+_WORTH = 1.02  # times the present samples/s: less is not worth a flip
+_ROWS = 12  # of a table in words; the frame has all
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """The fastest settings that fit every rank, and everything that was looked at.
+
+    Attributes:
+        present: the settings of the moment when tuning began.
+        space: what there was to choose from.
+        looked_at: what was predicted or measured, in that order.
+        budget_bytes: what may be reserved on a rank; ``None`` without a limit.
+        ranks: how many train.
+        seconds: what tuning took.
+        stopped: why it ended early, in a sentence; empty if it came to its end.
+    """
+
+    present: Settings
+    space: Space
+    looked_at: tuple[Candidate, ...]
+    budget_bytes: int | None
+    ranks: int
+    seconds: float
+    stopped: str
+    _set: Callable[[Settings], object] = field(repr=False, compare=False)
+
+    @property
+    def measured(self) -> tuple[Candidate, ...]:
+        """What fits and was measured, the fastest first."""
+        found = [one for one in self.looked_at if one.fits and one.samples_per_s is not None]
+        return tuple(sorted(found, key=speed_of, reverse=True))
+
+    @property
+    def now(self) -> Candidate | None:
+        """The present settings, if they were measured."""
+        return next((one for one in self.measured if one.settings == self.present), None)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fit; the present ones if nothing is clearly faster, ``None`` where nothing was measured."""
+        turns = max((len(one.rates) for one in self.measured), default=0)
+        fastest = next((one for one in self.measured if len(one.rates) >= turns - 1), None)
+        now = self.now
+        if fastest is None or now is None or fastest is now:
+            return fastest
+        doubt = 2 * math.hypot(fastest.error, now.error)
+        clearly = speed_of(fastest) > max(_WORTH * speed_of(now), speed_of(now) + doubt)
+        return fastest if clearly else now
+
+    def pareto(self) -> tuple[Candidate, ...]:
+        """What was measured and nothing beats in both memory and samples/s; from the least memory to the most."""
+        return tuple(pareto(self.measured))
+
+    def apply(self) -> None:
+        """Train under the best settings from the next chunk on.
+
+        Raises:
+            WorkloadError: there are none.
+            InvalidInput: they cannot be used with what is loaded by now.
+        """
+        if self.best is None:
+            raise WorkloadError(f"There is nothing to apply. {self.why}")
+        self._set(self.best.settings)
+
+    def frame(self) -> Any:
+        """A pandas DataFrame with a row for everything that was looked at: what was measured on top, fastest first."""
+        import pandas as pd  # takes long to import
+
+        best, front = self.best, self.pareto()
+        rows = [
+            {
+                "flip": self.flip(one),
+                **{name: getattr(one.settings, name) for name in self.space.knobs},
+                **one.predicted.columns,
+                "samples_per_s": one.samples_per_s,
+                "samples_per_s_error": one.error,
+                "turns": len(one.rates),
+                "fits": one.fits,
+                "pareto": one in front,
+                "best": one is best,
+                "mathematics": one.settings.mathematics(self.present),
+                "failed": one.failed,
+            }
+            for one in self._rows
+        ]
+        return pd.DataFrame(rows)
+
+    def flip(self, one: Candidate) -> str:
+        """What is changed from the present settings, in words."""
+        return arrows(self.present, one.settings) or PRESENT
+
+    @property
+    def why(self) -> str:
+        """What was found and why, in sentences."""
+        return " ".join(filter(None, [self._found, self.stopped]))
+
+    @property
+    def _found(self) -> str:
+        best, now = self.best, self.now
+        if best is None:
+            return self._nothing
+        rate = f"{_rate(best)} samples/s with {format_bytes(best.predicted.reserved_peak_bytes)} reserved{self._limit}"
+        if best is now:
+            others = len(self.measured) - 1
+            return f"The present settings are the fastest that fit: {rate}. None of {others} others is clearly faster."
+        said = f"{self.flip(best)}: {rate}"
+        if now:
+            said += f", {speed_of(best) / speed_of(now):.2f} × the {_rate(now)} of now"
+        else:
+            said += "; the present settings do not fit"
+        said += f". It {mathematics(self.present, best.settings)}."
+        return " ".join(filter(None, [said, self._parts(best), self._larger(best)]))
+
+    def _parts(self, best: Candidate) -> str:
+        """What each knob has to do with it."""
+        start = self.space.start
+        effects = Effects(start, self.space.knobs, {one.settings: speed_of(one) for one in self.measured})
+        changed = best.settings.changed_from(start)
+        split = {name: value for name, value in changed.items() if name in SPLIT}
+        parts = [{name: value} for name, value in changed.items() if name not in SPLIT] + ([split] if split else [])
+        if len(parts) < 2:
+            return ""
+        each = []
+        for part in parts:
+            without = best.settings.replace(**{name: getattr(start, name) for name in part})
+            times = effects.samples_per_s(best.settings) / effects.samples_per_s(without)
+            each.append(f"{times:.2f} × by {typed(without, best.settings)}")
+        return f"As far as single changes tell: {', '.join(each)}."
+
+    def _larger(self, best: Candidate) -> str:
+        """Why the micro-batch is not larger."""
+        larger = [one for one in self.looked_at if one.settings in self.space.other_splits(best.settings)]
+        too_large = [one for one in larger if not one.fits and one.settings.batch_size > best.settings.batch_size]
+        if not too_large:
+            return ""
+        next_one = min(too_large, key=lambda one: one.settings.batch_size)
+        needs = format_bytes(next_one.predicted.high_bytes)
+        return f"Micro-batches of {next_one.settings.batch_size} may need {needs}{self._limit}."
+
+    @property
+    def _nothing(self) -> str:
+        if any(one.fits for one in self.looked_at):
+            failed = next((f": {one.failed}" for one in self.looked_at if one.failed), "")
+            return f"Nothing was measured{failed or '.'}"
+        if not self.looked_at:
+            return "Nothing was looked at."
+        least = min(self.looked_at, key=lambda one: one.predicted.high_bytes)
+        limit = format_bytes(self.budget_bytes)
+        settings = typed(self.present, least.settings) or "the present settings"
+        return (
+            f"Nothing fits {limit}: the least is {format_bytes(least.predicted.high_bytes)}, the error included, with "
+            f"{settings}. A smaller global batch needs less, and so may what changes the mathematics: "
+            "%hvd_tune --any-mathematics."
+        )
+
+    @property
+    def _limit(self) -> str:
+        return f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
+
+    @property
+    def _rows(self) -> list[Candidate]:
+        measured = self.measured
+        others = [one for one in self.looked_at if one not in measured]
+        return [*measured, *sorted(others, key=lambda one: one.predicted.reserved_peak_bytes)]
+
+    def __str__(self) -> str:
+        return "\n".join([self.why, *([str(self._table)] if self.looked_at else []), *self._notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return notes_html([self.why]) + self.table_html()
+
+    def table_html(self) -> str:
+        """The table with its notes, for a notebook."""
+        return (self._table.html() if self.looked_at else "") + notes_html(self._notes)
+
+    @property
+    def typed(self) -> str:
+        """The best settings as they are typed after ``%hvd_set``; empty where there is nothing to change."""
+        return typed(self.present, self.best.settings) if self.best else ""
+
+    @property
+    def _table(self) -> Table:
+        best, front = self.best, self.pareto()
+        signs = {id(one): "Pareto" for one in front}
+        if best:
+            signs[id(best)] = "best"
+        rows = tuple(
+            (
+                self.flip(one),
+                signs.get(id(one), one.failed and "failed"),
+                _rate(one),
+                format_bytes(one.predicted.reserved_peak_bytes),
+                "yes" if one.fits else "no",
+                one.settings.mathematics(self.present),
+                str(len(one.rates)),
+            )
+            for one in self._rows[:_ROWS]
+        )
+        headings = ("flip", "", "samples/s", "reserved", "fits", "mathematics", "turns")
+        limit = f" (limit {format_bytes(self.budget_bytes)})" if self.budget_bytes else ""
+        return Table(f"Tuning{limit}", headings, rows, frozenset({"flip", "", "fits", "mathematics"}))
+
+    @property
+    def _notes(self) -> list[str]:
+        more = len(self.looked_at) - _ROWS
+        settings = self.space.start
+        return [
+            f"Global batch {settings.samples_per_rank * self.ranks}; {len(self.measured)} of "
+            f"{len(self.space.candidates)} combinations were measured by steps that were undone, in "
+            f"{self.seconds:.0f} s; ± is the standard error." + (f" {more} more: .frame()." if more > 0 else "")
+        ]
+
+
+def _rate(one: Candidate) -> str:
+    if one.samples_per_s is None:
+        return "n/a"
+    return f"{format_rate(one.samples_per_s)} ± {format_rate(one.error)}"

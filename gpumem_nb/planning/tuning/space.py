@@ -1,0 +1,152 @@
+"""The settings that a tuner may choose from: the same global batch in every way in which it can be computed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...shared.errors import InvalidInput, nearest
+from ...shared.knobs import CHANGES, KNOBS
+from ...shared.knobs.batch import ACCUMULATION_STEPS, BATCH_SIZE
+from ...shared.settings import Settings
+from ...shared.workload import WorkloadInfo
+
+SPLIT = (BATCH_SIZE.name, ACCUMULATION_STEPS.name)
+"""Knobs that change together only, because their product is the samples of a step on one rank."""
+TUNED = ("precision", "checkpointing", *SPLIT, "optimizer_impl")
+"""What is tuned when nobody names knobs."""
+TUNABLE = (*TUNED, "optimizer")
+"""What a few steps that are undone can tell of; autotune takes care of how gradients travel."""
+Ask = Callable[[Mapping[str, Any]], Settings]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What there is to choose from.
+
+    Attributes:
+        start: the present settings, with the global batch that was asked for.
+        knobs: names of those that differ among the candidates.
+        candidates: every combination that can be used with what is loaded, ``start`` first.
+    """
+
+    start: Settings
+    knobs: tuple[str, ...]
+    candidates: tuple[Settings, ...]
+
+    def other_splits(self, settings: Settings) -> tuple[Settings, ...]:
+        """Those that differ from these at most in how the batch is split."""
+        return tuple(one for one in self.candidates if set(one.changed_from(settings)) <= set(SPLIT))
+
+
+def space(
+    present: Settings,
+    workload: WorkloadInfo,
+    ranks: int,
+    ask: Ask,
+    knobs: Sequence[str] | None = None,
+    global_batch: int | None = None,
+    same_mathematics: bool = True,
+) -> Space:
+    """What may be chosen from.
+
+    Args:
+        present: the settings of the moment.
+        workload: what is trained.
+        ranks: how many train it.
+        ask: gives the settings that somebody gets who sets these knobs now; raises ``InvalidInput`` where they cannot
+            be used with what is loaded.
+        knobs: what may change; by default :data:`TUNED`, as far as they keep the mathematics.
+        global_batch: samples of one step of all ranks; by default those of the present settings.
+        same_mathematics: whether training must go on as it would have, to rounding, but for another global batch.
+
+    Raises:
+        InvalidInput: a knob that is not tuned or changes the mathematics, or a global batch that cannot be used.
+    """
+    names = TUNED if knobs is None else _checked(knobs)
+    per_rank = _per_rank(present, ranks, global_batch)
+    start = ask(_split_of(present, per_rank, workload))
+    values: dict[str, list[Mapping[str, Any]]] = {}
+    for name in dict.fromkeys(SPLIT[0] if name in SPLIT else name for name in names):
+        usable = [change for change in _values(name, per_rank, workload) if _usable(ask, start, change)]
+        kept = [change for change in usable if not same_mathematics or _keeps(ask, start, change)]
+        if knobs is not None and len(kept) < len(usable):
+            raise InvalidInput(
+                f"{name} changes the mathematics, which tuning keeps unless it is told otherwise: "
+                "%hvd_tune --any-mathematics (same_mathematics=False), or leave it out."
+            )
+        values[name] = kept
+    found = {start: None}
+    for changes in itertools.product(*(choices for choices in values.values() if choices)):
+        wanted = {name: value for change in changes for name, value in change.items()}
+        if one := _usable(ask, start, wanted):
+            found[one] = None
+    candidates = tuple(found)
+    differ = tuple(name for name in KNOBS if len({getattr(one, name) for one in candidates}) > 1)
+    return Space(start, differ, candidates)
+
+
+def _checked(knobs: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(knobs, str) or not all(isinstance(name, str) for name in knobs):
+        raise InvalidInput(f"knobs={knobs!r} is no list of names: write knobs=['precision', 'checkpointing'].")
+    if not knobs:
+        raise InvalidInput(f"No knob to tune was named: leave knobs out, or name some of {', '.join(TUNABLE)}.")
+    for name in knobs:
+        if name not in TUNABLE:
+            hint = " %hvd_set autotune=on looks for how gradients travel fastest." if name in KNOBS else ""
+            raise InvalidInput(f"{name!r} is no knob that is tuned: {nearest(name, TUNABLE)}.{hint}")
+    return tuple(dict.fromkeys(knobs))
+
+
+def _per_rank(present: Settings, ranks: int, global_batch: int | None) -> int:
+    """Samples of one step on one rank."""
+    if global_batch is None:
+        return present.samples_per_rank
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+        raise InvalidInput(f"global_batch={global_batch!r} cannot be used: write a whole number, such as {64 * ranks}.")
+    if global_batch % ranks:
+        near = max(1, round(global_batch / ranks)) * ranks
+        raise InvalidInput(
+            f"A global batch of {global_batch} cannot be split over {ranks} ranks: write a multiple of {ranks}, such "
+            f"as {near}."
+        )
+    return global_batch // ranks
+
+
+def _split_of(present: Settings, per_rank: int, workload: WorkloadInfo) -> dict[str, int]:
+    """That of so many samples which is nearest to the present one."""
+    most = present.batch_size
+    if workload.data.batched:
+        if per_rank % most:
+            raise InvalidInput(
+                f"The data bring micro-batches of {most} samples, of which {per_rank} on a rank are no whole number."
+            )
+        return _split(most, per_rank)
+    return _split(max(size for size in range(1, min(most, per_rank) + 1) if per_rank % size == 0), per_rank)
+
+
+def _split(batch_size: int, per_rank: int) -> dict[str, int]:
+    return dict(zip(SPLIT, (batch_size, per_rank // batch_size), strict=True))
+
+
+def _values(name: str, per_rank: int, workload: WorkloadInfo) -> list[Mapping[str, Any]]:
+    if name != SPLIT[0]:
+        return [{name: value} for value in KNOBS[name].choices]
+    if workload.data.batched:
+        return []
+    return [_split(size, per_rank) for size in range(1, per_rank + 1) if per_rank % size == 0]
+
+
+def _usable(ask: Ask, start: Settings, changes: Mapping[str, Any]) -> Settings | None:
+    """These settings, unless they cannot be used."""
+    try:
+        return ask({name: getattr(start, name) for name in SPLIT} | dict(changes))
+    except InvalidInput:
+        return None
+
+
+def _keeps(ask: Ask, start: Settings, changes: Mapping[str, Any]) -> bool:
+    after = _usable(ask, start, changes)
+    return after is not None and after.mathematics(start) != CHANGES

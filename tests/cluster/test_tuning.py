@@ -1,0 +1,212 @@
+"""The tuner on real ranks: what it answers fits and is undone, whatever comes in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from gpumem_nb.planning.tuning.record import Candidate, speed_of
+from gpumem_nb.planning.tuning.result import TuneResult
+from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from tests.cluster.test_ledger import STATE
+from tests.conftest import weights
+
+pytestmark = pytest.mark.cluster
+DIGITS = {"width": 8, "depth": 2, "resolution": 8}
+
+
+def _losses(session: Session, steps: int) -> dict[tuple[int, int], float]:
+    """By rank and step."""
+    losses: dict[tuple[int, int], float] = session.train(steps).frame().set_index(["rank", "step"]).loss.to_dict()
+    return losses
+
+
+def _best(result: TuneResult) -> Candidate:
+    assert result.best is not None
+    return result.best
+
+
+def _failures(session: Session) -> list[str]:
+    return [event.text for event in session.history.events if event.kind in ("oom", "error", "stall")]
+
+
+def test_tuning_finds_what_is_faster_and_changes_nothing(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=2, accumulation_steps=16, checkpointing="sqrt")
+    session.train(2)
+    before, failures = session.run(STATE), _failures(session)
+    told: list[str] = []
+    result = session.tune(seconds=20, progress=lambda what, done: told.append(what))
+    assert [digest for digest, _ in session.run(STATE)] == [digest for digest, _ in before]
+    assert session.settings == result.present
+    assert _failures(session) == failures
+    best, now = _best(result), result.now
+    assert now is not None
+    assert best is not now
+    assert best.settings.batch_size > 2
+    assert best.settings.samples_per_rank == 32
+    assert speed_of(best) > 1.5 * speed_of(now)
+    assert any("best so far" in what for what in told)
+
+
+def test_losses_go_on_as_without_tuning(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=8)
+    plain = _losses(session, 6)
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=8)
+    losses = _losses(session, 3)
+    session.tune(seconds=3, same_mathematics=False)
+    assert losses | _losses(session, 3) == plain
+    assert len(weights(session)) == 1
+
+
+def test_the_best_is_applied_and_foretold(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=2, accumulation_steps=16, checkpointing="blocks")
+    result = session.tune(seconds=6, knobs=["batch_size"])
+    result.apply()
+    best = _best(result)
+    assert session.settings == best.settings
+    assert session.settings.checkpointing == "blocks"
+    run = session.train(6).frame()
+    assert run.reserved_peak_bytes.max() <= best.predicted.high_bytes
+    foreseen = session.foreseen()
+    assert foreseen is not None
+    assert foreseen.samples_per_s == best.samples_per_s
+
+
+def test_a_budget_is_kept_to(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, width=16, depth=2, resolution=16)
+    session.set(batch_size=64)
+    budget = session.predict(batch_size=16, accumulation_steps=4).high_bytes
+    assert budget < session.predict().reserved_peak_bytes
+    result = session.tune(budget=budget, seconds=8)
+    assert result.now is None
+    assert _best(result).predicted.high_bytes <= budget
+    assert all(one.predicted.high_bytes <= budget for one in result.measured)
+    assert "the present settings do not fit" in result.why
+
+
+def test_where_nothing_fits_that_is_the_answer(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=16)
+    result = session.tune(budget="1 MiB", seconds=20, knobs=["batch_size", "checkpointing"])
+    assert result.best is None
+    assert result.why.startswith("Nothing fits 1.0 MiB: the least is ")
+    with pytest.raises(WorkloadError, match="nothing to apply"):
+        result.apply()
+
+
+def test_an_interrupt_gives_the_best_so_far(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=16)
+
+    def stop(what: str, done: float) -> None:
+        if what.startswith("2 of"):
+            raise KeyboardInterrupt
+
+    result = session.tune(seconds=60, progress=stop)
+    assert len(result.measured) == 2
+    assert result.best is not None
+    assert "It was interrupted" in result.why
+    session.train(1)
+
+
+def test_training_goes_on_in_between(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=16)
+    session.play()
+    try:
+        steps = session.history.steps
+        result = session.tune(seconds=5)
+        assert session.playing
+        assert session.history.steps > steps
+        assert result.measured
+    finally:
+        session.pause()
+    assert len(weights(session)) == 1
+
+
+def test_a_cell_in_between_ends_it(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+
+    def cell(what: str, done: float) -> None:
+        if what.startswith("1 of"):
+            session.run("1")
+
+    result = session.tune(seconds=60, progress=cell)
+    assert "a cell ran on the ranks" in result.why
+    assert len(result.measured) == 1
+
+
+def test_an_optimizer_without_a_fused_way_is_left_out(two_ranks: Session) -> None:
+    two_ranks.run(
+        "import torch\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))\n"
+        "points = [(torch.randn(8), torch.tensor(i % 2)) for i in range(256)]\n"
+        "entropy = torch.nn.CrossEntropyLoss()\n"
+        "own = torch.optim.Rprop(net.parameters(), lr=1e-3)\n"
+    )
+    two_ranks.attach(model="net", data="points", loss="entropy", optimizer="own")
+    two_ranks.set(batch_size=4, accumulation_steps=4)
+    result = two_ranks.tune(seconds=5)
+    assert result.best is not None
+    assert all(one.settings.optimizer_impl != "fused" for one in result.measured)
+
+
+def test_what_fits_is_the_largest_that_does(
+    two_ranks: Session, fresh: Callable[..., Session], shell: InteractiveShell
+) -> None:
+    session = fresh(two_ranks, "text-gpt", width=32, depth=2, heads=2, sequence_length=64)
+    session.set(batch_size=16)
+    before = session.run(STATE)
+    found = shell.run_line_magic("hvd_what_fits", "")
+    assert str(found).startswith("What fits")
+    assert [digest for digest, _ in session.run(STATE)] == [digest for digest, _ in before]
+    cells = {(cell.precision, cell.checkpointing): cell for cell in found.cells}
+    assert len(cells) == 9
+    assert cells["fp32", "blocks"].largest > cells["fp32", "none"].largest
+    for place in (("fp32", "none"), ("bf16", "blocks")):
+        cell = cells[place]
+        assert session.predict(**cell.settings.changed_from(session.settings)).verdict == "fits"
+        assert cell.all_samples or session.largest_batch(precision=place[0], checkpointing=place[1]) == cell.largest
+    frontier = found.frontier
+    assert frontier
+    fastest = max((cell for cell in found.cells), key=lambda cell: cell.samples_per_s or 0)
+    assert fastest in frontier
+    found.apply("bf16", "blocks")
+    assert session.settings == cells["bf16", "blocks"].settings
+    session.train(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seconds": 0}, "write a number from 1"),
+        ({"seconds": "long"}, "write a number from 1"),
+        ({"budget": "much"}, "'much' is not a memory size"),
+        ({"knobs": ["batchsize"]}, "did you mean 'batch_size'"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(
+    two_ranks: Session, fresh: Callable[..., Session], options: dict[str, Any], said: str
+) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    with pytest.raises(InvalidInput, match=said):
+        session.tune(**options)
+
+
+def test_the_magics_say_the_same(two_ranks: Session, fresh: Callable[..., Session], shell: InteractiveShell) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=4, accumulation_steps=8)
+    result = shell.run_line_magic("hvd_tune", "--seconds 3 --knobs batch_size,checkpointing --apply")
+    assert session.settings == _best(result).settings
+    assert set(result.space.knobs) <= {"batch_size", "accumulation_steps", "checkpointing"}
+    with pytest.raises(UsageError, match="changes the mathematics"):
+        shell.run_line_magic("hvd_tune", "--knobs precision")

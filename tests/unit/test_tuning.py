@@ -1,0 +1,215 @@
+"""The tuner's search, on machines whose memory and speed are known."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpumem_nb.planning.prediction import FITS, Prediction
+from gpumem_nb.planning.tuning.record import Candidate, Record, within
+from gpumem_nb.planning.tuning.result import TuneResult
+from gpumem_nb.planning.tuning.search import search
+from gpumem_nb.planning.tuning.space import Space, space
+from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import DataInfo, WorkloadInfo
+
+MIB = 2**20
+RANKS = 2
+WORKLOAD = WorkloadInfo("mine", 1000, 4000, 4096, 4)
+
+
+def _space(present: Settings, workload: WorkloadInfo = WORKLOAD, **options: Any) -> Space:
+    def ask(changes: Mapping[str, Any]) -> Settings:
+        after = present.replace(**changes)
+        if after.samples_per_rank * RANKS > (workload.dataset_len or 0):
+            raise InvalidInput("too large")
+        return after
+
+    return space(present, workload, RANKS, ask, **options)
+
+
+def _bytes(settings: Settings) -> int:
+    each = {"none": 8, "blocks": 3, "sqrt": 4}[settings.checkpointing] * (1 if settings.precision == "fp32" else 0.6)
+    return int(MIB * (20 + each * settings.batch_size))
+
+
+def _seconds(settings: Settings) -> float:
+    """Of a step: calling operators costs as much in a micro-batch of any size."""
+    recomputing = 1.0 if settings.checkpointing == "none" else 1.33
+    of_precision = {"fp32": 1.0, "fp16": 0.7, "bf16": 0.6}[settings.precision]
+    update = {"default": 0.02, "foreach": 0.02, "loop": 0.05, "fused": 0.01}[settings.optimizer_impl]
+    micro = (0.03 + 0.004 * settings.batch_size * of_precision) * recomputing
+    return float(settings.accumulation_steps * micro + update)
+
+
+class Machine:
+    """Measures in no time; counts seconds by itself."""
+
+    def __init__(self, limit_bytes: int | None, seconds: float, noise: float = 0.0) -> None:
+        self.record = Record()
+        self.limit_bytes = limit_bytes
+        self.seconds = seconds
+        self.spent_s = 0.0
+        self.measured: list[Settings] = []
+        self._noise = random.Random(0)
+        self._share = noise
+
+    def time_spent(self) -> float:
+        return self.spent_s / self.seconds
+
+    def fits(self, settings: Settings) -> bool:
+        known = self.record.candidates
+        if settings not in known:
+            self.spent_s += 0.1
+            reserved = _bytes(settings)
+            said = Prediction(
+                settings, reserved, reserved, None, reserved, reserved, self.limit_bytes, FITS, {}, "", "", "", 0.0
+            )
+            known[settings] = Candidate(settings, said, within(said, self.limit_bytes))
+        return known[settings].fits
+
+    def measure(self, settings: Settings) -> None:
+        assert self.record.candidates[settings].fits, "nothing is measured that is not expected to fit"
+        self.measured.append(settings)
+        self.spent_s += 3 * _seconds(settings)
+        noise = 1 + self._noise.gauss(0, self._share)
+        self.record.candidates[settings].rates.append(settings.samples_per_rank * RANKS / _seconds(settings) * noise)
+
+
+def _tuned(
+    present: Settings, limit_mib: float | None, seconds: float = 100.0, noise: float = 0.0, **options: Any
+) -> Any:
+    choice = _space(present, **options)
+    machine = Machine(None if limit_mib is None else round(MIB * limit_mib), seconds, noise)
+    search(choice, present, machine)
+    result = TuneResult(
+        present, choice, tuple(machine.record.candidates.values()), machine.limit_bytes, RANKS, 1.0, "", lambda _: None
+    )
+    return result, machine, choice
+
+
+def _best_rate(choice: Space, limit_mib: float) -> float:
+    fitting = [one for one in choice.candidates if _bytes(one) <= MIB * limit_mib]
+    return max(one.samples_per_rank * RANKS / _seconds(one) for one in fitting)
+
+
+@pytest.mark.parametrize("limit_mib", [44, 100, 250, 600])
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("start", [{}, {"batch_size": 1, "accumulation_steps": 64}, {"checkpointing": "sqrt"}])
+def test_what_is_found_is_nearly_as_fast_as_the_fastest_of_all(
+    limit_mib: float, same: bool, start: dict[str, Any]
+) -> None:
+    present = Settings(**{"batch_size": 64, **start})
+    result, machine, choice = _tuned(present, limit_mib, noise=0.03, same_mathematics=same)
+    assert result.best is not None
+    rate = result.best.settings.samples_per_rank * RANKS / _seconds(result.best.settings)
+    assert rate >= 0.95 * _best_rate(choice, limit_mib)
+    assert len(set(machine.measured)) <= 0.5 * len(choice.candidates)
+
+
+def test_what_is_measured_fits_and_keeps_the_global_batch_and_the_mathematics() -> None:
+    present = Settings(batch_size=16, accumulation_steps=3)
+    result, machine, choice = _tuned(present, 150)
+    assert choice.knobs == ("checkpointing", "batch_size", "accumulation_steps", "optimizer_impl")
+    assert {one.samples_per_rank for one in machine.measured} == {48}
+    assert {one.precision for one in machine.measured} == {"fp32"}
+    assert {one.batch_size for one in choice.candidates} == {1, 2, 3, 4, 6, 8, 12, 16, 24, 48}
+    assert "keeps the mathematics to rounding" in result.why
+
+
+def test_the_best_take_turns_with_the_present_settings() -> None:
+    present = Settings(batch_size=8, accumulation_steps=8)
+    result, machine, _ = _tuned(present, 600)
+    last = machine.measured[-6:]
+    assert set(last) == {present, result.best.settings}
+    assert last[:3] != last[3:] or len(set(last[:2])) == 2
+    assert len(result.best.rates) == len(result.now.rates) >= 6
+
+
+def test_nothing_clearly_faster_leaves_the_present_settings() -> None:
+    result, _, _ = _tuned(Settings(batch_size=64, optimizer_impl="fused"), 1000)
+    assert result.best is result.now
+    assert result.why.startswith("The present settings are the fastest that fit")
+
+
+def test_where_nothing_fits_the_least_is_named() -> None:
+    result, machine, _ = _tuned(Settings(batch_size=64), 21)
+    assert machine.measured == []
+    assert result.best is None
+    assert result.why.startswith("Nothing fits 21.0 MiB: the least is 23.0 MiB")
+    assert "checkpointing=blocks batch_size=1 accumulation_steps=64" in result.why
+    with pytest.raises(WorkloadError, match="nothing to apply"):
+        result.apply()
+
+
+def test_an_answer_comes_however_early_it_ends() -> None:
+    present = Settings(batch_size=64)
+    for seconds in (0.05, 0.5, 2, 5, 20):
+        result, machine, _ = _tuned(present, 600, seconds=seconds)
+        assert result.why
+        assert str(result)
+        if machine.measured:
+            assert result.best is not None
+
+
+def test_the_pareto_front_has_no_setting_that_another_one_beats() -> None:
+    result, _, _ = _tuned(Settings(batch_size=64), 700, same_mathematics=False)
+    front = result.pareto()
+    for one, other in itertools.permutations(front, 2):
+        less = other.predicted.reserved_peak_bytes <= one.predicted.reserved_peak_bytes
+        assert not (less and other.samples_per_s >= one.samples_per_s)
+    for one in result.measured:
+        if one not in front:
+            assert any(
+                f.predicted.reserved_peak_bytes <= one.predicted.reserved_peak_bytes
+                and f.samples_per_s >= one.samples_per_s
+                for f in front
+            )
+    frame = result.frame()
+    assert frame[frame.best].flip.tolist() == [result.flip(result.best)]
+    assert frame.pareto.sum() == len(front)
+
+
+def test_another_global_batch_is_split_in_every_way() -> None:
+    choice = _space(Settings(batch_size=32), global_batch=24)
+    assert choice.start.batch_size == 12
+    assert {one.samples_per_rank for one in choice.candidates} == {12}
+
+
+def test_data_that_bring_micro_batches_keep_them() -> None:
+    workload = replace(WORKLOAD, data=DataInfo(batch_size=16, batched=True))
+    choice = _space(Settings(batch_size=16, accumulation_steps=2), workload)
+    assert {(one.batch_size, one.accumulation_steps) for one in choice.candidates} == {(16, 2)}
+    with pytest.raises(InvalidInput, match="micro-batches of 16 samples, of which 20"):
+        _space(Settings(batch_size=16), workload, global_batch=40)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"knobs": ["bucket_mib"]}, "'bucket_mib' is no knob that is tuned.*autotune=on"),
+        ({"knobs": ["precison"]}, "did you mean 'precision'"),
+        ({"knobs": []}, "No knob to tune was named"),
+        ({"knobs": "precision"}, "is no list of names"),
+        ({"knobs": ["precision"]}, "precision changes the mathematics.*--any-mathematics"),
+        ({"global_batch": 7}, "A global batch of 7 cannot be split over 2 ranks.*such as 8"),
+        ({"global_batch": 0}, "write a whole number"),
+        ({"global_batch": 2.5}, "write a whole number"),
+        ({"global_batch": 10_000}, "too large"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_in_a_sentence(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        _space(Settings(), **options)
+
+
+def test_what_each_change_gives_is_told() -> None:
+    result, _, _ = _tuned(Settings(batch_size=8, accumulation_steps=8, checkpointing="sqrt"), 1000)
+    assert "× by checkpointing=none" in result.why
+    assert "× by batch_size=" in result.why
