@@ -10,9 +10,11 @@ from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.knobs import KNOBS
 from ..shared.progress import Progress
 from ..shared.settings import Settings
-from .predicting import LONGEST_S, Predicting
+from .predicting import Predicting
 from .training import Training
 
+_LONGEST_S = 0.5  # steps that take longer are not tried out in full: there are many cells
+_LEAST = 8  # samples of a micro-batch, of which throughput says something about larger ones
 _SMALLER = 0.95  # of a micro-batch that turned out not to fit
 _ATTEMPTS = 3
 
@@ -42,11 +44,11 @@ class Fitting:
             for mode in KNOBS[COLUMNS].choices
             if mode == KNOBS[COLUMNS].default or (workload and workload.blocks)
         ]
-        rate = None
+        rates: dict[str, float] = {}  # by precision: on some devices one is many times slower than another
         for place in places:
             progress(f"{place[0]}, checkpointing {place[1]}", len(cells) / len(places))
             try:
-                cells.append(self._cell(now, *place, most, rate))
+                cells.append(self._cell(now, *place, most, rates.get(place[0])))
             except (InvalidInput, WorkloadError) as error:
                 failed[place] = str(error)
             except KeyboardInterrupt:
@@ -55,7 +57,8 @@ class Fitting:
                 failed[place] = "interrupted, and so what follows it."
                 break
             else:
-                rate = cells[-1].samples_per_s or rate
+                if rate := cells[-1].samples_per_s:
+                    rates[place[0]] = rate
         if not cells:
             raise WorkloadError(next(iter(failed.values())))
         limit = next((cell.predicted.limit_bytes for cell in cells if cell.predicted), None)
@@ -84,9 +87,9 @@ class Fitting:
     def _short(self, settings: Settings, rate: float | None) -> int:
         """The micro-batch, or a smaller one of which a step takes no longer than anybody would wait for."""
         if rate is None:
-            small = settings.replace(batch_size=min(settings.batch_size, 16))
+            small = settings.replace(batch_size=min(settings.batch_size, _LEAST))
             rate = self._predicting.by_whole_steps(small).samples_per_s
         whole: int = settings.batch_size
         if not rate:
             return whole
-        return max(1, min(whole, int(LONGEST_S * rate / self._ranks / settings.accumulation_steps)))
+        return min(whole, max(_LEAST, int(_LONGEST_S * rate / self._ranks / settings.accumulation_steps))))

@@ -43,8 +43,8 @@ class Cell:
         """The micro-batch and its throughput, in two lines."""
         if not self.largest:
             return NONE
-        at = f" (at {self.measured_at})" if self.samples_per_s and self.measured_at != self.largest else ""
-        return f"{self.largest}{'*' * self.all_samples}\n{format_rate(self.samples_per_s)} samples/s{at}"
+        about = "≈ " if self.samples_per_s and self.measured_at != self.largest else ""
+        return f"{self.largest}{'*' * self.all_samples}\n{about}{format_rate(self.samples_per_s)} samples/s"
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,8 @@ class WhatFits:
         ]
         if any(cell.all_samples for cell in self.cells):
             said.append("* an epoch has no more samples for one step.")
+        if any(cell.measured_at != cell.largest for cell in self.cells):
+            said.append("≈ measured with a smaller micro-batch, because a step of the largest takes long.")
         said += [f"{precision}, {mode}: {why}" for (precision, mode), why in self.failed.items()]
         return said
 

@@ -16,6 +16,7 @@ from .region import Region
 from .steered import Steered
 
 _SECONDS = "60"
+_START = "Find the fastest"
 Ask = Callable[[Callable[[], object]], object]
 
 
@@ -54,7 +55,7 @@ class TuneView:
             tooltip="consider fp16 and bf16 too, which train another way",
         )
         self._start = ipywidgets.Button(
-            description="Tune", icon="bolt", tooltip="look for the fastest settings that fit"
+            description=_START, icon="bolt", tooltip="look for the fastest settings that fit"
         )
         self._start.on_click(lambda _: self._stop.set() if self._busy else self._begin(self._tune))
         self._fits = ipywidgets.Button(
@@ -94,7 +95,7 @@ class TuneView:
             self._say("Stopped.")
         finally:
             self._busy = False
-            self._start.description, self._start.icon = "Tune", "bolt"
+            self._start.description, self._start.icon = _START, "bolt"
 
     def _tune(self) -> None:
         batch = self._batch.value.strip()

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...report.differences import arrows, mathematics, typed
+from ...report.differences import arrows, mathematics, short, typed
 from ...report.tables import Table, notes_html
 from ...shared.errors import WorkloadError
+from ...shared.knobs import CHANGES
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate
 from .effects import Effects
@@ -144,8 +145,9 @@ class TuneResult:
         for part in parts:
             without = best.settings.replace(**{name: getattr(start, name) for name in part})
             times = effects.samples_per_s(best.settings) / effects.samples_per_s(without)
-            each.append(f"{times:.2f} × by {typed(without, best.settings)}")
-        return f"As far as single changes tell: {', '.join(each)}."
+            if times >= _WORTH:
+                each.append(f"{times:.2f} × by {typed(without, best.settings)}")
+        return f"As far as single changes tell: {', '.join(each)}." if each else ""
 
     def _larger(self, best: Candidate) -> str:
         """Why the micro-batch is not larger."""
@@ -206,19 +208,20 @@ class TuneResult:
         signs = {id(one): "Pareto" for one in front}
         if best:
             signs[id(best)] = "best"
+        changes = any(one.settings.mathematics(self.present) == CHANGES for one in self.looked_at)
         rows = tuple(
             (
-                self.flip(one),
+                short(self.present, one.settings) or PRESENT,
                 signs.get(id(one), one.failed and "failed"),
                 _rate(one),
                 format_bytes(one.predicted.reserved_peak_bytes),
                 "yes" if one.fits else "no",
-                one.settings.mathematics(self.present),
                 str(len(one.rates)),
+                *([one.settings.mathematics(self.present)] if changes else []),
             )
             for one in self._rows[:_ROWS]
         )
-        headings = ("flip", "", "samples/s", "reserved", "fits", "mathematics", "turns")
+        headings = ("flip", "", "samples/s", "reserved", "fits", "turns", *(["mathematics"] if changes else []))
         limit = f" (limit {format_bytes(self.budget_bytes)})" if self.budget_bytes else ""
         return Table(f"Tuning{limit}", headings, rows, frozenset({"flip", "", "fits", "mathematics"}))
 

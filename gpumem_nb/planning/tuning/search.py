@@ -72,8 +72,8 @@ def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
             for value in KNOBS[name].choices:
                 other = [one for one in space.candidates if _differs(one, base, name, value)]
                 other.sort(key=lambda one: abs(math.log2(one.batch_size / base.batch_size)))
-                if value != getattr(base, name) and (one := next(_fitting(other, trials), None)):
-                    yield one
+                if value != getattr(base, name) and (fitting := next(_fitting(other, trials), None)):
+                    yield fitting
 
 
 def _differs(one: Settings, base: Settings, name: str, value: object) -> bool:
