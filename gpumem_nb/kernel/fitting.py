@@ -92,4 +92,4 @@ class Fitting:
         whole: int = settings.batch_size
         if not rate:
             return whole
-        return min(whole, max(_LEAST, int(_LONGEST_S * rate / self._ranks / settings.accumulation_steps))))
+        return min(whole, max(_LEAST, int(_LONGEST_S * rate / self._ranks / settings.accumulation_steps)))
