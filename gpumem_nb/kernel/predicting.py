@@ -216,7 +216,11 @@ class Predicting:
         return {size: max(of_size) for size, *of_size in zip(sizes, *peaks, strict=True)}
 
     def of_any_batch(self, knobs: dict[str, Any]) -> tuple[Settings, int]:
-        """Checked settings whose batch size is for a knob to say, and the largest that the data have samples for."""
+        """Checked settings whose batch size is for a knob to say, and the largest that the data have samples for.
+
+        Raises:
+            InvalidInput: the data bring micro-batches of their own, or the knobs cannot be used.
+        """
         workload = self._loaded()
         if workload.data.batched:
             raise InvalidInput("The data bring micro-batches of their own: their size is not for a knob to say.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from .predicting import Predicting
 from .training import Training
 
 LEAST_S, MOST_S = 1.0, 86400.0
+_HOPELESS, _HOPELESS_S = 4, 1.0  # times as long as other small steps, and so long at least
 
 
 class Changed(Exception):
@@ -127,6 +129,7 @@ class _Trials:
         self._budget_bytes = budget_bytes
         self._seconds = seconds
         self._progress = progress
+        self._least_s: dict[int, float] = {}  # of small steps, by what their sizes follow from
 
     def time_spent(self) -> float:
         """The share of the time that is gone."""
@@ -147,9 +150,17 @@ class _Trials:
             except WorkloadError as error:
                 refused.update(dict.fromkeys(splits, str(error)))
                 return False
+            why_not = self._hopeless(max(sizes), found[0].seconds)
             for one, prediction in zip(splits, found, strict=True):
-                known[one] = Candidate(one, prediction, within(prediction, self._budget_bytes))
-        return settings in known and known[settings].fits
+                known[one] = Candidate(one, prediction, within(prediction, self._budget_bytes), failed=why_not)
+        return settings in known and known[settings].fits and not known[settings].failed
+
+    def _hopeless(self, size: int, seconds: float) -> str:
+        """Why nothing that small steps took so long for is worth whole ones: some devices have no fast fp16, say."""
+        least = self._least_s[min(size, max(SMALL))] = min(seconds, self._least_s.get(min(size, max(SMALL)), math.inf))
+        times = seconds / least
+        slow = times > _HOPELESS and seconds > _HOPELESS_S
+        return f"small steps took {times:.0f} times as long as others" if slow else ""
 
     def measure(self, settings: Settings) -> None:
         """Take whole steps under them."""

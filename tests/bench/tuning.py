@@ -1,0 +1,209 @@
+"""The tuner against the exhaustive grid, on two ranks, of ready-made and other people's models at three limits each.
+
+``python -m tests.bench.tuning`` writes docs/tuning.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpumem_nb
+from gpumem_nb.planning.tuning.result import TuneResult
+from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import GpumemError
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.units import format_bytes
+from tests.bench.prediction import EMPTY, OTHERS, SEQUENCES
+
+REPORT = Path(__file__).parents[2] / "docs" / "tuning.md"
+MARKER = "<!-- the rest is written by python -m tests.bench.tuning -->\n"
+RANKS = 2
+MOST_MIB = 1024  # the grid's limit
+READY = ("digits-resnet", "digits-separable", "text-gpt")
+TRANSFORMERS = ("GPT-2", "BERT", "ViT")
+SPLITS = ((32, 1), (16, 2), (8, 4), (4, 8))
+# fp16 is left out of the grid, which it would make many times longer: the tuner has to find that out by itself.
+GRID: dict[str, tuple[Any, ...]] = {
+    "precision": ("fp32", "bf16"),
+    "checkpointing": ("none", "blocks", "sqrt"),
+    "optimizer_impl": ("default", "foreach", "fused", "loop"),
+}
+GRID_S, WARM_UP = 0.6, 2  # of steps that are timed under each setting, and how many before
+QUARTILES = (0.2, 0.5, 0.8)  # of the grid's peaks, that are the limits
+SHARE = 0.25  # of the grid's time
+ROUNDS, ROUND_S = 5, 0.8  # in which the answer and the grid's best take turns
+SURVIVES = 500  # steps
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A setting of the grid."""
+
+    settings: Settings
+    samples_per_s: float
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model at one limit: what was found, and how it compares with the best of the grid."""
+
+    model: str
+    limit_bytes: int
+    best: Measured
+    found: str
+    ratio: float
+    seconds: float
+    grid_s: float
+    failures: int
+    survived: str
+
+
+def main() -> int:
+    """Measure all and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="one model, and no page")
+    parser.add_argument("--grids", metavar="PATH", help="a file for what the grids measured")
+    args = parser.parse_args()
+    cases: list[Case] = []
+    kept: dict[str, list[Any]] = {}
+    for name in (args.only,) if args.only else (*READY, *TRANSFORMERS):
+        with gpumem_nb.start(RANKS, device="cpu", memory_limit=f"{MOST_MIB}MiB") as session:
+            load(session, name)
+            began_s = time.monotonic()
+            grid = measure_grid(session)
+            grid_s = time.monotonic() - began_s
+        kept[name] = [(one.settings.as_dict(), one.samples_per_s, one.reserved_bytes) for one in grid]
+        say(f"{name}: {len(grid)} settings in {grid_s:.0f} s")
+        peaks = sorted(one.reserved_bytes for one in grid)
+        for share in QUARTILES:
+            limit = peaks[int(share * len(peaks))] + 2**20
+            cases.append(tuned(name, grid, grid_s, limit, survive=share == QUARTILES[1]))
+            say(f"  {words(cases[-1])}")
+    if args.grids:
+        Path(args.grids).write_text(json.dumps(kept))
+    text = report(cases)
+    print(text)
+    if not args.only:
+        REPORT.write_text(REPORT.read_text().partition(MARKER)[0] + MARKER + text)
+    return 0
+
+
+def load(session: Session, name: str) -> None:
+    """Load a model, with small micro-batches."""
+    session.set(batch_size=4, accumulation_steps=8)
+    if name in READY:
+        session.load(name)
+        return
+    code, data = next((code, data) for model, code, data in OTHERS if model == name)
+    session.run(SEQUENCES)
+    session.run(f"torch.manual_seed(0)\n{code}")
+    session.attach(model="net", data=data)
+
+
+def measure_grid(session: Session) -> list[Measured]:
+    """Every setting, one after the other."""
+    found = []
+    for (batch_size, accumulation_steps), *values in itertools.product(SPLITS, *GRID.values()):
+        knobs = dict(zip(GRID, values, strict=True))
+        session.set(batch_size=batch_size, accumulation_steps=accumulation_steps, **knobs)
+        session.run(EMPTY)
+        first = session.train(WARM_UP).frame()
+        frame = session.train(max(3, math.ceil(GRID_S / first.step_s.min()))).frame()
+        found.append(Measured(session.settings, rate(frame), int(frame.reserved_peak_bytes.max())))
+    return found
+
+
+def rate(frame: Any) -> float:
+    """Samples/s of all ranks: the median of the steps."""
+    return float(frame.groupby("step").samples_per_s.sum().median())
+
+
+def tuned(name: str, grid: Sequence[Measured], grid_s: float, limit: int, survive: bool) -> Case:
+    """Tune at this limit, which ranks really have, and hold the answer against the best of the grid that fits."""
+    best = max((one for one in grid if one.reserved_bytes <= limit), key=lambda one: one.samples_per_s)
+    with gpumem_nb.start(RANKS, device="cpu", memory_limit=limit) as session:
+        load(session, name)
+        result = session.tune(seconds=SHARE * grid_s, same_mathematics=False)
+        failures = sum(
+            event.kind != "load" for event in session.history.events if event.kind in ("oom", "error", "stall")
+        )
+        if result.best is None:
+            return Case(name, limit, best, result.why, 0.0, result.seconds, grid_s, failures, "")
+        ratio = compared(session, result, best)
+        survived = ""
+        if survive:
+            session.set(**result.best.settings.as_dict())
+            try:
+                session.train(SURVIVES)
+                survived = "yes" if session.settings == result.best.settings else "no"
+            except GpumemError:
+                survived = "no"
+        return Case(name, limit, best, result.typed or "as it is", ratio, result.seconds, grid_s, failures, survived)
+
+
+def compared(session: Session, result: TuneResult, best: Measured) -> float:
+    """Samples/s of the answer beside those of the grid's best, in alternation: the median of the ratios."""
+    assert result.best
+    sides: list[Callable[[], object]] = [
+        lambda: session.set(**result.best.settings.as_dict()) if result.best else None,
+        lambda: session.set(**best.settings.as_dict()),
+    ]
+    ratios = []
+    for number in range(ROUNDS):
+        rates = {}
+        for side in (0, 1)[:: 1 if number % 2 else -1]:
+            sides[side]()
+            first = session.train(WARM_UP).frame()
+            rates[side] = rate(session.train(max(3, math.ceil(ROUND_S / first.step_s.min()))).frame())
+        ratios.append(rates[0] / rates[1])
+    return statistics.median(ratios)
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def words(case: Case) -> str:
+    """One line of the log."""
+    return f"{format_bytes(case.limit_bytes)}: {case.found}, {case.ratio:.2f} of the best in {case.seconds:.0f} s"
+
+
+def report(cases: Sequence[Case]) -> str:
+    """The figures as Markdown."""
+    headings = "model | limit | found | ÷ best of the grid | time ÷ grid's | failed steps | 500 steps"
+    rows = [f"| {headings} |", f"|{' --- |' * 7}"]
+    rows += [
+        f"| {one.model} | {format_bytes(one.limit_bytes)} | {one.found} | {one.ratio:.2f} | "
+        f"{one.seconds / one.grid_s:.2f} | {one.failures} | {one.survived or 'not run'} |"
+        for one in cases
+    ]
+    enough = sum(one.ratio >= 0.95 for one in cases)
+    return "\n".join(
+        [
+            f"{time.strftime('%d %B %Y')}, torch {importlib.metadata.version('torch')}, Python "
+            f"{platform.python_version()}, {RANKS} ranks, virtual GPUs, {len(SPLITS) * 24} settings in each grid.",
+            "",
+            *rows,
+            "",
+            f"{enough} of {len(cases)} answers reach 95 % of the grid's best; the median is "
+            f"{statistics.median(one.ratio for one in cases):.2f}. {sum(one.failures for one in cases)} steps failed.",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
