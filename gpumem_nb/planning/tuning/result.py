@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,6 @@ from ...shared.errors import WorkloadError
 from ...shared.knobs import CHANGES
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate
-from .effects import Effects
 from .record import Candidate, pareto, speed_of
 from .space import SPLIT, Space
 
@@ -134,8 +134,7 @@ class TuneResult:
 
     def _parts(self, best: Candidate) -> str:
         """What each knob has to do with it."""
-        start = self.space.start
-        effects = Effects(start, self.space.knobs, {one.settings: speed_of(one) for one in self.measured})
+        start, rates = self.space.start, {one.settings: speed_of(one) for one in self.measured}
         changed = best.settings.changed_from(start)
         split = {name: value for name, value in changed.items() if name in SPLIT}
         parts = [{name: value} for name, value in changed.items() if name not in SPLIT] + ([split] if split else [])
@@ -143,11 +142,13 @@ class TuneResult:
             return ""
         each = []
         for part in parts:
-            without = best.settings.replace(**{name: getattr(start, name) for name in part})
-            times = effects.samples_per_s(best.settings) / effects.samples_per_s(without)
-            if times >= _WORTH:
-                each.append(f"{times:.2f} × by {typed(without, best.settings)}")
-        return f"As far as single changes tell: {', '.join(each)}." if each else ""
+            back = {name: getattr(start, name) for name in part}
+            with_it = [one for one in rates if all(getattr(one, name) == value for name, value in part.items())]
+            alike = [(one, one.replace(**back)) for one in with_it]
+            times = [rates[one] / rates[without] for one, without in alike if without in rates]
+            if times and statistics.median(times) >= _WORTH:
+                each.append(f"{statistics.median(times):.2f} × by {typed(start, start.replace(**part))}")
+        return f"Where that alone was changed: {', '.join(each)}." if each else ""
 
     def _larger(self, best: Candidate) -> str:
         """Why the micro-batch is not larger."""

@@ -1,4 +1,4 @@
-"""In which order settings are measured: one knob after the other, then what should be fastest, then the best in turns.
+"""In which order settings are measured: first what should be fast, then knob by knob, then the best in turns.
 
 What fits is known before anything is measured, so nothing is tried that is not expected to fit. Measuring is noisy, and
 what comes over the machine meanwhile meets whatever is measured just then. So at last the best take turns with the
@@ -8,19 +8,17 @@ Jamieson and Talwalkar 2016, "Non-stochastic best arm identification and hyperpa
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from ...shared.knobs import KNOBS
 from ...shared.settings import Settings
-from .effects import Effects
 from .record import Candidate, Record, speed_of
 from .space import SPLIT, Space
 
+_DECIDE = ("precision", "checkpointing")  # how large a micro-batch may be, and by how much time
 _SEARCHING = 0.6  # of the time, before the best take turns
-_PROMISING = 0.95  # of the fastest so far, that a setting must be expected to reach
-_IN_VAIN = 4  # settings measured one after the other without anything faster
 _FINALISTS = 4
 _ROUNDS = 3  # before half of the finalists are left out, and in the end as many again
 
@@ -51,45 +49,52 @@ def search(space: Space, present: Settings, trials: Trials) -> None:
             break
         trials.measure(settings)
     if trials.record.measured:
-        _pursue(space, trials)
         _decide(present, trials)
 
 
 def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
-    """Settings from which each knob's effect can be told, beginning with the present ones if they fit."""
-    first = _first(space, trials)
-    if first is None:
-        return
-    base = first
-    yield base
-    for one in _spread(list(_fitting(space.other_splits(base), trials))):
-        if one != base:
-            yield one
-    best = trials.record.fastest
-    base = best.settings if best else base
-    for name in space.knobs:
-        if name not in SPLIT:
-            for value in KNOBS[name].choices:
-                other = [one for one in space.candidates if _differs(one, base, name, value)]
-                other.sort(key=lambda one: abs(math.log2(one.batch_size / base.batch_size)))
-                if value != getattr(base, name) and (fitting := next(_fitting(other, trials), None)):
-                    yield fitting
-
-
-def _differs(one: Settings, base: Settings, name: str, value: object) -> bool:
-    """Whether a knob has this value, and everything but the split of the batch is as in ``base``."""
-    return getattr(one, name) == value and set(one.changed_from(base)) <= {name, *SPLIT}
-
-
-def _first(space: Space, trials: Trials) -> Settings | None:
-    """The present settings if they fit; else what differs least from them, in the largest micro-batches that fit."""
-
-    def difference(settings: Settings) -> tuple[int, int]:
-        return len(set(settings.changed_from(space.start)) - set(SPLIT)), -settings.batch_size
-
+    """First the present settings, if they fit; then the largest micro-batch that fits under each combination of those
+    knobs that decide it; from the fastest of these on, each value of the other knobs; at last smaller micro-batches.
+    """
     if trials.fits(space.start):
-        return space.start
-    return next(_fitting(sorted(space.candidates, key=difference), trials), None)
+        yield space.start
+    together = [name for name in space.knobs if name in _DECIDE]
+    for values in itertools.product(*([getattr(space.start, name), *_others(name, space.start)] for name in together)):
+        yield from _largest(space, dict(zip(together, values, strict=True)), space.start, trials)
+    for name in space.knobs:
+        base = trials.record.fastest
+        if base and name not in (*_DECIDE, *SPLIT):
+            for value in _others(name, base.settings):
+                yield from _largest(space, {name: value}, base.settings, trials)
+    if base := trials.record.fastest:
+        most = base.settings.batch_size
+        smaller = [one for one in space.other_splits(base.settings) if most / 4 <= one.batch_size < most]
+        yield from _fitting(sorted(smaller, key=_size, reverse=True), trials)
+
+
+def _others(name: str, settings: Settings) -> list[object]:
+    return [value for value in KNOBS[name].choices if value != getattr(settings, name)]
+
+
+def _largest(space: Space, values: Mapping[str, object], base: Settings, trials: Trials) -> Iterator[Settings]:
+    """The largest micro-batch that fits with these values, everything else as in ``base``; nothing if none does."""
+    like = [one for one in space.candidates if _matches(one, values) and _near(one, base, values)]
+    largest = next(_fitting(sorted(like, key=_size, reverse=True), trials), None)
+    if largest and trials.record.candidates[largest].untried:
+        yield largest
+
+
+def _matches(one: Settings, values: Mapping[str, object]) -> bool:
+    return all(getattr(one, name) == value for name, value in values.items())
+
+
+def _near(one: Settings, base: Settings, values: Mapping[str, object]) -> bool:
+    return set(one.changed_from(base)) <= {*values, *SPLIT}
+
+
+def _size(settings: Settings) -> int:
+    size: int = settings.batch_size
+    return size
 
 
 def _fitting(candidates: Iterable[Settings], trials: Trials) -> Iterator[Settings]:
@@ -99,34 +104,6 @@ def _fitting(candidates: Iterable[Settings], trials: Trials) -> Iterator[Setting
             return
         if trials.fits(settings):
             yield settings
-
-
-def _spread(fitting: Sequence[Settings]) -> list[Settings]:
-    """The largest micro-batch and a quarter of it, and so on, as far as there are such."""
-    chosen: list[Settings] = []
-    for one in sorted(fitting, key=lambda settings: -settings.batch_size):
-        if not chosen or one.batch_size <= chosen[-1].batch_size / 4:
-            chosen.append(one)
-    return chosen
-
-
-def _pursue(space: Space, trials: Trials) -> None:
-    """Measure what should be fastest by what is known, until nothing better comes of it."""
-    in_vain = 0
-    while in_vain < _IN_VAIN and trials.time_spent() < _SEARCHING:
-        looked_at = trials.record.candidates
-        best = trials.record.fastest
-        rates = {one.settings: speed_of(one) for one in trials.record.measured}
-        effects = Effects(space.start, space.knobs, rates)
-        left = [one for one in space.candidates if one not in looked_at or looked_at[one].untried]
-        ranked = sorted(left, key=effects.samples_per_s, reverse=True)
-        enough = _PROMISING * (speed_of(best) if best else 0.0)
-        promising = (one for one in ranked if effects.samples_per_s(one) >= enough)
-        chosen = next(_fitting(promising, trials), None)
-        if chosen is None:
-            return
-        trials.measure(chosen)
-        in_vain = 0 if best is None or speed_of(looked_at[chosen]) > speed_of(best) else in_vain + 1
 
 
 def _decide(present: Settings, trials: Trials) -> None:
