@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import ipywidgets
 
 from .controls import NOTHING_LOADED, box
+from .search_view import Ask, SearchView
 from .steered import Steered
 from .tune_view import TuneView
-
-Ask = Callable[[Callable[[], object]], object]
 
 
 class Answers:
@@ -29,28 +27,37 @@ class Answers:
 
     def __init__(self, session: Steered, search: Ask, ask: Ask) -> None:
         self._session = session
-        self._tune = TuneView(session, search, ask)
-        views = (("Tune", "bolt", "the fastest settings that fit, and what fits", self._tune.widget),)
-        toggles = [self._toggle(*view) for view in views]
-        self._toggles = toggles
-        self.buttons = box(toggles, "gpumem-answers")
-        self.boxes = [view[-1] for view in views]
+        tune = TuneView(session, search, ask)
+        self._views: list[SearchView] = [tune]
+        self.buttons = box(
+            [
+                _toggle(
+                    "Doctor", "stethoscope", "what is wrong, what could be better, and what mends it", doctor.widget
+                ),
+                _toggle("Tune", "bolt", "the fastest settings that fit, and what fits", tune.widget),
+            ],
+            "gpumem-answers",
+        )
+        self.boxes = [view.widget for view in self._views]
 
     def follow(self) -> None:
         """Switch off what cannot be asked."""
         why_not = self._session.ended or ("" if self._session.workload else NOTHING_LOADED)
-        self._tune.follow(why_not)
+        for view in self._views:
+            view.follow(why_not)
 
     def close(self) -> None:
         """End what is under way."""
-        self._tune.close()
+        for view in self._views:
+            view.close()
 
-    def _toggle(self, label: str, icon: str, tip: str, view: Any) -> Any:
-        toggle = ipywidgets.ToggleButton(description=label, icon=icon, tooltip=tip)
-        view.layout.display = "none"
 
-        def open_or_close(change: dict[str, Any]) -> None:
-            view.layout.display = "" if change["new"] else "none"
+def _toggle(label: str, icon: str, tip: str, opened: Any) -> Any:
+    toggle = ipywidgets.ToggleButton(description=label, icon=icon, tooltip=tip)
+    opened.layout.display = "none"
 
-        toggle.observe(open_or_close, names="value")
-        return toggle
+    def open_or_close(change: dict[str, Any]) -> None:
+        opened.layout.display = "" if change["new"] else "none"
+
+    toggle.observe(open_or_close, names="value")
+    return toggle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from html import escape
 from typing import Any
@@ -11,9 +10,8 @@ import ipywidgets
 
 from ..planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
 from .controls import box
+from .search_view import Ask
 from .style import shade
-
-Ask = Callable[[Callable[[], object]], object]
 
 
 def fits_view(found: WhatFits, ask: Ask) -> Any:

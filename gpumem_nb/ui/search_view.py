@@ -1,0 +1,98 @@
+"""What the panel's longer questions have in common: a form, buttons to begin and stop, progress, and what was found."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+import ipywidgets
+
+from ..shared.errors import GpumemError
+from ..shared.progress import Progress
+from .controls import box
+from .region import Region
+
+Ask = Callable[[Callable[[], object]], object]
+Question = Callable[[Progress], str]
+"""Asks the session, shows what it answers, and returns what is to be said of it."""
+
+
+class SearchView:
+    """One question at a time, which may take long and can be stopped.
+
+    Attributes:
+        widget: everything.
+        ask: has something done at once, of which somebody may be told that it was refused.
+
+    Args:
+        form: what is to be filled in.
+        questions: for each its button's words, icon and tip, and what to ask.
+        search: has something done that may take long, on a thread of its own.
+    """
+
+    def __init__(
+        self, form: Sequence[Any], questions: Sequence[tuple[str, str, str, Question]], search: Ask, ask: Ask
+    ) -> None:
+        self.ask = ask
+        self._search = search
+        self._stopped = threading.Event()
+        self._asked: Any = None
+        self._begin = [self._button(*question) for question in questions]
+        self._stop = ipywidgets.Button(description="Stop", icon="stop", tooltip="end it with what was found by then")
+        self._stop.on_click(lambda _: self._stopped.set())
+        self._stop.layout.display = "none"
+        self._said = Region(role="status", label="how far it is, and what was found")
+        self._said.add_class("gpumem-searching")
+        self._found = ipywidgets.VBox([])
+        self.widget = ipywidgets.VBox([box([*form, *self._begin, self._stop], "gpumem-form"), self._said, self._found])
+
+    def follow(self, why_not: str) -> None:
+        """Switch the buttons off, for a reason, or on."""
+        for button in self._begin:
+            button.disabled = bool(why_not) or self._asked is not None
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._stopped.set()
+
+    def show(self, found: Sequence[Any]) -> None:
+        """Show widgets below."""
+        before = self._found.children
+        self._found.children = tuple(found)
+        for widget in before:
+            widget.close()
+
+    def _button(self, words: str, icon: str, tip: str, question: Question) -> Any:
+        button = ipywidgets.Button(description=words, icon=icon, tooltip=tip)
+        button.on_click(lambda _: self._pressed(question))
+        return button
+
+    def _pressed(self, question: Question) -> None:
+        if self._asked is None:
+            self._asked = question
+            self._stopped.clear()
+            self.follow("")
+            self._stop.layout.display = ""
+            self._search(lambda: self._do(question))
+
+    def _do(self, question: Question) -> None:
+        said = ""
+        try:
+            self.show([])
+            said = question(self._progress)
+        except KeyboardInterrupt:
+            said = "Stopped."
+        except GpumemError as error:
+            said = str(error)
+        finally:
+            self._asked = None
+            self._stop.layout.display = "none"
+            self._said.html = f"<p>{escape(said)}</p>" if said else ""
+            self.follow("")
+
+    def _progress(self, what: str, done: float) -> None:
+        if self._stopped.is_set():
+            raise KeyboardInterrupt
+        self._said.html = f"<progress value='{done:.3f}' aria-label='done'></progress> {escape(what)}"
