@@ -31,9 +31,6 @@ class Answers:
         self._views: list[SearchView] = [tune]
         self.buttons = box(
             [
-                _toggle(
-                    "Doctor", "stethoscope", "what is wrong, what could be better, and what mends it", doctor.widget
-                ),
                 _toggle("Tune", "bolt", "the fastest settings that fit, and what fits", tune.widget),
             ],
             "gpumem-answers",
