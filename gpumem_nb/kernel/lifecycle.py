@@ -19,6 +19,8 @@ from ..shared.knobs import KNOBS
 from ..shared.progress import Progress
 from ..shared.settings import Settings
 from . import compatibility, starting
+from .cell_record import CellRecord
+from .exporting import Exporting
 from .foreground import Foreground
 from .history import History
 from .idle import IdleWatch
@@ -46,7 +48,8 @@ class Lifecycle:
         logs: where everything that is measured is written besides.
         ended: why there are no ranks any more, in words; empty while there are.
         restored: what the last restart brought back, in words.
-        history, ranks, training, foreground, inspection, tracing, loading, idle: of the ranks that run, or ran last.
+        history, ranks, training, foreground, inspection, tracing, loading, exporting, idle: of the ranks that run, or
+            ran last.
     """
 
     history: History
@@ -57,6 +60,7 @@ class Lifecycle:
     scaling: Scaling
     tracing: Tracing
     loading: Loading
+    exporting: Exporting
     idle: IdleWatch
 
     def __init__(self, plan: starting.Plan) -> None:
@@ -66,6 +70,7 @@ class Lifecycle:
         self.restored = ""
         self._changing_policy = threading.Lock()
         self._origin = Origin()
+        self._cells = CellRecord()
         self.logs = Logs(lambda text: self.history.mark("note", text))
         self.snapshots = SnapshotPlan(
             snapshot_folder.for_session(next(_numbers)),
@@ -97,13 +102,23 @@ class Lifecycle:
     def _work_beside(self, history: History) -> None:
         self.training = Training(self.ranks, history, self.snapshots, lambda: self.policy, self._autotuned, self._lost)
         self.foreground = Foreground(
-            self.ranks, self.training, history, lambda: self.policy, lambda: self.ended, lambda: self.idle.touch()
+            self.ranks,
+            self.training,
+            history,
+            lambda: self.policy,
+            lambda: self.ended,
+            lambda: self.idle.touch(),
+            self._cells,
         )
+        self._cells.seeded(self._origin.default_seed)
         self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
         self.tracing = Tracing(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.scaling = Scaling(self.ranks.infos, self.foreground, self.training)
-        self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin)
+        self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin, self._cells)
+        self.exporting = Exporting(
+            self.ranks.infos, self.foreground, self.training, history, self._origin, self._cells, lambda: self.policy
+        )
         self.idle = IdleWatch(lambda: self.policy.idle_minutes, self._works, self._stop_idle)
         self.ended = ""
         self.training.start()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ...memory.device import Device
@@ -50,6 +51,7 @@ class Trainer:
         steps: optimizer steps done.
         random: the random numbers that steps draw, for dropout say.
         trials: asks what other settings would need.
+        evaluator: looks at the validation data; ``None`` without any.
     """
 
     def __init__(
@@ -85,9 +87,9 @@ class Trainer:
         self._stepper = Stepper(self.live, workload.loss, stream, device, self._leaks)
         self.trials = Trials(self, device)
         self._cells = cells.ran()
-        self._evaluator: Evaluator | None = None
+        self.evaluator: Evaluator | None = None
         if held_out is not None:
-            self._evaluator = Evaluator(self.live, workload, held_out, device, stream.rank, stream.size)
+            self.evaluator = Evaluator(self.live, workload, held_out, device, stream.rank, stream.size)
         self._settings_id = -1
         self._failed_id = -1  # under which a step was discarded
         self._proven_id = -1  # under which a step was finished
@@ -116,6 +118,11 @@ class Trainer:
             make_alike(self.live)
         self._stepper.voting.watch.begin_anew()
 
+    @property
+    def lacking(self) -> tuple[list[Tensor], bool] | None:
+        """Which weights had no gradient in the latest step; see :class:`.reduction.GradientReduction`."""
+        return self._stepper.voting.lacking
+
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
         own = self.live.own_optimizer
@@ -131,7 +138,7 @@ class Trainer:
             own_learning_rate=named_rate(own) if own else None,
             notes=(*notes, *model_notes(self.live, self.workload.loss, self.stream.size)),
             data=data,
-            eval_len=self._evaluator.length if self._evaluator else None,
+            eval_len=self.evaluator.length if self.evaluator else None,
             own_scheduler=type(self.live.scheduler).__name__ if self.live.scheduler else None,
             why_flat=horovod_settings.why_flat(),
         )
@@ -265,14 +272,14 @@ class Trainer:
 
     def _evaluates_now(self, chunk: Chunk) -> bool:
         """Whether the model is evaluated after the latest step; the same on all ranks, which are at the same step."""
-        return self._evaluator is not None and chunk.eval_every > 0 and self.steps % chunk.eval_every == 0
+        return self.evaluator is not None and chunk.eval_every > 0 and self.steps % chunk.eval_every == 0
 
     def _evaluate(self, failure: Failure | None, settings_id: int) -> tuple[Evaluated | None, Failure | None]:
         """Evaluate, if there is anything to evaluate on; with a ``failure``, all ranks learn that it cannot be done."""
-        if self._evaluator is None:
+        if self.evaluator is None:
             return None, failure
         self._stepper.phase, self._stepper.began_s = EVALUATION, time.monotonic()
-        found, failure = self._evaluator.run(failure)
+        found, failure = self.evaluator.run(failure)
         if found is None:
             return None, failure
         now_s = time.time() - self._started_s

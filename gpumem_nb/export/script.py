@@ -1,0 +1,469 @@
+"""A script for what is trained under some settings: which lines of the template it needs, and what stands in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import ceil, sqrt
+from typing import Any
+
+from ..shared.exporting import Facts
+from ..shared.learning_rate import OWN
+from ..shared.settings import Settings
+from .blocks import checkpointed
+from .imports import with_sorted_imports
+from .templating import render
+
+WIDTH = 120
+_DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
+_OPTIMIZERS = {
+    "sgd": "torch.optim.SGD({}, lr={}{})",
+    "momentum": "torch.optim.SGD({}, lr={}, momentum=0.9{})",
+    "adam": "torch.optim.Adam({}, lr={}{})",
+    "adamw": "torch.optim.AdamW({}, lr={}{})",
+}
+_IMPLEMENTATIONS = {"foreach": ", foreach=True", "fused": ", fused=True", "loop": ", foreach=False", "default": ""}
+_GROUP_FLAGS = {
+    "foreach": "foreach=True, fused=False",
+    "fused": "foreach=False, fused=True",
+    "loop": "foreach=False, fused=False",
+}
+_PARTS = {"hvd": ("hvd.rank()", "hvd.size()"), "ddp": ("dist.get_rank()", "dist.get_world_size()")}
+# What main() is given of somebody's own code, by role; of a Workload they are functions that make it.
+ROLES = {"model": "model", "data": "data", "loss": "loss_of", "optimizer": "optimizer", "scheduler": "scheduler"}
+ROLES |= {"eval_data": "eval_data", "metric": "metric"}
+MAKERS = {role: f"make_{name}" for role, name in ROLES.items() if role not in ("loss", "metric")}
+# What a script defines besides somebody's own code.
+OWN_NAMES = frozenset(
+    "as_it_is begin_at Seeded Rows to_device WithLoss shuffled micro_batches buckets add_up learning_rate evaluate "
+    "read_state resume main".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The code of model and data.
+
+    Attributes:
+        kind: ``ready`` for a ready-made workload, ``functions`` for those of a ``Workload``, ``cells``.
+        template, options: of a ready-made workload.
+        separable: whether its convolutions are.
+        imports: lines.
+        definitions: the code.
+        names: what somebody's own code calls each role.
+        cell_seed: where the random numbers of cells began.
+        uses: names that ranks offer to cells, and the code uses.
+        defines: names that the code defines.
+    """
+
+    kind: str
+    template: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    separable: bool = False
+    imports: tuple[str, ...] = ()
+    definitions: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+    cell_seed: int = 0
+    uses: frozenset[str] = frozenset()
+    defines: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be written.
+
+    Attributes:
+        threads: of each rank; ``None`` leaves them to torch.
+        eval_every: steps between evaluations, 0 for none but the last.
+        steps: how many the script takes by default.
+        evaluates: whether there is validation data.
+        own_rate: the learning rate that the workload's own optimizer came with.
+        title, header: of the script.
+    """
+
+    source: Source
+    settings: Settings
+    facts: Facts
+    ddp: bool
+    threads: int | None
+    eval_every: int
+    steps: int
+    evaluates: bool
+    own_rate: float | None
+    title: str
+    header: str
+
+
+def script(order: Order) -> str:
+    """The text of the script."""
+    values = Values(order)
+    flags = values.flags
+    return with_sorted_imports(render("train", flags, values.all(flags)))
+
+
+class Values:
+    """What stands in the template of one order."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._settings, self._facts, self._source = order.settings, order.facts, order.source
+        self._rank, self._size = _PARTS["ddp" if order.ddp else "hvd"]
+        self._own = order.source.kind != "ready"
+        self.flags = frozenset(name for name, holds in self._conditions() if holds)
+
+    def _conditions(self) -> Iterator[tuple[str, Any]]:
+        """Flags of the template, and whether each is set."""
+        settings, facts, source, order = self._settings, self._facts, self._source, self._order
+        ddp = order.ddp
+        own_optimizer = settings.optimizer == OWN
+        scheduler = settings.lr_schedule == OWN
+        warmup = settings.warmup_steps > 0
+        ends = settings.lr_schedule in ("cosine", "linear")
+        scaled = settings.lr_scaling != "none"
+        rated = warmup or ends or scaled
+        several = own_optimizer and facts.groups > 1
+        sets_rate = not scheduler and (not several or rated or settings.learning_rate != order.own_rate)
+        dropout = bool(source.options.get("dropout"))
+        own = self._own
+        yield from {
+            "ddp": ddp,
+            "hvd": not ddp,
+            "own": own,
+            source.kind: True,
+            source.template: not own,
+            "separable": source.separable,
+            "dropout": dropout,
+            "checkpointing": settings.checkpointing != "none",
+            "amp": settings.precision != "fp32",
+            "fp16": settings.precision == "fp16",
+            "clip": settings.clip_norm is not None,
+            "compression": settings.compression != "none",
+            "sum": settings.reduction == "sum",
+            "adasum": settings.reduction == "adasum",
+            "buckets": not facts.partial and settings.reduction != "adasum",
+            "own_optimizer": own_optimizer,
+            "builds_optimizer": not own_optimizer or source.kind == "functions",
+            "fused": settings.optimizer_impl == "fused",
+            "warmup": warmup,
+            "cosine": settings.lr_schedule == "cosine",
+            "linear": settings.lr_schedule == "linear",
+            "ends": ends,
+            "scaled": scaled,
+            "lr_linear": settings.lr_scaling == "linear",
+            "lr_sqrt": settings.lr_scaling == "sqrt",
+            "schedule": warmup or ends,
+            "rated": rated,
+            "rates": several and sets_rate,
+            "constant": sets_rate and not rated,
+            "rate": sets_rate,
+            "scheduler": scheduler,
+            "shuffled": facts.order == "shuffled",
+            "draws": facts.draws,
+            "columns": facts.columns == "dict" or facts.eval_form == "dict",
+            "moves": self._moves(),
+            "with_loss": ddp and own and (facts.loss == "batch" or facts.criterion_weights),
+            "criterion_weights": own and facts.criterion_weights,
+            "counts_tokens": bool(self._tokens()),
+            "buffers": facts.buffers,
+            "modes": facts.evaluating,
+            "evaluates": self._order.evaluates,
+            "own_metric": own and bool(facts.metric),
+            "seeds_ranks": own or dropout,
+            "random_numbers": own or dropout,
+            "math": source.template == "digits" or settings.lr_schedule == "cosine" or settings.lr_scaling == "sqrt",
+            "os": ddp or facts.variables or self._variables(),
+            "numpy": True,
+        }.items()
+
+    def all(self, flags: frozenset[str]) -> dict[str, str]:
+        """By name."""
+        settings, source, facts, order = self._settings, self._source, self._facts, self._order
+        ready = source.kind == "ready"
+        own_resume = [name for name, flag in (("scaler", "fp16"), ("scheduler", "scheduler")) if flag in flags]
+        texts: dict[str, Any] = {
+            "title": order.title,
+            "header": order.header,
+            "data_names": self._data_names(flags),
+            "imports": "\n".join(source.imports),
+            "join": "\n".join(self._join()),
+            "cell_seed": source.cell_seed,
+            "definitions": self._ready_made(flags) if ready else source.definitions,
+            "rank": self._rank,
+            "size": self._size,
+            "bucket_mib": f"{settings.bucket_mib:g}",
+            "bucket_bytes": round(settings.bucket_mib * 2**20),
+            "wrapped_loss": self._called("self.model", "self.loss"),
+            "what_it_finds": _list("Loss", "accuracy" if "digits" in flags else "metric" if facts.metric else ""),
+            "numbers": 3 if "digits" in flags else 2,
+            "names": '("loss", "accuracy")' if "digits" in flags else '("loss",)',
+            "summands": "loss.double(), score" if "digits" in flags else "loss.double()",
+            "numbers_aside": ", torch.random.fork_rng(devices=[])" if self._own else "",
+            "eval_batch": self._moved(f"{self._eval_collate()}([data[index] for index in chosen])"),
+            "eval_more": "".join(f", {name}" for name in self._eval_needs()),
+            "eval_set": "eval_set" if facts.eval_form in ("loader", "tuple", "dict") and self._own else "eval_data",
+            "dtype": _DTYPES.get(settings.precision, ""),
+            "found": "\n".join(self._found()),
+            "resume_more": "".join(f", {name}" for name in own_resume),
+            "optimizer_name": settings.optimizer,
+            "optimizer_key": "own_optimizer" if settings.optimizer == OWN else "optimizer",
+            "of_seed": "the data's order and dropout" if source.kind == "cells" else "weights, data order and dropout",
+            "steps": order.steps,
+            "eval_every": order.eval_every,
+            "seed": facts.seed,
+            "roles": ", ".join(self._roles()),
+            "given": ", ".join(source.names.values()),
+            "data": "\n".join(self._data()),
+            "model": self._model(),
+            "prepare_model": "\n".join(self._prepared()),
+            "broadcast": "named" if facts.uncommon or "criterion_weights" in flags else "model.state_dict()",
+            "ddp_model": "\n".join(self._ddp_model(flags)),
+            "comm_hook": self._comm_hook(flags),
+            "optimizer": self._optimizer(flags),
+            "implementation": "\n".join(self._implementation()),
+            "batches": "\n".join(self._batches(flags)),
+            "done": "done" if "schedule" in flags else "0",
+            "tokens": self._tokens(),
+            "train_batch": self._moved("next(batches)"),
+            "loss": self._loss(flags),
+            "to_float": ".float()" if self._own else "",
+            "clipped": '[weight for group in optimizer.param_groups for weight in group["params"]]'
+            if settings.optimizer == OWN
+            else "named.values()",
+        }
+        return {name: str(text) for name, text in (settings.as_dict() | texts).items()}
+
+    def _data_names(self, flags: frozenset[str]) -> str:
+        own = flags & {"draws", "columns"}
+        names = ["DataLoader", *(["Dataset"] if own or "ready" in flags else [])]
+        names += ["TensorDataset"] if self._own and "tuple" in (self._facts.columns, self._facts.eval_form) else []
+        plain = "evaluates" in flags and self._eval_collate() == "default_collate"
+        default = plain or ("draws" in flags and not self._facts.loader)
+        return ", ".join([*names, *(["default_collate"] if default else [])])
+
+    def _variables(self) -> dict[str, str]:
+        """Horovod's, as the session has them."""
+        return {} if self._order.ddp else self._facts.variables
+
+    def _join(self) -> Iterator[str]:
+        for name, value in self._variables().items():
+            yield f'os.environ.setdefault("{name}", "{value}")  # as in the session'
+        if self._order.ddp:
+            yield 'dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")'
+        else:
+            yield "hvd.init()"
+        if self._order.threads is not None:
+            yield f"torch.set_num_threads({self._order.threads})  # as in the session: others add up in another order"
+        local = 'int(os.environ["LOCAL_RANK"])' if self._order.ddp else "hvd.local_rank()"
+        yield "if torch.cuda.is_available():"
+        yield f"    torch.cuda.set_device({local})"
+        yield 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")'
+        for name, value in (("rank", self._rank), ("size", self._size)):
+            if name in self._source.uses:
+                yield f"{name} = {value}"
+
+    def _ready_made(self, flags: frozenset[str]) -> str:
+        options = self._source.options
+        count = options["depth"] * (2 if "digits" in flags else 1)
+        blocks = "\n".join(_calls_of_blocks(count, self._settings.checkpointing))
+        values = {"call_blocks": blocks, "dropout_argument": ", dropout" if "dropout" in flags else ""}
+        return render(self._source.template, flags, values)
+
+    def _roles(self) -> list[str]:
+        names = MAKERS if self._source.kind == "functions" else {}
+        return [names.get(role, ROLES[role]) for role in self._source.names]
+
+    def _data(self) -> Iterator[str]:
+        """Makes the data."""
+        options, facts = self._source.options, self._facts
+        if not self._own:
+            digits = "resolution" in options
+            made = f"Digits({options['resolution']}" if digits else f"Text({options['sequence_length']}"
+            yield f"data = {made})"
+            yield f"eval_data = {made}, train=False)"
+            return
+        if self._source.kind == "functions":
+            yield "data = make_data()"
+            if self._order.evaluates:
+                yield "eval_data = make_eval_data()"
+        if facts.loader:
+            yield "dataset, collate = data.dataset, data.collate_fn"
+        elif facts.columns:
+            yield f"dataset = {_ROWS[facts.columns].format('data')}"
+        if facts.draws:
+            inner = self._dataset()
+            yield f"samples = Seeded({inner}, {'collate' if facts.loader else 'default_collate'}, args.seed)"
+        if self._order.evaluates and facts.eval_form == "loader":
+            yield "eval_set, eval_collate = eval_data.dataset, eval_data.collate_fn"
+        elif self._order.evaluates and facts.eval_form in _ROWS:
+            yield f"eval_set = {_ROWS[facts.eval_form].format('eval_data')}"
+
+    def _dataset(self) -> str:
+        return "dataset" if self._own and (self._facts.loader or self._facts.columns) else "data"
+
+    def _model(self) -> str:
+        if self._source.kind == "functions":
+            return "make_model()"
+        options = dict(self._source.options)
+        if "resolution" in options:
+            return f"ResNet(width={options['width']}, depth={options['depth']})"
+        if not options:
+            return ""
+        options["length"] = options.pop("sequence_length")
+        dropout = options.pop("dropout")
+        options |= {"dropout": dropout} if dropout else {}
+        return f"GPT(data.vocabulary, {', '.join(f'{name}={value}' for name, value in options.items())})"
+
+    def _prepared(self) -> Iterator[str]:
+        if not self._own:
+            return
+        for name in self._facts.absent:
+            yield f'model.get_parameter("{name}").requires_grad_(False)  # it gets no gradient'
+        if self._settings.checkpointing != "none":
+            if self._facts.cache:
+                yield "for module in model.modules():"
+                yield '    if getattr(getattr(module, "config", None), "use_cache", False):'
+                yield "        module.config.use_cache = False  # of generation: recomputation would add to it again"
+            yield from checkpointed(self._facts.blocks)
+
+    def _ddp_model(self, flags: frozenset[str]) -> Iterator[str]:
+        wrapped = "WithLoss(model, loss_of)" if "with_loss" in flags else "model"
+        options = [wrapped, "broadcast_buffers=False", f"bucket_cap_mb={self._settings.bucket_mib:g}"]
+        options += ["gradient_as_bucket_view=True"]
+        options += ["find_unused_parameters=True"] if self._facts.partial else []
+        yield from _wrapped("ddp = DistributedDataParallel(", options, 4)
+
+    def _comm_hook(self, flags: frozenset[str]) -> str:
+        hook = "add_up" if "sum" in flags else ""
+        if "compression" in flags:
+            hook = f"default_hooks.fp16_compress_wrapper({hook})" if hook else "default_hooks.fp16_compress_hook"
+        return f"ddp.register_comm_hook(None, {hook})" if hook else ""
+
+    def _optimizer(self, flags: frozenset[str]) -> str:
+        settings = self._settings
+        if settings.optimizer == OWN:
+            return "make_optimizer(named.values())"
+        weights = "named.values()"
+        if "optimizer" in self._source.names and self._source.kind == "cells":  # whose order it keeps
+            weights = '[weight for group in optimizer.param_groups for weight in group["params"]]'
+        rate = "learning_rate(args, 0)" if "rated" in flags else "args.learning_rate"
+        return _OPTIMIZERS[settings.optimizer].format(weights, rate, _IMPLEMENTATIONS[settings.optimizer_impl])
+
+    def _implementation(self) -> Iterator[str]:
+        settings = self._settings
+        if settings.optimizer == OWN and settings.optimizer_impl != "default":
+            yield "for group in optimizer.param_groups:"
+            yield f"    group.update({_GROUP_FLAGS[settings.optimizer_impl]})"
+
+    def _batches(self, flags: frozenset[str]) -> Iterator[str]:
+        settings, dataset = self._settings, self._dataset()
+        options = ["samples" if self._facts.draws else dataset]
+        options += [f'batch_sampler=micro_batches(len({dataset}), args, header["position"])']
+        if self._facts.draws:
+            options += ["collate_fn=as_it_is"]
+        elif self._facts.loader and self._own:
+            options += ["collate_fn=collate"]
+        if settings.num_workers:
+            options += [f"num_workers={settings.num_workers}", f"prefetch_factor={settings.prefetch_factor}"]
+            options += ['multiprocessing_context="fork"']
+            options += [f"{name}=data.{name}" for name in self._facts.handed_on if name != "multiprocessing_context"]
+        options += ["pin_memory=torch.cuda.is_available()"] if settings.pin_memory else []
+        options += ["generator=torch.Generator()"]  # its own: the model's numbers are not drawn from
+        yield from _wrapped("batches = iter(DataLoader(", options, 4, close="))")
+
+    def _tokens(self) -> str:
+        """How many labels of a batch count in the loss of a whole step."""
+        if self._settings.accumulation_steps == 1 or not self._facts.tokens or not self._own:
+            return ""
+        labels = 'batch["labels"][..., 1:]' if self._facts.tokens == "shifted" else 'batch["labels"]'
+        return f"{labels}.ne(-100).sum()"
+
+    def _called(self, model: str, loss: str, items: str = "") -> str:
+        """The loss of ``batch``."""
+        if not self._own:
+            return f"mean_cross_entropy({model}, batch)"
+        if self._facts.loss == "model":
+            output = f"{model}(**batch{items})" if self._facts.batch == "mapping" else f"{model}(batch)"
+            return f'{output}["loss"]' if self._facts.loss_key else f"{output}.loss"
+        return f"{loss}({model}(batch[0]), batch[1])" if self._facts.loss == "outputs" else f"{loss}({model}, batch)"
+
+    def _loss(self, flags: frozenset[str]) -> str:
+        if "with_loss" in flags:
+            return "ddp(batch)"
+        items = ", num_items_in_batch=items" if self._tokens() else ""
+        return self._called("ddp" if self._order.ddp else "model", "loss_of", items)
+
+    def _found(self) -> Iterator[str]:
+        """What an evaluation finds in ``batch``."""
+        yield f"loss = {self._called('model', 'loss_of')}"
+        if not self._own and self._source.template == "digits":
+            yield "score = accuracy(model, batch)"
+        if self._own and self._facts.metric:
+            called = "metric(model(batch[0]), batch[1])" if self._facts.metric == "outputs" else "metric(model, batch)"
+            yield f"found = {called}"
+            yield f'found = found if isinstance(found, dict) else {{"{self._source.names["metric"]}": found}}'
+
+    def _moves(self) -> bool:
+        return self._own and self._facts.batch != "pair"
+
+    def _moved(self, batch: str) -> str:
+        """A batch on the device."""
+        if self._moves():
+            return f"to_device({batch}, device)"
+        copying = ", non_blocking=True" if self._settings.pin_memory else ""
+        return f"[part.to(device{copying}) for part in {batch}]"
+
+    def _eval_collate(self) -> str:
+        return "eval_collate" if self._own and self._facts.eval_form == "loader" else "default_collate"
+
+    def _eval_needs(self) -> Iterator[str]:
+        if self._own and self._facts.loss != "model":
+            yield "loss_of"
+        if self._own and self._facts.metric:
+            yield "metric"
+        if self._eval_collate() == "eval_collate":
+            yield "eval_collate"
+
+
+_ROWS = {"tuple": "TensorDataset(*map(torch.as_tensor, {}))", "dict": "Rows({})"}
+
+
+def segment_length(blocks: int, mode: str) -> int:
+    """How many blocks are recomputed together."""
+    return ceil(sqrt(blocks)) if mode == "sqrt" else 1
+
+
+def _calls_of_blocks(count: int, mode: str) -> Iterator[str]:
+    length = segment_length(count, mode)
+    if mode == "none":
+        yield "features = self.blocks(features)"
+    elif length == 1:
+        yield "for block in self.blocks:"
+        yield "    features = checkpoint(block, features, use_reentrant=False)"
+    else:
+        yield f"for first in range(0, len(self.blocks), {length}):"
+        yield f"    features = checkpoint(self.blocks[first : first + {length}], features, use_reentrant=False)"
+
+
+def _list(*words: str) -> str:
+    return " and ".join(word for word in words if word)
+
+
+def _wrapped(opening: str, options: list[str], indent: int, close: str = ")") -> Iterator[str]:
+    """A call in one line, or with its arguments in lines of their own, as ruff formats it."""
+    line = f"{opening}{', '.join(options)}{close}"
+    if indent + len(line) <= WIDTH:
+        yield line
+        return
+    inner = ", ".join(options)
+    if len(close) == 1 and indent + 4 + len(inner) <= WIDTH:
+        yield from (opening, f"    {inner}", close)
+        return
+    if len(close) > 1:
+        outer, _, call = opening.rpartition("iter(")
+        yield f"{outer}iter("
+        yield from (f"    {one}" for one in _wrapped(call, options, indent + 4))
+        yield ")"
+        return
+    yield opening
+    yield from (f"    {one}," for one in options)
+    yield close
