@@ -21,7 +21,9 @@ def with_sorted_imports(text: str) -> str:
     lines = text.splitlines()
     begin, end = nodes[0].lineno - 1, nodes[-1].end_lineno or 0
     sections = "\n\n".join(filter(None, map("\n".join, _sections(nodes))))
-    return "\n".join([*lines[:begin], sections, *lines[end:]]) + "\n"
+    rest = "\n".join(lines[end:]).lstrip("\n")
+    defined = isinstance(tree.body[first + len(nodes)], ast.FunctionDef | ast.ClassDef)
+    return "\n".join([*lines[:begin], sections]) + "\n" * (3 if defined else 2) + rest + "\n"
 
 
 def _sections(nodes: list[ast.Import | ast.ImportFrom]) -> list[list[str]]:

@@ -93,7 +93,7 @@ def _weights(facts: Facts) -> Iterator[str]:
             "does. Keep the weights in float32 and set precision=bf16 or fp16."
         )
     if facts.sparse:
-        yield "Gradients of an embedding are sparse, which a plain script averages otherwise. Make it with sparse=False."
+        yield "Gradients of an embedding are sparse, which a plain script averages otherwise. Set sparse=False in it."
     if facts.loose:
         yield "The optimizer trains a weight that neither the model nor the criterion has. Make it part of the model."
 

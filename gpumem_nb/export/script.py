@@ -34,10 +34,8 @@ ROLES = {"model": "model", "data": "data", "loss": "loss_of", "optimizer": "opti
 ROLES |= {"eval_data": "eval_data", "metric": "metric"}
 MAKERS = {role: f"make_{name}" for role, name in ROLES.items() if role not in ("loss", "metric")}
 # What a script defines besides somebody's own code.
-OWN_NAMES = frozenset(
-    "as_it_is begin_at Seeded Rows to_device WithLoss shuffled micro_batches buckets add_up learning_rate evaluate "
-    "read_state resume main".split()
-)
+OWN_NAMES = {"as_it_is", "begin_at", "Seeded", "Rows", "to_device", "WithLoss", "micro_batches", "add_up"}
+OWN_NAMES |= {"learning_rate", "evaluate", "resume", "main"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,8 @@ class Order:
         steps: how many the script takes by default.
         evaluates: whether there is validation data.
         own_rate: the learning rate that the workload's own optimizer came with.
-        title, header: of the script.
+        header: of the script.
+        parameter_bytes: of the model.
     """
 
     source: Source
@@ -90,8 +89,8 @@ class Order:
     steps: int
     evaluates: bool
     own_rate: float | None
-    title: str
     header: str
+    parameter_bytes: int
 
 
 def script(order: Order) -> str:
@@ -173,15 +172,15 @@ class Values:
             "math": source.template == "digits" or settings.lr_schedule == "cosine" or settings.lr_scaling == "sqrt",
             "os": ddp or facts.variables or self._variables(),
             "numpy": True,
+            "nn": not own or (ddp and (facts.loss == "batch" or facts.criterion_weights)),
         }.items()
 
     def all(self, flags: frozenset[str]) -> dict[str, str]:
         """By name."""
         settings, source, facts, order = self._settings, self._source, self._facts, self._order
         ready = source.kind == "ready"
-        own_resume = [name for name, flag in (("scaler", "fp16"), ("scheduler", "scheduler")) if flag in flags]
+        resumed = {"model": "buffers", "scaler": "fp16", "scheduler": "scheduler"}
         texts: dict[str, Any] = {
-            "title": order.title,
             "header": order.header,
             "data_names": self._data_names(flags),
             "imports": "\n".join(source.imports),
@@ -191,19 +190,21 @@ class Values:
             "rank": self._rank,
             "size": self._size,
             "bucket_mib": f"{settings.bucket_mib:g}",
-            "bucket_bytes": round(settings.bucket_mib * 2**20),
+            "groups": ceil(order.parameter_bytes / (settings.bucket_mib * 2**20)),
             "wrapped_loss": self._called("self.model", "self.loss"),
             "what_it_finds": _list("Loss", "accuracy" if "digits" in flags else "metric" if facts.metric else ""),
             "numbers": 3 if "digits" in flags else 2,
-            "names": '("loss", "accuracy")' if "digits" in flags else '("loss",)',
+            "totals": "loss, accuracy, samples" if "digits" in flags else "loss, samples",
+            "validation": 'f"validation: loss {loss / samples:.6g}'
+            + (', accuracy {accuracy / samples:.6g}"' if "digits" in flags else '"'),
             "summands": "loss.double(), score" if "digits" in flags else "loss.double()",
             "numbers_aside": ", torch.random.fork_rng(devices=[])" if self._own else "",
-            "eval_batch": self._moved(f"{self._eval_collate()}([data[index] for index in chosen])"),
+            "eval_batch": self._moved(f"{self._eval_collate()}(chosen)"),
             "eval_more": "".join(f", {name}" for name in self._eval_needs()),
             "eval_set": "eval_set" if facts.eval_form in ("loader", "tuple", "dict") and self._own else "eval_data",
             "dtype": _DTYPES.get(settings.precision, ""),
             "found": "\n".join(self._found()),
-            "resume_more": "".join(f", {name}" for name in own_resume),
+            "resume_more": "".join(f", {name}" for name, flag in resumed.items() if flag in flags),
             "optimizer_name": settings.optimizer,
             "optimizer_key": "own_optimizer" if settings.optimizer == OWN else "optimizer",
             "of_seed": "the data's order and dropout" if source.kind == "cells" else "weights, data order and dropout",
@@ -357,7 +358,7 @@ class Values:
     def _batches(self, flags: frozenset[str]) -> Iterator[str]:
         settings, dataset = self._settings, self._dataset()
         options = ["samples" if self._facts.draws else dataset]
-        options += [f'batch_sampler=micro_batches(len({dataset}), args, header["position"])']
+        options += [f'batch_sampler=micro_batches(len({dataset}), args, start["position"])']
         if self._facts.draws:
             options += ["collate_fn=as_it_is"]
         elif self._facts.loader and self._own:
@@ -380,7 +381,7 @@ class Values:
     def _called(self, model: str, loss: str, items: str = "") -> str:
         """The loss of ``batch``."""
         if not self._own:
-            return f"mean_cross_entropy({model}, batch)"
+            return self._cross_entropy(f"{model}(inputs).float()")
         if self._facts.loss == "model":
             output = f"{model}(**batch{items})" if self._facts.batch == "mapping" else f"{model}(batch)"
             return f'{output}["loss"]' if self._facts.loss_key else f"{output}.loss"
@@ -392,11 +393,19 @@ class Values:
         items = ", num_items_in_batch=items" if self._tokens() else ""
         return self._called("ddp" if self._order.ddp else "model", "loss_of", items)
 
+    def _cross_entropy(self, logits: str) -> str:
+        """Of a ready-made workload; in fp32 under autocast too."""
+        if self._source.template == "digits":
+            return f"cross_entropy({logits}, targets)"
+        return f"cross_entropy({logits}.flatten(0, 1), targets.flatten())"
+
     def _found(self) -> Iterator[str]:
         """What an evaluation finds in ``batch``."""
-        yield f"loss = {self._called('model', 'loss_of')}"
-        if not self._own and self._source.template == "digits":
-            yield "score = accuracy(model, batch)"
+        if self._source.template == "digits":
+            yield "logits = model(inputs).float()"
+            yield f"loss = {self._cross_entropy('logits')}"
+        else:
+            yield f"loss = {self._called('model', 'loss_of')}"
         if self._own and self._facts.metric:
             called = "metric(model(batch[0]), batch[1])" if self._facts.metric == "outputs" else "metric(model, batch)"
             yield f"found = {called}"
@@ -406,11 +415,13 @@ class Values:
         return self._own and self._facts.batch != "pair"
 
     def _moved(self, batch: str) -> str:
-        """A batch on the device."""
+        """Brings a batch to the device."""
         if self._moves():
-            return f"to_device({batch}, device)"
+            return f"batch = to_device({batch}, device)"
         copying = ", non_blocking=True" if self._settings.pin_memory else ""
-        return f"[part.to(device{copying}) for part in {batch}]"
+        if self._own:
+            return f"batch = [part.to(device{copying}) for part in {batch}]"
+        return f"inputs, targets = (part.to(device{copying}) for part in {batch})"
 
     def _eval_collate(self) -> str:
         return "eval_collate" if self._own and self._facts.eval_form == "loader" else "default_collate"

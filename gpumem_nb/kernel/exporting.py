@@ -99,28 +99,29 @@ class Exporting:
             steps=settings.schedule_steps or _STEPS,
             evaluates=workload.eval_len is not None,
             own_rate=workload.own_learning_rate,
-            title=f"{workload.name} on every rank, with {'DistributedDataParallel' if ddp else 'Horovod'}.",
-            header=self._header(target, settings, facts, ddp),
+            header=self._header(target, facts, workload, ddp),
+            parameter_bytes=workload.parameter_bytes,
         )
 
-    def _header(self, target: Path, settings: Settings, facts: Facts, ddp: bool) -> str:
+    def _header(self, target: Path, facts: Facts, workload: WorkloadInfo, ddp: bool) -> str:
         """How to run it, and what was measured."""
-        ranks, first = self._ranks, self._ranks[0]
-        now, device = self._history.now(), first.device_name
-        lines = [f"{MARK} {__version__} on {time.strftime('%Y-%m-%d')}. Run it with:", ""]
-        lines += [f"    {command}" for command in commands(target.name, len(ranks), ddp)]
-        lines += ["", "Go on from a state that the session saved: add --resume FILE.", ""]
-        versions = f"Horovod {facts.horovod} and torch {facts.torch}"
-        lines.append(f"Measured in the session, on {len(ranks)} ranks with {versions},")
-        kind = "virtual GPUs, of CPU tensors: " if first.virtual else ""
-        lines.append(f"{kind}{device}{' and others' * (len({info.device_name for info in ranks}) > 1)}:")
+        ranks, now = self._ranks, self._history.now()
+        framework = "DistributedDataParallel" if ddp else "Horovod"
+        run, *others = commands(target.name, len(ranks), ddp)
+        more = "".join(f"    (or: {command})" for command in others)
+        devices = f"{len(ranks)} ranks with {ranks[0].device_name}{' and the like' * (len(ranks) > 1)}"
+        lines = [
+            f"{workload.name} on every rank, with {framework}. {MARK} {__version__} on {time.strftime('%Y-%m-%d')}.",
+            "",
+            f"Run it:  {run}{more}",
+            "Go on from a state that the session saved with %hvd_save: add --resume FILE.",
+            f"Measured in the session, on {devices}, Horovod {facts.horovod}, torch {facts.torch}:",
+        ]
         if now is None or not now.steps:
-            return "\n".join([*lines, "nothing, because no step was done under these settings."])
-        lines.append(
-            f"live peak {format_bytes(now.peak_bytes)}, reserved {format_bytes(now.reserved_peak_bytes)} (of the rank "
-            f"that needed most), {format_rate(now.samples_per_s)} samples/s of all ranks."
-        )
-        return "\n".join(lines)
+            return "\n".join([*lines, "nothing, because no step was done under these settings.", ""])
+        measured = f"live peak {format_bytes(now.peak_bytes)}, reserved {format_bytes(now.reserved_peak_bytes)}"
+        lines.append(f"{measured} (worst rank), {format_rate(now.samples_per_s)} samples/s (all ranks).")
+        return "\n".join([*lines, ""])
 
     def _source(self, workload: WorkloadInfo, settings: Settings) -> Source:
         origin = self._origin
