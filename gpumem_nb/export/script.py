@@ -152,6 +152,7 @@ class Values:
             "lr_sqrt": settings.lr_scaling == "sqrt",
             "schedule": warmup or ends,
             "rated": rated,
+            "eval_every": order.eval_every,
             "rates": several and sets_rate,
             "constant": sets_rate and not rated,
             "rate": sets_rate,
@@ -179,7 +180,8 @@ class Values:
         """By name."""
         settings, source, facts, order = self._settings, self._source, self._facts, self._order
         ready = source.kind == "ready"
-        resumed = {"model": "buffers", "scaler": "fp16", "scheduler": "scheduler"}
+        resumed = {"model": "" if ready or facts.buffers else "never", "named": "own", "optimizer": ""}
+        resumed |= {"scaler": "fp16", "scheduler": "scheduler"}
         texts: dict[str, Any] = {
             "header": order.header,
             "data_names": self._data_names(flags),
@@ -204,10 +206,11 @@ class Values:
             "eval_set": "eval_set" if facts.eval_form in ("loader", "tuple", "dict") and self._own else "eval_data",
             "dtype": _DTYPES.get(settings.precision, ""),
             "found": "\n".join(self._found()),
-            "resume_more": "".join(f", {name}" for name, flag in resumed.items() if flag in flags),
+            "resumed": ", ".join(name for name, flag in resumed.items() if not flag or flag in flags),
+            "weights": "named.values()" if self._own else "model.parameters()",
+            "cooling_steps": max(1, (settings.schedule_steps or 0) - settings.warmup_steps),
             "optimizer_name": settings.optimizer,
             "optimizer_key": "own_optimizer" if settings.optimizer == OWN else "optimizer",
-            "of_seed": "the data's order and dropout" if source.kind == "cells" else "weights, data order and dropout",
             "steps": order.steps,
             "eval_every": order.eval_every,
             "seed": facts.seed,
@@ -229,7 +232,9 @@ class Values:
             "to_float": ".float()" if self._own else "",
             "clipped": '[weight for group in optimizer.param_groups for weight in group["params"]]'
             if settings.optimizer == OWN
-            else "named.values()",
+            else "named.values()"
+            if self._own
+            else "model.parameters()",
         }
         return {name: str(text) for name, text in (settings.as_dict() | texts).items()}
 
@@ -343,7 +348,7 @@ class Values:
         settings = self._settings
         if settings.optimizer == OWN:
             return "make_optimizer(named.values())"
-        weights = "named.values()"
+        weights = "named.values()" if self._own else "model.parameters()"
         if "optimizer" in self._source.names and self._source.kind == "cells":  # whose order it keeps
             weights = '[weight for group in optimizer.param_groups for weight in group["params"]]'
         rate = "learning_rate(args, 0)" if "rated" in flags else "args.learning_rate"
@@ -364,11 +369,13 @@ class Values:
         elif self._facts.loader and self._own:
             options += ["collate_fn=collate"]
         if settings.num_workers:
-            options += [f"num_workers={settings.num_workers}", f"prefetch_factor={settings.prefetch_factor}"]
-            options += ['multiprocessing_context="fork"']
+            options += [f"num_workers={settings.num_workers}"]
+            options += [f"prefetch_factor={settings.prefetch_factor}"] if settings.prefetch_factor != 2 else []
+            options += ['multiprocessing_context="fork"'] if self._own else []
             options += [f"{name}=data.{name}" for name in self._facts.handed_on if name != "multiprocessing_context"]
         options += ["pin_memory=torch.cuda.is_available()"] if settings.pin_memory else []
-        options += ["generator=torch.Generator()"]  # its own: the model's numbers are not drawn from
+        # The model's numbers are not drawn from.
+        options += ["generator=torch.Generator()"] if "random_numbers" in flags else []
         yield from _wrapped("batches = iter(DataLoader(", options, 4, close="))")
 
     def _tokens(self) -> str:
