@@ -27,7 +27,7 @@ def check(settings: Settings, facts: Facts, own: bool, ddp: bool) -> None:
         WorkloadError: saying why, and what to do.
     """
     for reason in (*_knobs(settings, ddp), *(_own(settings, facts, ddp) if own else ())):
-        raise WorkloadError(f"No script was written. {reason}")
+        raise WorkloadError(reason)
 
 
 def left_out(settings: Settings, ddp: bool) -> list[str]:

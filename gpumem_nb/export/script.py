@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil, sqrt
 from typing import Any
 
+from ..shared.errors import WorkloadError
 from ..shared.exporting import Facts
 from ..shared.learning_rate import OWN
 from ..shared.settings import Settings
@@ -33,9 +35,6 @@ _PARTS = {"hvd": ("hvd.rank()", "hvd.size()"), "ddp": ("dist.get_rank()", "dist.
 ROLES = {"model": "model", "data": "data", "loss": "loss_of", "optimizer": "optimizer", "scheduler": "scheduler"}
 ROLES |= {"eval_data": "eval_data", "metric": "metric"}
 MAKERS = {role: f"make_{name}" for role, name in ROLES.items() if role not in ("loss", "metric")}
-# What a script defines besides somebody's own code.
-OWN_NAMES = {"as_it_is", "begin_at", "Seeded", "Rows", "to_device", "WithLoss", "micro_batches", "add_up"}
-OWN_NAMES |= {"learning_rate", "evaluate", "resume", "main"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +93,27 @@ class Order:
 
 
 def script(order: Order) -> str:
-    """The text of the script."""
+    """The text of the script.
+
+    Raises:
+        WorkloadError: somebody's own code defines something under a name that the script needs.
+    """
     values = Values(order)
-    flags = values.flags
-    return with_sorted_imports(render("train", flags, values.all(flags)))
+    texts = values.all(values.flags)
+    if order.source.kind != "ready":
+        bare = render("train", values.flags, texts | {"definitions": "", "imports": ""})
+        if clash := sorted(order.source.defines & set(defined_in(bare))):
+            raise WorkloadError(f"Your code and the script both call something {clash[0]}. Rename yours.")
+    return with_sorted_imports(render("train", values.flags, texts))
+
+
+def defined_in(text: str) -> Iterator[str]:
+    """What a module calls something at its top level, but what it imports."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
 
 
 class Values:
@@ -221,7 +237,8 @@ class Values:
             "prepare_model": "\n".join(self._prepared()),
             "broadcast": "named" if facts.uncommon or "criterion_weights" in flags else "model.state_dict()",
             "ddp_model": "\n".join(self._ddp_model(flags)),
-            "comm_hook": self._comm_hook(flags),
+            "comm_hook": "ddp.register_comm_hook(None, combine)" if flags & {"sum", "compression"} else "",
+            "full_rate": "rate" if "scaled" in flags else "args.learning_rate",
             "optimizer": self._optimizer(flags),
             "implementation": "\n".join(self._implementation()),
             "batches": "\n".join(self._batches(flags)),
@@ -333,16 +350,10 @@ class Values:
 
     def _ddp_model(self, flags: frozenset[str]) -> Iterator[str]:
         wrapped = "WithLoss(model, loss_of)" if "with_loss" in flags else "model"
-        options = [wrapped, "broadcast_buffers=False", f"bucket_cap_mb={self._settings.bucket_mib:g}"]
-        options += ["gradient_as_bucket_view=True"]
+        options = [wrapped, f"bucket_cap_mb={self._settings.bucket_mib:g}", "gradient_as_bucket_view=True"]
+        options += ["broadcast_buffers=False"] if self._facts.buffers else []
         options += ["find_unused_parameters=True"] if self._facts.partial else []
         yield from _wrapped("ddp = DistributedDataParallel(", options, 4)
-
-    def _comm_hook(self, flags: frozenset[str]) -> str:
-        hook = "add_up" if "sum" in flags else ""
-        if "compression" in flags:
-            hook = f"default_hooks.fp16_compress_wrapper({hook})" if hook else "default_hooks.fp16_compress_hook"
-        return f"ddp.register_comm_hook(None, {hook})" if hook else ""
 
     def _optimizer(self, flags: frozenset[str]) -> str:
         settings = self._settings

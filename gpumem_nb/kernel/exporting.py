@@ -11,7 +11,7 @@ from typing import Any
 
 from ..export import refusals
 from ..export.functions import Collector
-from ..export.script import OWN_NAMES, ROLES, Order, Source, script
+from ..export.script import ROLES, Order, Source, script
 from ..export.slicing import needed
 from ..report.exported import ExportedScript, commands
 from ..shared.errors import InvalidInput, WorkloadError
@@ -74,10 +74,12 @@ class Exporting:
         if workload is None:  # another thread unloads it
             raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
         own = self._origin.options is None
-        refusals.check(settings, facts, own, ddp)
-        source = self._source(workload, settings)
+        try:
+            refusals.check(settings, facts, own, ddp)
+            text = script(self._order(target, self._source(workload, settings), settings, facts, workload, ddp))
+        except WorkloadError as error:
+            raise WorkloadError(f"No script was written. {error}") from None
         left_out = (*self._left_out(), *refusals.left_out(settings, ddp))
-        text = script(self._order(target, source, settings, facts, workload, ddp))
         try:
             with written_whole(target) as file:
                 file.write(text.encode())
@@ -128,20 +130,12 @@ class Exporting:
         if origin.options is not None:
             entry = catalog.find(workload.name)
             return Source("ready", entry.task, dict(origin.options), separable=entry.name == "digits-separable")
-        code = self._of_cells(settings) if origin.attached else self._of_functions(settings)
-        if clash := sorted(OWN_NAMES & code.defines):
-            raise WorkloadError(
-                f"No script was written. Your code and the script both call something {clash[0]}. Rename yours."
-            )
-        return code
+        return self._of_cells(settings) if origin.attached else self._of_functions(settings)
 
     def _of_cells(self, settings: Settings) -> Source:
         names = {role: name for role, name in _used(self._origin.attached or {}, settings).items() if name}
         cells = self._cells
-        try:
-            found = needed(cells.before_load(), names.values(), cells.seed, cells.forgotten)
-        except WorkloadError as error:
-            raise WorkloadError(f"No script was written. {error}") from None
+        found = needed(cells.before_load(), names.values(), cells.seed, cells.forgotten)
         return Source(
             "cells",
             imports=found.imports,
@@ -156,12 +150,8 @@ class Exporting:
         workload, collector = self._origin.workload, Collector()
         assert workload is not None
         functions = {role: getattr(workload, role) for role in ROLES}
-        try:
-            names = {
-                role: collector.add(role, function) for role, function in _used(functions, settings).items() if function
-            }
-        except WorkloadError as error:
-            raise WorkloadError(f"No script was written. {error}") from None
+        used = _used(functions, settings).items()
+        names = {role: collector.add(role, function) for role, function in used if function}
         return Source(
             "functions",
             imports=tuple(collector.imports),
