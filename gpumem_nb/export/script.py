@@ -314,7 +314,7 @@ class Values:
             yield f"dataset = {_ROWS[facts.columns].format('data')}"
         if facts.draws:
             inner = self._dataset()
-            yield f"samples = Seeded({inner}, {'collate' if facts.loader else 'default_collate'}, args.seed)"
+            yield f"samples = Seeded({inner}, {'collate' if facts.loader else 'default_collate'}, {self._facts.seed})"
         if self._order.evaluates and facts.eval_form == "loader":
             yield "eval_set, eval_collate = eval_data.dataset, eval_data.collate_fn"
         elif self._order.evaluates and facts.eval_form in _ROWS:

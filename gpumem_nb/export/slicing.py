@@ -30,6 +30,7 @@ class Unit:
         imports: whether it only imports.
         defines: whether it is a definition of functions and classes: mentioning their names changes nothing.
         looks: whether it only shows something.
+        calls: whether it calls anything when it runs, so that it may draw random numbers.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Unit:
     imports: bool
     defines: bool
     looks: bool
+    calls: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def _kept(units: Sequence[Unit], cells: Sequence[Cell], names: frozenset[str]) -
     drawing = -1  # the earliest cell so far that is needed and draws random numbers
     for unit in reversed(units):
         seeded = any(cell.seed is not None for cell in cells[unit.cell + 1 : drawing + 1])
-        draws = cells[unit.cell].drew and drawing >= 0 and not seeded
+        draws = unit.calls and cells[unit.cell].drew and drawing >= 0 and not seeded
         changes = bool(unit.reads & live - defined) and not (unit.looks or unit.defines)
         if not (unit.binds & live or changes or draws):
             continue
@@ -176,6 +178,7 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int) -> Unit:
         imports=all(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes),
         defines=all(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) for node in nodes),
         looks=all(_only_looks(node) for node in nodes),
+        calls=any(map(_calls, nodes)),
     )
 
 
@@ -212,6 +215,15 @@ def _only_looks(node: ast.stmt) -> bool:
     if called is not None:
         return isinstance(called, ast.Name) and called.id in _LOOKS
     return not any(isinstance(one, ast.Call | ast.NamedExpr | ast.Await) for one in ast.walk(node))
+
+
+def _calls(node: ast.AST) -> bool:
+    """Whether something is called in a statement itself, and not in the functions that it defines."""
+    if isinstance(node, ast.Call | ast.Await):
+        return True
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return any(map(_calls, getattr(node, "decorator_list", [])))
+    return any(map(_calls, ast.iter_child_nodes(node)))
 
 
 def _joined(units: Sequence[Unit]) -> Iterator[str]:

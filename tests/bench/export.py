@@ -16,6 +16,7 @@ import gpumem_nb
 from gpumem_nb.session import Session
 from gpumem_nb.shared.settings import Settings
 from tests import exported
+from tests.internals import COLLECT
 
 CASES, STEPS = 20, 100
 ROUNDING = 1e-4
@@ -97,6 +98,7 @@ def main() -> int:
             else:
                 session.load(name, **options)
             session.set(**Settings(**knobs).changed_from(session.settings))
+            session.run(COLLECT)
             run = session.train(steps)
             for ddp in (False, True):
                 try:
