@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..internals.torch_internals import has_step_hooks
-from ..shared.exporting import Facts
+from ..memory.device import Device
+from ..shared.exporting import Facts as Facts
 from ..shared.knobs.communication import VARIABLES
 from .data.handed import Columns, collated_copies
 from .data.once import samples_at
@@ -27,17 +28,22 @@ from .step.trainer import Trainer
 _COMMON = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
 
 
-def facts_of(trainer: Trainer) -> Facts:
+def facts_of(trainer: Trainer, device: Device) -> Facts:
     """Look at what is trained; changes nothing."""
+    with device.exempt():  # a batch is made
+        return _facts(trainer)
+
+
+def _facts(trainer: Trainer) -> Facts:
     live, stream, workload = trainer.live, trainer.stream, trainer.workload
     loss, given = workload.loss, as_given(workload.loss)
     names = {id(param): name for name, param in live.parts.named_parameters()}
     named = (*live.parts.named_parameters(), *live.parts.named_buffers())
-    absent, partial = trainer.lacking or ((), False)
+    absent, partial = trainer.stepper.voting.lacking or ((), False)
     modules = {id(module): name for name, module in live.model.named_modules()}
     return Facts(
         seed=stream.seed,
-        stepped=trainer.lacking is not None,
+        stepped=trainer.stepper.voting.lacking is not None,
         order=_order(stream),
         iterable=stream.info.iterable,
         batched=stream.info.batched,

@@ -21,7 +21,6 @@ from ..memory.device import Device, open_device
 from ..shared.allocator_settings import AllocatorSettings
 from ..shared.answers import Apart, Pulse
 from ..shared.errors import WorkloadError
-from ..shared.exporting import Facts
 from ..shared.forecast import Forecasts, Rehearsal
 from ..shared.knobs import KNOBS, register
 from ..shared.messages import (
@@ -43,9 +42,8 @@ from ..shared.step_times import StepLanes
 from ..shared.sync_look import SyncLook
 from ..shared.trace import TraceOrder, TracePart
 from ..shared.workload import Workload, WorkloadInfo
-from . import building, rank_info, surroundings, sync_look
+from . import building, exporting, rank_info, surroundings, sync_look
 from .attach import attached, named
-from .exporting import facts_of
 from .names import OfferedNames, taken
 from .random_state import seed_all
 from .sharing import check_sharing
@@ -178,10 +176,9 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
 
 
-def facts() -> Facts:
+def facts() -> exporting.Facts:
     """What a script must know to train what is loaded."""
-    with _device.exempt():  # a batch is made
-        return facts_of(_loaded_trainer())
+    return exporting.facts_of(_loaded_trainer(), _device)
 
 
 def sync() -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from math import ceil, sqrt
 from typing import Any
 
 from ..shared.errors import WorkloadError
-from ..shared.exporting import Facts
 from ..shared.learning_rate import OWN
-from ..shared.settings import Settings
+from .batches import Batches, wrapped
 from .blocks import checkpointed
 from .imports import with_sorted_imports
+from .order import MAKERS, ROLES, Order
 from .templating import render
 
-WIDTH = 120
 _DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
 _OPTIMIZERS = {
     "sgd": "torch.optim.SGD({}, lr={}{})",
@@ -31,65 +29,6 @@ _GROUP_FLAGS = {
     "loop": "foreach=False, fused=False",
 }
 _PARTS = {"hvd": ("hvd.rank()", "hvd.size()"), "ddp": ("dist.get_rank()", "dist.get_world_size()")}
-# What main() is given of somebody's own code, by role; of a Workload they are functions that make it.
-ROLES = {"model": "model", "data": "data", "loss": "loss_of", "optimizer": "optimizer", "scheduler": "scheduler"}
-ROLES |= {"eval_data": "eval_data", "metric": "metric"}
-MAKERS = {role: f"make_{name}" for role, name in ROLES.items() if role not in ("loss", "metric")}
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The code of model and data.
-
-    Attributes:
-        kind: ``ready`` for a ready-made workload, ``functions`` for those of a ``Workload``, ``cells``.
-        template, options: of a ready-made workload.
-        separable: whether its convolutions are.
-        imports: lines.
-        definitions: the code.
-        names: what somebody's own code calls each role.
-        cell_seed: where the random numbers of cells began.
-        uses: names that ranks offer to cells, and the code uses.
-        defines: names that the code defines.
-    """
-
-    kind: str
-    template: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    separable: bool = False
-    imports: tuple[str, ...] = ()
-    definitions: str = ""
-    names: dict[str, str] = field(default_factory=dict)
-    cell_seed: int = 0
-    uses: frozenset[str] = frozenset()
-    defines: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What is to be written.
-
-    Attributes:
-        threads: of each rank; ``None`` leaves them to torch.
-        eval_every: steps between evaluations, 0 for none but the last.
-        steps: how many the script takes by default.
-        evaluates: whether there is validation data.
-        own_rate: the learning rate that the workload's own optimizer came with.
-        header: of the script.
-        parameter_bytes: of the model.
-    """
-
-    source: Source
-    settings: Settings
-    facts: Facts
-    ddp: bool
-    threads: int | None
-    eval_every: int
-    steps: int
-    evaluates: bool
-    own_rate: float | None
-    header: str
-    parameter_bytes: int
 
 
 def script(order: Order) -> str:
@@ -124,6 +63,7 @@ class Values:
         self._settings, self._facts, self._source = order.settings, order.facts, order.source
         self._rank, self._size = _PARTS["ddp" if order.ddp else "hvd"]
         self._own = order.source.kind != "ready"
+        self._batches = Batches(order)
         self.flags = frozenset(name for name, holds in self._conditions() if holds)
 
     def _conditions(self) -> Iterator[tuple[str, Any]]:
@@ -176,10 +116,10 @@ class Values:
             "shuffled": facts.order == "shuffled",
             "draws": facts.draws,
             "columns": facts.columns == "dict" or facts.eval_form == "dict",
-            "moves": self._moves(),
+            "moves": self._batches.moves(),
             "with_loss": ddp and own and (facts.loss == "batch" or facts.criterion_weights),
             "criterion_weights": own and facts.criterion_weights,
-            "counts_tokens": bool(self._tokens()),
+            "counts_tokens": bool(self._batches.tokens()),
             "buffers": facts.buffers,
             "modes": facts.evaluating,
             "evaluates": self._order.evaluates,
@@ -209,7 +149,7 @@ class Values:
             "size": self._size,
             "bucket_mib": f"{settings.bucket_mib:g}",
             "groups": ceil(order.parameter_bytes / (settings.bucket_mib * 2**20)),
-            "wrapped_loss": self._called("self.model", "self.loss"),
+            "wrapped_loss": self._batches.called("self.model", "self.loss"),
             "what_it_finds": _list("Loss", "accuracy" if "digits" in flags else "metric" if facts.metric else ""),
             "numbers": 3 if "digits" in flags else 2,
             "totals": "loss, accuracy, samples" if "digits" in flags else "loss, samples",
@@ -217,11 +157,11 @@ class Values:
             + (', accuracy {accuracy / samples:.6g}"' if "digits" in flags else '"'),
             "summands": "loss.double(), score" if "digits" in flags else "loss.double()",
             "numbers_aside": ", torch.random.fork_rng(devices=[])" if self._own else "",
-            "eval_batch": self._moved(f"{self._eval_collate()}(chosen)"),
-            "eval_more": "".join(f", {name}" for name in self._eval_needs()),
+            "eval_batch": self._batches.moved(f"{self._batches.eval_collate()}(chosen)"),
+            "eval_more": "".join(f", {name}" for name in self._batches.eval_needs()),
             "eval_set": "eval_set" if facts.eval_form in ("loader", "tuple", "dict") and self._own else "eval_data",
             "dtype": _DTYPES.get(settings.precision, ""),
-            "found": "\n".join(self._found()),
+            "found": "\n".join(self._batches.found()),
             "resumed": ", ".join(name for name, flag in resumed.items() if not flag or flag in flags),
             "weights": "named.values()" if self._own else "model.parameters()",
             "cooling_steps": max(1, (settings.schedule_steps or 0) - settings.warmup_steps),
@@ -232,7 +172,7 @@ class Values:
             "seed": facts.seed,
             "roles": ", ".join(self._roles()),
             "given": ", ".join(source.names.values()),
-            "data": "\n".join(self._data()),
+            "data": "\n".join(self._batches.data()),
             "model": self._model(),
             "prepare_model": "\n".join(self._prepared()),
             "broadcast": "named" if facts.uncommon or "criterion_weights" in flags else "model.state_dict()",
@@ -241,11 +181,11 @@ class Values:
             "full_rate": "rate" if "scaled" in flags else "args.learning_rate",
             "optimizer": self._optimizer(flags),
             "implementation": "\n".join(self._implementation()),
-            "batches": "\n".join(self._batches(flags)),
+            "batches": "\n".join(self._batches.loader(flags)),
             "done": "done" if "schedule" in flags else "0",
-            "tokens": self._tokens(),
-            "train_batch": self._moved("next(batches)"),
-            "loss": self._loss(flags),
+            "tokens": self._batches.tokens(),
+            "train_batch": self._batches.moved("next(batches)"),
+            "loss": self._batches.loss(flags),
             "to_float": ".float()" if self._own else "",
             "clipped": '[weight for group in optimizer.param_groups for weight in group["params"]]'
             if settings.optimizer == OWN
@@ -259,7 +199,7 @@ class Values:
         own = flags & {"draws", "columns"}
         names = ["DataLoader", *(["Dataset"] if own or "ready" in flags else [])]
         names += ["TensorDataset"] if self._own and "tuple" in (self._facts.columns, self._facts.eval_form) else []
-        plain = "evaluates" in flags and self._eval_collate() == "default_collate"
+        plain = "evaluates" in flags and self._batches.eval_collate() == "default_collate"
         default = plain or ("draws" in flags and not self._facts.loader)
         return ", ".join([*names, *(["default_collate"] if default else [])])
 
@@ -295,34 +235,6 @@ class Values:
         names = MAKERS if self._source.kind == "functions" else {}
         return [names.get(role, ROLES[role]) for role in self._source.names]
 
-    def _data(self) -> Iterator[str]:
-        """Makes the data."""
-        options, facts = self._source.options, self._facts
-        if not self._own:
-            digits = "resolution" in options
-            made = f"Digits({options['resolution']}" if digits else f"Text({options['sequence_length']}"
-            yield f"data = {made})"
-            yield f"eval_data = {made}, train=False)"
-            return
-        if self._source.kind == "functions":
-            yield "data = make_data()"
-            if self._order.evaluates:
-                yield "eval_data = make_eval_data()"
-        if facts.loader:
-            yield "dataset, collate = data.dataset, data.collate_fn"
-        elif facts.columns:
-            yield f"dataset = {_ROWS[facts.columns].format('data')}"
-        if facts.draws:
-            inner = self._dataset()
-            yield f"samples = Seeded({inner}, {'collate' if facts.loader else 'default_collate'}, {self._facts.seed})"
-        if self._order.evaluates and facts.eval_form == "loader":
-            yield "eval_set, eval_collate = eval_data.dataset, eval_data.collate_fn"
-        elif self._order.evaluates and facts.eval_form in _ROWS:
-            yield f"eval_set = {_ROWS[facts.eval_form].format('eval_data')}"
-
-    def _dataset(self) -> str:
-        return "dataset" if self._own and (self._facts.loader or self._facts.columns) else "data"
-
     def _model(self) -> str:
         if self._source.kind == "functions":
             return "make_model()"
@@ -349,11 +261,11 @@ class Values:
             yield from checkpointed(self._facts.blocks)
 
     def _ddp_model(self, flags: frozenset[str]) -> Iterator[str]:
-        wrapped = "WithLoss(model, loss_of)" if "with_loss" in flags else "model"
-        options = [wrapped, f"bucket_cap_mb={self._settings.bucket_mib:g}", "gradient_as_bucket_view=True"]
+        module = "WithLoss(model, loss_of)" if "with_loss" in flags else "model"
+        options = [module, f"bucket_cap_mb={self._settings.bucket_mib:g}", "gradient_as_bucket_view=True"]
         options += ["broadcast_buffers=False"] if self._facts.buffers else []
         options += ["find_unused_parameters=True"] if self._facts.partial else []
-        yield from _wrapped("ddp = DistributedDataParallel(", options, 4)
+        yield from wrapped("ddp = DistributedDataParallel(", options, 4)
 
     def _optimizer(self, flags: frozenset[str]) -> str:
         settings = self._settings
@@ -370,90 +282,6 @@ class Values:
         if settings.optimizer == OWN and settings.optimizer_impl != "default":
             yield "for group in optimizer.param_groups:"
             yield f"    group.update({_GROUP_FLAGS[settings.optimizer_impl]})"
-
-    def _batches(self, flags: frozenset[str]) -> Iterator[str]:
-        settings, dataset = self._settings, self._dataset()
-        options = ["samples" if self._facts.draws else dataset]
-        options += [f'batch_sampler=micro_batches(len({dataset}), args, start["position"])']
-        if self._facts.draws:
-            options += ["collate_fn=as_it_is"]
-        elif self._facts.loader and self._own:
-            options += ["collate_fn=collate"]
-        if settings.num_workers:
-            options += [f"num_workers={settings.num_workers}"]
-            options += [f"prefetch_factor={settings.prefetch_factor}"] if settings.prefetch_factor != 2 else []
-            options += ['multiprocessing_context="fork"'] if self._own else []
-            options += [f"{name}=data.{name}" for name in self._facts.handed_on if name != "multiprocessing_context"]
-        options += ["pin_memory=torch.cuda.is_available()"] if settings.pin_memory else []
-        # The model's numbers are not drawn from.
-        options += ["generator=torch.Generator()"] if "random_numbers" in flags else []
-        yield from _wrapped("batches = iter(DataLoader(", options, 4, close="))")
-
-    def _tokens(self) -> str:
-        """How many labels of a batch count in the loss of a whole step."""
-        if self._settings.accumulation_steps == 1 or not self._facts.tokens or not self._own:
-            return ""
-        labels = 'batch["labels"][..., 1:]' if self._facts.tokens == "shifted" else 'batch["labels"]'
-        return f"{labels}.ne(-100).sum()"
-
-    def _called(self, model: str, loss: str, items: str = "") -> str:
-        """The loss of ``batch``."""
-        if not self._own:
-            return self._cross_entropy(f"{model}(inputs).float()")
-        if self._facts.loss == "model":
-            output = f"{model}(**batch{items})" if self._facts.batch == "mapping" else f"{model}(batch)"
-            return f'{output}["loss"]' if self._facts.loss_key else f"{output}.loss"
-        return f"{loss}({model}(batch[0]), batch[1])" if self._facts.loss == "outputs" else f"{loss}({model}, batch)"
-
-    def _loss(self, flags: frozenset[str]) -> str:
-        if "with_loss" in flags:
-            return "ddp(batch)"
-        items = ", num_items_in_batch=items" if self._tokens() else ""
-        return self._called("ddp" if self._order.ddp else "model", "loss_of", items)
-
-    def _cross_entropy(self, logits: str) -> str:
-        """Of a ready-made workload; in fp32 under autocast too."""
-        if self._source.template == "digits":
-            return f"cross_entropy({logits}, targets)"
-        return f"cross_entropy({logits}.flatten(0, 1), targets.flatten())"
-
-    def _found(self) -> Iterator[str]:
-        """What an evaluation finds in ``batch``."""
-        if self._source.template == "digits":
-            yield "logits = model(inputs).float()"
-            yield f"loss = {self._cross_entropy('logits')}"
-        else:
-            yield f"loss = {self._called('model', 'loss_of')}"
-        if self._own and self._facts.metric:
-            called = "metric(model(batch[0]), batch[1])" if self._facts.metric == "outputs" else "metric(model, batch)"
-            yield f"found = {called}"
-            yield f'found = found if isinstance(found, dict) else {{"{self._source.names["metric"]}": found}}'
-
-    def _moves(self) -> bool:
-        return self._own and self._facts.batch != "pair"
-
-    def _moved(self, batch: str) -> str:
-        """Brings a batch to the device."""
-        if self._moves():
-            return f"batch = to_device({batch}, device)"
-        copying = ", non_blocking=True" if self._settings.pin_memory else ""
-        if self._own:
-            return f"batch = [part.to(device{copying}) for part in {batch}]"
-        return f"inputs, targets = (part.to(device{copying}) for part in {batch})"
-
-    def _eval_collate(self) -> str:
-        return "eval_collate" if self._own and self._facts.eval_form == "loader" else "default_collate"
-
-    def _eval_needs(self) -> Iterator[str]:
-        if self._own and self._facts.loss != "model":
-            yield "loss_of"
-        if self._own and self._facts.metric:
-            yield "metric"
-        if self._eval_collate() == "eval_collate":
-            yield "eval_collate"
-
-
-_ROWS = {"tuple": "TensorDataset(*map(torch.as_tensor, {}))", "dict": "Rows({})"}
 
 
 def segment_length(blocks: int, mode: str) -> int:
@@ -475,24 +303,3 @@ def _calls_of_blocks(count: int, mode: str) -> Iterator[str]:
 
 def _list(*words: str) -> str:
     return " and ".join(word for word in words if word)
-
-
-def _wrapped(opening: str, options: list[str], indent: int, close: str = ")") -> Iterator[str]:
-    """A call in one line, or with its arguments in lines of their own, as ruff formats it."""
-    line = f"{opening}{', '.join(options)}{close}"
-    if indent + len(line) <= WIDTH:
-        yield line
-        return
-    inner = ", ".join(options)
-    if len(close) == 1 and indent + 4 + len(inner) <= WIDTH:
-        yield from (opening, f"    {inner}", close)
-        return
-    if len(close) > 1:
-        outer, _, call = opening.rpartition("iter(")
-        yield f"{outer}iter("
-        yield from (f"    {one}" for one in _wrapped(call, options, indent + 4))
-        yield ")"
-        return
-    yield opening
-    yield from (f"    {one}," for one in options)
-    yield close

@@ -77,14 +77,19 @@ def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: 
     Raises:
         WorkloadError: a name is not defined by cells that ran well on all ranks.
     """
-    units = [unit for number, cell in enumerate(cells) if cell.everywhere for unit in units_of(cell.source, number)]
+    units = [
+        unit
+        for number, cell in enumerate(cells)
+        if cell.everywhere and cell.finished
+        for unit in units_of(cell.source, number)
+    ]
     kept, live = _kept(units, cells, frozenset(names))
     _check(cells, kept, live - OFFERED - _BUILTIN, forgotten)
     first = min((unit.cell for unit in kept if not unit.imports), default=0)
     seeds = [cell.seed for cell in cells[: first + 1] if cell.seed is not None]
     imports = tuple(dict.fromkeys(unit.text for unit in kept if unit.imports))
     binds = frozenset(name for unit in kept for name in unit.binds)
-    text = "\n".join(_joined([unit for unit in kept if not unit.imports]))
+    text = "\n".join(_joined([unit for unit in kept if not unit.imports], cells))
     return Slice(imports, text, seeds[-1] if seeds else seed, live & OFFERED, binds)
 
 
@@ -96,7 +101,7 @@ def _kept(units: Sequence[Unit], cells: Sequence[Cell], names: frozenset[str]) -
     for unit in reversed(units):
         seeded = any(cell.seed is not None for cell in cells[unit.cell + 1 : drawing + 1])
         draws = unit.calls and cells[unit.cell].drew and drawing >= 0 and not seeded
-        changes = bool(unit.reads & live - defined) and not (unit.looks or unit.defines)
+        changes = bool(unit.reads & live - defined - OFFERED - _BUILTIN) and not (unit.looks or unit.defines)
         if not (unit.binds & live or changes or draws):
             continue
         kept.append(unit)
@@ -226,13 +231,16 @@ def _calls(node: ast.AST) -> bool:
     return any(map(_calls, ast.iter_child_nodes(node)))
 
 
-def _joined(units: Sequence[Unit]) -> Iterator[str]:
-    """The statements, two blank lines around definitions."""
+def _joined(units: Sequence[Unit], cells: Sequence[Cell]) -> Iterator[str]:
+    """The statements, two blank lines around definitions; and where random numbers were seeded in between."""
     before: Unit | None = None
     for unit in units:
         if before is not None and (unit.defines or before.defines):
             yield from ("", "")
         elif before is not None and before.cell != unit.cell:
             yield ""
+        seeds = [cell.seed for cell in cells[before.cell + 1 : unit.cell]] if before else []
+        for seed in [seed for seed in seeds if seed is not None][-1:]:
+            yield f"torch.manual_seed({seed})\nnp.random.seed({seed})\nrandom.seed({seed})"
         yield unit.text
         before = unit

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..export import refusals
 from ..export.functions import Collector
-from ..export.script import ROLES, Order, Source, script
+from ..export.order import ROLES, Order, Source
+from ..export.script import script
 from ..export.slicing import needed
 from ..report.exported import ExportedScript, commands
 from ..shared.errors import InvalidInput, WorkloadError
