@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import horovod
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -91,7 +92,8 @@ def _kind_of_batch(stream: Stream) -> str:
     first: Any = stream.order(stream.seed, 0)[0]
     with set_aside():
         try:
-            batch = collated_copies(stream.collate, samples_at(stream.dataset, [int(first)]))
+            index = int(first) if isinstance(first, np.integer) else first
+            batch = collated_copies(stream.collate, samples_at(stream.dataset, [index]))
         except Exception:  # a step has said it, or will
             return "other"
     if isinstance(batch, Mapping):

@@ -25,13 +25,15 @@ class Collector:
     Attributes:
         imports: lines.
         definitions: everything else, in order.
-        names: what it defines, with the objects.
+        names: what stands for which object.
+        defined: those names that it defines itself, and does not import.
     """
 
     def __init__(self) -> None:
         self.imports: list[str] = []
         self.definitions: list[str] = []
         self.names: dict[str, Any] = {}
+        self.defined: list[str] = []
 
     def add(self, role: str, function: Any) -> str:
         """Gather the code of a function; returns an expression for it.
@@ -76,8 +78,10 @@ class Collector:
             source = _source(role, name, value)
             self._names_in(role, source, _globals(value))
             self.definitions.append(source)
+            self.defined.append(name)
         else:
             self.definitions.append(f"{name} = {self._plain(role, name)(value)}")
+            self.defined.append(name)
 
     def _lambda(self, role: str, function: types.FunctionType) -> str:
         """A lambda becomes a function of its own name."""
@@ -87,6 +91,7 @@ class Collector:
         self._names_in(role, ast.unparse(node), function.__globals__)
         self.definitions.append(f"def {name}({ast.unparse(node.args)}):\n    return {body}")
         self.names[name] = function
+        self.defined.append(name)
         return name
 
     def _names_in(self, role: str, source: str, known: dict[str, Any]) -> None:

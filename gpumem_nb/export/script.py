@@ -47,10 +47,12 @@ def script(order: Order) -> str:
 
 
 def defined_in(text: str) -> Iterator[str]:
-    """What a module calls something at its top level, but what it imports."""
+    """What a module calls something at its top level, what it imports included."""
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.Assign):
             yield from (name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
 
@@ -147,8 +149,6 @@ class Values:
             "definitions": self._ready_made(flags) if ready else source.definitions,
             "rank": self._rank,
             "size": self._size,
-            "bucket_mib": f"{settings.bucket_mib:g}",
-            "groups": ceil(order.parameter_bytes / (settings.bucket_mib * 2**20)),
             "wrapped_loss": self._batches.called("self.model", "self.loss"),
             "what_it_finds": _list("Loss", "accuracy" if "digits" in flags else "metric" if facts.metric else ""),
             "numbers": 3 if "digits" in flags else 2,
@@ -181,6 +181,7 @@ class Values:
             "full_rate": "rate" if "scaled" in flags else "args.learning_rate",
             "optimizer": self._optimizer(flags),
             "implementation": "\n".join(self._implementation()),
+            "distributed": "\n".join(self._distributed(flags)),
             "batches": "\n".join(self._batches.loader(flags)),
             "done": "done" if "schedule" in flags else "0",
             "tokens": self._batches.tokens(),
@@ -276,6 +277,18 @@ class Values:
             weights = '[weight for group in optimizer.param_groups for weight in group["params"]]'
         rate = "learning_rate(args, 0)" if "rated" in flags else "args.learning_rate"
         return _OPTIMIZERS[settings.optimizer].format(weights, rate, _IMPLEMENTATIONS[settings.optimizer_impl])
+
+    def _distributed(self, flags: frozenset[str]) -> Iterator[str]:
+        """Makes Horovod's optimizer of the plain one."""
+        if "ddp" in flags or "adasum" in flags:
+            return
+        named = "named.items()" if self._own else "model.named_parameters()"
+        options = ["optimizer", f"named_parameters={named}", "backward_passes_per_step=args.accumulation_steps"]
+        options += ["compression=hvd.Compression.fp16"] if "compression" in flags else []
+        options += ["op=hvd.Sum"] if "sum" in flags else []
+        if "buckets" in flags:  # of about as many bytes as the session's
+            options += [f"groups={ceil(self._order.parameter_bytes / (self._settings.bucket_mib * 2**20))}"]
+        yield from wrapped("optimizer = hvd.DistributedOptimizer(", options, 4)
 
     def _implementation(self) -> Iterator[str]:
         settings = self._settings

@@ -53,7 +53,7 @@ class Slice:
         text: everything else, in order.
         seed: where random numbers of cells began, before what is in it.
         uses: names of :data:`OFFERED` that it uses.
-        binds: names that it defines.
+        binds: names that it defines, and does not only import.
     """
 
     imports: tuple[str, ...]
@@ -88,7 +88,7 @@ def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: 
     first = min((unit.cell for unit in kept if not unit.imports), default=0)
     seeds = [cell.seed for cell in cells[: first + 1] if cell.seed is not None]
     imports = tuple(dict.fromkeys(unit.text for unit in kept if unit.imports))
-    binds = frozenset(name for unit in kept for name in unit.binds)
+    binds = frozenset(name for unit in kept if not unit.imports for name in unit.binds)
     text = "\n".join(_joined([unit for unit in kept if not unit.imports], cells))
     return Slice(imports, text, seeds[-1] if seeds else seed, live & OFFERED, binds)
 

@@ -102,7 +102,8 @@ class Exporting:
             steps=settings.schedule_steps or _STEPS,
             evaluates=workload.eval_len is not None,
             own_rate=workload.own_learning_rate,
-            header=self._header(target, facts, workload, ddp),
+            # It stands in a docstring.
+            header=self._header(target, facts, workload, ddp).replace("\\", "/").replace('"', "'"),
             parameter_bytes=workload.parameter_bytes,
         )
 
@@ -158,7 +159,7 @@ class Exporting:
             imports=tuple(collector.imports),
             definitions="\n\n\n".join(collector.definitions),
             names=names,
-            defines=frozenset(collector.names),
+            defines=frozenset(collector.defined),
         )
 
     def _left_out(self) -> list[str]:

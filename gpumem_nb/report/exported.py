@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class ExportedScript:
 
 def commands(name: str, ranks: int, ddp: bool) -> tuple[str, ...]:
     """What starts a script on so many ranks of one host."""
+    name = shlex.quote(name)
     if ddp:
         return (f"torchrun --nproc-per-node {ranks} {name}",)
     return f"horovodrun -np {ranks} python {name}", f"mpiexec -n {ranks} python {name}"
