@@ -1,7 +1,7 @@
 """Exported scripts under random settings, and of attached models, each held against its session for a hundred steps.
 
-``python -m tests.bench.export [CASES] [STEPS]`` prints a line for each, and ends with an error where losses or weights
-differ by more than rounding, or the peak by more than 1 %.
+``python -m tests.bench.export [STEPS [CASE …]]`` prints a line for each, and ends with an error where losses differ by
+more than rounding, or the peak by more than 1 % (that of DistributedDataParallel, whose buckets stay, is not counted).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import gpumem_nb
 from gpumem_nb.session import Session
 from gpumem_nb.shared.settings import Settings
 from tests import exported
-from tests.internals import COLLECT
 
 CASES, STEPS = 20, 100
-ROUNDING = 1e-4
+ROUNDING, MOST_OFF = 1e-4, 0.01
 SMALL = {
     "digits-resnet": {"width": 8, "depth": 2, "resolution": 8},
     "digits-separable": {"width": 16, "depth": 3, "resolution": 8},
@@ -85,34 +84,29 @@ def compare(session: Session, run: Any, path: Path, ddp: bool) -> tuple[float, i
 
 def main() -> int:
     """Compare and print; the exit code."""
-    given = [int(number) for number in sys.argv[1:]]
-    cases, steps = (*given, *(CASES, STEPS)[len(given) :])
-    numbers, failed, equal = random.Random(7), 0, 0
-    with tempfile.TemporaryDirectory() as folder, gpumem_nb.start(2, device="cpu", threads=1) as session:
-        for case in range(cases + 1):
-            name, options, knobs = random_settings(numbers)
-            if case == cases:
+    steps, *chosen = [int(number) for number in sys.argv[1:]] or [STEPS]
+    numbers, failed, equal, scripts = random.Random(7), 0, 0, 0
+    cases = [random_settings(numbers) for _ in range(CASES)]
+    cases.append(("GPT-2", {}, {"batch_size": 4, "accumulation_steps": 2, "checkpointing": "blocks"}))
+    for case in chosen or range(len(cases)):
+        name, options, knobs = cases[case]
+        # Ranks of its own for each: what another workload has left there would count.
+        with tempfile.TemporaryDirectory() as folder, gpumem_nb.start(2, device="cpu", threads=1) as session:
+            if name == "GPT-2":
                 session.run(GPT2)
                 session.attach(model="net", data="rows")
-                name, knobs = "GPT-2", {"batch_size": 4, "accumulation_steps": 2, "checkpointing": "blocks"}
             else:
                 session.load(name, **options)
             session.set(**Settings(**knobs).changed_from(session.settings))
-            session.run(COLLECT)
             run = session.train(steps)
             for ddp in (False, True):
-                try:
-                    loss, weights, peak, lines = compare(session, run, Path(folder) / "train.py", ddp)
-                except AssertionError as error:
-                    print(f"{name} {knobs} ddp={ddp}: {error}", flush=True)
-                    failed += 1
-                    continue
-                wrong = loss > ROUNDING or abs(peak) > 0.01
-                failed += wrong
-                equal += not weights and not loss
-                shown = f"losses within {loss:.1e}, {weights} weights differ, peak {100 * peak:+.2f} %, {lines} lines"
+                loss, weights, peak, lines = compare(session, run, Path(folder) / "train.py", ddp)
+                wrong = loss > ROUNDING or abs(peak) > MOST_OFF
+                failed, equal, scripts = failed + wrong, equal + (not weights and not loss), scripts + 1
+                memory = "" if ddp else f"peak {100 * peak:+.2f} %, "
+                shown = f"losses within {loss:.1e}, {weights} weights differ, {memory}{lines} lines"
                 print(f"{case} {name} {'DDP' if ddp else 'Horovod'}: {shown}{' WRONG' * wrong}; {knobs}", flush=True)
-    print(f"{equal} of {2 * cases + 2} scripts equal to the last bit, {failed} wrong")
+    print(f"{equal} of {scripts} scripts equal to the last bit, {failed} wrong")
     return int(failed > 0)
 
 
