@@ -33,6 +33,7 @@ class Call:
         self.ranks = tuple(ranks)
         self._apart: dict[int, Apart | None] = {}
         self._notes: dict[int, tuple[str, ...]] = {}
+        self._drew: set[int] = set()
         self._results = list(results)
         self._pulse = pulse
         self._outcomes: dict[int, _Outcome] = {}
@@ -126,6 +127,10 @@ class Call:
         everywhere = len(self.ranks)
         return [note if len(of) == everywhere else f"{name_ranks(of)}: {note}" for note, of in said.items()]
 
+    def drew(self) -> bool:
+        """Whether a rank that has answered has moved the random numbers that cells draw."""
+        return bool(self._drew)
+
     def outputs(self) -> list[str]:
         """What each rank has printed so far, standard output and error together, in rank order."""
         return [result.stdout + result.stderr for result in self._results]
@@ -152,6 +157,7 @@ class Call:
         if error is None:
             answer: Answer = cloudpickle.loads(result.result())  # get() may not be ready yet, a moment after done()
             self._apart[rank], self._notes[rank] = answer.apart, answer.notes
+            self._drew |= {rank} if answer.drew else set()
             return answer
         self._apart[rank] = None
         if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":

@@ -134,6 +134,7 @@ def _memory_printed() -> Iterator[None]:
 
 def _answer(work: Callable[[], Any], what: str) -> bytes:
     with pulse.request(what, request_under_way(vars(sys.modules["__main__"])["get_ipython"]())):
+        numbers = import_module("gpumem_nb.engine.random_state").RandomState.take() if what == CELL else None
         try:
             with held_back():
                 answer = import_module("gpumem_nb.engine.packing").returned(work(), _apart(what))
@@ -141,7 +142,8 @@ def _answer(work: Callable[[], Any], what: str) -> bytes:
             answer = failed(error, _readable(error), _apart(what))
             traceback.clear_frames(error.__traceback__)
         if what in _OF_SOMEBODYS_CODE:
-            answer = dataclasses.replace(answer, notes=surroundings.here.said())
+            drew = numbers is not None and numbers.moved_anywhere()
+            answer = dataclasses.replace(answer, notes=surroundings.here.said(), drew=drew)
         return cloudpickle.dumps(answer)  # type: ignore[no-any-return]
 
 

@@ -45,7 +45,21 @@ def as_metric(metric: Any, name: str) -> Callable[[Any, Any], Any]:
         return given if isinstance(given, Mapping) else {name: given}
 
     named.criterion = as_given(of_batch)  # type: ignore[attr-defined]  # what was attached
+    named.of_batch = of_batch  # type: ignore[attr-defined]
     return named
+
+
+def takes(function: Any) -> str:
+    """What a loss or metric, as it was attached, is called with: ``outputs`` and targets, the model and a ``batch``.
+
+    ``model`` for a model that returns its own loss, ``unknown`` for a callable that was not called yet.
+    """
+    function = getattr(function, "of_batch", function)
+    if isinstance(function, OwnLoss):
+        return "model"
+    if isinstance(function, Either):
+        return "unknown" if function.chosen is None else takes(function.chosen)
+    return "outputs" if isinstance(function, Criterion) else "batch"
 
 
 def _of_batch(function: Any, what: str) -> Callable[[Any, Any], Any]:
@@ -86,19 +100,20 @@ class Either:
 
     Attributes:
         criterion: what was given; the weights of a module are trained too.
+        chosen: what it showed to be; ``None`` before it was called.
     """
 
     def __init__(self, loss: Callable[..., Any], what: str = "loss") -> None:
         self.criterion = loss
         self._what = what
-        self._chosen: Callable[[Any, Any], Any] | None = None
+        self.chosen: Callable[[Any, Any], Any] | None = None
 
     def __call__(self, model: Any, batch: Any) -> Any:
         """The loss of one micro-batch."""
-        if self._chosen is None and not _is_pair(batch):
-            self._chosen = self.criterion
-        if self._chosen:
-            return self._chosen(model, batch)
+        if self.chosen is None and not _is_pair(batch):
+            self.chosen = self.criterion
+        if self.chosen:
+            return self.chosen(model, batch)
         parts = [self.criterion] if isinstance(self.criterion, nn.Module) else []
         failed, before = False, ForwardUndo(ForwardState(parts, self.criterion))
         with _calls_into(model) as called:
@@ -111,12 +126,12 @@ class Either:
                     raise
                 failed = True
         if not failed and (called or isinstance(result, Tensor)):
-            self._chosen = self.criterion
+            self.chosen = self.criterion
             return result
         before.undo()  # what a criterion had counted or drawn before it failed
         as_criterion = Criterion(self.criterion, self._what)
         result = as_criterion(model, batch)
-        self._chosen = as_criterion
+        self.chosen = as_criterion
         return result
 
 

@@ -53,6 +53,12 @@ class RandomState:
         same = torch.equal(self.torch, now.torch) and self.python == now.python
         return not (same and place == place_now and np.array_equal(key, key_now))
 
+    def moved_anywhere(self) -> bool:
+        """The same, or on the current GPU."""
+        now = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        on_gpu = now is not None and (self.cuda is None or not torch.equal(self.cuda, now))
+        return on_gpu or self.moved()
+
 
 def seed_all(seed: int) -> None:
     """Begin the random numbers of torch (CUDA's too), NumPy and Python anew."""

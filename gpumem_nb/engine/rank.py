@@ -42,7 +42,7 @@ from ..shared.step_times import StepLanes
 from ..shared.sync_look import SyncLook
 from ..shared.trace import TraceOrder, TracePart
 from ..shared.workload import Workload, WorkloadInfo
-from . import building, rank_info, surroundings, sync_look
+from . import building, exporting, rank_info, surroundings, sync_look
 from .attach import attached, named
 from .names import OfferedNames, taken
 from .random_state import seed_all
@@ -174,6 +174,11 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
         _tracer.took(reply.lanes)
     _offer(trainer)  # its optimizer, which a flip may have changed
     return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
+
+
+def facts() -> exporting.Facts:
+    """What a script must know to train what is loaded."""
+    return exporting.facts_of(_loaded_trainer(), _device)
 
 
 def sync() -> None:

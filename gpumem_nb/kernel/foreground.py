@@ -26,6 +26,7 @@ from ..shared.errors import (
 )
 from ..shared.progress import Progress
 from ..shared.ranklist import RankChoice, choose_ranks, name_ranks
+from .cell_record import CellRecord
 from .history import History
 from .policy import Policy
 from .stop_button import InterruptTracker
@@ -43,6 +44,7 @@ class Foreground:
         policy: what the session does by itself, as it is now.
         ended: why the ranks are gone, in words; empty while they live.
         touch: told that somebody works here.
+        cells: keeps the code that runs.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Foreground:
         policy: Callable[[], Policy],
         ended: Callable[[], str],
         touch: Callable[[], None],
+        cells: CellRecord,
     ) -> None:
         self._ranks = ranks
         self._training = training
@@ -60,6 +63,7 @@ class Foreground:
         self._policy = policy
         self._ended = ended
         self._touch = touch
+        self._cells = cells
         self._interrupts = InterruptTracker()
         self._numbers = itertools.count(1)
         self._waiting = 0  # calls that somebody waits for
@@ -164,6 +168,7 @@ class Foreground:
                 raise InvalidInput(f"{name!r} is not a variable name.")
         pickled(variables, "The value")
         self._finished(self.ask("push", dict(variables), ranks=ranks)).get()
+        self._cells.pushed(variables, self._are_all(choose_ranks(ranks, self._ranks.size)))
 
     def run_cell(
         self,
@@ -190,7 +195,16 @@ class Foreground:
         except SyntaxError as error:
             raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
         chosen = choose_ranks(ranks, self._ranks.size)
-        return self._finished(self._ranks.run_cell(source, title, result, memory, chosen), timeout, show)
+        call, finished = self._ranks.run_cell(source, title, result, memory, chosen), False
+        try:
+            self._finished(call, timeout, show)
+            finished = True
+        finally:
+            self._cells.ran(source, everywhere=self._are_all(chosen), finished=finished, drew=call.drew())
+        return call
+
+    def _are_all(self, chosen: Sequence[int] | None) -> bool:
+        return chosen is None or len(chosen) == self._ranks.size
 
     def finish(
         self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None

@@ -19,6 +19,8 @@ from ..shared.knobs import KNOBS
 from ..shared.progress import Progress
 from ..shared.settings import Settings
 from . import compatibility, starting
+from .cell_record import CellRecord
+from .exporting import Exporting
 from .fitting import Fitting
 from .foreground import Foreground
 from .history import History
@@ -62,6 +64,7 @@ class Lifecycle:
     scaling: Scaling
     tracing: Tracing
     loading: Loading
+    exporting: Exporting
     idle: IdleWatch
 
     def __init__(self, plan: starting.Plan) -> None:
@@ -71,6 +74,7 @@ class Lifecycle:
         self.restored = ""
         self._changing_policy = threading.Lock()
         self._origin = Origin()
+        self._cells = CellRecord()
         self.logs = Logs(lambda text: self.history.mark("note", text))
         self.snapshots = SnapshotPlan(
             snapshot_folder.for_session(next(_numbers)),
@@ -102,15 +106,25 @@ class Lifecycle:
     def _work_beside(self, history: History) -> None:
         self.training = Training(self.ranks, history, self.snapshots, lambda: self.policy, self._autotuned, self._lost)
         self.foreground = Foreground(
-            self.ranks, self.training, history, lambda: self.policy, lambda: self.ended, lambda: self.idle.touch()
+            self.ranks,
+            self.training,
+            history,
+            lambda: self.policy,
+            lambda: self.ended,
+            lambda: self.idle.touch(),
+            self._cells,
         )
+        self._cells.seeded(self._origin.default_seed)
         self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
         self.fitting = Fitting(self.predicting, self.training, self.plan.size)
         self.tuning = Tuning(self.foreground, self.training, self.predicting, history)
         self.tracing = Tracing(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.scaling = Scaling(self.ranks.infos, self.foreground, self.training)
-        self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin)
+        self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin, self._cells)
+        self.exporting = Exporting(
+            self.ranks.infos, self.foreground, self.training, history, self._origin, self._cells, lambda: self.policy
+        )
         self.idle = IdleWatch(lambda: self.policy.idle_minutes, self._works, self._stop_idle)
         self.ended = ""
         self.training.start()

@@ -23,6 +23,7 @@ from ..shared.state_file import as_path
 from ..shared.workload import Workload, WorkloadInfo
 from ..workloads import catalog
 from . import compatibility
+from .cell_record import CellRecord
 from .foreground import RESUMING, Foreground, pickled
 from .history import History
 from .snapshot_plan import SnapshotPlan
@@ -94,7 +95,13 @@ class Loading:
     """
 
     def __init__(
-        self, foreground: Foreground, training: Training, history: History, snapshots: SnapshotPlan, origin: Origin
+        self,
+        foreground: Foreground,
+        training: Training,
+        history: History,
+        snapshots: SnapshotPlan,
+        origin: Origin,
+        cells: CellRecord,
     ) -> None:
         self.kept = ""
         self._foreground = foreground
@@ -102,6 +109,7 @@ class Loading:
         self._history = history
         self._snapshots = snapshots
         self._origin = origin
+        self._cells = cells
 
     def load(self, name_or_workload: str | Workload, options: dict[str, Any], seed: int | str | None) -> WorkloadInfo:
         """Load a workload; training starts afresh.
@@ -126,6 +134,7 @@ class Loading:
         pickled(workload, "The workload")
         info = self._begin("load", workload, number, chosen)
         self._origin.workload, self._origin.attached, self._origin.unrestored = workload, None, None
+        self._cells.loaded()
         with suppress(OSError):
             (self._snapshots.folder / ATTACHED).unlink(missing_ok=True)  # what it holds is gone from the ranks
         return info
@@ -134,6 +143,7 @@ class Loading:
         """Train objects that live on the ranks."""
         info = self._begin("attach", names, self._seed(seed))
         self._origin.workload, self._origin.attached, self._origin.unrestored = None, names, None
+        self._cells.loaded()
         self._origin.not_kept = "the ranks ended before they were written"
         self._origin.not_kept = self._keep_attached(names)
         return info
@@ -142,6 +152,7 @@ class Loading:
         """Seed cells and what is loaded from now on, and what is loaded if no step was done; says so in a sentence."""
         origin, number = self._origin, checked_seed(seed)
         steps = self._foreground.call("seed", number)[0]
+        self._cells.seeded(number)
         origin.default_seed = number
         what = f"Seed {number}: random numbers of cells on all ranks, and whatever is loaded or attached from now on."
         workload = self._training.workload

@@ -94,6 +94,16 @@ class WorkloadMagics(Magics):
         print(saved)
 
     @magic_arguments()
+    @argument("path", help="the script to write, such as train.py; an older export is replaced, no other file")
+    @argument("--ddp", action="store_true", help="for torchrun and DistributedDataParallel instead of Horovod")
+    @line_magic
+    @says_usage
+    def hvd_export(self, line: str) -> None:
+        """Write one plain script that trains as the session does now, and say what it does not carry over."""
+        args = parse_argstring(self.hvd_export, line)
+        print(current().export(unquoted(args.path), ddp=args.ddp))
+
+    @magic_arguments()
     @argument("path", nargs="?", help="a file that %%hvd_save wrote; without one, the newest automatic snapshot")
     @line_magic
     @says_usage

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
+from ..report.exported import ExportedScript
 from ..report.status import StateFile
 from ..shared.progress import Progress
 from ..shared.workload import Workload, WorkloadInfo
@@ -119,6 +120,26 @@ class HoldsWorkload:
         """
         self._life.foreground.check_loaded()
         return self._life.loading.save(path, progress)
+
+    def export(self, path: str | os.PathLike[str], *, ddp: bool = False) -> ExportedScript:
+        """Write one plain script, without the toolkit, that trains on any ranks as this session does now.
+
+        Model and data are a ready-made workload's code, the cells that defined what was attached, or the functions of
+        a :class:`Workload`; settings, schedule, evaluation and the order of samples are those of now. An older export
+        of that name is replaced, any other file is not.
+
+        Args:
+            path: of the script.
+            ddp: for ``torchrun`` and ``DistributedDataParallel`` instead of Horovod.
+
+        Returns:
+            What was written, what is not carried over, and how to run it.
+
+        Raises:
+            InvalidInput: not a path, or a file that cannot be written there.
+            WorkloadError: nothing is loaded, or something cannot be exported; nothing was written.
+        """
+        return self._life.exporting.export(path, ddp)
 
     def resume(
         self, path: str | os.PathLike[str] | None = None, progress: Progress = lambda what, done: None

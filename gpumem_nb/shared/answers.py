@@ -54,7 +54,8 @@ class Apart:
 class Answer:
     """What a request gave, and whether the rank is still joined to the others (``apart`` is ``None``).
 
-    ``notes`` are sentences about the rank's surroundings, said once.
+    ``notes`` are sentences about the rank's surroundings, said once. ``drew``: a cell has moved the random numbers
+    that cells draw.
 
     ``content`` is a pickle of its own, so that the rest can be read where the content cannot: the value, or with
     ``raised`` the exception that came instead of it (a :class:`GpumemError` or :class:`Raised`). ``kind`` says in words
@@ -66,3 +67,4 @@ class Answer:
     apart: Apart | None = None
     raised: bool = False
     notes: tuple[str, ...] = ()
+    drew: bool = False

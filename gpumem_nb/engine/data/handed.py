@@ -28,7 +28,11 @@ _OF_WORKERS = ("num_workers", "drop_last", "pin_memory", "generator", *_HANDED_O
 
 
 class Columns:
-    """A map-style dataset over tensors or arrays of equal length: its samples are their rows."""
+    """A map-style dataset over tensors or arrays of equal length: its samples are their rows.
+
+    Attributes:
+        names: of the parts of a row; ``None`` where it is a tuple of them.
+    """
 
     def __init__(self, columns: tuple[Any, ...] | Mapping[str, Any]) -> None:
         named = columns if isinstance(columns, Mapping) else dict(enumerate(columns))
@@ -36,7 +40,7 @@ class Columns:
         if len(set(lengths.values())) > 1:
             different = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
             raise WorkloadError(f"The parts of the data have different lengths: {different} rows. Give equal ones.")
-        self._names = list(named) if isinstance(columns, Mapping) else None
+        self.names = list(named) if isinstance(columns, Mapping) else None
         self._columns = [torch.as_tensor(column) for column in named.values()]
         self._length = next(iter(lengths.values()))
 
@@ -45,7 +49,7 @@ class Columns:
 
     def __getitem__(self, index: int) -> Any:
         row = tuple(column[index] for column in self._columns)
-        return dict(zip(self._names, row, strict=True)) if self._names is not None else row
+        return dict(zip(self.names, row, strict=True)) if self.names is not None else row
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ def handed_over(data: Any) -> Handed:
         return Handed(data, default_collate, None, DataInfo(iterable=True))
     if _can_be_indexed(data) and not isinstance(data, DataLoader):
         dataset = _map_style(data)
-        return Handed(dataset, default_collate, orders.shuffled(len(dataset)), notes=_looks_batched(data))
+        return Handed(dataset, default_collate, orders.Shuffled(len(dataset)), notes=_looks_batched(data))
     if hasattr(data, "__iter__"):
         taken = "each item of the iterable is taken for a micro-batch; single samples come from an IterableDataset"
         return Handed(data, _only, None, DataInfo(iterable=True, batched=True), notes=(taken,))

@@ -8,15 +8,20 @@ from typing import Any
 from torch.utils.data import DataLoader, Subset
 
 from ...shared.errors import WorkloadError
-from .handed import Collate, as_dataset
+from .handed import Collate, Columns, as_dataset
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A map-style dataset and how its samples are collated."""
+    """A map-style dataset and how its samples are collated.
+
+    ``form`` is how it was handed over: a ``dataset``, a ``loader``, a ``tuple`` or ``dict`` of tensors, or a loader
+    whose sampler has ``chosen`` samples.
+    """
 
     dataset: Any
     collate: Collate
+    form: str = "dataset"
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -32,7 +37,11 @@ def as_held_out(data: Any) -> HeldOut:
         dataset, collate = as_dataset(data)
     except WorkloadError as error:
         raise WorkloadError(f"eval_data: {error}") from None
+    form = "loader" if isinstance(data, DataLoader) else "dataset"
+    if isinstance(dataset, Columns):
+        form = "tuple" if dataset.names is None else "dict"
     if isinstance(data, DataLoader) and dataset is not data.dataset:
+        form = "chosen"
         chosen = sorted(dataset.indices)
         if len(set(chosen)) < len(chosen):
             raise WorkloadError(
@@ -41,4 +50,4 @@ def as_held_out(data: Any) -> HeldOut:
                 "torch.utils.data.Subset(dataset, indices)."
             )
         dataset = Subset(data.dataset, chosen)
-    return HeldOut(dataset, collate)
+    return HeldOut(dataset, collate, form)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,19 +20,27 @@ Order = Callable[[int, int], Sequence[Any]]
 """``order(seed, epoch)`` gives the indices of all samples of an epoch; the same ones whenever it is asked."""
 
 
-def shuffled(length: int) -> Order:
+@dataclass(frozen=True, slots=True)
+class Shuffled:
     """Every sample once an epoch, each time in another order."""
 
-    def order(seed: int, epoch: int) -> Sequence[Any]:
+    length: int
+
+    def __call__(self, seed: int, epoch: int) -> Sequence[Any]:
+        """The indices of an epoch."""
         # numpy, not torch: on a virtual GPU a torch permutation would count as GPU memory.
-        return np.random.default_rng([seed, epoch]).permutation(length)  # type: ignore[return-value]
-
-    return order
+        return np.random.default_rng([seed, epoch]).permutation(self.length)  # type: ignore[return-value]
 
 
-def in_turn(length: int) -> Order:
+@dataclass(frozen=True, slots=True)
+class InTurn:
     """As the dataset has them."""
-    return lambda seed, epoch: range(length)
+
+    length: int
+
+    def __call__(self, seed: int, epoch: int) -> Sequence[Any]:
+        """The indices of an epoch."""
+        return range(self.length)
 
 
 def of_loader(loader: DataLoader[Any]) -> tuple[Order, tuple[str, ...]]:
@@ -50,10 +59,10 @@ def of_loader(loader: DataLoader[Any]) -> tuple[Order, tuple[str, ...]]:
         )
     length = len(loader.dataset)  # type: ignore[arg-type]
     if type(sampler) is SequentialSampler:
-        return in_turn(len(sampler)), ()
+        return InTurn(len(sampler)), ()
     if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
         if sampler.num_samples == len(sampler.data_source) == length:
-            return shuffled(length), ()
+            return Shuffled(length), ()
     elif type(sampler) is DistributedSampler:
         note = "the DistributedSampler's order is used and not its sharding: the toolkit shares samples out by itself"
         return _unsharded(sampler, length), (note,)
@@ -134,7 +143,7 @@ class _Drawn:
 def _unsharded(sampler: DistributedSampler[Any], length: int) -> Order:
     """What a distributed sampler has before it takes its share."""
     if not sampler.shuffle:
-        return in_turn(length)
+        return InTurn(length)
     own_seed = sampler.seed
 
     def order(seed: int, epoch: int) -> Sequence[Any]:

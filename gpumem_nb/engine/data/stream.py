@@ -16,7 +16,7 @@ from ...shared.workload import DataInfo
 from .. import cells
 from .fetching import Fetcher, Task
 from .handed import Collate
-from .orders import Order, shuffled
+from .orders import Order, Shuffled
 from .workers import Workers
 
 
@@ -126,6 +126,10 @@ class ShardedStream(Stream):
     reaches the end of an epoch goes on in the next. So each epoch holds each sample exactly once, whatever the batch
     size and however often it changes, and all steps have the same size. Rank r takes the r-th run of ``per_rank``
     places of a step, so splitting a step into other micro-batches moves no sample.
+
+    Attributes:
+        order: of the samples.
+        handed_on: what torch's loader is given besides (``worker_init_fn`` and the like).
     """
 
     length: int
@@ -145,13 +149,13 @@ class ShardedStream(Stream):
         Args:
             dataset, collate, rank, size, seed: see the attributes.
             order: of the samples; by default each epoch is a fresh permutation of the dataset.
-            handed_on: what torch's loader is given besides (``worker_init_fn`` and the like).
+            handed_on: see the attributes.
         """
         super().__init__(dataset, rank, size, seed)
         self.collate = collate
-        self.order = order or shuffled(len(dataset))
+        self.order = order or Shuffled(len(dataset))
         self.length = len(self.order(seed, 0))
-        self._handed_on = handed_on or {}
+        self.handed_on = handed_on or {}
         self._epochs: dict[tuple[int, int], Sequence[Any]] = {}
         self._workers: Workers | None = None
         self._begun_with: tuple[Any, ...] = ()
@@ -170,7 +174,7 @@ class ShardedStream(Stream):
         if not (loading.num_workers or loading.pin_memory) or self._done != (batch_size, count):
             return
         if self._workers is None:
-            self._workers, self._begun_with = Workers(self._fetcher(), loading, self._handed_on), wanted
+            self._workers, self._begun_with = Workers(self._fetcher(), loading, self.handed_on), wanted
         at = (self.position, batch_size, count)
         if self._workers.at != at:
             self._workers.go_to(at, self._coming(*at))

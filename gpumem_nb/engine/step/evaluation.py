@@ -55,6 +55,7 @@ class Evaluator:
         rank, size: of this rank, and of all.
 
     Attributes:
+        held_out: see above.
         length: samples of the validation data.
     """
 
@@ -63,7 +64,7 @@ class Evaluator:
     ) -> None:
         self._live = live
         self._workload = workload
-        self._held_out = held_out
+        self.held_out = held_out
         self.length = len(held_out)
         metric = as_given(workload.metric)
         self._metric = (metric.to(device.torch_device),) if isinstance(metric, nn.Module) else ()
@@ -112,7 +113,7 @@ class Evaluator:
         settings, device = self._live.settings, self._device.torch_device
         sums: dict[str, Any] = {}
         samples = 0
-        data, workload = self._held_out, self._workload
+        data, workload = self.held_out, self._workload
         share = batches_once(data.dataset, data.collate, self._rank, self._size, settings.batch_size)
         with torch.no_grad():
             # Each is a step by itself: a loss that divides by the tokens of a step still has those of the last one.

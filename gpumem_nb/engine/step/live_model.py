@@ -247,6 +247,11 @@ class LiveModel:
         """The rate of the first group as it is now, whoever set it."""
         return self._rates.first
 
+    @property
+    def asked_rate(self) -> float:
+        """The rate that the knobs asked for last; a cell or the own scheduler may have set another one since."""
+        return self._rates.asked
+
     def resume_modes(self) -> None:
         """Training goes on after cells may have run: an ``eval()`` of theirs is taken back."""
         for modes in self._modes:

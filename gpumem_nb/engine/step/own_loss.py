@@ -24,9 +24,13 @@ class OwnLoss:
 
     Such losses are means over tokens, and micro-batches hold different numbers of them. A model that takes
     ``num_items_in_batch`` divides by that instead: so the mean of a rank's step is the same however it is split.
+
+    Attributes:
+        by_key: whether the model returned it in a dict that has no attributes.
     """
 
     def __init__(self) -> None:
+        self.by_key = False
         self._items: Any = None
         self._divides_by_items: bool | None = None  # known once a step has several micro-batches
 
@@ -43,6 +47,7 @@ class OwnLoss:
                 f"{len(batch)}, and failed ({type(error).__name__}: {error}). Name the loss, e.g. "
                 "loss=torch.nn.functional.cross_entropy: then the model is given the inputs alone."
             ) from None
+        self.by_key = isinstance(output, Mapping) and not hasattr(output, "loss")
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
             raise WorkloadError(
@@ -66,6 +71,16 @@ class OwnLoss:
         return fetched
 
 
+def labels_counted(model: Any) -> str:
+    """Which labels of a step count where a model divides its own loss by their number.
+
+    ``shifted``: those of all tokens but the first; ``labels``: all; empty for a model that does not.
+    """
+    if not _takes_items(model):
+        return ""
+    return "shifted" if _is_shifted(model) else "labels"
+
+
 def micro_batches(loss: Any, model: Any, batches: Iterable[Any], count: int) -> Iterable[Any]:
     """The micro-batches of one step, which a loss that averages over the whole step looks at first."""
     return loss.begin(model, batches, count) if isinstance(loss, OwnLoss) else batches
@@ -84,7 +99,10 @@ def _kind(model: Any) -> str:
 
 
 def _labels_that_count(batch: Mapping[str, Any], model: Any) -> Any:
-    # A decoder that is fed by an encoder gets its inputs shifted, not its labels.
-    shifted = _SHIFTED[_kind(model)] and not getattr(model.config, "is_encoder_decoder", False)
-    labels = batch["labels"][..., 1:] if shifted else batch["labels"]
+    labels = batch["labels"][..., 1:] if _is_shifted(model) else batch["labels"]
     return batch.get("shift_labels", labels).ne(_IGNORED).sum()
+
+
+def _is_shifted(model: Any) -> bool:
+    # A decoder that is fed by an encoder gets its inputs shifted, not its labels.
+    return _SHIFTED[_kind(model)] and not getattr(model.config, "is_encoder_decoder", False)

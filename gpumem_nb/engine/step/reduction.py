@@ -147,6 +147,15 @@ class GradientReduction:
         """Send nothing before backward has ended, from now on."""
         self._early, self.torn = False, False
 
+    @property
+    def lacking(self) -> tuple[list[Tensor], bool] | None:
+        """The weights with a gradient on no rank in the latest step, and whether any had one on some ranks only.
+
+        ``None`` before a step.
+        """
+        presence, partial, absent = self._learned
+        return ([param for param in self._params if id(param) in absent], bool(partial)) if presence else None
+
     def begin(self, travel: Travel, rounding_measured: bool, squares_measured: bool) -> None:
         """A step begins, perhaps for another time.
 

@@ -50,6 +50,7 @@ class Trainer:
         steps: optimizer steps done.
         random: the random numbers that steps draw, for dropout say.
         trials: asks what other settings would need.
+        evaluator, stepper: look at the validation data (``None`` without any), and take steps.
     """
 
     def __init__(
@@ -82,12 +83,12 @@ class Trainer:
         self._started_s = started_s
         known = {"model": self.live.model, "dataset": stream.dataset, "workload": workload}
         self._leaks = LeakDetector(stream.rank, device.torch_device, known)
-        self._stepper = Stepper(self.live, workload.loss, stream, device, self._leaks)
+        self.stepper = Stepper(self.live, workload.loss, stream, device, self._leaks)
         self.trials = Trials(self, device)
         self._cells = cells.ran()
-        self._evaluator: Evaluator | None = None
+        self.evaluator: Evaluator | None = None
         if held_out is not None:
-            self._evaluator = Evaluator(self.live, workload, held_out, device, stream.rank, stream.size)
+            self.evaluator = Evaluator(self.live, workload, held_out, device, stream.rank, stream.size)
         self._settings_id = -1
         self._failed_id = -1  # under which a step was discarded
         self._proven_id = -1  # under which a step was finished
@@ -114,7 +115,7 @@ class Trainer:
         """
         with self._device.exempt():
             make_alike(self.live)
-        self._stepper.voting.watch.begin_anew()
+        self.stepper.voting.watch.begin_anew()
 
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
@@ -131,16 +132,16 @@ class Trainer:
             own_learning_rate=named_rate(own) if own else None,
             notes=(*notes, *model_notes(self.live, self.workload.loss, self.stream.size)),
             data=data,
-            eval_len=self._evaluator.length if self._evaluator else None,
+            eval_len=self.evaluator.length if self.evaluator else None,
             own_scheduler=type(self.live.scheduler).__name__ if self.live.scheduler else None,
             why_flat=horovod_settings.why_flat(),
         )
 
     def doing(self) -> tuple[str, float]:
         """The part of the step under way, in words, and when that step began (on ``time.monotonic``)."""
-        if self._stepper.phase == EVALUATION:
-            return f"the evaluation after step {self.steps}", self._stepper.began_s
-        return f"the {self._stepper.phase} part of step {self.steps + 1}", self._stepper.began_s
+        if self.stepper.phase == EVALUATION:
+            return f"the evaluation after step {self.steps}", self.stepper.began_s
+        return f"the {self.stepper.phase} part of step {self.steps + 1}", self.stepper.began_s
 
     def go_on_from(
         self, steps: int, settings: Settings, optimizer: Optimizer, course: Course, memory: RatesMemory
@@ -148,7 +149,7 @@ class Trainer:
         """Weights were put back to what they were after ``steps``, and all the others are of that moment."""
         self.steps = steps
         self.live.go_on_with(optimizer, settings, course, memory)
-        self._stepper.voting.watch.begin_anew()
+        self.stepper.voting.watch.begin_anew()
         self._settings_id = self._failed_id = self._proven_id = -1
         self._flipped = False
         self._noise = NoiseScale(self.stream.size)
@@ -173,7 +174,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the model as it was handed over: no hooks, no gradients."""
-        self._stepper.close()
+        self.stepper.close()
         self.stream.close()
         self.live.close()
 
@@ -244,7 +245,7 @@ class Trainer:
             outcome, _ = self._step(failure, chunk)
         if outcome.failure:
             raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
-        record, self._stepper.record = self._stepper.record, None
+        record, self.stepper.record = self.stepper.record, None
         if record is None or outcome.ledger is None:
             return None
         return record.timeline(self.stream.rank, self.steps + 1, outcome.ledger)
@@ -265,14 +266,14 @@ class Trainer:
 
     def _evaluates_now(self, chunk: Chunk) -> bool:
         """Whether the model is evaluated after the latest step; the same on all ranks, which are at the same step."""
-        return self._evaluator is not None and chunk.eval_every > 0 and self.steps % chunk.eval_every == 0
+        return self.evaluator is not None and chunk.eval_every > 0 and self.steps % chunk.eval_every == 0
 
     def _evaluate(self, failure: Failure | None, settings_id: int) -> tuple[Evaluated | None, Failure | None]:
         """Evaluate, if there is anything to evaluate on; with a ``failure``, all ranks learn that it cannot be done."""
-        if self._evaluator is None:
+        if self.evaluator is None:
             return None, failure
-        self._stepper.phase, self._stepper.began_s = EVALUATION, time.monotonic()
-        found, failure = self._evaluator.run(failure)
+        self.stepper.phase, self.stepper.began_s = EVALUATION, time.monotonic()
+        found, failure = self.evaluator.run(failure)
         if found is None:
             return None, failure
         now_s = time.time() - self._started_s
@@ -280,7 +281,7 @@ class Trainer:
 
     def try_step(self, failure: Failure | None, chunk: Chunk) -> Trial:
         """One step of a trial, undone on all ranks. A failure to apply its settings fails it from the start."""
-        stepper = self._stepper
+        stepper = self.stepper
         outcome, _ = self._step(failure, chunk)
         record, stepper.record = stepper.record, None
         return Trial(outcome.failure, record, stepper.work_s, stepper.data_s, outcome.laps)
@@ -288,12 +289,12 @@ class Trainer:
     def look_before_update(self, look: Callable[[], None]) -> Failure | None:
         """Take one step as settings are, which is undone, and look at it before its update. All ranks do that."""
         chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True)
-        self._stepper.before_update = look
+        self.stepper.before_update = look
         try:
             with self.aside(self.live.settings), self.trying(chunk) as failure:
                 return self.try_step(failure, chunk).failure
         finally:
-            self._stepper.before_update = None
+            self.stepper.before_update = None
 
     def _try_out(self, chunk: Chunk) -> ChunkReply:
         """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""
@@ -322,12 +323,12 @@ class Trainer:
 
     def _follow(self, chunk: Chunk) -> Failure | None:
         """Bring Horovod to the chunk's settings, together with the other ranks."""
-        self._stepper.phase = "settings"
+        self.stepper.phase = "settings"
         try:
             horovod_settings.follow(chunk.settings, self._device)
         except BaseException as error:
             self._settings_id = NO_CONFIGURATION
-            return self._stepper.failure(error)
+            return self.stepper.failure(error)
         return None
 
     def _apply_here(self, chunk: Chunk) -> Failure | None:
@@ -344,7 +345,7 @@ class Trainer:
             self.live.apply(chunk.settings)
         except BaseException as error:
             self._settings_id = NO_CONFIGURATION
-            return self._stepper.failure(error)
+            return self.stepper.failure(error)
         self._settings_id = chunk.settings_id
         self._flipped, self._recorded_steps = self._flipped or changed, 0
         return None
@@ -354,13 +355,13 @@ class Trainer:
         if cells.ran() == self._cells:
             return None
         self._cells = cells.ran()
-        self._stepper.phase = "forward"
-        self._stepper.voting.come_last()
+        self.stepper.phase = "forward"
+        self.stepper.voting.come_last()
         try:
             self.live.refuse_strangers()
         except WorkloadError as error:
             self._cells = -1  # to be looked at again
-            return self._stepper.failure(error)
+            return self.stepper.failure(error)
         return None
 
     def _step(self, failure: Failure | None, chunk: Chunk) -> tuple[Outcome, Sample]:
@@ -370,7 +371,7 @@ class Trainer:
         proven, travel = self._settings_id == self._proven_id, Travel.under(chunk.settings)
         order = StepOrder(self.steps, chunk.trial, nudges, proven, recorded, travel)
         learning_rate = self.live.learning_rate  # a scheduler may set the next one when the step is done
-        outcome = self._stepper.take(order, failure)
+        outcome = self.stepper.take(order, failure)
         if outcome.discarded:
             event = outcome.failure.kind if outcome.failure else "trial" if chunk.trial else "discarded"
         else:

@@ -103,6 +103,11 @@ class Voting:
         """The share of this rank's gradients that compression took in the latest step, where that was measured."""
         return self._reduction.lost
 
+    @property
+    def lacking(self) -> tuple[list[Tensor], bool] | None:
+        """As of :class:`GradientReduction`."""
+        return self._reduction.lacking
+
     def attempt_begins(self, order: StepOrder) -> None:
         """A step begins, perhaps for another time."""
         self.squares = None

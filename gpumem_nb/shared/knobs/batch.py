@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..categories import ACTIVATIONS, GRADIENTS, INPUTS, INSIDE_OPERATORS, TEMPORARIES
 from ..workload import DataInfo, WorkloadInfo
-from .knob import CHANGES, HALF, KEEPS_TO_ROUNDING, SOME, Changes, Knob, Need, Settings
+from .knob import CHANGES, HALF, KEEPS_TO_ROUNDING, SOME, Changes, Knob, Need, Settings, carried
 from .option import whole
 from .values import Kind, Values
 
@@ -74,6 +74,7 @@ BATCH_SIZE = Knob(
     lighter=_fewer_at_once,
     refuses=_refuses,
     adapts=_adapts,
+    exported=carried,
 )
 
 ACCUMULATION_STEPS = Knob(
@@ -87,4 +88,5 @@ ACCUMULATION_STEPS = Knob(
     moves={GRADIENTS: SOME},
     mathematics=_as_many_samples,
     lighter=_no_accumulation,
+    exported=carried,
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..categories import ACTIVATIONS, CASTS
 from ..workload import WorkloadInfo
-from .knob import KEEPS, MOST, SOME, Changes, Knob, LiveModel, Need, Settings
+from .knob import KEEPS, MOST, SOME, Changes, Knob, LiveModel, Need, Settings, carried
 
 
 def _apply(live: LiveModel, settings: Settings) -> None:
@@ -36,4 +36,5 @@ CHECKPOINTING = Knob(
     lighter=_lighter,
     adapts=_adapts,
     retired={"all": "none"},  # one segment over all blocks, which saved nothing
+    exported=carried,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .knob import Knob
+from .knob import Knob, carried
 from .option import positive
 
 CLIP_NORM = Knob(
@@ -13,4 +13,5 @@ CLIP_NORM = Knob(
     allowed="a number above 0, such as 1.0, or none",
     words={"none": None},
     short="clip ",
+    exported=carried,
 )

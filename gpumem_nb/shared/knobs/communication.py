@@ -8,7 +8,7 @@ from typing import Any
 
 from ..categories import COMMUNICATION
 from ..workload import WorkloadInfo
-from .knob import KEEPS_TO_ROUNDING, MOST, SOME, Changes, Knob, Need, Settings
+from .knob import KEEPS_TO_ROUNDING, MOST, SOME, Changes, Knob, Need, Settings, carried
 from .option import only_words, positive, whole
 
 COMMUNICATION_FOLD = "communication"
@@ -74,6 +74,19 @@ def _refuses_by_hosts(name: str) -> Callable[[Any, WorkloadInfo | None], str]:
     return refuses
 
 
+def _not_by_ddp(reduction: str, ddp: bool) -> str:
+    if not (ddp and reduction == "adasum"):
+        return ""
+    return (
+        "reduction=adasum is Horovod's: DistributedDataParallel has none. Export without --ddp (ddp=False), or set "
+        "reduction=average first."
+    )
+
+
+def _of_horovod(value: Any, ddp: bool) -> str:
+    return "it is Horovod's, and DistributedDataParallel has none" if ddp and value is not None else ""
+
+
 def _by_hosts(name: str, how: str) -> Knob:
     """A knob of an all-reduce that Horovod does in stages, inside of hosts and between them."""
     return Knob(
@@ -87,6 +100,8 @@ def _by_hosts(name: str, how: str) -> Knob:
         mathematics=KEEPS_TO_ROUNDING,
         refuses=_refuses_by_hosts(name),
         adapts=lambda settings, workload: {name: None} if workload.why_flat else {},
+        exported=carried,
+        left_out=_of_horovod,
     )
 
 
@@ -105,6 +120,7 @@ BUCKET_MIB = Knob(
     fold=COMMUNICATION_FOLD,
     short="buckets ",
     mathematics=KEEPS_TO_ROUNDING,
+    exported=carried,
 )
 
 COMPRESSION = Knob(
@@ -115,6 +131,7 @@ COMPRESSION = Knob(
     fold=COMMUNICATION_FOLD,
     short="compression ",
     moves={COMMUNICATION: SOME},  # copies of gradients lie beside them until all have arrived
+    exported=carried,
 )
 
 REDUCTION = Knob(
@@ -127,6 +144,7 @@ REDUCTION = Knob(
     short="reduction ",
     adapts=_adapts,
     conflicts=_combines,
+    exported=_not_by_ddp,
 )
 
 FUSION_THRESHOLD_MIB = Knob(
@@ -142,6 +160,8 @@ FUSION_THRESHOLD_MIB = Knob(
     moves={COMMUNICATION: MOST},
     mathematics=KEEPS_TO_ROUNDING,
     lighter=_smaller_buffer,
+    exported=carried,
+    left_out=_of_horovod,
 )
 
 CYCLE_TIME_MS = Knob(
@@ -154,6 +174,8 @@ CYCLE_TIME_MS = Knob(
     fold=COMMUNICATION_FOLD,
     short="cycle ms ",
     mathematics=KEEPS_TO_ROUNDING,
+    exported=carried,
+    left_out=_of_horovod,
 )
 
 CACHE_CAPACITY = Knob(
@@ -167,6 +189,8 @@ CACHE_CAPACITY = Knob(
     fold=COMMUNICATION_FOLD,
     short="cache ",
     mathematics=KEEPS_TO_ROUNDING,
+    exported=carried,
+    left_out=_of_horovod,
 )
 
 HIERARCHICAL_ALLREDUCE = _by_hosts(

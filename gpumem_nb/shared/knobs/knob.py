@@ -48,6 +48,11 @@ class LiveModel(Protocol):
         """Bring the rate to what these settings ask of it at this step, in all parameter groups alike."""
 
 
+def carried(value: Any, ddp: bool) -> str:
+    """An exported script does every value of a knob."""
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """What shall become smaller, and from where.
@@ -91,6 +96,9 @@ class Knob(Option):
         adapts: what to change when a workload is loaded under these settings.
         settles: what to set besides when somebody sets knobs; gets settings before and after, the knobs that were
             named, and the number of ranks.
+        exported: why an exported script cannot do a value, or nothing; gets whether it is for DistributedDataParallel.
+            ``None``: scripts do not know the knob, so its default alone can be exported.
+        left_out: what an exported script does otherwise, in words, or nothing; gets the same.
         retired: values that states saved by earlier versions may name, and what they are read as.
     """
 
@@ -105,6 +113,8 @@ class Knob(Option):
     conflicts: Callable[[Settings, int], str] | None = None
     adapts: Callable[[Settings, WorkloadInfo], Changes] | None = None
     settles: Callable[[Settings, Settings, Collection[str], int], Changes] | None = None
+    exported: Callable[[Any, bool], str] | None = None
+    left_out: Callable[[Any, bool], str] | None = None
     retired: Mapping[Any, Any] = field(default_factory=dict)
 
     def mark(self, value: Any) -> str:

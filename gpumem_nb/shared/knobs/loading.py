@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..workload import WorkloadInfo
-from .knob import KEEPS, Changes, Knob, Settings
+from .knob import KEEPS, Changes, Knob, Settings, carried
 from .option import only_words, whole
 
 _MOST_WORKERS = 256  # on one rank; what is more is a slip
@@ -52,6 +52,10 @@ def _adapts_pinning(settings: Settings, workload: WorkloadInfo) -> Changes:
     return {} if workload.data.pin_memory is None else {"pin_memory": workload.data.pin_memory}
 
 
+def _stops(value: str, ddp: bool) -> str:
+    return "a sample that cannot be fetched ends the script" if value == "skip" else ""
+
+
 NUM_WORKERS = Knob(
     "num_workers",
     0,
@@ -62,6 +66,7 @@ NUM_WORKERS = Knob(
     short="workers ",
     refuses=_refuses_workers,
     adapts=_adapts_workers,
+    exported=carried,
 )
 
 PREFETCH_FACTOR = Knob(
@@ -73,6 +78,7 @@ PREFETCH_FACTOR = Knob(
     mathematics=KEEPS,
     short="prefetch ",
     adapts=_adapts_prefetching,
+    exported=carried,
 )
 
 PIN_MEMORY = Knob(
@@ -86,6 +92,7 @@ PIN_MEMORY = Knob(
     short="pinned ",
     refuses=_refuses_pinning,
     adapts=_adapts_pinning,
+    exported=carried,
 )
 
 ON_BAD_SAMPLE = Knob(
@@ -94,4 +101,6 @@ ON_BAD_SAMPLE = Knob(
     "a sample that cannot be fetched: stop and name it, or skip it (its micro-batch is smaller then)",
     choices=("stop", "skip"),
     short="bad samples: ",
+    exported=carried,
+    left_out=_stops,
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..categories import INSIDE_OPERATORS, OPTIMIZER_STATE, TEMPORARIES
 from ..workload import WorkloadInfo
-from .knob import HALF, KEEPS_TO_ROUNDING, MOST, Changes, Knob, LiveModel, Need, Settings
+from .knob import HALF, KEEPS_TO_ROUNDING, MOST, Changes, Knob, LiveModel, Need, Settings, carried
 from .option import not_negative
 
 _OWN = "own"
@@ -72,6 +72,7 @@ OPTIMIZER = Knob(
     lighter=_less_state,
     refuses=_refuses,
     adapts=_adapts,
+    exported=carried,
 )
 
 OPTIMIZER_IMPL = Knob(
@@ -84,6 +85,7 @@ OPTIMIZER_IMPL = Knob(
     mathematics=KEEPS_TO_ROUNDING,
     apply=_set_implementation,
     lighter=_in_place,
+    exported=carried,
 )
 
 LEARNING_RATE = Knob(
@@ -94,4 +96,5 @@ LEARNING_RATE = Knob(
     allowed="a number of at least 0, such as 1e-3",
     short="lr ",
     apply=_set_learning_rate,
+    exported=carried,
 )

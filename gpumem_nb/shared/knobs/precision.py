@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..categories import ACTIVATIONS, CASTS, INSIDE_OPERATORS, TEMPORARIES
-from .knob import HALF, MOST, Changes, Knob, Need
+from .knob import HALF, MOST, Changes, Knob, Need, carried
 
 
 def _lighter(need: Need) -> Iterator[Changes]:
@@ -25,4 +25,5 @@ PRECISION = Knob(
     short="",
     moves={ACTIVATIONS: HALF, CASTS: MOST, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
     lighter=_lighter,
+    exported=carried,
 )

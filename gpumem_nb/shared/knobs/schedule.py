@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ..workload import WorkloadInfo
-from .knob import CHANGES, KEEPS, Changes, Knob, Settings
+from .knob import CHANGES, KEEPS, Changes, Knob, Settings, carried
 from .option import whole
 
 _NO_OWN = "Use lr_schedule=constant, cosine or linear."
@@ -81,6 +81,7 @@ LR_SCALING = Knob(
     "learning_rate times the global batch over reference_batch (linear), or times the root of that (sqrt)",
     choices=("none", "linear", "sqrt"),
     short="lr scaling ",
+    exported=carried,
 )
 
 REFERENCE_BATCH = Knob(
@@ -93,6 +94,7 @@ REFERENCE_BATCH = Knob(
     short="for batch ",
     mathematics=lambda before, after: KEEPS if before.lr_scaling == after.lr_scaling == "none" else CHANGES,
     settles=_chosen_for,
+    exported=carried,
 )
 
 WARMUP_STEPS = Knob(
@@ -102,6 +104,7 @@ WARMUP_STEPS = Knob(
     parse=_whole_or_0,
     allowed="a whole number of at least 0, such as 100",
     short="warm-up ",
+    exported=carried,
 )
 
 LR_SCHEDULE = Knob(
@@ -114,6 +117,7 @@ LR_SCHEDULE = Knob(
     refuses=_refuses,
     adapts=_adapts,
     conflicts=_conflicts,
+    exported=carried,
 )
 
 SCHEDULE_STEPS = Knob(
@@ -125,4 +129,5 @@ SCHEDULE_STEPS = Knob(
     words={"none": None},
     short="over ",
     mathematics=_of_length,
+    exported=carried,
 )

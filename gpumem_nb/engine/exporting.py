@@ -1,0 +1,109 @@
+"""What a script must know to train what this rank trains, as this rank trains it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import horovod
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..internals.torch_internals import has_step_hooks
+from ..memory.device import Device
+from ..shared.exporting import Facts as Facts
+from ..shared.knobs.communication import VARIABLES
+from .data.handed import Columns, collated_copies
+from .data.once import samples_at
+from .data.orders import InTurn, Shuffled
+from .data.stream import ShardedStream, Stream
+from .losses import takes
+from .random_state import set_aside
+from .step.own_loss import OwnLoss, labels_counted
+from .step.parts import LOOSE, as_given, in_groups
+from .step.trainer import Trainer
+
+# What Horovod's broadcast takes.
+_COMMON = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
+
+
+def facts_of(trainer: Trainer, device: Device) -> Facts:
+    """Look at what is trained; changes nothing."""
+    with device.exempt():  # a batch is made
+        return _facts(trainer)
+
+
+def _facts(trainer: Trainer) -> Facts:
+    live, stream, workload = trainer.live, trainer.stream, trainer.workload
+    loss, given = workload.loss, as_given(workload.loss)
+    names = {id(param): name for name, param in live.parts.named_parameters()}
+    named = (*live.parts.named_parameters(), *live.parts.named_buffers())
+    absent, partial = trainer.stepper.voting.lacking or ((), False)
+    modules = {id(module): name for name, module in live.model.named_modules()}
+    return Facts(
+        seed=stream.seed,
+        stepped=trainer.stepper.voting.lacking is not None,
+        order=_order(stream),
+        iterable=stream.info.iterable,
+        batched=stream.info.batched,
+        draws=stream.draws,
+        loader=stream.info.num_workers is not None,
+        handed_on=tuple(stream.handed_on) if isinstance(stream, ShardedStream) else (),
+        columns=("tuple" if stream.dataset.names is None else "dict") if isinstance(stream.dataset, Columns) else "",
+        batch=_kind_of_batch(stream),
+        eval_form=trainer.evaluator.held_out.form if trainer.evaluator else "",
+        loss=takes(loss),
+        metric=takes(workload.metric) if workload.metric else "",
+        loss_key=isinstance(loss, OwnLoss) and loss.by_key,
+        tokens=labels_counted(live.model) if isinstance(loss, OwnLoss) else "",
+        criterion_weights=isinstance(given, nn.Module) and bool(given.state_dict()),
+        own_optimizer=live.own_optimizer is not None,
+        groups=len(live.optimizer.param_groups),
+        own_scheduler=live.scheduler is not None,
+        optimizer_hooks=has_step_hooks(live.optimizer),
+        loose=sum(name.startswith(LOOSE) for name in names.values()),
+        dtypes=tuple(sorted({str(param.dtype).removeprefix("torch.") for param in in_groups(live.optimizer)})),
+        uncommon=any(tensor.dtype not in _COMMON or not tensor.numel() for _, tensor in named),
+        sparse=bool(live.sparse_places()),
+        absent=tuple(names[id(param)] for param in absent if param.requires_grad),
+        partial=partial,
+        evaluating=bool(live.evaluating()),
+        buffers=any(True for _ in live.model.buffers()),
+        blocks=tuple(modules.get(id(block), "") for block in live.blocks),
+        cache=any(hasattr(getattr(module, "config", None), "use_cache") for module in live.model.modules()),
+        rate=live.learning_rate,
+        asked_rate=live.asked_rate,
+        variables={
+            one.name: os.environ[one.name]
+            for one in VARIABLES.values()
+            if os.environ.get(one.name, one.default) != one.default
+        },
+        torch=torch.__version__,
+        horovod=horovod.__version__,
+    )
+
+
+def _kind_of_batch(stream: Stream) -> str:
+    """What a micro-batch looks like, from the first sample."""
+    if not isinstance(stream, ShardedStream) or stream.info.batched:
+        return "other"
+    first: Any = stream.order(stream.seed, 0)[0]
+    with set_aside():
+        try:
+            index = int(first) if isinstance(first, np.integer) else first
+            batch = collated_copies(stream.collate, samples_at(stream.dataset, [index]))
+        except Exception:  # a step has said it, or will
+            return "other"
+    if isinstance(batch, Mapping):
+        return "mapping"
+    pair = type(batch) in (list, tuple) and len(batch) == 2
+    return "pair" if pair and all(isinstance(part, Tensor) for part in batch) else "other"
+
+
+def _order(stream: Stream) -> str:
+    if not isinstance(stream, ShardedStream):
+        return ""
+    known = {Shuffled: "shuffled", InTurn: "in turn"}
+    return known.get(type(stream.order), getattr(stream.order, "name", "a DistributedSampler"))

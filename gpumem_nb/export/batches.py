@@ -1,0 +1,154 @@
+"""Lines and expressions of a script about data: how it is loaded, brought to the device, and given to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .order import Order
+
+WIDTH = 120
+_ROWS = {"tuple": "TensorDataset(*map(torch.as_tensor, {}))", "dict": "Rows({})"}
+
+
+class Batches:
+    """What stands in the script of one order about its data."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._settings, self._facts, self._source = order.settings, order.facts, order.source
+        self._own = order.source.kind != "ready"
+
+    def data(self) -> Iterator[str]:
+        """Makes the data."""
+        options, facts = self._source.options, self._facts
+        if not self._own:
+            digits = "resolution" in options
+            made = f"Digits({options['resolution']}" if digits else f"Text({options['sequence_length']}"
+            yield f"data = {made})"
+            yield f"eval_data = {made}, train=False)"
+            return
+        if self._source.kind == "functions":
+            yield "data = make_data()"
+            if self._order.evaluates:
+                yield "eval_data = make_eval_data()"
+        if facts.loader:
+            yield "dataset, collate = data.dataset, data.collate_fn"
+        elif facts.columns:
+            yield f"dataset = {_ROWS[facts.columns].format('data')}"
+        if facts.draws:
+            inner = self._dataset()
+            yield f"samples = Seeded({inner}, {'collate' if facts.loader else 'default_collate'}, {self._facts.seed})"
+        if self._order.evaluates and facts.eval_form == "loader":
+            yield "eval_set, eval_collate = eval_data.dataset, eval_data.collate_fn"
+        elif self._order.evaluates and facts.eval_form in _ROWS:
+            yield f"eval_set = {_ROWS[facts.eval_form].format('eval_data')}"
+
+    def _dataset(self) -> str:
+        return "dataset" if self._own and (self._facts.loader or self._facts.columns) else "data"
+
+    def loader(self, flags: frozenset[str]) -> Iterator[str]:
+        """Fetches the micro-batches of this rank."""
+        settings, dataset = self._settings, self._dataset()
+        options = ["samples" if self._facts.draws else dataset]
+        options += [f'batch_sampler=micro_batches(len({dataset}), args, start["position"])']
+        if self._facts.draws:
+            options += ["collate_fn=as_it_is"]
+        elif self._facts.loader and self._own:
+            options += ["collate_fn=collate"]
+        if settings.num_workers:
+            options += [f"num_workers={settings.num_workers}"]
+            options += [f"prefetch_factor={settings.prefetch_factor}"] if settings.prefetch_factor != 2 else []
+            options += ['multiprocessing_context="fork"'] if self._own else []
+            options += [f"{name}=data.{name}" for name in self._facts.handed_on if name != "multiprocessing_context"]
+        options += ["pin_memory=torch.cuda.is_available()"] if settings.pin_memory else []
+        # The model's numbers are not drawn from.
+        options += ["generator=torch.Generator()"] if "random_numbers" in flags else []
+        yield from wrapped("batches = iter(DataLoader(", options, 4, close="))")
+
+    def tokens(self) -> str:
+        """How many labels of a batch count in the loss of a whole step."""
+        if self._settings.accumulation_steps == 1 or not self._facts.tokens or not self._own:
+            return ""
+        labels = 'batch["labels"][..., 1:]' if self._facts.tokens == "shifted" else 'batch["labels"]'
+        return f"{labels}.ne(-100).sum()"
+
+    def called(self, model: str, loss: str, items: str = "") -> str:
+        """The loss of ``batch``."""
+        if not self._own:
+            return self._cross_entropy(f"{model}(inputs).float()")
+        if self._facts.loss == "model":
+            output = f"{model}(**batch{items})" if self._facts.batch == "mapping" else f"{model}(batch)"
+            return f'{output}["loss"]' if self._facts.loss_key else f"{output}.loss"
+        return f"{loss}({model}(batch[0]), batch[1])" if self._facts.loss == "outputs" else f"{loss}({model}, batch)"
+
+    def loss(self, flags: frozenset[str]) -> str:
+        """Of a micro-batch, in training."""
+        if "with_loss" in flags:
+            return "ddp(batch)"
+        items = ", num_items_in_batch=items" if self.tokens() else ""
+        return self.called("ddp" if self._order.ddp else "model", "loss_of", items)
+
+    def _cross_entropy(self, logits: str) -> str:
+        """Of a ready-made workload; in fp32 under autocast too."""
+        if self._source.template == "digits":
+            return f"cross_entropy({logits}, targets)"
+        return f"cross_entropy({logits}.flatten(0, 1), targets.flatten())"
+
+    def found(self) -> Iterator[str]:
+        """What an evaluation finds in ``batch``."""
+        if self._source.template == "digits":
+            yield "logits = model(inputs).float()"
+            yield f"loss = {self._cross_entropy('logits')}"
+        else:
+            yield f"loss = {self.called('model', 'loss_of')}"
+        if self._own and self._facts.metric:
+            called = "metric(model(batch[0]), batch[1])" if self._facts.metric == "outputs" else "metric(model, batch)"
+            yield f"found = {called}"
+            yield f'found = found if isinstance(found, dict) else {{"{self._source.names["metric"]}": found}}'
+
+    def moves(self) -> bool:
+        """Whether batches are more than two tensors."""
+        return self._own and self._facts.batch != "pair"
+
+    def moved(self, batch: str) -> str:
+        """Brings a batch to the device."""
+        if self.moves():
+            return f"batch = to_device({batch}, device)"
+        copying = ", non_blocking=True" if self._settings.pin_memory else ""
+        if self._own:
+            return f"batch = [part.to(device{copying}) for part in {batch}]"
+        return f"inputs, targets = (part.to(device{copying}) for part in {batch})"
+
+    def eval_collate(self) -> str:
+        """What makes batches of the validation data."""
+        return "eval_collate" if self._own and self._facts.eval_form == "loader" else "default_collate"
+
+    def eval_needs(self) -> Iterator[str]:
+        """What an evaluation is given of somebody's own code."""
+        if self._own and self._facts.loss != "model":
+            yield "loss_of"
+        if self._own and self._facts.metric:
+            yield "metric"
+        if self.eval_collate() == "eval_collate":
+            yield "eval_collate"
+
+
+def wrapped(opening: str, options: list[str], indent: int, close: str = ")") -> Iterator[str]:
+    """A call in one line, or with its arguments in lines of their own, as ruff formats it."""
+    line = f"{opening}{', '.join(options)}{close}"
+    if indent + len(line) <= WIDTH:
+        yield line
+        return
+    inner = ", ".join(options)
+    if len(close) == 1 and indent + 4 + len(inner) <= WIDTH:
+        yield from (opening, f"    {inner}", close)
+        return
+    if len(close) > 1:
+        outer, _, call = opening.rpartition("iter(")
+        yield f"{outer}iter("
+        yield from (f"    {one}" for one in wrapped(call, options, indent + 4))
+        yield ")"
+        return
+    yield opening
+    yield from (f"    {one}," for one in options)
+    yield close

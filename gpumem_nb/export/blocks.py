@@ -1,0 +1,27 @@
+"""Activation checkpointing of a model that somebody else wrote: each block's own forward is wrapped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+_NUMBERED = re.compile(r"(.*)\.(\d+)")
+
+
+def checkpointed(names: Sequence[str]) -> Iterator[str]:
+    """Lines that recompute each of these modules of ``model`` in backward."""
+    yield f"for block in {_which(names)}:"
+    yield "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
+
+
+def _which(names: Sequence[str]) -> str:
+    """An expression for the modules: the list that holds them, where they are all of it."""
+    found = [_NUMBERED.fullmatch(name) for name in names]
+    parents = {match[1] if match else "" for match in found}
+    if len(parents) == 1 and all(found) and [match and match[2] for match in found] == [*map(str, range(len(names)))]:
+        parent = parents.pop()
+        plain = all(part.isidentifier() for part in parent.split("."))
+        whole = f"model.{parent}" if plain else f'model.get_submodule("{parent}")'
+        return f"{whole}[: {len(names)}]"
+    quoted = ", ".join(f'"{name}"' for name in names)
+    return f"map(model.get_submodule, [{quoted}])"

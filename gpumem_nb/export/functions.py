@@ -1,0 +1,205 @@
+"""The code of functions: of a notebook's own its source, with what it uses; of a module's an import."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..shared.errors import WorkloadError
+
+_OURS = "gpumem_nb"
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_LONGEST_VALUE = 200
+
+
+class Collector:
+    """Gathers the code that some functions need, each part once and before what uses it.
+
+    Attributes:
+        imports: lines.
+        definitions: everything else, in order.
+        names: what stands for which object.
+        defined: those names that it defines itself, and does not import.
+    """
+
+    def __init__(self) -> None:
+        self.imports: list[str] = []
+        self.definitions: list[str] = []
+        self.names: dict[str, Any] = {}
+        self.defined: list[str] = []
+
+    def add(self, role: str, function: Any) -> str:
+        """Gather the code of a function; returns an expression for it.
+
+        Raises:
+            WorkloadError: its source is not known, or it uses something that cannot be written down.
+        """
+        if isinstance(function, partial):
+            arguments = [*map(self._plain(role), function.args)]
+            arguments += [f"{name}={self._plain(role)(value)}" for name, value in function.keywords.items()]
+            self._import("from functools import partial")
+            return f"partial({', '.join([self.add(role, function.func), *arguments])})"
+        if isinstance(function, types.LambdaType) and function.__name__ == "<lambda>":
+            return self._lambda(role, function)
+        name = getattr(function, "__qualname__", "")
+        if not name.isidentifier():
+            what = f"is {name}, inside of another object" if name else f"is a {type(function).__name__}"
+            raise WorkloadError(
+                f"The workload's {role} {what}, whose source alone would not do. Make it a function at the top level "
+                "of a notebook cell or a module."
+            )
+        self._define(role, name, function)
+        return name
+
+    def _define(self, role: str, name: str, value: Any) -> None:
+        """Let ``name`` stand for ``value``."""
+        if name in self.names:
+            if self.names[name] is not value:
+                raise WorkloadError(
+                    f"The workload's code calls two different things {name}, in different modules. Rename one."
+                )
+            return
+        self.names[name] = value
+        if isinstance(value, types.ModuleType):
+            self._check_not_ours(role, value.__name__)
+            own = value.__name__ == name
+            self._import(f"import {name}" if own else f"import {value.__name__} as {name}")
+        elif module := _importable(value):
+            self._check_not_ours(role, module)
+            self._import(f"from {module} import {value.__name__}" + (f" as {name}" if value.__name__ != name else ""))
+        elif isinstance(value, types.FunctionType | type):
+            source = _source(role, name, value)
+            self._names_in(role, source, _globals(value))
+            self.definitions.append(source)
+            self.defined.append(name)
+        else:
+            self.definitions.append(f"{name} = {self._plain(role, name)(value)}")
+            self.defined.append(name)
+
+    def _lambda(self, role: str, function: types.FunctionType) -> str:
+        """A lambda becomes a function of its own name."""
+        node, source = _lambda_node(role, function)
+        name = f"{role}_of_workload"
+        body = ast.get_source_segment(source, node.body) or ast.unparse(node.body)
+        self._names_in(role, ast.unparse(node), function.__globals__)
+        self.definitions.append(f"def {name}({ast.unparse(node.args)}):\n    return {body}")
+        self.names[name] = function
+        self.defined.append(name)
+        return name
+
+    def _names_in(self, role: str, source: str, known: dict[str, Any]) -> None:
+        """Define whatever some code uses of its module."""
+        tree = ast.parse(source)
+        read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        for name in sorted(read):
+            if name in known and not (hasattr(builtins, name) and known[name] is getattr(builtins, name)):
+                self._define(role, name, known[name])
+
+    def _import(self, line: str) -> None:
+        if line not in self.imports:
+            self.imports.append(line)
+
+    def _plain(self, role: str, name: str = "") -> Callable[[Any], str]:
+        def written(value: Any) -> str:
+            text = repr(value)
+            try:
+                plain = len(text) <= _LONGEST_VALUE and _is_plain(value) and ast.literal_eval(text) == value
+            except (ValueError, SyntaxError):
+                plain = False
+            if plain:
+                return text
+            what = f"{name}, a {type(value).__name__} of the notebook" if name else f"a {type(value).__name__}"
+            raise WorkloadError(
+                f"The workload's {role} uses {what}, which cannot be written into a script. Make it inside of the "
+                "function, or in a module that the script can import."
+            )
+
+        return written
+
+    def _check_not_ours(self, role: str, module: str) -> None:
+        if module.partition(".")[0] == _OURS:
+            raise WorkloadError(
+                f"The workload's {role} is of {module}, which the script shall do without. Load a ready-made workload "
+                "by its name, and write your own without the toolkit's parts."
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple, set):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(part) for item in value.items() for part in item)
+    return type(value) in _PLAIN
+
+
+def _importable(value: Any) -> str:
+    """The module that a script can import this object from under its name; empty for none."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if not isinstance(module, str) or module == "__main__" or not name.isidentifier():
+        return ""
+    try:
+        return module if getattr(importlib.import_module(module), name, None) is value else ""
+    except ImportError:
+        return ""
+
+
+def _globals(value: Any) -> dict[str, Any]:
+    if isinstance(value, types.FunctionType):
+        return value.__globals__
+    return vars(importlib.import_module(value.__module__))
+
+
+def _source(role: str, name: str, value: Any) -> str:
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        raise WorkloadError(
+            f"The workload's {role} uses {name}, which takes {value.__code__.co_freevars[0]} from the function around "
+            "it. Define it at the top level of a cell."
+        )
+    try:
+        return textwrap.dedent(inspect.getsource(value)).rstrip()
+    except (OSError, TypeError):
+        raise WorkloadError(
+            f"The workload's {role} uses {name}, whose source is not known. Define it in a notebook cell or a module, "
+            "and load the workload again."
+        ) from None
+
+
+def _lambda_node(role: str, function: types.FunctionType) -> tuple[ast.Lambda, str]:
+    """The lambda in the statement that it is part of, and that statement."""
+    if function.__closure__:
+        raise WorkloadError(
+            f"The workload's {role} is a lambda that takes {function.__code__.co_freevars[0]} from the function around "
+            "it. Define it at the top level of a cell."
+        )
+    try:
+        lines, _ = inspect.findsource(function)
+        tree = ast.parse("".join(lines))
+    except (OSError, TypeError, SyntaxError):
+        raise WorkloadError(
+            f"The workload's {role} is a lambda whose source is not known. Write it as a function."
+        ) from None
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Lambda) and node.lineno == function.__code__.co_firstlineno
+    ]
+    same = [node for node in found if _code_of(node) == function.__code__.co_code] if len(found) > 1 else found
+    if len(same) != 1:
+        raise WorkloadError(
+            f"The workload's {role} is one of several lambdas in one line, which cannot be told apart. Write it as a "
+            "function, or in a line of its own."
+        )
+    return same[0], "".join(lines)
+
+
+def _code_of(node: ast.Lambda) -> bytes:
+    code = compile(ast.Expression(node), "<lambda>", "eval")
+    inner = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return inner.co_code

@@ -1,0 +1,58 @@
+"""The imports of a script in the order in which linters want them, each once."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+
+
+def with_sorted_imports(text: str) -> str:
+    """A module whose first block of imports, after its docstring, is sorted by section and name."""
+    tree = ast.parse(text)
+    first = 1 if ast.get_docstring(tree) is not None else 0
+    nodes = []
+    for node in tree.body[first:]:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            break
+        nodes.append(node)
+    if not nodes:
+        return text
+    lines = text.splitlines()
+    begin, end = nodes[0].lineno - 1, nodes[-1].end_lineno or 0
+    sections = "\n\n".join(filter(None, map("\n".join, _sections(nodes))))
+    rest = "\n".join(lines[end:]).lstrip("\n")
+    defined = isinstance(tree.body[first + len(nodes)], ast.FunctionDef | ast.ClassDef)
+    return "\n".join([*lines[:begin], sections]) + "\n" * (3 if defined else 2) + rest + "\n"
+
+
+def _sections(nodes: list[ast.Import | ast.ImportFrom]) -> list[list[str]]:
+    """Python's own modules, those of others: lines of each."""
+    plain: set[tuple[str, str]] = set()
+    members: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for node in nodes:
+        for alias in node.names:
+            renamed = f" as {alias.asname}" if alias.asname and alias.asname != alias.name else ""
+            if isinstance(node, ast.Import):
+                plain.add((alias.name, renamed))
+            else:
+                members["." * node.level + (node.module or "")].add((alias.name, renamed))
+    sections: list[list[str]] = [[], [], []]
+    for module, renamed in sorted(plain, key=lambda entry: (entry[0].lower(), entry[1])):
+        sections[_section(module)].append(f"import {module}{renamed}")
+    for module in sorted(members, key=str.lower):
+        names = sorted(members[module], key=lambda entry: (_kind(entry[0]), entry[0].lower(), entry[1]))
+        line = f"from {module} import {', '.join(name + renamed for name, renamed in names)}"
+        sections[_section(module)].append(line)
+    sections[0].sort(key=lambda line: line.startswith("from __future__") * -1)
+    return sections
+
+
+def _section(module: str) -> int:
+    top = module.partition(".")[0]
+    return 2 if not top else 0 if top in sys.stdlib_module_names else 1
+
+
+def _kind(name: str) -> int:
+    """Constants come before classes, and these before all others."""
+    return 0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2

@@ -1,0 +1,70 @@
+"""What a script is made from: where model and data come from, and under what they are trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..shared.exporting import Facts
+from ..shared.settings import Settings
+
+ROLES = {"model": "model", "data": "data", "loss": "loss_of", "optimizer": "optimizer", "scheduler": "scheduler"}
+ROLES |= {"eval_data": "eval_data", "metric": "metric"}
+"""What ``main`` of a script calls what it is given of somebody's own code, by role."""
+MAKERS = {role: f"make_{name}" for role, name in ROLES.items() if role not in ("loss", "metric")}
+"""The same where it is given functions that make it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The code of model and data.
+
+    Attributes:
+        kind: ``ready`` for a ready-made workload, ``functions`` for those of a ``Workload``, ``cells``.
+        template, options: of a ready-made workload.
+        separable: whether its convolutions are.
+        imports: lines.
+        definitions: the code.
+        names: what somebody's own code calls each role.
+        cell_seed: where the random numbers of cells began.
+        uses: names that ranks offer to cells, and the code uses.
+        defines: names that the code defines.
+    """
+
+    kind: str
+    template: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    separable: bool = False
+    imports: tuple[str, ...] = ()
+    definitions: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+    cell_seed: int = 0
+    uses: frozenset[str] = frozenset()
+    defines: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be written.
+
+    Attributes:
+        threads: of each rank; ``None`` leaves them to torch.
+        eval_every: steps between evaluations, 0 for none but the last.
+        steps: how many the script takes by default.
+        evaluates: whether there is validation data.
+        own_rate: the learning rate that the workload's own optimizer came with.
+        header: of the script.
+        parameter_bytes: of the model.
+    """
+
+    source: Source
+    settings: Settings
+    facts: Facts
+    ddp: bool
+    threads: int | None
+    eval_every: int
+    steps: int
+    evaluates: bool
+    own_rate: float | None
+    header: str
+    parameter_bytes: int

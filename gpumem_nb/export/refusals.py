@@ -1,0 +1,115 @@
+"""What cannot be exported, said before anything is written; and what is not carried over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..shared.errors import WorkloadError
+from ..shared.exporting import Facts
+from ..shared.knobs import KNOBS
+from ..shared.settings import Settings
+from .script import segment_length
+
+_DTYPES = {"float32", "float64"}
+_AGAIN = "Train a step first (%hvd_train 1)"
+
+
+def check(settings: Settings, facts: Facts, own: bool, ddp: bool) -> None:
+    """Refuse what a plain script cannot do.
+
+    Args:
+        settings: what to train under.
+        facts: what is trained.
+        own: whether that is somebody's own, and no ready-made workload.
+        ddp: whether the script is for DistributedDataParallel.
+
+    Raises:
+        WorkloadError: saying why, and what to do.
+    """
+    for reason in (*_knobs(settings, ddp), *(_own(settings, facts, ddp) if own else ())):
+        raise WorkloadError(reason)
+
+
+def left_out(settings: Settings, ddp: bool) -> list[str]:
+    """A sentence for each knob that a script does otherwise."""
+    told = ((knob, knob.left_out(getattr(settings, name), ddp)) for name, knob in KNOBS.items() if knob.left_out)
+    return [f"{knob.name}={knob.text(getattr(settings, knob.name))}: {text}" for knob, text in told if text]
+
+
+def _knobs(settings: Settings, ddp: bool) -> Iterator[str]:
+    for name, knob in KNOBS.items():
+        value = getattr(settings, name)
+        if knob.exported is None and value != knob.default:
+            yield (
+                f"{name}={knob.text(value)} is a knob that was registered here, which scripts do not know. Set it to "
+                f"{knob.text(knob.default)}, and write what it does into the script."
+            )
+        elif knob.exported and (why_not := knob.exported(value, ddp)):
+            yield why_not
+
+
+def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
+    """Of somebody's own model and data."""
+    if not facts.stepped or "unknown" in (facts.loss, facts.metric):
+        what = "what the loss and the metric are called with, and which weights get a gradient"
+        yield f"{_AGAIN}{' and evaluate (%hvd_eval)' * (facts.metric == 'unknown')}: that shows {what}."
+    yield from _data(facts)
+    yield from _weights(facts)
+    yield from _optimizer(facts, settings, ddp)
+    count = len(facts.blocks)
+    if settings.checkpointing != "none" and (
+        segment_length(count, settings.checkpointing) > 1 or not all(facts.blocks)
+    ):
+        yield (
+            f"checkpointing={settings.checkpointing} joins blocks of a model without rewriting it, which torch's own "
+            "checkpoint does not. Set checkpointing=blocks or none first."
+        )
+
+
+def _data(facts: Facts) -> Iterator[str]:
+    if facts.iterable:
+        yield (
+            "The data can only be iterated, so a plain script would share it out among ranks otherwise. Attach a "
+            "dataset with __len__ and __getitem__."
+        )
+    elif facts.batched:
+        yield "The data brings micro-batches of its own. Attach a dataset of single samples."
+    elif facts.order not in ("shuffled", "in turn"):
+        yield (
+            f"{facts.order} decides the order of samples, which a plain script would share out otherwise. Attach the "
+            "dataset itself, or a DataLoader with shuffle=True or without it."
+        )
+    if facts.eval_form == "chosen":
+        yield (
+            "The validation data is a part that a sampler chooses. Give eval_data that part: "
+            "torch.utils.data.Subset(dataset, indices)."
+        )
+
+
+def _weights(facts: Facts) -> Iterator[str]:
+    if odd := [dtype for dtype in facts.dtypes if dtype not in _DTYPES]:
+        yield (
+            f"Weights are in {odd[0]}, whose gradients Horovod and DistributedDataParallel do not add up as a session "
+            "does. Keep the weights in float32 and set precision=bf16 or fp16."
+        )
+    if facts.sparse:
+        yield "Gradients of an embedding are sparse, which a plain script averages otherwise. Set sparse=False in it."
+    if facts.loose:
+        yield "The optimizer trains a weight that neither the model nor the criterion has. Make it part of the model."
+
+
+def _optimizer(facts: Facts, settings: Settings, ddp: bool) -> Iterator[str]:
+    if facts.optimizer_hooks and not ddp:
+        yield (
+            "Hooks are registered around the optimizer's update, which hvd.DistributedOptimizer does not take over. "
+            "Export with --ddp (ddp=True), or remove them first."
+        )
+    if settings.lr_schedule != "own" and not _alike(facts.rate, facts.asked_rate):
+        yield (
+            f"A cell has set the learning rate to {facts.rate:g}, and the settings say otherwise. Say it by the knob: "
+            f"%hvd_set learning_rate={facts.rate:g}."
+        )
+
+
+def _alike(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-9 * max(abs(one), abs(other))

@@ -1,0 +1,318 @@
+"""A script for what is trained under some settings: which lines of the template it needs, and what stands in them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from math import ceil, sqrt
+from typing import Any
+
+from ..shared.errors import WorkloadError
+from ..shared.learning_rate import OWN
+from .batches import Batches, wrapped
+from .blocks import checkpointed
+from .imports import with_sorted_imports
+from .order import MAKERS, ROLES, Order
+from .templating import render
+
+_DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
+_OPTIMIZERS = {
+    "sgd": "torch.optim.SGD({}, lr={}{})",
+    "momentum": "torch.optim.SGD({}, lr={}, momentum=0.9{})",
+    "adam": "torch.optim.Adam({}, lr={}{})",
+    "adamw": "torch.optim.AdamW({}, lr={}{})",
+}
+_IMPLEMENTATIONS = {"foreach": ", foreach=True", "fused": ", fused=True", "loop": ", foreach=False", "default": ""}
+_GROUP_FLAGS = {
+    "foreach": "foreach=True, fused=False",
+    "fused": "foreach=False, fused=True",
+    "loop": "foreach=False, fused=False",
+}
+_PARTS = {"hvd": ("hvd.rank()", "hvd.size()"), "ddp": ("dist.get_rank()", "dist.get_world_size()")}
+
+
+def script(order: Order) -> str:
+    """The text of the script.
+
+    Raises:
+        WorkloadError: somebody's own code defines something under a name that the script needs.
+    """
+    values = Values(order)
+    texts = values.all(values.flags)
+    if order.source.kind != "ready":
+        bare = render("train", values.flags, texts | {"definitions": "", "imports": ""})
+        if clash := sorted(order.source.defines & set(defined_in(bare))):
+            raise WorkloadError(f"Your code and the script both call something {clash[0]}. Rename yours.")
+    return with_sorted_imports(render("train", values.flags, texts))
+
+
+def defined_in(text: str) -> Iterator[str]:
+    """What a module calls something at its top level, what it imports included."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            yield from (name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
+class Values:
+    """What stands in the template of one order."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._settings, self._facts, self._source = order.settings, order.facts, order.source
+        self._rank, self._size = _PARTS["ddp" if order.ddp else "hvd"]
+        self._own = order.source.kind != "ready"
+        self._batches = Batches(order)
+        self.flags = frozenset(name for name, holds in self._conditions() if holds)
+
+    def _conditions(self) -> Iterator[tuple[str, Any]]:
+        """Flags of the template, and whether each is set."""
+        settings, facts, source, order = self._settings, self._facts, self._source, self._order
+        ddp = order.ddp
+        own_optimizer = settings.optimizer == OWN
+        scheduler = settings.lr_schedule == OWN
+        warmup = settings.warmup_steps > 0
+        ends = settings.lr_schedule in ("cosine", "linear")
+        scaled = settings.lr_scaling != "none"
+        rated = warmup or ends or scaled
+        several = own_optimizer and facts.groups > 1
+        sets_rate = not scheduler and (not several or rated or settings.learning_rate != order.own_rate)
+        dropout = bool(source.options.get("dropout"))
+        own = self._own
+        yield from {
+            "ddp": ddp,
+            "hvd": not ddp,
+            "own": own,
+            source.kind: True,
+            source.template: not own,
+            "separable": source.separable,
+            "dropout": dropout,
+            "checkpointing": settings.checkpointing != "none",
+            "amp": settings.precision != "fp32",
+            "fp16": settings.precision == "fp16",
+            "clip": settings.clip_norm is not None,
+            "compression": settings.compression != "none",
+            "sum": settings.reduction == "sum",
+            "adasum": settings.reduction == "adasum",
+            "buckets": not facts.partial and settings.reduction != "adasum",
+            "own_optimizer": own_optimizer,
+            "builds_optimizer": not own_optimizer or source.kind == "functions",
+            "fused": settings.optimizer_impl == "fused",
+            "warmup": warmup,
+            "cosine": settings.lr_schedule == "cosine",
+            "linear": settings.lr_schedule == "linear",
+            "ends": ends,
+            "scaled": scaled,
+            "lr_linear": settings.lr_scaling == "linear",
+            "lr_sqrt": settings.lr_scaling == "sqrt",
+            "schedule": warmup or ends,
+            "rated": rated,
+            "eval_every": order.eval_every,
+            "rates": several and sets_rate,
+            "constant": sets_rate and not rated,
+            "rate": sets_rate,
+            "scheduler": scheduler,
+            "shuffled": facts.order == "shuffled",
+            "draws": facts.draws,
+            "columns": facts.columns == "dict" or facts.eval_form == "dict",
+            "moves": self._batches.moves(),
+            "with_loss": ddp and own and (facts.loss == "batch" or facts.criterion_weights),
+            "criterion_weights": own and facts.criterion_weights,
+            "counts_tokens": bool(self._batches.tokens()),
+            "buffers": facts.buffers,
+            "modes": facts.evaluating,
+            "evaluates": self._order.evaluates,
+            "own_metric": own and bool(facts.metric),
+            "seeds_ranks": own or dropout,
+            "random_numbers": own or dropout,
+            "math": source.template == "digits" or settings.lr_schedule == "cosine" or settings.lr_scaling == "sqrt",
+            "os": ddp or facts.variables or self._variables(),
+            "numpy": True,
+            "nn": not own or (ddp and (facts.loss == "batch" or facts.criterion_weights)),
+        }.items()
+
+    def all(self, flags: frozenset[str]) -> dict[str, str]:
+        """By name."""
+        settings, source, facts, order = self._settings, self._source, self._facts, self._order
+        ready = source.kind == "ready"
+        resumed = {"model": "" if ready or facts.buffers else "never", "named": "own", "optimizer": ""}
+        resumed |= {"scaler": "fp16", "scheduler": "scheduler"}
+        texts: dict[str, Any] = {
+            "header": order.header,
+            "data_names": self._data_names(flags),
+            "imports": "\n".join(source.imports),
+            "join": "\n".join(self._join()),
+            "cell_seed": source.cell_seed,
+            "definitions": self._ready_made(flags) if ready else source.definitions,
+            "rank": self._rank,
+            "size": self._size,
+            "wrapped_loss": self._batches.called("self.model", "self.loss"),
+            "what_it_finds": _list("Loss", "accuracy" if "digits" in flags else "metric" if facts.metric else ""),
+            "numbers": 3 if "digits" in flags else 2,
+            "totals": "loss, accuracy, samples" if "digits" in flags else "loss, samples",
+            "validation": 'f"validation: loss {loss / samples:.6g}'
+            + (', accuracy {accuracy / samples:.6g}"' if "digits" in flags else '"'),
+            "summands": "loss.double(), score" if "digits" in flags else "loss.double()",
+            "numbers_aside": ", torch.random.fork_rng(devices=[])" if self._own else "",
+            "eval_batch": self._batches.moved(f"{self._batches.eval_collate()}(chosen)"),
+            "eval_more": "".join(f", {name}" for name in self._batches.eval_needs()),
+            "eval_set": "eval_set" if facts.eval_form in ("loader", "tuple", "dict") and self._own else "eval_data",
+            "dtype": _DTYPES.get(settings.precision, ""),
+            "found": "\n".join(self._batches.found()),
+            "resumed": ", ".join(name for name, flag in resumed.items() if not flag or flag in flags),
+            "weights": "named.values()" if self._own else "model.parameters()",
+            "cooling_steps": max(1, (settings.schedule_steps or 0) - settings.warmup_steps),
+            "optimizer_name": settings.optimizer,
+            "optimizer_key": "own_optimizer" if settings.optimizer == OWN else "optimizer",
+            "steps": order.steps,
+            "eval_every": order.eval_every,
+            "seed": facts.seed,
+            "roles": ", ".join(self._roles()),
+            "given": ", ".join(source.names.values()),
+            "data": "\n".join(self._batches.data()),
+            "model": self._model(),
+            "prepare_model": "\n".join(self._prepared()),
+            "broadcast": "named" if facts.uncommon or "criterion_weights" in flags else "model.state_dict()",
+            "ddp_model": "\n".join(self._ddp_model(flags)),
+            "comm_hook": "ddp.register_comm_hook(None, combine)" if flags & {"sum", "compression"} else "",
+            "full_rate": "rate" if "scaled" in flags else "args.learning_rate",
+            "optimizer": self._optimizer(flags),
+            "implementation": "\n".join(self._implementation()),
+            "distributed": "\n".join(self._distributed(flags)),
+            "batches": "\n".join(self._batches.loader(flags)),
+            "done": "done" if "schedule" in flags else "0",
+            "tokens": self._batches.tokens(),
+            "train_batch": self._batches.moved("next(batches)"),
+            "loss": self._batches.loss(flags),
+            "to_float": ".float()" if self._own else "",
+            "clipped": '[weight for group in optimizer.param_groups for weight in group["params"]]'
+            if settings.optimizer == OWN
+            else "named.values()"
+            if self._own
+            else "model.parameters()",
+        }
+        return {name: str(text) for name, text in (settings.as_dict() | texts).items()}
+
+    def _data_names(self, flags: frozenset[str]) -> str:
+        own = flags & {"draws", "columns"}
+        names = ["DataLoader", *(["Dataset"] if own or "ready" in flags else [])]
+        names += ["TensorDataset"] if self._own and "tuple" in (self._facts.columns, self._facts.eval_form) else []
+        plain = "evaluates" in flags and self._batches.eval_collate() == "default_collate"
+        default = plain or ("draws" in flags and not self._facts.loader)
+        return ", ".join([*names, *(["default_collate"] if default else [])])
+
+    def _variables(self) -> dict[str, str]:
+        """Horovod's, as the session has them."""
+        return {} if self._order.ddp else self._facts.variables
+
+    def _join(self) -> Iterator[str]:
+        for name, value in self._variables().items():
+            yield f'os.environ.setdefault("{name}", "{value}")  # as in the session'
+        if self._order.ddp:
+            yield 'dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")'
+        else:
+            yield "hvd.init()"
+        if self._order.threads is not None:
+            yield f"torch.set_num_threads({self._order.threads})  # as in the session: others add up in another order"
+        local = 'int(os.environ["LOCAL_RANK"])' if self._order.ddp else "hvd.local_rank()"
+        yield "if torch.cuda.is_available():"
+        yield f"    torch.cuda.set_device({local})"
+        yield 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")'
+        for name, value in (("rank", self._rank), ("size", self._size)):
+            if name in self._source.uses:
+                yield f"{name} = {value}"
+
+    def _ready_made(self, flags: frozenset[str]) -> str:
+        options = self._source.options
+        count = options["depth"] * (2 if "digits" in flags else 1)
+        blocks = "\n".join(_calls_of_blocks(count, self._settings.checkpointing))
+        values = {"call_blocks": blocks, "dropout_argument": ", dropout" if "dropout" in flags else ""}
+        return render(self._source.template, flags, values)
+
+    def _roles(self) -> list[str]:
+        names = MAKERS if self._source.kind == "functions" else {}
+        return [names.get(role, ROLES[role]) for role in self._source.names]
+
+    def _model(self) -> str:
+        if self._source.kind == "functions":
+            return "make_model()"
+        options = dict(self._source.options)
+        if "resolution" in options:
+            return f"ResNet(width={options['width']}, depth={options['depth']})"
+        if not options:
+            return ""
+        options["length"] = options.pop("sequence_length")
+        dropout = options.pop("dropout")
+        options |= {"dropout": dropout} if dropout else {}
+        return f"GPT(data.vocabulary, {', '.join(f'{name}={value}' for name, value in options.items())})"
+
+    def _prepared(self) -> Iterator[str]:
+        if not self._own:
+            return
+        for name in self._facts.absent:
+            yield f'model.get_parameter("{name}").requires_grad_(False)  # it gets no gradient'
+        if self._settings.checkpointing != "none":
+            if self._facts.cache:
+                yield "for module in model.modules():"
+                yield '    if getattr(getattr(module, "config", None), "use_cache", False):'
+                yield "        module.config.use_cache = False  # of generation: recomputation would add to it again"
+            yield from checkpointed(self._facts.blocks)
+
+    def _ddp_model(self, flags: frozenset[str]) -> Iterator[str]:
+        module = "WithLoss(model, loss_of)" if "with_loss" in flags else "model"
+        options = [module, f"bucket_cap_mb={self._settings.bucket_mib:g}", "gradient_as_bucket_view=True"]
+        options += ["broadcast_buffers=False"] if self._facts.buffers else []
+        options += ["find_unused_parameters=True"] if self._facts.partial else []
+        yield from wrapped("ddp = DistributedDataParallel(", options, 4)
+
+    def _optimizer(self, flags: frozenset[str]) -> str:
+        settings = self._settings
+        if settings.optimizer == OWN:
+            return "make_optimizer(named.values())"
+        weights = "named.values()" if self._own else "model.parameters()"
+        if "optimizer" in self._source.names and self._source.kind == "cells":  # whose order it keeps
+            weights = '[weight for group in optimizer.param_groups for weight in group["params"]]'
+        rate = "learning_rate(args, 0)" if "rated" in flags else "args.learning_rate"
+        return _OPTIMIZERS[settings.optimizer].format(weights, rate, _IMPLEMENTATIONS[settings.optimizer_impl])
+
+    def _distributed(self, flags: frozenset[str]) -> Iterator[str]:
+        """Makes Horovod's optimizer of the plain one."""
+        if "ddp" in flags or "adasum" in flags:
+            return
+        named = "named.items()" if self._own else "model.named_parameters()"
+        options = ["optimizer", f"named_parameters={named}", "backward_passes_per_step=args.accumulation_steps"]
+        options += ["compression=hvd.Compression.fp16"] if "compression" in flags else []
+        options += ["op=hvd.Sum"] if "sum" in flags else []
+        if "buckets" in flags:  # of about as many bytes as the session's
+            options += [f"groups={ceil(self._order.parameter_bytes / (self._settings.bucket_mib * 2**20))}"]
+        yield from wrapped("optimizer = hvd.DistributedOptimizer(", options, 4)
+
+    def _implementation(self) -> Iterator[str]:
+        settings = self._settings
+        if settings.optimizer == OWN and settings.optimizer_impl != "default":
+            yield "for group in optimizer.param_groups:"
+            yield f"    group.update({_GROUP_FLAGS[settings.optimizer_impl]})"
+
+
+def segment_length(blocks: int, mode: str) -> int:
+    """How many blocks are recomputed together."""
+    return ceil(sqrt(blocks)) if mode == "sqrt" else 1
+
+
+def _calls_of_blocks(count: int, mode: str) -> Iterator[str]:
+    length = segment_length(count, mode)
+    if mode == "none":
+        yield "features = self.blocks(features)"
+    elif length == 1:
+        yield "for block in self.blocks:"
+        yield "    features = checkpoint(block, features, use_reentrant=False)"
+    else:
+        yield f"for first in range(0, len(self.blocks), {length}):"
+        yield f"    features = checkpoint(self.blocks[first : first + {length}], features, use_reentrant=False)"
+
+
+def _list(*words: str) -> str:
+    return " and ".join(word for word in words if word)

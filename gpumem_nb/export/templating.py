@@ -1,0 +1,60 @@
+"""Templates: text of which lines are left out.
+
+A line that ends with ``#? CONDITION`` is there where that holds, without the mark; so are the lines between
+``#? if CONDITION`` and ``#? end``. A condition has the names of flags, with ``and``, ``or``, ``not`` and brackets.
+``{{name}}`` is replaced; where it stands alone in a line it may be several lines, or none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from importlib.resources import files
+
+_MARK = "#? "
+_IF, _END = _MARK + "if ", _MARK + "end"
+_VALUE = re.compile(r"\{\{(\w+)\}\}")
+_BLANK_LINES = re.compile(r"\n{4,}")
+
+
+def render(name: str, flags: Collection[str], values: Mapping[str, str]) -> str:
+    """The template of that name in ``templates/``, with these flags set; ends with a newline."""
+    template = files(__package__).joinpath("templates", f"{name}.py.txt").read_text(encoding="utf-8")
+    text = "\n".join(_filled(_chosen(template.splitlines(), frozenset(flags)), values))
+    return _BLANK_LINES.sub("\n\n\n", text).strip("\n") + "\n"
+
+
+def _chosen(lines: list[str], flags: frozenset[str]) -> Iterator[str]:
+    holds = [True]
+    for line in lines:
+        said = line.strip()
+        if said.startswith(_IF):
+            holds.append(holds[-1] and _true(said.removeprefix(_IF), flags))
+        elif said == _END:
+            holds.pop()
+        elif holds[-1]:
+            text, mark, condition = line.rpartition("  " + _MARK)
+            if not mark:
+                yield line
+            elif _true(condition, flags):
+                yield text
+    assert len(holds) == 1, "an #? if without its #? end"
+
+
+def _filled(lines: Iterator[str], values: Mapping[str, str]) -> Iterator[str]:
+    for line in lines:
+        alone = _VALUE.fullmatch(line.strip())
+        if alone:
+            indent = line[: len(line) - len(line.lstrip())]
+            yield from (indent + one if one else "" for one in values[alone[1]].splitlines())
+        else:
+            yield _VALUE.sub(lambda found: values[found[1]], line)
+
+
+def _true(condition: str, flags: frozenset[str]) -> bool:
+    """Whether a condition of our own templates holds."""
+    words = re.findall(r"\w+|[()]", condition)
+    return bool(eval(" ".join(word if word in _OPERATORS else str(word in flags) for word in words)))
+
+
+_OPERATORS = {"and", "or", "not", "(", ")"}

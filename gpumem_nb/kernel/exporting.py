@@ -1,0 +1,208 @@
+"""A session's training as a plain script: what is asked of the ranks for it, and the file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..export import refusals
+from ..export.functions import Collector
+from ..export.order import ROLES, Order, Source
+from ..export.script import script
+from ..export.slicing import needed
+from ..report.exported import ExportedScript, commands
+from ..shared.errors import InvalidInput, WorkloadError
+from ..shared.exporting import Facts
+from ..shared.learning_rate import OWN
+from ..shared.messages import RankInfo
+from ..shared.settings import Settings
+from ..shared.state_file import as_path
+from ..shared.units import format_bytes, format_rate
+from ..shared.version import __version__
+from ..shared.whole_file import check_no_folder, why_not, written_whole
+from ..shared.workload import WorkloadInfo
+from ..workloads import catalog
+from .cell_record import CellRecord
+from .foreground import Foreground
+from .history import History
+from .loading import Origin
+from .policy import RULES, Policy
+from .training import Training
+
+MARK = "Written by gpumem_nb"
+"""In the first lines of a script: one that has it may be replaced."""
+_STEPS = 1000
+_MARKED_WITHIN = 4096  # characters
+
+
+class Exporting:
+    """Writes scripts of one cluster."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankInfo],
+        foreground: Foreground,
+        training: Training,
+        history: History,
+        origin: Origin,
+        cells: CellRecord,
+        policy: Callable[[], Policy],
+    ) -> None:
+        self._ranks = ranks
+        self._foreground = foreground
+        self._training = training
+        self._history = history
+        self._origin = origin
+        self._cells = cells
+        self._policy = policy
+
+    def export(self, path: str | os.PathLike[str], ddp: bool) -> ExportedScript:
+        """Write a script that trains as the session does now.
+
+        Raises:
+            InvalidInput: not a path, or a file that cannot be written or is no such script.
+            WorkloadError: nothing is loaded, or it cannot be exported.
+        """
+        target = as_path(path)
+        self._foreground.check_loaded()
+        _check_target(target)
+        facts: Facts = self._foreground.call("facts")[0]
+        settings, workload = self._training.settings, self._training.workload
+        if workload is None:  # another thread unloads it
+            raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
+        own = self._origin.options is None
+        try:
+            refusals.check(settings, facts, own, ddp)
+            text = script(self._order(target, self._source(workload, settings), settings, facts, workload, ddp))
+        except WorkloadError as error:
+            raise WorkloadError(f"No script was written. {error}") from None
+        left_out = (*self._left_out(), *refusals.left_out(settings, ddp))
+        try:
+            with written_whole(target) as file:
+                file.write(text.encode())
+        except OSError as error:
+            raise InvalidInput(f"{target} cannot be written: {why_not(error)}.") from None
+        return ExportedScript(target, text.count("\n"), len(self._ranks), ddp, left_out)
+
+    def _order(
+        self, target: Path, source: Source, settings: Settings, facts: Facts, workload: WorkloadInfo, ddp: bool
+    ) -> Order:
+        virtual, every = self._ranks[0].virtual, self._policy().eval_every
+        return Order(
+            source=source,
+            settings=settings,
+            facts=facts,
+            ddp=ddp,
+            threads=self._ranks[0].threads if virtual else None,
+            eval_every=0 if every == "never" else every,
+            steps=settings.schedule_steps or _STEPS,
+            evaluates=workload.eval_len is not None,
+            own_rate=workload.own_learning_rate,
+            # It stands in a docstring.
+            header=self._header(target, facts, workload, ddp).replace("\\", "/").replace('"', "'"),
+            parameter_bytes=workload.parameter_bytes,
+        )
+
+    def _header(self, target: Path, facts: Facts, workload: WorkloadInfo, ddp: bool) -> str:
+        """How to run it, and what was measured."""
+        ranks, now = self._ranks, self._history.now()
+        framework = "DistributedDataParallel" if ddp else "Horovod"
+        run, *others = commands(target.name, len(ranks), ddp)
+        more = "".join(f"    (or: {command})" for command in others)
+        devices = f"{len(ranks)} ranks with {ranks[0].device_name}{' and the like' * (len(ranks) > 1)}"
+        lines = [
+            f"{workload.name} on every rank, with {framework}. {MARK} {__version__} on {time.strftime('%Y-%m-%d')}.",
+            "",
+            f"Run it:  {run}{more}",
+            "Go on from a state that the session saved with %hvd_save: add --resume FILE.",
+            f"Measured in the session, on {devices}, Horovod {facts.horovod}, torch {facts.torch}:",
+        ]
+        if now is None or not now.steps:
+            return "\n".join([*lines, "nothing, because no step was done under these settings.", ""])
+        measured = f"live peak {format_bytes(now.peak_bytes)}, reserved {format_bytes(now.reserved_peak_bytes)}"
+        lines.append(f"{measured} (worst rank), {format_rate(now.samples_per_s)} samples/s (all ranks).")
+        return "\n".join([*lines, ""])
+
+    def _source(self, workload: WorkloadInfo, settings: Settings) -> Source:
+        origin = self._origin
+        if origin.options is not None:
+            entry = catalog.find(workload.name)
+            return Source("ready", entry.task, dict(origin.options), separable=entry.name == "digits-separable")
+        return self._of_cells(settings) if origin.attached else self._of_functions(settings)
+
+    def _of_cells(self, settings: Settings) -> Source:
+        names = {role: name for role, name in _used(self._origin.attached or {}, settings).items() if name}
+        cells = self._cells
+        found = needed(cells.before_load(), names.values(), cells.seed, cells.forgotten)
+        return Source(
+            "cells",
+            imports=found.imports,
+            definitions=found.text,
+            names=names,
+            cell_seed=found.seed,
+            uses=found.uses,
+            defines=found.binds,
+        )
+
+    def _of_functions(self, settings: Settings) -> Source:
+        workload, collector = self._origin.workload, Collector()
+        assert workload is not None
+        functions = {role: getattr(workload, role) for role in ROLES}
+        used = _used(functions, settings).items()
+        names = {role: collector.add(role, function) for role, function in used if function}
+        return Source(
+            "functions",
+            imports=tuple(collector.imports),
+            definitions="\n\n\n".join(collector.definitions),
+            names=names,
+            defines=frozenset(collector.defined),
+        )
+
+    def _left_out(self) -> list[str]:
+        """What is the session's and not the script's."""
+        policy, steps, since = self._policy(), self._history.steps, self._cells.since_load()
+        told = [
+            f"{name}={option.text(getattr(policy, name))}: what a session does by itself"
+            for name, option in RULES.items()
+            if name != "eval_every" and getattr(policy, name) != option.default
+        ]
+        if steps:
+            told.append(
+                f"the {steps} steps that were done: the script begins with the first, under the settings of now. "
+                "%hvd_save FILE writes a state from which it goes on with --resume FILE"
+            )
+        if since:
+            told.append(f"what {since} cell{'s' * (since > 1)} did to the ranks since this was loaded")
+        return told
+
+
+def _used(roles: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The roles that a script under these settings has a use for."""
+    unused = set() if settings.lr_schedule == OWN else {"scheduler"}
+    return {role: roles[role] for role in ROLES if role in roles and role not in unused}
+
+
+def _check_target(path: Path) -> None:
+    """Refuse to replace anything but a script of ours.
+
+    Raises:
+        InvalidInput: something else has that name, or there is no such folder.
+    """
+    try:
+        check_no_folder(path)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        if not path.exists():
+            return
+        with open(path, "rb") as file:
+            ours = MARK.encode() in file.read(_MARKED_WITHIN)
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be written: {why_not(error)}.") from None
+    if not ours:
+        raise InvalidInput(
+            f"{path} is there already and was not written by an export, so it is not replaced. Name another file."
+        )

@@ -1,0 +1,101 @@
+"""What a script needs to know of a session to train as it does: what ranks say of what they train, and of the cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rank says of what it trains.
+
+    Attributes:
+        seed: of the data's order and of training's random numbers.
+        stepped: whether a step was done since it was loaded, which shows what a loss takes, and gradients.
+        order: of the samples: ``shuffled``, ``in turn``, or what decides it, in words.
+        iterable, batched: whether the data can be iterated only, and brings micro-batches of its own.
+        draws: whether samples or their collation draw random numbers.
+        loader: whether the data was handed over in a ``DataLoader``, with ``handed_on`` its options for workers.
+        columns: ``tuple`` or ``dict`` of tensors, else empty.
+        batch: what a micro-batch is: ``pair``, ``mapping`` or ``other``.
+        eval_form: how the validation data was handed over; see ``HeldOut``. Empty without any.
+        loss, metric: what they are called with: ``batch`` (the model and the batch), ``outputs`` (the model's, and
+            targets); ``model`` where the model returns its own loss, ``unknown`` where that shows when it is called.
+        loss_key: whether the model returns its own loss in a plain dict.
+        tokens: how an own loss counts labels over a step: ``shifted``, ``labels``, or empty where it does not.
+        criterion_weights: whether the criterion is a module, with weights or buffers.
+        own_optimizer, own_scheduler: whether it came with one.
+        groups: of parameters, in the optimizer.
+        optimizer_hooks: whether somebody registered hooks around the optimizer's update.
+        loose: how many weights only the optimizer knows.
+        dtypes: of what is trained.
+        uncommon: whether there are weights or buffers whose type Horovod's broadcast does not take, or empty ones.
+        sparse: whether there are sparse gradients.
+        absent: weights that have a gradient on no rank, though they are not frozen.
+        partial: whether some have one on some ranks only.
+        evaluating: whether modules train in evaluation mode.
+        buffers: whether the model has any.
+        blocks: names of those that checkpointing wraps.
+        cache: whether the model has a configuration with a cache for generation.
+        rate: of the optimizer's first group just now.
+        asked_rate: what the settings asked for last.
+        variables: Horovod's, by name, where they are not its own defaults.
+        torch, horovod: versions.
+    """
+
+    seed: int
+    stepped: bool
+    order: str
+    iterable: bool
+    batched: bool
+    draws: bool
+    loader: bool
+    handed_on: tuple[str, ...]
+    columns: str
+    batch: str
+    eval_form: str
+    loss: str
+    metric: str
+    loss_key: bool
+    tokens: str
+    criterion_weights: bool
+    own_optimizer: bool
+    groups: int
+    own_scheduler: bool
+    optimizer_hooks: bool
+    loose: int
+    dtypes: tuple[str, ...]
+    uncommon: bool
+    sparse: bool
+    absent: tuple[str, ...]
+    partial: bool
+    evaluating: bool
+    buffers: bool
+    blocks: tuple[str, ...]
+    cache: bool
+    rate: float
+    asked_rate: float
+    variables: dict[str, str]
+    torch: str
+    horovod: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Code that ran on the ranks, or what changed their random numbers or variables from outside.
+
+    Attributes:
+        source: plain Python; empty for what is no cell.
+        everywhere: whether it ran on all ranks.
+        finished: whether it ended well.
+        drew: whether it moved the random numbers that cells draw.
+        seed: what these begin at from here on, for a seeding or a start of the ranks.
+        pushed: variables that were defined from the notebook.
+    """
+
+    source: str = ""
+    everywhere: bool = True
+    finished: bool = True
+    drew: bool = False
+    seed: int | None = None
+    pushed: tuple[str, ...] = ()

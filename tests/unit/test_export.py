@@ -1,0 +1,152 @@
+"""From cells and functions to the code of a script: what is needed, what is left out, what cannot be told."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from gpumem_nb.export.functions import Collector
+from gpumem_nb.export.imports import with_sorted_imports
+from gpumem_nb.export.slicing import needed
+from gpumem_nb.kernel.cell_record import MOST_CELLS, CellRecord
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.exporting import Cell
+from gpumem_nb.shared.knobs import KNOBS
+
+
+def sliced(*cells: Cell | str, names: tuple[str, ...] = ("net",)) -> str:
+    found = needed([Cell(one) if isinstance(one, str) else one for one in cells], names, 0, forgotten=False)
+    return "\n".join([*found.imports, found.text])
+
+
+def test_only_statements_are_left_that_define_or_change_what_is_needed() -> None:
+    code = sliced(
+        "import os, math\nfrom torch import nn\nwidth = 3\nother = 4",
+        "# The model.\nnet = nn.Linear(width, 2)\nprint(net)",
+        "net.bias.data.zero_()\nnet",
+        "other = net",
+    )
+    expected = "from torch import nn\nwidth = 3\n\n# The model.\nnet = nn.Linear(width, 2)\n\nnet.bias.data.zero_()"
+    assert code.startswith(expected)
+
+
+def test_the_last_definition_counts_and_functions_bring_what_they_use() -> None:
+    code = sliced(
+        "def make(): return old",
+        "scale = 2\ndef helper(x):\n    local = x\n    return local * scale",
+        "def make():\n    return helper(1)",
+        "net = make()",
+    )
+    assert "old" not in code
+    assert code.index("scale = 2") < code.index("def helper") < code.index("def make") < code.index("net = make()")
+
+
+def test_what_may_be_defined_before_is_kept_where_it_may_not_be_defined_again() -> None:
+    assert sliced("net = 1", "if False:\n    net = 2").startswith("net = 1\n\nif False:")
+
+
+def test_cells_that_drew_before_are_kept_until_numbers_were_seeded() -> None:
+    drawn, net = Cell("noise = torch.randn(3)", drew=True), Cell("net = torch.randn(2)", drew=True)
+    assert "noise" in sliced(drawn, net)
+    assert "noise" not in sliced(drawn, Cell(seed=7), net)
+    assert "noise" not in sliced(net, drawn)
+    both = sliced(drawn, Cell(seed=7), net, names=("noise", "net"))
+    assert both.index("noise") < both.index("torch.manual_seed(7)") < both.index("net =")
+    assert needed([drawn, Cell(seed=7), net], ["net"], 0, forgotten=False).seed == 7
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        (["net = width"], r"needs width.*no %%hvd cell that ran well"),
+        ([Cell(pushed=("width",)), "net = width"], r"needs width.*pushed from the notebook"),
+        (["net = 1", Cell("net = 2", finished=False)], r"What net is.*cell that failed"),
+        (["net = 1", Cell("net = 2", everywhere=False)], r"What net is.*on some ranks only"),
+        (["net = 1", Cell(pushed=("net",))], r"What net is.*pushed from the notebook"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(cells: list[Cell | str], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        sliced(*cells)
+
+
+def test_a_record_forgets_the_oldest_and_keeps_where_their_numbers_began() -> None:
+    record = CellRecord()
+    record.seeded(5)
+    for number in range(MOST_CELLS + 3):
+        record.ran(f"a = {number}", everywhere=True, finished=True, drew=False)
+    record.loaded()
+    record.ran("later = 1", everywhere=True, finished=True, drew=False)
+    assert (len(record.before_load()), record.since_load(), record.seed) == (MOST_CELLS - 1, 1, 5)
+    assert record.forgotten
+    with pytest.raises(WorkloadError, match="too long ago"):
+        needed(record.before_load(), ["net"], record.seed, record.forgotten)
+
+
+def notebook(source: str) -> dict[str, Any]:
+    """What a cell of a notebook defines."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    linecache.cache["<a cell>"] = (len(source), None, source.splitlines(keepends=True), "<a cell>")
+    exec(compile(source, "<a cell>", "exec"), names)
+    return names
+
+
+def test_functions_of_a_notebook_bring_what_they_use_and_modules_are_imported() -> None:
+    names = notebook(
+        "import math as m\nfrom collections import Counter\nsize = 3\n"
+        "def helper(x):\n    return m.sqrt(x) * size\n"
+        "def model(y=2):\n    return helper(Counter())\n"
+        "loss = lambda net, batch: net(batch) + size\n"
+    )
+    collector = Collector()
+    assert collector.add("model", names["model"]) == "model"
+    assert collector.add("loss", names["loss"]) == "loss_of_workload"
+    assert collector.add("data", partial(names["helper"], 4)) == "partial(helper, 4)"
+    assert set(collector.imports) == {
+        "import math as m",
+        "from collections import Counter",
+        "from functools import partial",
+    }
+    assert "def loss_of_workload(net, batch):\n    return net(batch) + size" in collector.definitions
+    assert collector.definitions.index("size = 3") < 2
+    namespace: dict[str, Any] = {}
+    exec("\n".join([*collector.imports, *collector.definitions]), namespace)
+    assert namespace["loss_of_workload"](abs, -1) == 4
+
+
+def around(value: int) -> Callable[[], int]:
+    return lambda: value
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: around(3), "takes value from the function around"),
+        (
+            lambda: notebook("import numpy as np\nx = np.ones(3)\ndef f(): return x")["f"],
+            "x, a ndarray of the notebook",
+        ),
+        (lambda: __import__("gpumem_nb.workloads.recipes").workloads.recipes.accuracy, r"gpumem_nb\.workloads"),
+        (lambda: eval("lambda: 3"), "source is not known"),
+        (lambda: [].append, "top level of a notebook cell"),
+    ],
+)
+def test_functions_that_cannot_be_written_out_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        Collector().add("data", make())
+
+
+def test_imports_are_sorted_and_stand_there_once() -> None:
+    text = (
+        '"""A."""\nimport torch\nimport json\nfrom torch import nn\nfrom torch import optim, nn\nimport json\n\nx = 1\n'
+    )
+    assert with_sorted_imports(text) == '"""A."""\nimport json\n\nimport torch\nfrom torch import nn, optim\n\nx = 1\n'
+
+
+def test_every_knob_says_what_a_script_does_with_it() -> None:
+    for knob in KNOBS.values():
+        assert knob.exported is not None, knob.name
