@@ -7,6 +7,8 @@ from typing import Any
 import ipywidgets
 
 from .controls import NOTHING_LOADED, box
+from .doctor_view import DoctorView
+from .export_view import ExportView
 from .search_view import Ask, SearchView
 from .steered import Steered
 from .tune_view import TuneView
@@ -27,14 +29,14 @@ class Answers:
 
     def __init__(self, session: Steered, search: Ask, ask: Ask) -> None:
         self._session = session
-        tune = TuneView(session, search, ask)
-        self._views: list[SearchView] = [tune]
-        self.buttons = box(
-            [
-                _toggle("Tune", "bolt", "the fastest settings that fit, and what fits", tune.widget),
-            ],
-            "gpumem-answers",
-        )
+        views: dict[tuple[str, str, str], SearchView] = {
+            ("Doctor", "stethoscope", "what is wrong, and what mends it"): DoctorView(session, search, ask),
+            ("Tune", "bolt", "the fastest settings that fit, and what fits"): TuneView(session, search, ask),
+            ("Export", "file-code-o", "a plain script to take home"): ExportView(session, search, ask),
+        }
+        self._views = list(views.values())
+        toggles = [_toggle(*words, view.widget) for words, view in views.items()]
+        self.buttons = box(toggles, "gpumem-answers")
         self.boxes = [view.widget for view in self._views]
 
     def follow(self) -> None:

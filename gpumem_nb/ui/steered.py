@@ -99,6 +99,9 @@ class Steered(Protocol):
     def what_fits(self, *, progress: Progress = lambda what, done: None) -> WhatFits:
         """The largest micro-batch that fits under each precision and checkpointing."""
 
+    def export(self, path: str, *, ddp: bool = False) -> Any:
+        """Write one plain script that trains as the session does; the answer says how to run it."""
+
     def verdict(self) -> Verdict | None:
         """What the time of a step is lost to."""
 
