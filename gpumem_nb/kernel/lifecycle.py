@@ -19,6 +19,7 @@ from ..shared.knobs import KNOBS
 from ..shared.progress import Progress
 from ..shared.settings import Settings
 from . import compatibility, starting
+from .doctoring import Doctoring
 from .foreground import Foreground
 from .history import History
 from .idle import IdleWatch
@@ -46,7 +47,8 @@ class Lifecycle:
         logs: where everything that is measured is written besides.
         ended: why there are no ranks any more, in words; empty while there are.
         restored: what the last restart brought back, in words.
-        history, ranks, training, foreground, inspection, tracing, loading, idle: of the ranks that run, or ran last.
+        history, ranks, training, foreground, inspection, predicting, doctoring, tracing, loading, idle: of the ranks
+            that run, or ran last.
     """
 
     history: History
@@ -54,6 +56,8 @@ class Lifecycle:
     training: Training
     foreground: Foreground
     inspection: Inspection
+    predicting: Predicting
+    doctoring: Doctoring
     scaling: Scaling
     tracing: Tracing
     loading: Loading
@@ -102,6 +106,9 @@ class Lifecycle:
         self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
         self.tracing = Tracing(tuple(self.ranks.infos), self.foreground, self.training, history)
+        self.doctoring = Doctoring(
+            self.ranks.infos, self.foreground, self.training, self.predicting, self.inspection, history
+        )
         self.scaling = Scaling(self.ranks.infos, self.foreground, self.training)
         self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin)
         self.idle = IdleWatch(lambda: self.policy.idle_minutes, self._works, self._stop_idle)

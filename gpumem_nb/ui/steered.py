@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from ..kernel.history import History
 from ..kernel.policy import Policy
+from ..planning.doctor.diagnosis import Diagnosis
 from ..planning.prediction import Prediction
 from ..report.verdict import Verdict
 from ..report.waits import WaitReport
@@ -79,6 +80,9 @@ class Steered(Protocol):
 
     def largest_batch(self, **knobs: Any) -> int:
         """The largest ``batch_size`` that fits."""
+
+    def doctor(self) -> Diagnosis:
+        """What is wrong with it as it is."""
 
     def verdict(self) -> Verdict | None:
         """What the time of a step is lost to."""
