@@ -172,7 +172,7 @@ class Doctoring:
             after = will.settings if will else self._after(changes)
             if after is None or after == evidence.settings:
                 continue
-            flip = Flip(evidence.settings, after, changes, evidence.needs, will)
+            flip = Flip(evidence.settings, after, changes, evidence.needs, will, evidence.samples_per_s)
             if _brings(flip, finding.wants):
                 return dataclasses.replace(finding, flip=flip)
         return finding

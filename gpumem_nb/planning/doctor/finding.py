@@ -34,6 +34,7 @@ class Flip:
         changes: the knobs as they are set.
         was: what the present settings need, as predicted.
         will: what it leads to needs.
+        now_per_s: the samples/s of now.
     """
 
     before: Settings
@@ -41,6 +42,7 @@ class Flip:
     changes: Changes
     was: Prediction | None = None
     will: Prediction | None = None
+    now_per_s: float | None = None
 
     @property
     def typed(self) -> str:
@@ -55,8 +57,8 @@ class Flip:
     @property
     def gains_samples_per_s(self) -> float | None:
         """Of all ranks; negative for what it costs."""
-        before, after = (one.samples_per_s if one else None for one in (self.was, self.will))
-        return None if before is None or after is None else after - before
+        after = self.will.samples_per_s if self.will else None
+        return None if self.now_per_s is None or after is None else after - self.now_per_s
 
     @property
     def changes_mathematics(self) -> bool:
@@ -162,4 +164,4 @@ def _value(name: str, value: float | str | None) -> str:
         return f"{100 * value:.0f} %"
     if name.endswith("_per_s"):
         return format_rate(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return f"{round(value):,}" if abs(value) >= 100 or isinstance(value, int) else f"{value:.4g}"

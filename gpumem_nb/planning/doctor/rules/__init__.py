@@ -18,7 +18,6 @@ RULES: tuple[Rule, ...] = (
     limits.step_fails,
     limits.ranks_differ,
     limits.barely_fits,
-    mathematics.loss_is_no_number,
     mathematics.scale_collapses,
     mathematics.rate_unscaled,
     memory.leak,

@@ -1,4 +1,4 @@
-"""What is wrong with what is computed: losses that are no numbers, updates that are skipped, an unscaled rate."""
+"""What is wrong with what is computed: updates that are skipped, a rate that does not follow the batch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import math
 
 from ....report.verdict import Changes
 from ....shared.learning_rate import OWN, learning_rate
-from ....shared.messages import Sample
 from ..evidence import Evidence
 from ..finding import STOPS, WRONG, Finding
 
-_NO_NUMBERS = 3  # losses in a row: a single one may come from one odd sample
 # torch's scaler halves its scale at a skipped step and doubles it after 2,000 good ones: in the long run one step in
 # 2,000 is skipped. From its first 65,536 a model settles within a few steps; half of so many is no settling any more.
 _LOOKED_AT, _SKIPPED = 16, 8
@@ -18,35 +16,6 @@ _LOOKED_AT, _SKIPPED = 16, 8
 _LEAST_SCALE = 1.0
 # Twice the batch moves the rate by 2 or √2, which is within what people tune by; four times is not.
 _BATCHES = 4
-
-
-def loss_is_no_number(evidence: Evidence) -> Finding | None:
-    """The loss is infinite or no number, so the weights are, or will be."""
-    for rank in evidence.ranks:
-        losses = [one.loss for one in rank.samples[-_NO_NUMBERS:] if not one.skipped]
-        if len(losses) == _NO_NUMBERS and not any(loss is not None and math.isfinite(loss) for loss in losses):
-            break
-    else:
-        return None
-    last = next((one for one in reversed(rank.samples) if _is_number(one)), None)
-    return Finding(
-        "loss is not a number",
-        STOPS,
-        2,
-        f"The loss of rank {rank.info.rank} is {losses[-1]} since step {last.step + 1 if last else 1}: its weights are "
-        "no numbers any more, or will not be.",
-        {
-            "loss": losses[-1],
-            "last good loss": last.loss if last else None,
-            "learning rate": rank.samples[-1].learning_rate,
-        },
-        do="Go back to a state from before: %hvd_resume. Then a smaller learning_rate, warmup_steps, or clip_norm=1.",
-        candidates=() if evidence.settings.clip_norm is not None else ({"clip_norm": 1.0},),
-    )
-
-
-def _is_number(sample: Sample) -> bool:
-    return sample.loss is not None and math.isfinite(sample.loss)
 
 
 def scale_collapses(evidence: Evidence) -> Finding | None:

@@ -117,11 +117,11 @@ def fragmentation(evidence: Evidence) -> Finding | None:
 
 def cached(evidence: Evidence) -> Finding | None:
     """More is reserved than a step needs that begins with an empty cache: earlier settings or cells have left it."""
-    needs, known = evidence.needs, [rank for rank in evidence.ranks if rank.reserved_peak_bytes]
-    worst = max(known, key=lambda rank: rank.reserved_peak_bytes or 0, default=None)
-    held = worst.reserved_peak_bytes if worst else None
-    if needs is None or worst is None or held is None or fragmentation(evidence):
+    needs, known = evidence.needs, [rank for rank in evidence.ranks if rank.reading and rank.samples]
+    worst = max(known, key=lambda rank: rank.reading.reserved_bytes if rank.reading else 0, default=None)
+    if needs is None or worst is None or worst.reading is None or fragmentation(evidence):
         return None
+    held = worst.reading.reserved_bytes
     needed = max(needs.reserved_peak_bytes, worst.live_peak_bytes or 0)
     if not _much(held, needed, needs.limit_bytes):
         return None
