@@ -35,6 +35,7 @@ from ..shared.messages import (
     Surroundings,
     Timeline,
 )
+from ..shared.model_facts import ModelFacts
 from ..shared.scaling import StepsAmong, Sweep
 from ..shared.settings import Settings
 from ..shared.state_file import Header
@@ -42,7 +43,7 @@ from ..shared.step_times import StepLanes
 from ..shared.sync_look import SyncLook
 from ..shared.trace import TraceOrder, TracePart
 from ..shared.workload import Workload, WorkloadInfo
-from . import building, exporting, rank_info, surroundings, sync_look
+from . import building, exporting, model_look, rank_info, surroundings, sync_look
 from .attach import attached, named
 from .names import OfferedNames, taken
 from .random_state import seed_all
@@ -198,6 +199,11 @@ def look_in_sync(model: str | None, data: str | None) -> SyncLook:
             return sync_look.of_loaded(_loaded_trainer())
         found = named({"model": model, "data": data}, namespace())
         return sync_look.of_own(found["model"], found.get("data"))
+
+
+def look_at_model(inputs: bool) -> ModelFacts:
+    """What this rank may hold for nothing; with ``inputs`` all ranks take a step for it, which is undone."""
+    return model_look.of(_loaded_trainer(), inputs)
 
 
 def step_lanes() -> StepLanes | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 
+import horovod
 import horovod.torch as hvd
 import torch
 
 from ..memory.device import Device
 from ..shared import cluster_records
 from ..shared.messages import RankInfo
+from ..shared.version import __version__
 
 
 def of(device: Device) -> RankInfo:
@@ -29,4 +32,10 @@ def of(device: Device) -> RankInfo:
         allocator=device.allocator,
         machine=cluster_records.machine(),
         cores=tuple(sorted(os.sched_getaffinity(0))),
+        versions=(
+            f"Python {platform.python_version()}",
+            f"torch {torch.__version__}",
+            f"Horovod {horovod.__version__}",
+            f"gpumem_nb {__version__}",
+        ),
     )

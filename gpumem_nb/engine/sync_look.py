@@ -22,6 +22,7 @@ from ..shared.errors import WorkloadError
 from ..shared.sync_look import MOST_SAMPLES, SeenSamples, SyncLook
 from .data.stream import ShardedStream
 from .random_state import begin_on_host, set_aside
+from .step.step import Looks
 
 if TYPE_CHECKING:
     from .step.trainer import Trainer
@@ -62,7 +63,7 @@ def of_loaded(trainer: Trainer) -> SyncLook:
         found = _checksums({name: param.grad for name, param in params if param.grad is not None})
         gradients.update(found)
 
-    if failure := trainer.look_before_update(look):
+    if failure := trainer.look_into_step(Looks(gradients=look)):
         raise WorkloadError(f"The step whose gradients would be compared could not be taken: {failure.message}")
     samples = None
     if isinstance(stream, ShardedStream):

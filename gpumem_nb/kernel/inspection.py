@@ -75,12 +75,16 @@ class Inspection:
 
     def verdict(self) -> Verdict | None:
         """What the time of a step is lost to; ``None`` while nothing is, or under settings of too few steps so far."""
+        return next(iter(self.verdicts()), None)
+
+    def verdicts(self) -> list[Verdict]:
+        """All that it is lost to and that is worth a word, the largest first."""
         history, settings = self._history, self._training.settings
         now = history.now()
         if now is None or now.settings != settings:
-            return None
+            return []
         around = Circumstances(settings, self._ranks, self._training.workload)
-        return Verdict.of(history.asked_for(), history.changed_after, around)
+        return Verdict.all_of(history.asked_for(), history.changed_after, around)
 
     def sync(self, model: str | None, data: str | None) -> SyncReport:
         """Whether ranks hold the same, of what is loaded or of variables.

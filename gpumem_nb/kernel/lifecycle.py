@@ -20,6 +20,7 @@ from ..shared.progress import Progress
 from ..shared.settings import Settings
 from . import compatibility, starting
 from .cell_record import CellRecord
+from .doctoring import Doctoring
 from .exporting import Exporting
 from .fitting import Fitting
 from .foreground import Foreground
@@ -61,6 +62,7 @@ class Lifecycle:
     predicting: Predicting
     fitting: Fitting
     tuning: Tuning
+    doctoring: Doctoring
     scaling: Scaling
     tracing: Tracing
     loading: Loading
@@ -120,6 +122,9 @@ class Lifecycle:
         self.fitting = Fitting(self.predicting, self.training, self.plan.size)
         self.tuning = Tuning(self.foreground, self.training, self.predicting, history)
         self.tracing = Tracing(tuple(self.ranks.infos), self.foreground, self.training, history)
+        self.doctoring = Doctoring(
+            self.ranks.infos, self.foreground, self.training, self.predicting, self.inspection, history
+        )
         self.scaling = Scaling(self.ranks.infos, self.foreground, self.training)
         self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin, self._cells)
         self.exporting = Exporting(

@@ -6,6 +6,7 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import display
 
 from .. import predict
 from ..completion import Offered
@@ -85,6 +86,25 @@ class PlanningMagics(Magics):
                 f"workload={knobs['workload']} cannot be used: the workload is named already, {named[0]}. Name one."
             )
         return predict(own if isinstance(own, Workload) else named[0], **knobs)
+
+    @magic_arguments()
+    @argument(
+        "--checklist", action="store_true", help="go through the checklist of training on several devices instead"
+    )
+    @line_magic
+    @says_usage
+    def hvd_doctor(self, line: str) -> Any:
+        """Say what is wrong with the session as it is, the worst first, with a button for what would mend it."""
+        args, session = parse_argstring(self.hvd_doctor, line), current()
+        with progress_bar("Examining") as progress:
+            if args.checklist:
+                return session.checklist(progress)
+            found = session.doctor(progress)
+        if getattr(shell_of(self), "kernel", None) is None:
+            return found
+        from ..ui.diagnosis_view import DiagnosisView  # widgets take long to import
+
+        return display(DiagnosisView(session, found))
 
     @magic_arguments()
     @line_magic

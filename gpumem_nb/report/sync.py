@@ -31,11 +31,10 @@ class SyncReport:
     @property
     def faults(self) -> list[str]:
         """What is wrong, in sentences."""
-        found = (self._weights(), self._gradients(), self._samples())
-        return [sentence for sentence, is_fault in found if is_fault]
+        return [sentence for sentence, is_fault in (self.weights, self.gradients, self.samples) if is_fault]
 
     def __str__(self) -> str:
-        found = (self._weights(), self._gradients(), self._samples())
+        found = (self.weights, self.gradients, self.samples)
         return "\n".join(f"{'WRONG: ' if is_fault else 'ok: '}{sentence}" for sentence, is_fault in found if sentence)
 
     __repr__ = __str__
@@ -43,7 +42,9 @@ class SyncReport:
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
 
-    def _weights(self) -> tuple[str, bool]:
+    @property
+    def weights(self) -> tuple[str, bool]:
+        """What is to be said of weights and buffers, and whether it is wrong."""
         weights = [look.weights for look in self.looks]
         if difference := _difference(weights, "weights"):
             return f"{difference}. Broadcast them from rank 0: %hvd_sync, or hvd.broadcast_parameters in a loop.", True
@@ -51,7 +52,9 @@ class SyncReport:
         own = f" {buffers.capitalize()}: right for statistics that each rank gathers for itself." if buffers else ""
         return f"weights: {len(weights[0])} are the same on all ranks, bit by bit.{own}", False
 
-    def _gradients(self) -> tuple[str, bool]:
+    @property
+    def gradients(self) -> tuple[str, bool]:
+        """What is to be said of gradients, and whether it is wrong."""
         gradients = [look.gradients for look in self.looks]
         if not any(gradients):
             return "gradients: there are none now. Check again after a backward, before they are cleared.", False
@@ -59,7 +62,9 @@ class SyncReport:
             return f"{difference}. They are not averaged over ranks, or changed afterwards on one of them.", True
         return f"gradients: {len(gradients[0])} are the same on all ranks, bit by bit.", False
 
-    def _samples(self) -> tuple[str, bool]:
+    @property
+    def samples(self) -> tuple[str, bool]:
+        """What is to be said of the samples that ranks see, empty if nothing is known, and whether it is wrong."""
         rows = [look.samples for look in self.looks if look.samples]
         if len(rows) < len(self.looks):
             return "", False

@@ -76,12 +76,19 @@ class Verdict:
     @classmethod
     def of(cls, samples: Sequence[Sequence[Sample]], since_step: int, circumstances: Circumstances) -> Verdict | None:
         """From a row of samples for each rank, as :meth:`TimeReport.of`; ``None`` while nothing is worth a word."""
+        return next(iter(cls.all_of(samples, since_step, circumstances)), None)
+
+    @classmethod
+    def all_of(
+        cls, samples: Sequence[Sequence[Sample]], since_step: int, circumstances: Circumstances
+    ) -> list[Verdict]:
+        """All that is worth a word, what most is lost to first."""
         path = CriticalPath.of(samples, since_step)
         found = [(judge(path, circumstances), least) for judge, least in _CAUSES] if path else []
         worth = [verdict for verdict, least in found if verdict and verdict.share >= least]
         if any(verdict.cause in _FROM_OUTSIDE for verdict in worth):
             worth = [verdict for verdict in worth if verdict.cause != _TINY]
-        return max(worth, key=lambda verdict: verdict.share, default=None)
+        return sorted(worth, key=lambda verdict: -verdict.share)
 
 
 def _core(path: CriticalPath, around: Circumstances) -> Verdict | None:

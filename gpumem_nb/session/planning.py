@@ -7,6 +7,8 @@ from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
 from ..planning.allocators import AllocatorWhatIf
+from ..planning.doctor.checklist import Checklist
+from ..planning.doctor.diagnosis import Diagnosis
 from ..planning.prediction import Prediction
 from ..planning.score import Scoreboard
 from ..planning.tuning.result import TuneResult
@@ -71,6 +73,28 @@ class Predicts:
             WorkloadError: as :meth:`predict`, and where not even small steps fit.
         """
         return self._life.predicting.peaks_by_batch(knobs)
+
+    def doctor(self, progress: Progress = lambda what, done: None) -> Diagnosis:
+        """What is wrong with this session as it is, the worst first, with the flips that would mend it.
+
+        Each finding has numbers of this session, and of its flip what that saves and costs, from steps that are undone;
+        training goes on meanwhile. Nothing is found in a healthy session.
+
+        Args:
+            progress: told what is being looked at.
+
+        Raises:
+            WorkloadError: nothing is loaded, nothing was trained yet, or settings were changed meanwhile.
+        """
+        return self._life.doctoring.examine(progress)
+
+    def checklist(self, progress: Progress = lambda what, done: None) -> Checklist:
+        """The checklist of training on several devices: builds agree, gradients are synchronised, data is split.
+
+        Raises:
+            WorkloadError: the step whose gradients would be compared could not be taken.
+        """
+        return self._life.doctoring.checklist(progress)
 
     def score(self) -> Scoreboard:
         """Every prediction of this session whose settings were tried afterwards, beside what came."""

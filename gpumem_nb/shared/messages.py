@@ -341,7 +341,7 @@ class RankInfo:
     """Who a rank is: shown by ``%hvd_status``.
 
     ``machine`` names the boot and the container that ``pid`` belongs to; ``cores`` are those that it may run on, by the
-    system's numbers.
+    system's numbers; ``versions`` are those of what must be the same on all ranks, such as ``torch 2.13.0``.
     """
 
     rank: int
@@ -357,3 +357,4 @@ class RankInfo:
     machine: str = ""
     allocator: AllocatorSettings = DEFAULT
     cores: tuple[int, ...] = ()
+    versions: tuple[str, ...] = ()

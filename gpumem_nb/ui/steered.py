@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ..kernel.history import History
 from ..kernel.policy import Policy
+from ..planning.doctor.diagnosis import Diagnosis
 from ..planning.prediction import Prediction
 from ..planning.tuning.result import TuneResult
 from ..planning.what_fits import WhatFits
@@ -101,6 +102,10 @@ class Steered(Protocol):
 
     def export(self, path: str, *, ddp: bool = False) -> Any:
         """Write one plain script that trains as the session does; the answer says how to run it."""
+
+
+    def doctor(self, progress: Progress = lambda what, done: None) -> Diagnosis:
+        """What is wrong with it as it is."""
 
     def verdict(self) -> Verdict | None:
         """What the time of a step is lost to."""

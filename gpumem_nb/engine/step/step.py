@@ -76,6 +76,18 @@ class Outcome:
     squares: tuple[float, Tensor] | None
 
 
+def _not_looked_at(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """Who looks into steps: at each micro-batch, and at averaged gradients where the update will be undone."""
+
+    batch: Callable[[Any], None] = _not_looked_at
+    gradients: Callable[[], None] = _not_looked_at
+
+
 class Stepper:
     """Takes the steps of one rank. Whatever goes wrong on any rank, all of them end each step in the same way.
 
@@ -85,7 +97,7 @@ class Stepper:
         record: the allocations of the latest step, if it was recorded.
         work_s: what the latest step took whose update was prepared to be undone, without that and without ``data_s``.
         data_s: how long that step had waited for its data.
-        before_update: called once gradients are averaged, in each step whose update is prepared to be undone.
+        looks: who looks into steps.
     """
 
     def __init__(
@@ -111,7 +123,7 @@ class Stepper:
         self.record: Account | None = None
         self.work_s = self.data_s = 0.0
         self._clock = StepClock(device.torch_device)
-        self.before_update: Callable[[], None] | None = None
+        self.looks = Looks()
         self._scales: Tensor | None = None  # of the loss, before and after the update
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
@@ -259,6 +271,7 @@ class Stepper:
                     loss = self._loss(self._live.model, batch)
                     check_no_backward(self.voting.latest)
                     loss = checked_loss(loss) / settings.accumulation_steps
+                self.looks.batch(batch)
                 del batch
                 self._begin(BACKWARD)
                 if index == settings.accumulation_steps - 1:
@@ -286,8 +299,7 @@ class Stepper:
             self.enter(UNDOING)
             weights = () if trial else self._live.parameters  # those of a trial were copied before forward
             undo = UpdateUndo(weights, self._live.optimizer, None if trial else self._before_hooks())
-            if self.before_update:
-                self.before_update()
+            self.looks.gradients()
             with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
                 self._update()
             if trial and self._device.kind == "cuda":  # whose work is timed

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch.optim import Optimizer
@@ -32,7 +32,7 @@ from .notes import notes as model_notes
 from .rates import Course, named_rate
 from .reduction import Travel
 from .samples import begun, completed
-from .step import Outcome, Stepper
+from .step import Looks, Outcome, Stepper
 from .step_clock import Laps
 from .trials import NO_CONFIGURATION, Trial, Trials
 from .voting import StepOrder
@@ -286,15 +286,15 @@ class Trainer:
         record, stepper.record = stepper.record, None
         return Trial(outcome.failure, record, stepper.work_s, stepper.data_s, outcome.laps)
 
-    def look_before_update(self, look: Callable[[], None]) -> Failure | None:
-        """Take one step as settings are, which is undone, and look at it before its update. All ranks do that."""
+    def look_into_step(self, looks: Looks) -> Failure | None:
+        """Take one step as settings are, which is undone, and look into it. All ranks do that."""
         chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True)
-        self.stepper.before_update = look
+        self.stepper.looks = looks
         try:
             with self.aside(self.live.settings), self.trying(chunk) as failure:
                 return self.try_step(failure, chunk).failure
         finally:
-            self.stepper.before_update = None
+            self.stepper.looks = Looks()
 
     def _try_out(self, chunk: Chunk) -> ChunkReply:
         """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""

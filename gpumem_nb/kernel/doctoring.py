@@ -1,0 +1,218 @@
+"""Gathers what the doctor's rules look at, and predicts the flips that they propose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ..install import environment
+from ..planning.doctor.checklist import Checklist, checklist
+from ..planning.doctor.diagnosis import Diagnosis
+from ..planning.doctor.evidence import Evidence, OnRank
+from ..planning.doctor.finding import FASTER, FIT, LESS, Finding, Flip
+from ..planning.doctor.rules import findings
+from ..planning.doctor.rules.time import larger, small_batch
+from ..planning.prediction import DOES_NOT_FIT, FITS, Prediction
+from ..planning.score import foretold
+from ..report.critical_path import FEWEST_STEPS
+from ..report.speed import WARM_UP_STEPS
+from ..report.verdict import Changes
+from ..shared.errors import InvalidInput, NotThisTime, WorkloadError
+from ..shared.messages import RankInfo, Sample
+from ..shared.model_facts import ModelFacts
+from ..shared.progress import Progress
+from ..shared.settings import Settings
+from ..shared.units import format_bytes
+from . import compatibility
+from .foreground import Foreground
+from .history import History
+from .inspection import Inspection
+from .predicting import LONGEST_S, Predicting
+from .training import Training
+
+STEPS_LOOKED_AT = 200  # the latest, for peaks and losses
+_TRIED_FLIPS = 3  # of those that may mend a finding, as many are predicted
+
+
+class Doctoring:
+    """Examines the session of one cluster; training goes on meanwhile and afterwards as if nothing had been."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankInfo],
+        foreground: Foreground,
+        training: Training,
+        predicting: Predicting,
+        inspection: Inspection,
+        history: History,
+    ) -> None:
+        self._ranks = ranks
+        self._foreground = foreground
+        self._training = training
+        self._predicting = predicting
+        self._inspection = inspection
+        self._history = history
+
+    def examine(self, progress: Progress) -> Diagnosis:
+        """What is found, with flips that were predicted.
+
+        Raises:
+            WorkloadError: nothing is loaded, no step was done, or settings were changed meanwhile.
+        """
+        self._foreground.check_loaded()
+        if not self._history.steps and self._history.rescue is None:
+            raise WorkloadError(
+                "Nothing was trained yet, so there is nothing to examine: %hvd_train 20, then look again."
+            )
+        notes: list[str] = []
+        evidence = self._evidence(progress, notes)
+        found = findings(evidence)
+        for place, finding in enumerate(found):
+            progress(f"what would help: {finding.cause}", 0.5 + 0.5 * place / len(found))
+            found[place] = self._with_flip(finding, evidence)
+        if self._training.settings != evidence.settings:
+            raise NotThisTime("Settings were changed while the session was examined. Look again.")
+        found.sort(key=lambda finding: finding.order)
+        return Diagnosis(tuple(found), tuple(dict.fromkeys(notes)), _came(evidence))
+
+    def checklist(self, progress: Progress) -> Checklist:
+        """The checklist of training on several devices, as far as it can be gone through by itself."""
+        self._foreground.check_alive()
+        progress("packages of this machine", 0.0)
+        installed = environment.check()
+        sync = None
+        if self._training.workload:
+            progress("weights, gradients and samples", 0.5)
+            sync = self._inspection.sync(None, None)
+        history, workload = self._history, self._training.workload
+        return checklist(
+            self._ranks, installed, sync, list(history.leaks.values()), history.steps, workload.name if workload else ""
+        )
+
+    def _evidence(self, progress: Progress, notes: list[str]) -> Evidence:
+        """All but what would help; ``notes`` takes in what could not be found out."""
+        history, settings, workload = self._history, self._training.settings, self._training.workload
+        if workload is None:  # it was unloaded this moment
+            raise NotThisTime("Another workload is being loaded. Look again.")
+        now = history.now()
+        if now is not None and (now.settings != settings or not now.steps):
+            now = None
+        progress("the ranks", 0.0)
+        looks = self._foreground.call("look")
+        progress("what these settings need", 0.1)
+        needs = self._predict({}, notes)
+        rows = history.asked_for(STEPS_LOOKED_AT)
+        progress("what ranks hold", 0.3)
+        facts = self._facts(needs, now is not None, notes)
+        ranks = tuple(
+            OnRank(info, _under(row, now.settings_id if now else None), reading, use, of_model)
+            for info, row, (reading, use), of_model in zip(self._ranks, rows, looks, facts, strict=True)
+        )
+        if now is None:
+            notes.append("No step was done under these settings yet: only what they need was judged. %hvd_train 20")
+        elif now.steps < FEWEST_STEPS + WARM_UP_STEPS:
+            notes.append(f"Time is judged from {FEWEST_STEPS + WARM_UP_STEPS} steps on: %hvd_train 20")
+        tried = tuple(one for one in list(history.tried) if one.settings_id >= history.loaded_as)
+        effect = history.effect()
+        evidence = Evidence(
+            settings=settings,
+            workload=workload,
+            ranks=ranks,
+            tried=tried,
+            now=now,
+            needs=needs,
+            verdicts=tuple(self._inspection.verdicts()),
+            leaks=tuple(history.leaks.values()),
+            rescue=history.rescue,
+            effect=effect,
+            foretold=foretold(history.asked, history.tried, effect.after) if effect else None,
+            noise_scale=history.noise_scale,
+            steps=history.steps,
+        )
+        return self._with_larger(evidence, progress)
+
+    def _with_larger(self, evidence: Evidence, progress: Progress) -> Evidence:
+        """The same with what larger micro-batches would bring, where that is worth asking."""
+        if not (changes := larger(evidence)):
+            return evidence
+        progress("larger micro-batches", 0.4)
+        evidence = dataclasses.replace(evidence, larger=self._predict(changes, []))
+        if small_batch(evidence) is None:
+            return evidence
+        try:
+            largest: int | None = self._predicting.largest_batch({})
+        except (InvalidInput, WorkloadError):
+            largest = None
+        return dataclasses.replace(evidence, largest_batch=largest)
+
+    def _facts(self, needs: Prediction | None, trained: bool, notes: list[str]) -> Sequence[ModelFacts | None]:
+        """What each rank holds for nothing; of inputs, where the step for it does not take long."""
+        takes_long = needs is None or needs.step_s is None or needs.step_s > LONGEST_S
+        if takes_long:
+            notes.append("Inputs were not looked at, because steps take long or do not fit.")
+        call = self._training.ask_alone("look_at_model", not takes_long)
+        found: list[ModelFacts] = self._foreground.finish(call).get()
+        return found
+
+    def _predict(self, changes: Changes, notes: list[str]) -> Prediction | None:
+        """What was predicted of these changes, now or before; ``None`` where nothing can be said."""
+        before = self._training.settings
+        try:
+            wanted = compatibility.asked(before, changes, len(self._ranks))
+            known = self._history.foreseen.get(wanted) if changes else None
+            return self._predicting.predict(dict(changes)) if known is None or known.cut_short else known
+        except (InvalidInput, WorkloadError) as error:
+            notes.append(f"What these settings need could not be predicted: {error}")
+            return None
+
+    def _with_flip(self, finding: Finding, evidence: Evidence) -> Finding:
+        """The same with the first of its candidates that brings what it must."""
+        for changes in finding.candidates[:_TRIED_FLIPS]:
+            will = self._predict(changes, [])
+            after = will.settings if will else self._after(changes)
+            if after is None or after == evidence.settings:
+                continue
+            flip = Flip(evidence.settings, after, changes, evidence.needs, will, evidence.samples_per_s)
+            if _brings(flip, finding.wants):
+                return dataclasses.replace(finding, flip=flip)
+        return finding
+
+    def _after(self, changes: Changes) -> Settings | None:
+        try:
+            return compatibility.asked(self._training.settings, changes, len(self._ranks))
+        except InvalidInput:
+            return None
+
+
+def _brings(flip: Flip, wants: str) -> bool:
+    """Whether a flip is worth a button: as far as is known, it fits and does what it is for."""
+    will, saves, gains = flip.will, flip.saves_bytes, flip.gains_samples_per_s
+    if will is None:
+        return wants != FIT
+    if wants == FIT:
+        return will.verdict == FITS
+    if will.verdict == DOES_NOT_FIT:
+        return False
+    if wants == LESS:
+        return saves is not None and saves >= _LEAST_SAVED * will.live_peak_bytes
+    return wants != FASTER or gains is None or gains > 0
+
+
+_LEAST_SAVED = 0.05  # of what is left; a button for less is not worth pressing
+
+
+def _under(samples: Sequence[Sample], settings_id: int | None) -> tuple[Sample, ...]:
+    """Those that were done under these settings."""
+    return tuple(one for one in samples if one.done and one.settings_id == settings_id)
+
+
+def _came(evidence: Evidence) -> str:
+    """What the latest flip did, beside what had been predicted of it."""
+    effect, said = evidence.effect, evidence.foretold
+    if effect is None or said is None or not effect.after.steps:
+        return ""
+    came = effect.after
+    words = f"The latest flip, {effect.flip}: predicted a live peak of {format_bytes(said.live_peak_bytes)}"
+    words += f" and {said.samples_per_s:.0f} samples/s" if said.samples_per_s else ""
+    words += f"; came {format_bytes(came.foreseeable_peak_bytes)}"
+    return f"{words} and {came.samples_per_s:.0f} samples/s." if came.samples_per_s else f"{words}."

@@ -1,0 +1,158 @@
+"""Everything that the doctor's rules look at, as one value; no rule asks anybody anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...report.configurations import Effect, Tried
+from ...report.rescue import Rescue
+from ...report.speed import WARM_UP_STEPS
+from ...report.verdict import Changes, Circumstances, Verdict
+from ...shared.knobs import Need
+from ...shared.knobs.easing import mildest_first
+from ...shared.messages import DeviceUse, Leak, Ledger, RankInfo, Reading, Sample
+from ...shared.model_facts import ModelFacts
+from ...shared.settings import Settings
+from ...shared.workload import WorkloadInfo
+from ..prediction import Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class OnRank:
+    """One rank.
+
+    Attributes:
+        info: who it is.
+        samples: steps done under the present settings, the latest last.
+        reading: of its device now.
+        use: what NVML says of that.
+        facts: what it may hold for nothing.
+    """
+
+    info: RankInfo
+    samples: tuple[Sample, ...] = ()
+    reading: Reading | None = None
+    use: DeviceUse | None = None
+    facts: ModelFacts | None = None
+
+    @property
+    def warm(self) -> tuple[Sample, ...]:
+        """The steps after those that warm up, if there are any."""
+        return self.samples[WARM_UP_STEPS:] or self.samples
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Of the latest recorded step."""
+        return next((one.ledger for one in reversed(self.samples) if one.ledger), None)
+
+    @property
+    def live_peak_bytes(self) -> int | None:
+        """The highest live bytes of these steps."""
+        return max((one.live_peak_bytes for one in self.warm), default=None)
+
+    @property
+    def reserved_peak_bytes(self) -> int | None:
+        """The highest reserved bytes of these steps."""
+        return max((one.reserved_peak_bytes for one in self.warm), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The peak of a step on the rank with least room: live bytes by category, and what runs then."""
+
+    bytes: int
+    categories: Mapping[str, int]
+    phase: str
+    module: str
+
+    @property
+    def largest(self) -> str:
+        """The category with most bytes."""
+        return max(self.categories, key=self.categories.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A session as it is.
+
+    Attributes:
+        settings: as they are.
+        workload: what is loaded.
+        ranks: in their order.
+        tried: the configurations of what is loaded, the latest last.
+        now: the present one, once a step was done under it.
+        needs: what these settings are predicted to need and to bring; ``None`` where nothing could be said.
+        larger: the same of larger micro-batches, where that was asked.
+        largest_batch: the largest ``batch_size`` that fits, where that was asked.
+        verdicts: what the time of a step is lost to.
+        leaks: what ranks keep from step to step, by holder.
+        rescue: the latest step that was discarded, and not mended yet.
+        effect: what the latest flip did.
+        foretold: what had been predicted of that flip.
+        noise_scale: of gradients, in samples.
+        steps: done since it was loaded.
+    """
+
+    settings: Settings
+    workload: WorkloadInfo
+    ranks: tuple[OnRank, ...]
+    tried: tuple[Tried, ...] = ()
+    now: Tried | None = None
+    needs: Prediction | None = None
+    larger: Prediction | None = None
+    largest_batch: int | None = None
+    verdicts: tuple[Verdict, ...] = ()
+    leaks: tuple[tuple[Leak, ...], ...] = ()
+    rescue: Rescue | None = None
+    effect: Effect | None = None
+    foretold: Prediction | None = None
+    noise_scale: float | None = None
+    steps: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.settings.samples_per_rank * self.size
+
+    @property
+    def share(self) -> float | None:
+        """Of the limit, what these settings need; ``None`` where either is not known."""
+        needs = self.needs
+        return needs.reserved_peak_bytes / needs.limit_bytes if needs and needs.limit_bytes else None
+
+    @property
+    def peak(self) -> Peak | None:
+        """Of the rank with least room, as predicted for it; else as it was recorded last."""
+        if self.needs and self.needs.categories:
+            needs = self.needs
+            return Peak(needs.live_peak_bytes, needs.categories, needs.phase, needs.module)
+        ledgers = [rank.ledger for rank in self.ranks if rank.ledger]
+        worst = max(ledgers, key=lambda one: one.peak_bytes, default=None)
+        return Peak(worst.peak_bytes, worst.at_peak, worst.phase, worst.module) if worst else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Of all ranks: the higher of what was measured and what whole steps on trial came to."""
+        known = [one.samples_per_s for one in (self.now, self.needs) if one and one.samples_per_s]
+        return max(known, default=None)
+
+    @property
+    def circumstances(self) -> Circumstances:
+        """What decides which changes are possible."""
+        return Circumstances(self.settings, [rank.info for rank in self.ranks], self.workload)
+
+    def lighter(self, category: str, phase: str) -> tuple[Changes, ...]:
+        """Changes that may make a category smaller, those that keep the mathematics first."""
+        need = Need(category, phase, self.settings, self.workload.blocks)
+        wanted = (after.changed_from(self.settings) for after in mildest_first(need))
+        return tuple(self.possible(wanted))
+
+    def possible(self, wanted: Sequence[Changes] | Iterator[Changes]) -> Iterator[Changes]:
+        """Those of some changes that go with what is loaded."""
+        return (allowed for changes in wanted if (allowed := self.circumstances.allowed(**changes)))

@@ -1,0 +1,167 @@
+"""What the doctor says of one thing: what was found, what mends it, and what that saves and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...report.differences import DOES, typed
+from ...report.verdict import Changes
+from ...shared.knobs import CHANGES
+from ...shared.settings import Settings
+from ...shared.units import format_bytes, format_rate
+from ..prediction import Prediction
+
+PAGE = "docs/doctor.md"
+
+STOPS, WRONG, MEMORY, TIME = range(4)
+"""Worst first: what stops training, what is wrong with it, memory that could be saved, time that could."""
+
+FIT, LESS, FASTER, ANYWAY = "fit", "less", "faster", "anyway"
+"""What a flip must bring to be offered: settings that fit, less memory, more samples/s, or nothing that can be told."""
+
+Numbers = Mapping[str, float | str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A change that mends something.
+
+    Attributes:
+        before: the settings from which it was predicted.
+        after: those that it leads to.
+        changes: the knobs as they are set.
+        was: what the present settings need, as predicted.
+        will: what it leads to needs.
+        now_per_s: the samples/s of now.
+    """
+
+    before: Settings
+    after: Settings
+    changes: Changes
+    was: Prediction | None = None
+    will: Prediction | None = None
+    now_per_s: float | None = None
+
+    @property
+    def typed(self) -> str:
+        """The knobs as they are typed after ``%hvd_set``."""
+        return typed(self.before, self.after)
+
+    @property
+    def saves_bytes(self) -> int | None:
+        """Of the live peak, on the rank with least room; negative for what it takes more."""
+        return self.was.live_peak_bytes - self.will.live_peak_bytes if self.was and self.will else None
+
+    @property
+    def gains_samples_per_s(self) -> float | None:
+        """Of all ranks; negative for what it costs."""
+        after = self.will.samples_per_s if self.will else None
+        return None if self.now_per_s is None or after is None else after - self.now_per_s
+
+    @property
+    def changes_mathematics(self) -> bool:
+        """Whether training goes another way with it."""
+        return self.after.mathematics(self.before) == CHANGES
+
+    @property
+    def mathematics(self) -> str:
+        """What it does to the mathematics, in words."""
+        return DOES[self.after.mathematics(self.before)]
+
+    @property
+    def brings(self) -> str:
+        """What it saves and costs, as predicted, in words."""
+        saves, gains = self.saves_bytes, self.gains_samples_per_s
+        if self.will is None:
+            return "what it needs was not predicted"
+        fits = "" if self.will.limit_bytes is None else f"{self.will.verdict}, "
+        memory = f"live peak {format_bytes(self.will.live_peak_bytes)}"
+        if saves:
+            memory += f" ({format_bytes(abs(saves))} {'less' if saves > 0 else 'more'})"
+        if gains is None:
+            return f"predicted: {fits}{memory}, samples/s n/a"
+        speed = f"{format_rate(self.will.samples_per_s)} samples/s ({'+' if gains >= 0 else '−'}{_rate(gains)})"
+        return f"predicted: {fits}{memory}, {speed}"
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The same as columns of a table."""
+        return {
+            "flip": self.typed,
+            "saves_bytes": self.saves_bytes,
+            "gains_samples_per_s": self.gains_samples_per_s,
+            "mathematics": self.after.mathematics(self.before),
+        }
+
+
+def _rate(value: float) -> str:
+    return f"{abs(value):.0f}" if abs(value) >= 10 else f"{abs(value):.1f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something worth a word.
+
+    Attributes:
+        cause: in a few words; also the heading on the page that explains it.
+        level: ``STOPS``, ``WRONG``, ``MEMORY`` or ``TIME``.
+        weight: by which the worst of a level comes first: bytes that could be saved, or the share of time.
+        sentence: what was found.
+        evidence: numbers of this session by name; ``…_bytes`` in bytes, ``share…`` between 0 and 1.
+        do: what to do where no knob mends it, or besides.
+        candidates: changes of knobs that may mend it, the mildest first.
+        wants: what such a change must bring to be offered.
+        flip: the one that is offered.
+    """
+
+    cause: str
+    level: int
+    weight: float
+    sentence: str
+    evidence: Numbers
+    do: str = ""
+    candidates: tuple[Changes, ...] = field(default=(), repr=False)
+    wants: str = ANYWAY
+    flip: Flip | None = None
+
+    @property
+    def page(self) -> str:
+        """Where it is explained: the file, and the heading in it."""
+        return f"{PAGE}#{self.cause.replace(' ', '-')}"
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """By which findings are sorted, the worst first: memory by what can be saved, as far as that was predicted."""
+        saves = self.flip.saves_bytes if self.flip else None
+        weight = saves if self.level == MEMORY and saves is not None and self.wants == LESS else self.weight
+        return self.level, -weight
+
+    @property
+    def measured(self) -> str:
+        """The evidence in words."""
+        return ", ".join(f"{_name(name)} {_value(name, value)}" for name, value in self.evidence.items())
+
+    @property
+    def helps(self) -> str:
+        """What to do, in words."""
+        flip = self.flip
+        said = f"%hvd_set {flip.typed}: {flip.brings}; {flip.mathematics}." if flip else ""
+        return " ".join(filter(None, (said, self.do)))
+
+
+def _name(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_per_s", "/s").replace("_", " ")
+
+
+def _value(name: str, value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return "n/a" if value is None else value
+    if name.endswith("_bytes"):
+        return format_bytes(round(value))
+    if name.startswith("share"):
+        return f"{100 * value:.0f} %"
+    if name.endswith("_per_s"):
+        return format_rate(value)
+    return f"{round(value):,}" if abs(value) >= 100 or isinstance(value, int) else f"{value:.4g}"

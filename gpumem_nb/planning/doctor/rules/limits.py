@@ -1,0 +1,100 @@
+"""What stops training: memory that runs out or is about to, steps that fail, ranks that differ."""
+
+from __future__ import annotations
+
+from ....report.differences import typed
+from ....shared.forecast import BY_OPERATORS, DRY, ERRORS
+from ....shared.units import format_bytes
+from ...prediction import DOES_NOT_FIT, TIGHT
+from ..evidence import Evidence
+from ..finding import FIT, STOPS, Finding
+
+# What is left of the limit when a prediction by operators is off by no more than its error (docs/prediction.md): with
+# less room than that nobody can say of an ordinary flip, or of a batch a little longer, that it fits.
+BARELY = 1 - ERRORS[BY_OPERATORS]
+# With less than the error of a prediction without ranks (docs/prediction-cold.md) nobody could have said beforehand
+# that it fits: from there on what fills the memory is worth a word.
+SCARCE = 1 / (1 + ERRORS[DRY])
+
+
+def does_not_fit(evidence: Evidence) -> Finding | None:
+    """The latest step ran out of memory, and nothing was changed since."""
+    rescue = evidence.rescue
+    if rescue is None or rescue.failure.kind != "oom" or rescue.goes_on == evidence.settings:
+        return None
+    failure, reading = rescue.failure, evidence.ranks[rescue.failure.rank].reading
+    undone = "" if rescue.settings == evidence.settings else f" under {typed(evidence.settings, rescue.settings)}"
+    back = f"; {rescue.did}" if rescue.did else ""
+    waits = "What would fit is being tried out on the ranks: ask again in a moment." if rescue.looking else ""
+    helps = waits or ("" if rescue.fitting else "Use a smaller model or a larger limit.")
+    fitting = (fit.settings.changed_from(evidence.settings) for fit in rescue.fitting)
+    return Finding(
+        "does not fit",
+        STOPS,
+        3,
+        f"Step {rescue.step} ran out of memory on rank {failure.rank}{undone}{back}.",
+        {
+            "limit_bytes": reading.limit_bytes if reading else None,
+            "asked_for_bytes": failure.asked_bytes,
+            "free_bytes": failure.free_bytes,
+            "in": f"{failure.phase} {failure.module}".strip(),
+        },
+        do=helps,
+        candidates=tuple(evidence.possible(changes for changes in fitting if changes)),
+        wants=FIT,
+    )
+
+
+def step_fails(evidence: Evidence) -> Finding | None:
+    """The latest step raised something else."""
+    rescue = evidence.rescue
+    if rescue is None or rescue.failure.kind != "error":
+        return None
+    return Finding(
+        "a step fails",
+        STOPS,
+        5,
+        f"Step {rescue.step}: {rescue.headline}",
+        {"rank": rescue.failure.rank, "in": f"{rescue.failure.phase} {rescue.failure.module}".strip()},
+        do="The step was undone on all ranks. Mend the code in a %%hvd cell, then try one step: %hvd_train 1.",
+    )
+
+
+def ranks_differ(evidence: Evidence) -> Finding | None:
+    """Weights are not the same on all ranks."""
+    rescue = evidence.rescue
+    if rescue is None or rescue.failure.kind != "diverged":
+        return None
+    return Finding(
+        "ranks differ",
+        STOPS,
+        4,
+        rescue.headline,
+        {"since step": rescue.step},
+        do="%hvd_sync gives all ranks what rank 0 holds; find the cell that changed one rank alone.",
+    )
+
+
+def barely_fits(evidence: Evidence) -> Finding | None:
+    """So little room is left that a longer sample, an evaluation or a cell may take it."""
+    needs, share, peak = evidence.needs, evidence.share, evidence.peak
+    if needs is None or share is None or peak is None or does_not_fit(evidence):
+        return None
+    if needs.verdict not in (TIGHT, DOES_NOT_FIT) and share <= BARELY:
+        return None
+    reserved, limit = format_bytes(needs.reserved_peak_bytes), format_bytes(needs.limit_bytes)
+    return Finding(
+        "barely fits",
+        STOPS,
+        1,
+        f"A step needs {reserved} of {limit} on the rank with least room, most of it for {peak.largest}: a longer "
+        "sample, an evaluation or a cell may take what is left.",
+        {
+            "reserved_peak_bytes": needs.reserved_peak_bytes,
+            "limit_bytes": needs.limit_bytes,
+            "share of the limit": share,
+            "at most_bytes": needs.high_bytes,
+        },
+        candidates=evidence.lighter(peak.largest, peak.phase),
+        wants=FIT,
+    )

@@ -1,0 +1,180 @@
+"""What takes memory: what grows, what fills a scarce limit, what is held and not used, what ranks hold unevenly."""
+
+from __future__ import annotations
+
+import statistics
+
+from ....report.leak_sentences import in_words
+from ....shared import categories as c
+from ....shared.forecast import LARGE_SEGMENT_BYTES
+from ....shared.units import format_bytes
+from ..evidence import Evidence, OnRank
+from ..finding import LESS, MEMORY, WRONG, Finding
+from .limits import BARELY, SCARCE
+
+_MOST = 1 / 3  # of the peak: the largest category is nearly always above it where one stands out
+# Between live and reserved the allocator's own rounding made 3 to 32 % of difference in the models that were measured
+# (docs/memory.md), and a pool's segment that is hardly used 20 MiB. What is more than both is worth a word, if it is a
+# tenth of the limit, too: below that nothing would fit that does not.
+_USUAL_SHARE, _USUAL_BYTES, _OF_LIMIT = 0.32, 2 * LARGE_SEGMENT_BYTES, 0.1
+# Ranks with samples of different lengths differ by some percent from step to step, by less over many steps.
+_UNEVEN, _UNEVEN_OF_LIMIT = 0.25, 0.05
+
+
+def leak(evidence: Evidence) -> Finding | None:
+    """Ranks keep more after every step."""
+    if not evidence.leaks:
+        return None
+    fastest = max(evidence.leaks, key=lambda leaks: max(one.bytes_per_step for one in leaks))
+    worst = max(fastest, key=lambda one: one.bytes_per_step)
+    reading = evidence.ranks[worst.rank].reading
+    room = None
+    if reading and reading.limit_bytes and evidence.needs and worst.bytes_per_step:
+        room = max(0, reading.limit_bytes - evidence.needs.reserved_peak_bytes) // worst.bytes_per_step
+    more = f" {len(evidence.leaks) - 1} more: the panel names them." if len(evidence.leaks) > 1 else ""
+    return Finding(
+        "leak",
+        WRONG,
+        2,
+        in_words(fastest) + more,
+        {"per step_bytes": worst.bytes_per_step, "so far_bytes": worst.bytes_so_far, "steps until it is full": room},
+    )
+
+
+def activations(evidence: Evidence) -> Finding | None:
+    """What forward keeps for backward fills a scarce limit."""
+    return _dominates(evidence, c.ACTIVATIONS, "activations dominate")
+
+
+def optimizer_state(evidence: Evidence) -> Finding | None:
+    """What the optimizer remembers fills a scarce limit."""
+    return _dominates(evidence, c.OPTIMIZER_STATE, "optimizer state dominates")
+
+
+def communication(evidence: Evidence) -> Finding | None:
+    """Horovod's buffer and copies of gradients fill a scarce limit."""
+    return _dominates(evidence, c.COMMUNICATION, "communication buffers dominate")
+
+
+def inside_operators(evidence: Evidence) -> Finding | None:
+    """What operators take and give back fills a scarce limit."""
+    return _dominates(evidence, c.INSIDE_OPERATORS, "memory inside operators")
+
+
+def temporaries(evidence: Evidence) -> Finding | None:
+    """Tensors that live for a moment fill a scarce limit."""
+    return _dominates(evidence, c.TEMPORARIES, "temporaries dominate")
+
+
+def _dominates(evidence: Evidence, category: str, cause: str) -> Finding | None:
+    needs, share, peak = evidence.needs, evidence.share, evidence.peak
+    if needs is None or share is None or peak is None or not SCARCE <= share <= BARELY:
+        return None
+    size = peak.categories.get(category, 0)
+    if peak.largest != category or size < _MOST * peak.bytes:
+        return None
+    candidates = evidence.lighter(category, peak.phase)
+    where = f"{peak.phase} of {peak.module}" if peak.module else peak.phase
+    return Finding(
+        cause,
+        MEMORY,
+        size,
+        f"Memory is scarce ({100 * share:.0f} % of {format_bytes(needs.limit_bytes)} is needed), and of the live peak, "
+        f"in {where}, {100 * size / peak.bytes:.0f} % is {category}.",
+        {
+            f"{category}_bytes": size,
+            "live_peak_bytes": peak.bytes,
+            "reserved_peak_bytes": needs.reserved_peak_bytes,
+            "limit_bytes": needs.limit_bytes,
+        },
+        do="" if candidates else "No knob makes it smaller here: a smaller model does.",
+        candidates=candidates,
+        wants=LESS,
+    )
+
+
+def fragmentation(evidence: Evidence) -> Finding | None:
+    """A step reserves far more than it uses, from an empty cache on: pieces that nothing else fits into."""
+    needs = evidence.needs
+    if needs is None or not _much(needs.reserved_peak_bytes, needs.live_peak_bytes, needs.limit_bytes):
+        return None
+    wasted = needs.reserved_peak_bytes - needs.live_peak_bytes
+    return Finding(
+        "fragmentation",
+        MEMORY,
+        wasted,
+        f"A step reserves {format_bytes(needs.reserved_peak_bytes)} for a live peak of "
+        f"{format_bytes(needs.live_peak_bytes)}: what was freed lies in pieces that the next tensors do not fit into.",
+        {
+            "reserved_peak_bytes": needs.reserved_peak_bytes,
+            "live_peak_bytes": needs.live_peak_bytes,
+            "limit_bytes": needs.limit_bytes,
+        },
+        do="%hvd_memory --what-if says what the caching allocator would reserve, set otherwise; to have that, before "
+        "the ranks start: %env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, then %hvd_restart.",
+    )
+
+
+def cached(evidence: Evidence) -> Finding | None:
+    """More is reserved than a step needs that begins with an empty cache: earlier settings or cells have left it."""
+    needs, known = evidence.needs, [rank for rank in evidence.ranks if rank.reading and rank.samples]
+    worst = max(known, key=lambda rank: rank.reading.reserved_bytes if rank.reading else 0, default=None)
+    if needs is None or worst is None or worst.reading is None or fragmentation(evidence):
+        return None
+    held = worst.reading.reserved_bytes
+    needed = max(needs.reserved_peak_bytes, worst.live_peak_bytes or 0)
+    if not _much(held, needed, needs.limit_bytes):
+        return None
+    how = "start the ranks again: %hvd_restart" if worst.info.virtual else "torch.cuda.empty_cache() in a %%hvd cell"
+    return Finding(
+        "free memory in the cache",
+        MEMORY,
+        held - needed,
+        f"Rank {worst.info.rank} reserves {format_bytes(held)}, and its steps need {format_bytes(needed)}: the caching "
+        "allocator keeps what earlier settings or cells have used.",
+        {"reserved_bytes": held, "needed_bytes": needed, "limit_bytes": needs.limit_bytes},
+        do=f"This process uses it again when it must; for others on the device it is lost. To give it back: {how}.",
+    )
+
+
+def uneven(evidence: Evidence) -> Finding | None:
+    """One rank needs much more than the others: it decides what fits."""
+    known = [rank for rank in evidence.ranks if rank.live_peak_bytes]
+    worst = max(known, key=lambda rank: rank.live_peak_bytes or 0, default=None)
+    others = [rank.live_peak_bytes for rank in evidence.ranks if rank is not worst and rank.live_peak_bytes]
+    if worst is None or not others or not worst.live_peak_bytes:
+        return None
+    usual = statistics.median(others)
+    more = worst.live_peak_bytes - usual
+    limit = worst.reading.limit_bytes if worst.reading else None
+    if more < _UNEVEN * usual or more < _UNEVEN_OF_LIMIT * (limit or 0):
+        return None
+    category, bytes_more = _difference(evidence, worst)
+    where = f", {format_bytes(bytes_more)} more {category}" if category else ""
+    held = "Look for tensors that a cell has made on this rank alone: %hvd_memory --by category."
+    samples = "Are its samples longer? A sampler that puts like ones together helps."
+    return Finding(
+        "uneven memory",
+        MEMORY,
+        more,
+        f"Rank {worst.info.rank} needs {format_bytes(worst.live_peak_bytes)}, the others "
+        f"{format_bytes(round(usual))}{where}: it decides what fits.",
+        {"live_peak_bytes": worst.live_peak_bytes, "of the others_bytes": usual, "limit_bytes": limit},
+        do=samples if category in (c.ACTIVATIONS, c.INPUTS, c.TEMPORARIES) else held,
+    )
+
+
+def _difference(evidence: Evidence, worst: OnRank) -> tuple[str, int]:
+    """The category of which this rank has most more than another one, and by how much; empty if nobody knows."""
+    other = next((rank.ledger for rank in evidence.ranks if rank is not worst and rank.ledger), None)
+    if worst.ledger is None or other is None:
+        return "", 0
+    more = {name: size - other.at_peak.get(name, 0) for name, size in worst.ledger.at_peak.items()}
+    category = max(more, key=more.__getitem__)
+    return (category, more[category]) if more[category] > 0 else ("", 0)
+
+
+def _much(reserved: int, used: int, limit: int | None) -> bool:
+    """Whether so much is reserved and not used that it is worth a word."""
+    unused = reserved - used
+    return unused > max(_USUAL_SHARE * reserved, _USUAL_BYTES, _OF_LIMIT * (limit or 0))

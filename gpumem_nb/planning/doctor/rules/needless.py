@@ -1,0 +1,84 @@
+"""What is held for nothing: state of frozen weights, weights and inputs in types that are larger than needed."""
+
+from __future__ import annotations
+
+from ....shared.forecast import ERRORS, RECORDED
+from ....shared.model_facts import Held
+from ....shared.units import format_bytes
+from ..evidence import Evidence, OnRank
+from ..finding import MEMORY, Finding
+
+# Of the peak. Less than the error of a prediction from recorded steps (docs/prediction.md) could not be shown to be
+# saved.
+_LEAST = ERRORS[RECORDED]
+_CAST = "Keep the samples in {enough} and let the model or the loss convert what it computes with."
+
+
+def state_of_frozen(evidence: Evidence) -> Finding | None:
+    """The optimizer remembers something of weights that it will not update."""
+    rank = max(evidence.ranks, key=lambda one: one.facts.state_of_frozen.bytes if one.facts else 0)
+    held = rank.facts.state_of_frozen if rank.facts else Held()
+    if not _matters(held.bytes, rank):
+        return None
+    return Finding(
+        "state of frozen weights",
+        MEMORY,
+        held.bytes,
+        f"The optimizer keeps {format_bytes(held.bytes)} for {_weights(held)} that are frozen, {held.largest} for one.",
+        {"optimizer_state_bytes": held.bytes, "weights": held.tensors, "live_peak_bytes": rank.live_peak_bytes},
+        do="Build the optimizer on [p for p in model.parameters() if p.requires_grad] and attach it, or in a %%hvd cell "
+        "on all ranks: for p in [p for p in optimizer.state if not p.requires_grad]: del optimizer.state[p]",
+    )
+
+
+def wide_weights(evidence: Evidence) -> Finding | None:
+    """Weights in float64, which no GPU for training computes fast with."""
+    rank = max(evidence.ranks, key=lambda one: one.facts.wide_weights.bytes if one.facts else 0)
+    held = rank.facts.wide_weights if rank.facts else Held()
+    if not _matters(held.bytes // 2, rank):
+        return None
+    return Finding(
+        "weights in float64",
+        MEMORY,
+        held.bytes // 2,
+        f"{_weights(held).capitalize()} are in float64, {held.largest} for one: twice the memory of float32, for them, "
+        "their gradients, the optimizer's state and what is computed with them.",
+        {"weights_bytes": held.bytes, "weights": held.tensors, "live_peak_bytes": rank.live_peak_bytes},
+        do="net.float() in a %%hvd cell on all ranks before the optimizer is built, then attach again; NumPy makes "
+        "float64 of what is not told otherwise.",
+    )
+
+
+def inputs(evidence: Evidence) -> Finding | None:
+    """Micro-batches in types with more bytes than their values need."""
+    found = [(rank, one) for rank in evidence.ranks if rank.facts for one in rank.facts.inputs if one.spare_bytes]
+    if not found:
+        return None
+    rank, widest = max(found, key=lambda entry: entry[1].spare_bytes)
+    facts = rank.facts.inputs if rank.facts else ()
+    spare = sum(one.spare_bytes for one in facts)
+    if not _matters(spare, rank):
+        return None
+    shape = "×".join(map(str, widest.shape))
+    return Finding(
+        "inputs in needless types",
+        MEMORY,
+        spare,
+        f"A micro-batch holds {shape} numbers as {widest.dtype}, and {widest.enough} would do: "
+        f"{format_bytes(spare)} for nothing, on the device and on the way to it.",
+        {
+            "inputs_bytes": sum(one.bytes for one in facts),
+            "needless_bytes": spare,
+            "type": widest.dtype,
+            "live_peak_bytes": rank.live_peak_bytes,
+        },
+        do=_CAST.format(enough=widest.enough),
+    )
+
+
+def _matters(size: int, rank: OnRank) -> bool:
+    return size > 0 and size >= _LEAST * (rank.live_peak_bytes or 0)
+
+
+def _weights(held: Held) -> str:
+    return f"{held.tensors} weight{'s' * (held.tensors != 1)}"

@@ -1,0 +1,95 @@
+"""What takes time: what the verdict on steps says, and micro-batches far below what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ....report.speed import FEWEST_STEPS
+from ....report.verdict import Changes
+from ....shared.units import format_bytes, format_rate
+from ...prediction import FITS
+from ..evidence import Evidence
+from ..finding import FASTER, TIME, Finding
+
+# What the verdict calls it, and the doctor.
+CAUSES = {
+    "data": "waiting for data",
+    "reduction": "reduction not hidden",
+    "slow rank": "a slow rank",
+    "uneven steps": "uneven steps",
+    "update": "a long update",
+    "tiny operators": "tiny operators",
+    "no core": "no core",
+    "too many ranks": "too many ranks",
+    "too many workers": "too many workers",
+}
+_MORE = 4  # times as many samples in a micro-batch are asked about
+# Of the ready-made workloads and two transformers with 32 samples a micro-batch, four times as many brought a third
+# more at most (docs/doctor.md); what brings half as much again was small.
+_WORTH = 1.5
+_ROOM = 0.5  # of the limit: with more, four times as many hardly fit
+
+
+def _of_verdict(name: str, evidence: Evidence) -> Finding | None:
+    """One cause that the time of a step is lost to."""
+    verdict = next((one for one in evidence.verdicts if one.cause == name), None)
+    if verdict is None or (name == "tiny operators" and small_batch(evidence)):
+        return None
+    measured = {"share of a step": verdict.share, "samples_per_s": evidence.now.samples_per_s if evidence.now else None}
+    return Finding(
+        CAUSES[name],
+        TIME,
+        verdict.share,
+        verdict.sentence,
+        measured,
+        candidates=(verdict.changes,) if verdict.changes else (),
+        wants=FASTER,
+    )
+
+
+OF_VERDICTS: tuple[Callable[[Evidence], Finding | None], ...] = tuple(partial(_of_verdict, name) for name in CAUSES)
+
+
+def larger(evidence: Evidence) -> Changes:
+    """Larger micro-batches that are worth asking about, the same samples a step if they can be; empty if none are."""
+    settings, now, share = evidence.settings, evidence.now, evidence.share
+    if evidence.workload.data.batched or share is None or share > _ROOM or now is None or now.steps < FEWEST_STEPS:
+        return {}
+    steps = settings.accumulation_steps
+    factor = next((one for one in (_MORE, steps) if steps % one == 0 and 1 < one <= _MORE), 0)
+    size = settings.batch_size
+    if factor:
+        return evidence.circumstances.allowed(batch_size=factor * size, accumulation_steps=steps // factor)
+    return evidence.circumstances.allowed(batch_size=_MORE * size)
+
+
+def small_batch(evidence: Evidence) -> Finding | None:
+    """Four times the micro-batch fits, and is much faster."""
+    more, now_per_s, needs = evidence.larger, evidence.samples_per_s, evidence.needs
+    if more is None or needs is None or not now_per_s or more.verdict != FITS:
+        return None
+    if not more.low_samples_per_s or not more.samples_per_s or more.low_samples_per_s < _WORTH * now_per_s:
+        return None
+    size, wanted = evidence.settings.batch_size, more.settings.batch_size
+    most = f"; up to {evidence.largest_batch:,} fit" if evidence.largest_batch else ""
+    pays, scale = "", evidence.noise_scale
+    if scale and more.settings.samples_per_rank * evidence.size > scale:
+        pays = f"Of more than about {scale:,.0f} samples a step (the gradients' noise scale) each brings less."
+    return Finding(
+        "a small batch",
+        TIME,
+        1 - now_per_s / more.samples_per_s,
+        f"Micro-batches of {size} samples leave throughput on the table: with {wanted} it is "
+        f"{format_rate(more.samples_per_s)} samples/s instead of {format_rate(now_per_s)}, in "
+        f"{format_bytes(more.reserved_peak_bytes)} of {format_bytes(more.limit_bytes)}{most}.",
+        {
+            "samples_per_s": now_per_s,
+            "larger_samples_per_s": more.samples_per_s,
+            "largest batch": evidence.largest_batch,
+            "noise scale": evidence.noise_scale,
+        },
+        do=pays,
+        candidates=(more.settings.changed_from(evidence.settings),),
+        wants=FASTER,
+    )
