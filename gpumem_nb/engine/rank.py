@@ -89,7 +89,7 @@ def set_up(config: RankConfig) -> RankInfo:
         check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
     _device.communicates_on(horovod_threads)
-    _greet()
+    collectives.greet(_device.torch_device)
     _pulse = pulse.PulseThread(partial(_publish, kernel), collectives, step, reading, device_use, config.stall_limit_s)
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
@@ -102,7 +102,7 @@ def set_up(config: RankConfig) -> RankInfo:
 def rejoin() -> None:
     """Join the other ranks again after Horovod was shut down; what is trained stays as it is."""
     _device.communicates_on(collectives.join_again())
-    _greet()
+    collectives.greet(_device.torch_device)
 
 
 def apart(what: str) -> Apart | None:
@@ -366,13 +366,6 @@ def _loaded_trainer() -> Trainer:
 
 def _publish(kernel: Any, request: Any, sent: Pulse) -> None:
     publish_beside(kernel, request, {pulse.KEY: sent})
-
-
-def _greet() -> None:
-    """Prove the connection to the other ranks with a real all-reduce."""
-    total = hvd.allreduce(torch.ones(1, device=_device.torch_device), op=hvd.Sum, name="gpumem_nb.hello")
-    if total.item() != hvd.size():
-        raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")
 
 
 def _offer(trainer: Trainer) -> list[str]:

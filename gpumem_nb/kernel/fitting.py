@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from ..planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT
+from ..planning.tuning.record import fits
 from ..planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.knobs import KNOBS
 from ..shared.progress import Progress
 from ..shared.settings import Settings
+from .history import History
 from .predicting import Predicting
 from .training import Training
+from .tuning import Changed, Unchanged
 
 _LONGEST_S = 0.5  # steps that take longer are not tried out in full: there are many cells
 _LEAST = 8  # samples of a micro-batch, of which throughput says something about larger ones
-_SMALLER = 0.95  # of a micro-batch that turned out not to fit
-_ATTEMPTS = 3
+_ATTEMPTS = 4  # each with half of a micro-batch that turned out not to fit
 
 
 class Fitting:
     """Asks for one cell after the other; training that goes on does so in between."""
 
-    def __init__(self, predicting: Predicting, training: Training, ranks: int) -> None:
+    def __init__(self, predicting: Predicting, training: Training, history: History) -> None:
         self._predicting = predicting
         self._training = training
-        self._ranks = ranks
+        self._history = history
 
-    def what_fits(self, progress: Progress, apply: Callable[[Settings], object]) -> WhatFits:
-        """All cells; those that cannot be used with what is loaded are left out.
+    def what_fits(self, progress: Progress, apply: Callable[[dict[str, Any]], object]) -> WhatFits:
+        """All cells; those that cannot be used with what is loaded are left out. An interrupt ends it with those found.
 
         Raises:
             InvalidInput: the data bring micro-batches of their own.
             WorkloadError: nothing is loaded, or no small step was possible under any of them.
         """
         _, most = self._predicting.of_any_batch({})
-        now, workload = self._training.settings, self._training.workload
+        now, workload, unchanged = self._training.settings, self._training.workload, Unchanged(self._history)
         cells: list[Cell] = []
         failed: dict[tuple[str, str], str] = {}
         places = [
@@ -45,51 +47,55 @@ class Fitting:
             if mode == KNOBS[COLUMNS].default or (workload and workload.blocks)
         ]
         rates: dict[str, float] = {}  # by precision: on some devices one is many times slower than another
-        for place in places:
-            progress(f"{place[0]}, checkpointing {place[1]}", len(cells) / len(places))
+        for number, place in enumerate(places):
+
+            def tell(place: tuple[str, str] = place, done: float = number / len(places)) -> None:
+                unchanged.check()
+                progress(f"{place[0]}, checkpointing {place[1]}", done)
+
             try:
-                cells.append(self._cell(now, *place, most, rates.get(place[0])))
+                tell()
+                cells.append(self._cell(now, place, most, rates, tell))
+                unchanged.check()
             except (InvalidInput, WorkloadError) as error:
                 failed[place] = str(error)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, Changed) as why:
+                cells = cells[: number - len(failed)]  # the latest may be of another model
                 if not cells:
-                    raise
-                failed[place] = "interrupted, and so what follows it."
+                    raise KeyboardInterrupt(str(why)) from None
+                failed[place] = f"not looked at, nor what follows it{': ' * bool(str(why))}{why}"
                 break
-            else:
-                if rate := cells[-1].samples_per_s:
-                    rates[place[0]] = rate
         if not cells:
             raise WorkloadError(next(iter(failed.values())))
         limit = next((cell.predicted.limit_bytes for cell in cells if cell.predicted), None)
         return WhatFits(tuple(cells), now, limit, failed, apply)
 
-    def _cell(self, now: Settings, precision: str, mode: str, most: int, rate: float | None) -> Cell:
-        changes = {ROWS: precision, COLUMNS: mode}
+    def _cell(
+        self, now: Settings, place: tuple[str, str], most: int, rates: dict[str, float], tell: Callable[[], None]
+    ) -> Cell:
+        changes = dict(zip((ROWS, COLUMNS), place, strict=True))
         largest = self._predicting.largest_batch(changes)
+        tell()
         for _ in range(_ATTEMPTS):
             if not largest:
-                break
+                return Cell(*place, 0)
             settings = now.replace(**changes, batch_size=largest)
             [predicted] = self._predicting.by_small_steps(settings, [largest])
-            if predicted.verdict == DOES_NOT_FIT:
-                largest = int(largest * _SMALLER)
-                continue
-            measured_at = self._short(settings, rate)
-            whole = self._predicting.by_whole_steps(settings.replace(batch_size=measured_at))
-            if whole.verdict in (FITS, NO_LIMIT):
-                exact = whole if measured_at == largest else predicted
-                ended = largest == most
-                return Cell(precision, mode, largest, ended, exact, whole.samples_per_s, measured_at, settings)
-            largest = int(largest * _SMALLER)
-        return Cell(precision, mode, 0)
-
-    def _short(self, settings: Settings, rate: float | None) -> int:
-        """The micro-batch, or a smaller one of which a step takes no longer than anybody would wait for."""
-        if rate is None:
-            small = settings.replace(batch_size=min(settings.batch_size, _LEAST))
-            rate = self._predicting.by_whole_steps(small).samples_per_s
-        whole: int = settings.batch_size
-        if not rate:
-            return whole
-        return min(whole, max(_LEAST, int(_LONGEST_S * rate / self._ranks / settings.accumulation_steps)))
+            tell()
+            if fits(predicted):
+                if place[0] not in rates:
+                    least = settings.replace(batch_size=min(largest, _LEAST))
+                    rates[place[0]] = self._predicting.by_whole_steps(least).samples_per_s or 0.0
+                    tell()
+                samples_per_step = self._history.size * settings.accumulation_steps
+                short = int(_LONGEST_S * rates[place[0]] / samples_per_step)
+                measured_at = min(largest, max(_LEAST, short))
+                whole = self._predicting.by_whole_steps(settings.replace(batch_size=measured_at))
+                if fits(whole):
+                    rates[place[0]] = whole.samples_per_s or rates[place[0]]
+                    exact = whole if measured_at == largest else predicted
+                    return Cell(*place, largest, largest == most, exact, whole.samples_per_s, measured_at, settings)
+            largest //= 2
+        raise WorkloadError(
+            "The largest micro-batch that fits could not be found: whole steps need more than small ones."
+        )

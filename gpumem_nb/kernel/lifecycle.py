@@ -119,7 +119,7 @@ class Lifecycle:
         self._cells.seeded(self._origin.default_seed)
         self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
-        self.fitting = Fitting(self.predicting, self.training, self.plan.size)
+        self.fitting = Fitting(self.predicting, self.training, history)
         self.tuning = Tuning(self.foreground, self.training, self.predicting, history)
         self.tracing = Tracing(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.doctoring = Doctoring(

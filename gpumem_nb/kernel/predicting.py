@@ -63,8 +63,12 @@ class Predicting:
         """Every prediction whose settings were tried afterwards, beside what came."""
         return score(self._history.asked, self._history.tried)
 
-    def by_small_steps(self, settings: Settings, batch_sizes: Sequence[int]) -> list[Prediction]:
+    def by_small_steps(
+        self, settings: Settings, batch_sizes: Sequence[int], budget_bytes: int | None = None
+    ) -> list[Prediction]:
         """What steps under these settings would need in micro-batches of these sizes, which all follow from the same.
+
+        ``budget_bytes`` is a limit of each rank besides its own.
 
         Raises:
             WorkloadError: a small step failed for another reason than memory.
@@ -75,11 +79,14 @@ class Predicting:
         sized = [settings.replace(batch_size=size) for size in batch_sizes]
         if answer := self._ran_out(settings, answers):
             return [self._too_large(answer, one, seconds) for one in sized]
+        answers = [_limited(answer, budget_bytes) for answer in answers]
         each = [[replace(answer, of=answer.of[at:]) for answer in answers] for at in range(len(sized))]
         return [self._prediction(one, of_one, small, seconds) for one, of_one in zip(sized, each, strict=True)]
 
-    def by_whole_steps(self, settings: Settings) -> Prediction:
+    def by_whole_steps(self, settings: Settings, budget_bytes: int | None = None) -> Prediction:
         """What a few whole steps need, and how long they take: that they do not fit, if one runs out of memory.
+
+        ``budget_bytes`` is a limit of each rank besides its own.
 
         Raises:
             WorkloadError: they failed for another reason; ``NotThisTime`` if it may be gone the next time.
@@ -92,8 +99,9 @@ class Predicting:
         if answer := next((answer for answer in answers if answer.failure and answer.failure.kind == "oom"), None):
             return self._too_large(answer, settings, seconds)
         if not all(answer.of for answer in answers):
-            kind = NotThisTime if any(failure.kind in _PASSING for failure in failures) else WorkloadError
+            kind = NotThisTime if any(_passes(failure, settings) for failure in failures) else WorkloadError
             raise kind(failures[0].message if failures else "a step could not be taken")
+        answers = [_limited(answer, budget_bytes) for answer in answers]
         found = self._prediction(settings, answers, [settings.batch_size], seconds)
         return found.timed([one.steps_s for one in rehearsals])
 
@@ -271,6 +279,12 @@ class Predicting:
         steps = "a step" if len(small) == 1 else "steps"
         basis = f"from {steps} with batch_size {sizes}, undone after step {answers[0].steps}"
         return worst([answer.of[0] for answer in answers], limits, beside, settings, basis, seconds)
+
+
+def _limited(answer: Forecasts, budget_bytes: int | None) -> Forecasts:
+    """The same with a budget, if that is less than the rank's limit."""
+    limits = [limit for limit in (answer.limit_bytes, budget_bytes) if limit is not None]
+    return replace(answer, limit_bytes=min(limits, default=None))
 
 
 def _passes(failure: Failure, settings: Settings) -> bool:

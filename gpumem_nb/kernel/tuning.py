@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..planning.prediction import Prediction
 from ..planning.score import Asked
-from ..planning.tuning.record import Candidate, Record, speed_of, within
+from ..planning.tuning.record import Candidate, Record, fits, speed_of
 from ..planning.tuning.result import TuneResult
 from ..planning.tuning.search import search
 from ..planning.tuning.space import Space, space
 from ..report.differences import typed
-from ..shared.errors import InvalidInput, NotThisTime, WorkloadError
+from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ..shared.forecast import SMALL
 from ..shared.knobs.batch import shortened
 from ..shared.progress import Progress
@@ -27,11 +28,28 @@ from .predicting import Predicting
 from .training import Training
 
 LEAST_S, MOST_S = 1.0, 86400.0
-_HOPELESS, _HOPELESS_S = 4, 1.0  # times as long as other small steps, and so long at least
+_HOPELESS, _HOPELESS_S = 4, 1.0  # times as long as other small steps for a sample, and so long in all at least
 
 
 class Changed(Exception):
-    """What is trained changed while it was being tuned."""
+    """What is trained may have changed while it was being looked at."""
+
+
+class Unchanged:
+    """Tells whether what is trained is still what it was when this was made."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._was = self._is
+
+    def check(self) -> None:
+        """Raise :class:`Changed` if it may be something else by now."""
+        if self._is != self._was:
+            raise Changed("something was loaded, or a cell ran on the ranks and may have changed the model.")
+
+    @property
+    def _is(self) -> tuple[int, int]:
+        return self._history.loaded_as, self._history.model_version
 
 
 class Tuning:
@@ -48,16 +66,16 @@ class Tuning:
         budget: str | int | None,
         global_batch: int | None,
         seconds: float,
-        knobs: Sequence[str] | None,
+        knobs: Iterable[str] | None,
         same_mathematics: bool,
         progress: Progress,
-        apply: Callable[[Settings], object],
+        apply: Callable[[dict[str, Any]], object],
     ) -> TuneResult:
-        """The fastest settings that fit; ``apply`` changes to settings.
+        """The fastest settings that fit; ``apply`` changes knobs.
 
         Raises:
             InvalidInput: what was asked for cannot be used.
-            WorkloadError: nothing is loaded, or not even the present settings could be looked at.
+            WorkloadError: nothing is loaded, or no settings could be looked at.
         """
         budget_bytes = None if budget is None else parse_size(budget)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not LEAST_S <= seconds <= MOST_S:
@@ -74,31 +92,48 @@ class Tuning:
 
         choice = space(present, workload, ranks, ask, knobs, global_batch, same_mathematics)
         trials = _Trials(self._predicting, self._history, choice, budget_bytes, seconds, progress)
-        stopped = ""
+        record, stopped = trials.record, ""
         try:
             search(choice, present, trials)
-        except KeyboardInterrupt:
-            stopped = "It was interrupted: this is the best by then."
+        except KeyboardInterrupt as interrupt:
+            stopped = f"It was interrupted. {interrupt}".rstrip()
         except Changed as why:
             stopped = f"It ended early, because {why}"
-        if trials.record.refused and not trials.record.candidates and not stopped:
-            raise WorkloadError(next(iter(trials.record.refused.values())))
-        limits = [one.predicted.limit_bytes for one in trials.record.candidates.values()]
-        known = [limit for limit in (budget_bytes, *limits) if limit is not None]
+        except GpumemError as error:
+            if not record.measured:
+                raise
+            stopped = f"It ended early: {error}"
+        if record.refused and not record.candidates and not stopped:
+            raise WorkloadError(next(iter(record.refused.values())))
+        limits = [budget_bytes, *(one.predicted.limit_bytes for one in record.candidates.values())]
         result = TuneResult(
-            present,
-            choice,
-            tuple(trials.record.candidates.values()),
-            min(known, default=None),
-            ranks,
-            time.monotonic() - trials.began_s,
-            stopped,
-            apply,
+            present=present,
+            space=choice,
+            looked_at=tuple(record.candidates.values()),
+            budget_bytes=min((limit for limit in limits if limit is not None), default=None),
+            ranks=ranks,
+            seconds=time.monotonic() - trials.began_s,
+            stopped=stopped,
+            refused=dict(record.refused),
+            _set=apply,
         )
-        if result.best:
-            foretold = replace(result.best.predicted, samples_per_s=result.best.samples_per_s, before=present)
+        if best := result.best:
+            foretold = _foretold(best, present, ranks)
             self._history.predicted(Asked(foretold, trials.model_version, present, self._history.begun))
         return result
+
+
+def _foretold(best: Candidate, present: Settings, ranks: int) -> Prediction:
+    """What is to be held against what comes of the best settings."""
+    rate = speed_of(best)
+    return replace(
+        best.predicted,
+        before=present,
+        step_s=best.settings.samples_per_rank * ranks / rate,
+        samples_per_s=rate,
+        low_samples_per_s=min(best.rates),
+        high_samples_per_s=max(best.rates),
+    )
 
 
 class _Trials:
@@ -121,15 +156,15 @@ class _Trials:
     ) -> None:
         self.record = Record()
         self.began_s = time.monotonic()
-        self._predicting = predicting
-        self._history = history
-        self._of = self._model()
         self.model_version = history.model_version
+        self._unchanged = Unchanged(history)
+        self._predicting = predicting
+        self._missed = predicting.score().missed(history.model_version)
         self._space = choice
         self._budget_bytes = budget_bytes
         self._seconds = seconds
         self._progress = progress
-        self._least_s: dict[int, float] = {}  # of small steps, by what their sizes follow from
+        self._least_s: dict[int, float] = {}  # of small steps for a sample, by what their sizes follow from
 
     def time_spent(self) -> float:
         """The share of the time that is gone."""
@@ -141,55 +176,58 @@ class _Trials:
         if settings not in known and settings not in refused:
             self._tell()
             splits = [one for one in self._space.other_splits(settings) if one not in known and _follows(one, settings)]
-            sizes = [one.batch_size for one in splits]
             try:
-                try:
-                    found = self._predicting.by_small_steps(settings, sizes)
-                except NotThisTime:
-                    found = self._predicting.by_small_steps(settings, sizes)
+                found = self._small_steps(settings, splits)
+                if slow := self._hopeless(settings, found[0].seconds):
+                    found = self._small_steps(settings, splits)  # something may have come in between
+                    slow = self._hopeless(settings, found[0].seconds)
+            except NotThisTime:
+                found, slow = self._small_steps(settings, splits), ""
             except WorkloadError as error:
                 refused.update(dict.fromkeys(splits, str(error)))
                 return False
-            why_not = self._hopeless(max(sizes), found[0].seconds)
             for one, prediction in zip(splits, found, strict=True):
-                known[one] = Candidate(one, prediction, within(prediction, self._budget_bytes), failed=why_not)
+                known[one] = Candidate(one, prediction, fits(prediction), failed=slow)
         return settings in known and known[settings].fits and not known[settings].failed
-
-    def _hopeless(self, size: int, seconds: float) -> str:
-        """Why nothing that small steps took so long for is worth whole ones: some devices have no fast fp16, say."""
-        least = self._least_s[min(size, max(SMALL))] = min(seconds, self._least_s.get(min(size, max(SMALL)), math.inf))
-        times = seconds / least
-        slow = times > _HOPELESS and seconds > _HOPELESS_S
-        return f"small steps took {times:.0f} times as long as others" if slow else ""
 
     def measure(self, settings: Settings) -> None:
         """Take whole steps under them."""
         self._tell()
         candidate = self.record.candidates[settings]
         try:
-            found = self._predicting.by_whole_steps(settings)
+            found = self._predicting.by_whole_steps(settings, self._budget_bytes)
         except NotThisTime:
             return
         except WorkloadError as error:
             candidate.failed = str(error)
             return
-        candidate.predicted, candidate.fits = found, within(found, self._budget_bytes)
-        if found.samples_per_s is not None:
-            candidate.rates.append(found.samples_per_s)
+        finally:
+            self._unchanged.check()
+        candidate.took_steps(found)
+
+    def _small_steps(self, settings: Settings, splits: list[Settings]) -> list[Prediction]:
+        sizes = [one.batch_size for one in splits]
+        found = self._predicting.by_small_steps(settings, sizes, self._budget_bytes)
+        self._unchanged.check()
+        return [replace(said.widened(*self._missed), settings=one) for one, said in zip(splits, found, strict=True)]
+
+    def _hopeless(self, settings: Settings, seconds: float) -> str:
+        """Why nothing that small steps took so long for is worth whole ones: some devices have no fast fp16, say."""
+        size = settings.batch_size if settings.batch_size <= max(SMALL) else 0  # those all follow from the same two
+        each_s = seconds / shortened(settings).accumulation_steps
+        least_s = self._least_s[size] = min(each_s, self._least_s.get(size, math.inf))
+        slow = each_s > _HOPELESS * least_s and seconds > _HOPELESS_S and bool(self.record.measured)
+        return f"small steps took {each_s / least_s:.0f} times as long as others" if slow else ""
 
     def _tell(self) -> None:
-        """Say how far it is; ends tuning when what is tuned is another model by now."""
-        if self._model() != self._of:
-            raise Changed("something was loaded, or a cell ran on the ranks, and may have changed the model.")
+        """Say how far it is; ends tuning when what is tuned may be another model by now."""
+        self._unchanged.check()
         measured, best = self.record.measured, self.record.fastest
         said = f"{len(measured)} of {len(self._space.candidates)} settings measured"
         if best:
-            changes = typed(self._space.start, best.settings) or "the present settings"
+            changes = typed(self._space.start, best.settings) or typed(Settings(), best.settings) or "as it is"
             said += f"; best so far {format_rate(speed_of(best))} samples/s, {changes}"
         self._progress(said, min(1.0, self.time_spent()))
-
-    def _model(self) -> tuple[int, int]:
-        return self._history.loaded_as, self._history.model_version
 
 
 def _follows(one: Settings, settings: Settings) -> bool:

@@ -136,20 +136,20 @@ class PlanningMagics(Magics):
     def hvd_tune(self, line: str) -> Any:
         """Look for the fastest settings that fit every rank, by steps that are undone; stop ends it with the best."""
         args, session = parse_argstring(self.hvd_tune, line), current()
-        knobs = args.knobs.split(",") if args.knobs else None
+        knobs = [name.strip() for name in unquoted(args.knobs).split(",") if name.strip()] if args.knobs else None
         with progress_bar("Tuning") as progress:
             result = session.tune(
-                budget=args.budget,
+                budget=unquoted(args.budget) if args.budget else None,
                 global_batch=args.global_batch,
                 seconds=args.seconds,
                 knobs=knobs,
                 same_mathematics=not args.any_mathematics,
                 progress=progress,
             )
-        if args.apply:
-            result.apply()
         if result.measured:
             from ..ui.tune_figure import show_tuned  # plotly takes long to import
 
             show_tuned(result)
+        if args.apply and result.best and not result.stopped:
+            result.apply()
         return result

@@ -62,13 +62,13 @@ class WhatFits:
     now: Settings
     limit_bytes: int | None
     failed: dict[tuple[str, str], str]
-    _set: Callable[[Settings], object] = field(repr=False, compare=False)
+    _set: Callable[[dict[str, Any]], object] = field(repr=False, compare=False)
 
     def apply(self, precision: str, checkpointing: str) -> None:
         """Train under the largest micro-batch of a cell from the next chunk on; without effect where nothing fits."""
         for cell in self.cells:
             if (cell.precision, cell.checkpointing) == (precision, checkpointing) and cell.settings:
-                self._set(cell.settings)
+                self._set({ROWS: precision, COLUMNS: checkpointing, "batch_size": cell.largest})
 
     @property
     def frontier(self) -> tuple[Cell, ...]:
@@ -98,8 +98,9 @@ class WhatFits:
     @property
     def notes(self) -> list[str]:
         """What the table does not say."""
+        limit = f" {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
         said = [
-            f"The largest micro-batch of a rank that fits {format_bytes(self.limit_bytes)}, with "
+            f"The largest micro-batch of a rank that fits{limit}, with "
             f"accumulation_steps={self.now.accumulation_steps}, and samples/s of all ranks with it. Another size of "
             "the micro-batch changes the mathematics, unless accumulation_steps makes up for it."
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
@@ -14,6 +14,7 @@ from ..planning.score import Scoreboard
 from ..planning.tuning.result import TuneResult
 from ..planning.what_fits import WhatFits
 from ..planning.what_if import WhatIf
+from ..shared.errors import InvalidInput
 from ..shared.progress import Progress
 from ..shared.settings import Settings
 
@@ -118,7 +119,7 @@ class Predicts:
             WorkloadError: nothing is loaded, or no small step was possible.
         """
         self._life.foreground.check_loaded()
-        return self._life.fitting.what_fits(progress, self._turn_to)
+        return self._life.fitting.what_fits(progress, self._change_what_is_loaded())
 
     def tune(
         self,
@@ -126,7 +127,7 @@ class Predicts:
         budget: str | int | None = None,
         global_batch: int | None = None,
         seconds: float = 60.0,
-        knobs: Sequence[str] | None = None,
+        knobs: Iterable[str] | None = None,
         same_mathematics: bool = True,
         progress: Progress = lambda what, done: None,
     ) -> TuneResult:
@@ -149,8 +150,18 @@ class Predicts:
             InvalidInput: an argument that cannot be used.
             WorkloadError: nothing is loaded, or no step is possible.
         """
-        return self._life.tuning.tune(budget, global_batch, seconds, knobs, same_mathematics, progress, self._turn_to)
+        return self._life.tuning.tune(
+            budget, global_batch, seconds, knobs, same_mathematics, progress, self._change_what_is_loaded()
+        )
 
-    def _turn_to(self, wanted: Settings) -> None:
-        if changes := wanted.changed_from(self._life.training.settings):
-            self._life.set(changes)
+    def _change_what_is_loaded(self) -> Callable[[dict[str, Any]], None]:
+        """Sets knobs as long as what is loaded now still is, perhaps after a restart."""
+        loaded = self._life.training.workload
+
+        def change(knobs: dict[str, Any]) -> None:
+            if self._life.training.workload != loaded:
+                name = loaded.name if loaded else "nothing"
+                raise InvalidInput(f"This was found out for {name}, and something else is loaded now. Look again.")
+            self._life.set(knobs)
+
+        return change

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ipywidgets
@@ -179,6 +179,13 @@ class Controls:
         self._doubted = name, value
         self._errors[name].html = field_error(value, f"{refusal}. Choose it again to flip anyway.")
         return True
+
+
+def family(widget: Any) -> Iterator[Any]:
+    """A widget and all that lie in it."""
+    for child in getattr(widget, "children", ()):
+        yield from family(child)
+    yield widget
 
 
 def box(children: list[Any], css_class: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import ipywidgets
@@ -18,7 +17,7 @@ from .actions import Actions
 from .answers import Answers
 from .charts import Charts, View
 from .charts.view import LAST_STEPS, Attempt, Choice
-from .controls import Controls, box
+from .controls import Controls, box, family
 from .kept import Kept
 from .region import Region
 from .steered import Steered
@@ -92,7 +91,7 @@ class Panel:
         self._answers.close()
         self._searches.close()
         with self._refreshing:
-            for widget in (self._sidecar, *_family(self.view)):
+            for widget in (self._sidecar, *family(self.view)):
                 if widget is not None:
                     widget.close()
 
@@ -270,13 +269,6 @@ class Panel:
         """What is to be said of a step that was discarded, until somebody has read it."""
         history = self._session.history
         return None if self._session.ended or history.rescue is self._dismissed else history.rescue
-
-
-def _family(widget: Any) -> Iterator[Any]:
-    """A widget and all that lie in it."""
-    for child in getattr(widget, "children", ()):
-        yield from _family(child)
-    yield widget
 
 
 def _toggle(label: str, icon: str, tip: str) -> Any:

@@ -11,7 +11,7 @@ import ipywidgets
 
 from ..shared.errors import GpumemError
 from ..shared.progress import Progress
-from .controls import box
+from .controls import box, family
 from .region import Region
 
 Ask = Callable[[Callable[[], object]], object]
@@ -62,7 +62,8 @@ class SearchView:
         before = self._found.children
         self._found.children = tuple(found)
         for widget in before:
-            widget.close()
+            for one in family(widget):
+                one.close()
 
     def _button(self, words: str, icon: str, tip: str, question: Question) -> Any:
         button = ipywidgets.Button(description=words, icon=icon, tooltip=tip)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from ..kernel.history import History
@@ -91,7 +91,7 @@ class Steered(Protocol):
         budget: str | int | None = None,
         global_batch: int | None = None,
         seconds: float = 60.0,
-        knobs: Sequence[str] | None = None,
+        knobs: Iterable[str] | None = None,
         same_mathematics: bool = True,
         progress: Progress = lambda what, done: None,
     ) -> TuneResult:
@@ -102,7 +102,6 @@ class Steered(Protocol):
 
     def export(self, path: str, *, ddp: bool = False) -> Any:
         """Write one plain script that trains as the session does; the answer says how to run it."""
-
 
     def doctor(self, progress: Progress = lambda what, done: None) -> Diagnosis:
         """What is wrong with it as it is."""

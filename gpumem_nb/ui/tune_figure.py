@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,7 +98,12 @@ def _points(name: str, of: Sequence[Candidate], result: TuneResult, **look: Any)
         name=name,
         x=[one.predicted.reserved_peak_bytes / _MIB for one in of],
         y=[one.samples_per_s for one in of],
-        error_y={"type": "data", "array": [one.error for one in of], "thickness": 1, "width": 3},
+        error_y={
+            "type": "data",
+            "array": [None if math.isnan(one.error) else one.error for one in of],
+            "thickness": 1,
+            "width": 3,
+        },
         text=[result.flip(one) for one in of],
         hovertemplate=_HOVER,
         **look,

@@ -210,3 +210,28 @@ def test_the_magics_say_the_same(two_ranks: Session, fresh: Callable[..., Sessio
     assert set(result.space.knobs) <= {"batch_size", "accumulation_steps", "checkpointing"}
     with pytest.raises(UsageError, match="changes the mathematics"):
         shell.run_line_magic("hvd_tune", "--knobs precision")
+
+
+def test_what_is_loaded_meanwhile_is_not_mixed_in(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+
+    def load(what: str, done: float) -> None:
+        if what.startswith("fp32, checkpointing blocks"):
+            session.load("text-gpt", width=32, depth=2, heads=2)
+
+    session.set(batch_size=16)
+    found = session.what_fits(progress=load)
+    assert [(cell.precision, cell.checkpointing) for cell in found.cells] == [("fp32", "none")]
+    assert "something was loaded" in str(found)
+    with pytest.raises(InvalidInput, match="something else is loaded now"):
+        found.apply("fp32", "none")
+
+
+def test_knobs_that_were_not_tuned_stay_as_they_are(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=2, accumulation_steps=16)
+    result = session.tune(seconds=4, knobs=["batch_size"])
+    session.set(learning_rate=1e-4)
+    result.apply()
+    assert session.settings.learning_rate == 1e-4
+    assert session.settings.batch_size == _best(result).settings.batch_size

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from gpumem_nb.planning.prediction import FITS, Prediction
-from gpumem_nb.planning.tuning.record import Candidate, Record, within
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, Prediction
+from gpumem_nb.planning.tuning.record import Candidate, Record, fits, speed_of
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.planning.tuning.search import search
 from gpumem_nb.planning.tuning.space import Space, space
@@ -48,10 +49,22 @@ def _seconds(settings: Settings) -> float:
     return float(settings.accumulation_steps * micro + update)
 
 
+def _said(settings: Settings, reserved: int, limit: int | None) -> Prediction:
+    verdict = NO_LIMIT if limit is None else FITS if reserved <= limit else DOES_NOT_FIT
+    return Prediction(settings, reserved, reserved, None, reserved, reserved, limit, verdict, {}, "", "", "", 0.0)
+
+
 class Machine:
     """Measures in no time; counts seconds by itself."""
 
-    def __init__(self, limit_bytes: int | None, seconds: float, noise: float = 0.0) -> None:
+    def __init__(
+        self,
+        limit_bytes: int | None,
+        seconds: float,
+        noise: float = 0.0,
+        more: Callable[[Settings], float] = lambda settings: 1.0,
+    ) -> None:
+        self.more = more  # memory that whole steps take, times what small ones say
         self.record = Record()
         self.limit_bytes = limit_bytes
         self.seconds = seconds
@@ -68,10 +81,8 @@ class Machine:
         if settings not in known:
             self.spent_s += 0.1
             reserved = _bytes(settings)
-            said = Prediction(
-                settings, reserved, reserved, None, reserved, reserved, self.limit_bytes, FITS, {}, "", "", "", 0.0
-            )
-            known[settings] = Candidate(settings, said, within(said, self.limit_bytes))
+            said = _said(settings, reserved, self.limit_bytes)
+            known[settings] = Candidate(settings, said, fits(said))
         return known[settings].fits
 
     def measure(self, settings: Settings) -> None:
@@ -79,17 +90,33 @@ class Machine:
         self.measured.append(settings)
         self.spent_s += 3 * _seconds(settings)
         noise = 1 + self._noise.gauss(0, self._share)
-        self.record.candidates[settings].rates.append(settings.samples_per_rank * RANKS / _seconds(settings) * noise)
+        rate = settings.samples_per_rank * RANKS / _seconds(settings) * noise
+        reserved = round(_bytes(settings) * self.more(settings))
+        said = _said(settings, reserved, self.limit_bytes)
+        self.record.candidates[settings].took_steps(replace(said, samples_per_s=rate if fits(said) else None))
 
 
 def _tuned(
-    present: Settings, limit_mib: float | None, seconds: float = 100.0, noise: float = 0.0, **options: Any
+    present: Settings,
+    limit_mib: float | None,
+    seconds: float = 100.0,
+    noise: float = 0.0,
+    more: Callable[[Settings], float] = lambda settings: 1.0,
+    **options: Any,
 ) -> Any:
     choice = _space(present, **options)
-    machine = Machine(None if limit_mib is None else round(MIB * limit_mib), seconds, noise)
+    machine = Machine(None if limit_mib is None else round(MIB * limit_mib), seconds, noise, more)
     search(choice, present, machine)
     result = TuneResult(
-        present, choice, tuple(machine.record.candidates.values()), machine.limit_bytes, RANKS, 1.0, "", lambda _: None
+        present,
+        choice,
+        tuple(machine.record.candidates.values()),
+        machine.limit_bytes,
+        RANKS,
+        1.0,
+        "",
+        {},
+        lambda _: None,
     )
     return result, machine, choice
 
@@ -135,7 +162,7 @@ def test_the_best_take_turns_with_the_present_settings() -> None:
 def test_nothing_clearly_faster_leaves_the_present_settings() -> None:
     result, _, _ = _tuned(Settings(batch_size=64, optimizer_impl="fused"), 1000)
     assert result.best is result.now
-    assert result.why.startswith("The present settings are the fastest that fit")
+    assert result.why.startswith("Of what was measured, the present settings are the fastest that fit")
 
 
 def test_where_nothing_fits_the_least_is_named() -> None:
@@ -213,3 +240,66 @@ def test_what_each_change_gives_is_told() -> None:
     result, _, _ = _tuned(Settings(batch_size=8, accumulation_steps=8, checkpointing="sqrt"), 1000)
     assert "× by checkpointing=none" in result.why
     assert "× by batch_size=" in result.why
+
+
+def test_what_whole_steps_do_not_fit_gives_way_to_smaller_micro_batches() -> None:
+    """Small steps say that all fit; whole ones of 32 samples and more take three times as much."""
+    result, machine, _ = _tuned(Settings(batch_size=64), 600, more=lambda one: 3.0 if one.batch_size >= 32 else 1.0)
+    assert result.best is not None
+    assert result.best.settings.batch_size == 16
+    large = [one for one in machine.measured if one.batch_size >= 32 and 3 * _bytes(one) > 600 * MIB]
+    assert len(large) == len(set(large)), "what once did not fit is not measured again"
+    assert all(one.settings.batch_size < 32 for one in result.measured if 3 * _bytes(one.settings) > 600 * MIB)
+
+
+def test_a_search_that_saw_little_says_so() -> None:
+    result, _, _ = _tuned(Settings(batch_size=64), 44, seconds=0.25)
+    assert result.best is None
+    assert "settings that were looked at" in result.why
+    assert "Give it more time" in result.why
+    result, _, _ = _tuned(Settings(batch_size=64), 600, seconds=0.11)
+    assert len(result.measured) == 1
+    assert "It is the only one that was measured" in result.why
+
+
+def test_no_error_is_told_of_few_turns() -> None:
+    result, _, _ = _tuned(Settings(batch_size=8, accumulation_steps=8), 600, noise=0.02)
+    for one in result.looked_at:
+        assert math.isnan(one.error) == (len(one.rates) < 3)
+    frame = result.frame()
+    assert frame[frame.turns < 3].samples_per_s_error.isna().all()
+
+
+def test_another_global_batch_is_compared_with_what_it_begins_with() -> None:
+    result, _, choice = _tuned(Settings(batch_size=8), 600, global_batch=128)
+    assert choice.start.samples_per_rank == 64
+    assert result.now.settings == choice.start
+    assert "do not fit" not in result.why
+    assert "of these settings" in result.why
+    assert speed_of(result.best) > speed_of(result.now)
+
+
+def test_applying_leaves_other_knobs_alone() -> None:
+    result, _, _ = _tuned(Settings(batch_size=8, accumulation_steps=8), 600)
+    applied: list[dict[str, Any]] = []
+    replace(result, _set=applied.append).apply()
+    assert applied == [result.best.settings.changed_from(result.present)]
+    assert "learning_rate" not in applied[0]
+
+
+def test_models_without_blocks_are_not_checkpointed() -> None:
+    choice = _space(Settings(), replace(WORKLOAD, blocks=0))
+    assert {one.checkpointing for one in choice.candidates} == {"none"}
+
+
+def test_a_global_batch_beyond_all_bounds_is_refused_at_once() -> None:
+    with pytest.raises(InvalidInput, match="too large"):
+        _space(Settings(), replace(WORKLOAD, dataset_len=None), global_batch=10**12)
+    names = (name for name in ["checkpointing"])
+    assert _space(Settings(), knobs=names).knobs == ("checkpointing",)
+    with pytest.raises(InvalidInput, match="is no list of names"):
+        _space(Settings(), knobs=123)
+    with pytest.raises(InvalidInput, match="micro-batches of their own"):
+        _space(
+            Settings(batch_size=16), replace(WORKLOAD, data=DataInfo(batch_size=16, batched=True)), knobs=["batch_size"]
+        )

@@ -15,6 +15,7 @@ from typing import Any
 
 import horovod
 import horovod.torch as hvd
+import torch
 
 from ...install.horovod_source import MARK
 from ...internals import horovod_internals
@@ -213,3 +214,10 @@ def _noticing(what: str) -> Iterator[None]:
             waited = None if interrupted else _freed_from or waiting()  # who was interrupted has not waited in vain
             _left, _left_at_s = waited or Waiting(what, 0.0), time.monotonic()
         raise
+
+
+def greet(device: torch.device) -> None:
+    """Prove the connection to the other ranks with a real all-reduce."""
+    total = hvd.allreduce(torch.ones(1, device=device), op=hvd.Sum, name="gpumem_nb.hello")
+    if total.item() != hvd.size():
+        raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")

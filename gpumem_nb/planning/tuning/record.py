@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...shared.settings import Settings
-from ..prediction import DOES_NOT_FIT, Prediction
+from ..prediction import FITS, NO_LIMIT, Prediction
 
-_MEDIAN_ERROR = 1.253  # standard errors of a mean are those of a median of normal values
-_LEAST_ERROR = 0.05  # of samples/s that were measured once or twice, of which no spread can be told
+TURNS_WITH_AN_ERROR = 3  # from which on a spread can be told
+_MEDIAN_ERROR = 1.253  # standard errors of a mean are those of a median of normal values, of many
+_UNKNOWN, _LEAST = 0.05, 0.01  # shares of samples/s that a decision leaves to chance, with fewer turns and with more
 
 
 @dataclass(slots=True)
@@ -20,10 +21,10 @@ class Candidate:
 
     Attributes:
         settings: what it is about.
-        predicted: what it needs; that of a whole step once one was taken.
-        fits: whether that stays within the budget, its error included.
+        predicted: what it needs; once whole steps were taken, that of those that needed most.
+        fits: whether that stays within the limit and the budget, its error included.
         rates: samples/s of all ranks, in each turn that it had.
-        failed: why no step was possible, in words; empty while one was.
+        failed: why no step was possible or none was tried, in words; empty otherwise.
     """
 
     settings: Settings
@@ -32,10 +33,24 @@ class Candidate:
     rates: list[float] = field(default_factory=list)
     failed: str = ""
 
+    def took_steps(self, predicted: Prediction) -> None:
+        """Take in what whole steps needed, and how fast they were. What once did not fit never does."""
+        first = not self.rates
+        if first or predicted.high_bytes > self.predicted.high_bytes:
+            self.predicted = predicted
+        self.fits = self.fits and fits(predicted)
+        if predicted.samples_per_s is not None:
+            self.rates.append(predicted.samples_per_s)
+
     @property
     def untried(self) -> bool:
         """Whether no step was taken under it."""
         return not self.rates and not self.failed
+
+    @property
+    def usable(self) -> bool:
+        """Whether it was measured, and nothing speaks against it."""
+        return bool(self.rates) and self.fits and not self.failed
 
     @property
     def samples_per_s(self) -> float | None:
@@ -44,12 +59,18 @@ class Candidate:
 
     @property
     def error(self) -> float:
-        """The standard error of that, in samples/s."""
-        if not self.rates:
+        """The standard error of that, in samples/s; ``nan`` where there are too few turns to tell."""
+        if len(self.rates) < TURNS_WITH_AN_ERROR:
             return math.nan
-        if len(self.rates) < 3:
-            return _LEAST_ERROR * statistics.median(self.rates)
         return _MEDIAN_ERROR * statistics.stdev(self.rates) / math.sqrt(len(self.rates))
+
+    @property
+    def doubt(self) -> float:
+        """What is left to chance when it is compared with others, in samples/s."""
+        if not self.rates:
+            return math.inf
+        median = statistics.median(self.rates)
+        return _UNKNOWN * median if math.isnan(self.error) else max(self.error, _LEAST * median)
 
 
 class Record:
@@ -67,15 +88,19 @@ class Record:
     @property
     def measured(self) -> list[Candidate]:
         """What fits and was measured."""
-        return [one for one in self.candidates.values() if one.fits and one.samples_per_s is not None]
+        return [one for one in self.candidates.values() if one.usable]
 
     @property
     def fastest(self) -> Candidate | None:
         """Of those with as many turns as any; ``None`` while nothing was measured."""
-        measured = self.measured
-        most = max((len(one.rates) for one in measured), default=0)
-        # While rounds go on, whoever had no turn in this one yet is not out of it.
-        return max((one for one in measured if len(one.rates) >= most - 1), key=speed_of, default=None)
+        return fastest(self.measured)
+
+
+def fastest(measured: Sequence[Candidate]) -> Candidate | None:
+    """That with most samples/s among those with as many turns as any."""
+    most = max((len(one.rates) for one in measured), default=0)
+    # While rounds go on, whoever had no turn in this one yet is not out of it.
+    return max((one for one in measured if len(one.rates) >= most - 1), key=speed_of, default=None)
 
 
 def speed_of(candidate: Candidate) -> float:
@@ -86,17 +111,12 @@ def speed_of(candidate: Candidate) -> float:
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those of which no other one is faster with as little reserved memory, from the least memory to the most."""
     front: list[Candidate] = []
-    for one in sorted(
-        candidates, key=lambda candidate: (candidate.predicted.reserved_peak_bytes, -speed_of(candidate))
-    ):
+    for one in sorted(candidates, key=lambda other: (other.predicted.reserved_peak_bytes, -speed_of(other))):
         if not front or speed_of(one) > speed_of(front[-1]):
             front.append(one)
     return front
 
 
-def within(predicted: Prediction, budget_bytes: int | None) -> bool:
-    """Whether settings fit the ranks and the budget, the error of the prediction included."""
-    if predicted.verdict == DOES_NOT_FIT:
-        return False
-    limits = [limit for limit in (predicted.limit_bytes, budget_bytes) if limit is not None]
-    return not limits or predicted.high_bytes <= min(limits)
+def fits(predicted: Prediction) -> bool:
+    """Whether settings fit all ranks, the error of the prediction included."""
+    return predicted.verdict in (FITS, NO_LIMIT)

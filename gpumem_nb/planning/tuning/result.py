@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from ...shared.errors import WorkloadError
 from ...shared.knobs import CHANGES
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate
-from .record import Candidate, pareto, speed_of
+from .record import Candidate, fastest, pareto, speed_of
 from .space import SPLIT, Space
 
 PRESENT = "as it is"
@@ -34,6 +34,7 @@ class TuneResult:
         ranks: how many train.
         seconds: what tuning took.
         stopped: why it ended early, in a sentence; empty if it came to its end.
+        refused: what no step was possible under, and why.
     """
 
     present: Settings
@@ -43,45 +44,42 @@ class TuneResult:
     ranks: int
     seconds: float
     stopped: str
-    _set: Callable[[Settings], object] = field(repr=False, compare=False)
+    refused: Mapping[Settings, str]
+    _set: Callable[[dict[str, Any]], object] = field(repr=False, compare=False)
 
     @property
     def measured(self) -> tuple[Candidate, ...]:
         """What fits and was measured, the fastest first."""
-        found = [one for one in self.looked_at if one.fits and one.samples_per_s is not None]
-        return tuple(sorted(found, key=speed_of, reverse=True))
+        return tuple(sorted((one for one in self.looked_at if one.usable), key=speed_of, reverse=True))
 
     @property
     def now(self) -> Candidate | None:
-        """The present settings, if they were measured."""
-        return next((one for one in self.measured if one.settings == self.present), None)
+        """The present settings, with the global batch that was asked for; ``None`` if they were not measured."""
+        return next((one for one in self.measured if one.settings == self.space.start), None)
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fit; the present ones if nothing is clearly faster, ``None`` where nothing was measured."""
-        turns = max((len(one.rates) for one in self.measured), default=0)
-        fastest = next((one for one in self.measured if len(one.rates) >= turns - 1), None)
-        now = self.now
-        if fastest is None or now is None or fastest is now:
-            return fastest
-        doubt = 2 * math.hypot(fastest.error, now.error)
-        clearly = speed_of(fastest) > max(_WORTH * speed_of(now), speed_of(now) + doubt)
-        return fastest if clearly else now
+        """The fastest that fit; :attr:`now` if nothing is clearly faster, ``None`` where nothing was measured."""
+        best, now = fastest(self.measured), self.now
+        if best is None or now is None or best is now:
+            return best
+        doubt = 2 * math.hypot(best.doubt, now.doubt)
+        return best if speed_of(best) > max(_WORTH * speed_of(now), speed_of(now) + doubt) else now
 
     def pareto(self) -> tuple[Candidate, ...]:
         """What was measured and nothing beats in both memory and samples/s; from the least memory to the most."""
         return tuple(pareto(self.measured))
 
     def apply(self) -> None:
-        """Train under the best settings from the next chunk on.
+        """Change to the best settings, from the next chunk on; knobs that were not tuned stay as they are by then.
 
         Raises:
             WorkloadError: there are none.
-            InvalidInput: they cannot be used with what is loaded by now.
+            InvalidInput: they cannot be used by now, or something else is loaded.
         """
         if self.best is None:
             raise WorkloadError(f"There is nothing to apply. {self.why}")
-        self._set(self.best.settings)
+        self._set(self.best.settings.changed_from(self.present))
 
     def frame(self) -> Any:
         """A pandas DataFrame with a row for everything that was looked at: what was measured on top, fastest first."""
@@ -120,17 +118,34 @@ class TuneResult:
         best, now = self.best, self.now
         if best is None:
             return self._nothing
-        rate = f"{_rate(best)} samples/s with {format_bytes(best.predicted.reserved_peak_bytes)} reserved{self._limit}"
+        reserved = f"{format_bytes(best.predicted.reserved_peak_bytes)} reserved{self._limit}"
+        rate = f"{_rate(best)} samples/s with {reserved}"
+        present = "these settings" if self.space.start != self.present else "the present settings"
+        if len(self.measured) == 1:
+            left = len(self.space.candidates) - len(self.looked_at) - len(self.refused)
+            others = f"{left} more were not looked at" if left else "no other one fits and could be measured"
+            return f"{self.flip(best)}: {rate}. It is the only one that was measured: {others}."
         if best is now:
-            others = len(self.measured) - 1
-            return f"The present settings are the fastest that fit: {rate}. None of {others} others is clearly faster."
+            others = f"None of {len(self.measured) - 1} others that were measured is clearly faster"
+            return f"Of what was measured, {present} are the fastest that fit: {rate}. {others}."
         said = f"{self.flip(best)}: {rate}"
         if now:
-            said += f", {speed_of(best) / speed_of(now):.2f} × the {_rate(now)} of now"
-        else:
-            said += "; the present settings do not fit"
+            said += f", {speed_of(best) / speed_of(now):.2f} × the {_rate(now)} of {present}"
+        elif (why_not := self._why_not_now) is not None:
+            said += f"; {present} {why_not}"
         said += f". It {mathematics(self.present, best.settings)}."
         return " ".join(filter(None, [said, self._parts(best), self._larger(best)]))
+
+    @property
+    def _why_not_now(self) -> str | None:
+        """Why the present settings were not measured; ``None`` if there was no time."""
+        start = self.space.start
+        if start in self.refused:
+            return f"could not be tried: {self.refused[start]}"
+        one = next((one for one in self.looked_at if one.settings == start), None)
+        if one and one.failed:
+            return f"could not be tried: {one.failed}"
+        return "do not fit" if one and not one.fits else None
 
     def _parts(self, best: Candidate) -> str:
         """What each knob has to do with it."""
@@ -162,18 +177,27 @@ class TuneResult:
 
     @property
     def _nothing(self) -> str:
-        if any(one.fits for one in self.looked_at):
-            failed = next((f": {one.failed}" for one in self.looked_at if one.failed), "")
-            return f"Nothing was measured{failed or '.'}"
-        if not self.looked_at:
-            return "Nothing was looked at."
+        """What there is to say where nothing was measured."""
+        known = len(self.looked_at) + len(self.refused)
+        if any(one.fits for one in self.looked_at) or not self.looked_at:
+            reasons = [*(one.failed for one in self.looked_at if one.failed), *self.refused.values()]
+            why = f": {reasons[0].rstrip('.')}" if reasons else ""
+            return f"Nothing was measured in {self.seconds:.0f} s{why}."
         least = min(self.looked_at, key=lambda one: one.predicted.high_bytes)
-        limit = format_bytes(self.budget_bytes)
+        limit, needs = format_bytes(self.budget_bytes), format_bytes(least.predicted.high_bytes)
         settings = typed(self.present, least.settings) or "the present settings"
+        if known < len(self.space.candidates):
+            return (
+                f"None of {known} of {len(self.space.candidates)} settings that were looked at in {self.seconds:.0f} s "
+                f"fits {limit}; the least of them is {needs}, with {settings}. Give it more time: %hvd_tune --seconds "
+                f"{max(60, round(4 * self.seconds))}."
+            )
+        more = (
+            "" if "precision" in self.space.knobs else ", and so may what changes the mathematics (--any-mathematics)"
+        )
         return (
-            f"Nothing fits {limit}: the least is {format_bytes(least.predicted.high_bytes)}, the error included, with "
-            f"{settings}. A smaller global batch needs less, and so may what changes the mathematics: "
-            "%hvd_tune --any-mathematics."
+            f"Nothing fits {limit}: the least is {needs}, the error included, with {settings}. A smaller global batch "
+            f"needs less{more}."
         )
 
     @property
@@ -240,4 +264,5 @@ class TuneResult:
 def _rate(one: Candidate) -> str:
     if one.samples_per_s is None:
         return "n/a"
-    return f"{format_rate(one.samples_per_s)} ± {format_rate(one.error)}"
+    error = "" if math.isnan(one.error) else f" ± {format_rate(one.error)}"
+    return f"{format_rate(one.samples_per_s)}{error}"

@@ -45,11 +45,22 @@ class Trials(Protocol):
 def search(space: Space, present: Settings, trials: Trials) -> None:
     """Measure until the fastest is known or the time is over; what is found is in the record of ``trials``."""
     for settings in _screening(space, trials):
-        if trials.time_spent() >= _SEARCHING:
+        measured = len(trials.record.measured)
+        if measured and trials.time_spent() >= (_SEARCHING if measured > 1 else 1):
             break
         trials.measure(settings)
-    if trials.record.measured:
-        _decide(present, trials)
+    if not trials.record.measured:
+        _rest(space, trials)
+    _decide(present, trials)
+
+
+def _rest(space: Space, trials: Trials) -> None:
+    """Whatever fits at all, the smallest micro-batches first."""
+    for settings in _fitting(sorted(space.candidates, key=_size), trials):
+        if trials.record.candidates[settings].untried:
+            trials.measure(settings)
+        if trials.record.candidates[settings].usable:
+            return
 
 
 def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
@@ -69,7 +80,9 @@ def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
     if base := trials.record.fastest:
         most = base.settings.batch_size
         smaller = [one for one in space.other_splits(base.settings) if most / 4 <= one.batch_size < most]
-        yield from _fitting(sorted(smaller, key=_size, reverse=True), trials)
+        for one in _fitting(sorted(smaller, key=_size, reverse=True), trials):
+            if trials.record.candidates[one].untried:
+                yield one
 
 
 def _others(name: str, settings: Settings) -> list[object]:
@@ -77,11 +90,17 @@ def _others(name: str, settings: Settings) -> list[object]:
 
 
 def _largest(space: Space, values: Mapping[str, object], base: Settings, trials: Trials) -> Iterator[Settings]:
-    """The largest micro-batch that fits with these values, everything else as in ``base``; nothing if none does."""
+    """The largest micro-batch that fits with these values, everything else as in ``base``; nothing if none does.
+
+    Where whole steps of it do not go well, the next smaller one.
+    """
     like = [one for one in space.candidates if _matches(one, values) and _near(one, base, values)]
-    largest = next(_fitting(sorted(like, key=_size, reverse=True), trials), None)
-    if largest and trials.record.candidates[largest].untried:
-        yield largest
+    for one in _fitting(sorted(like, key=_size, reverse=True), trials):
+        candidate = trials.record.candidates[one]
+        if candidate.untried:
+            yield one
+        if candidate.usable:
+            return
 
 
 def _matches(one: Settings, values: Mapping[str, object]) -> bool:
@@ -119,7 +138,7 @@ def _decide(present: Settings, trials: Trials) -> None:
                 if trials.time_spent() >= 1:
                     return
                 trials.measure(one.settings)
-            left = [one for one in reversed(left) if not one.failed]
+            left = [one for one in reversed(left) if one.usable]
         ranked = sorted(left, key=speed_of, reverse=True)
         if len(ranked) <= 2:
             return

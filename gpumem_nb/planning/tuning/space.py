@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...shared.errors import InvalidInput, nearest
+from ...shared.forecast import MOST_BATCH
 from ...shared.knobs import CHANGES, KNOBS
 from ...shared.knobs.batch import ACCUMULATION_STEPS, BATCH_SIZE
 from ...shared.settings import Settings
@@ -46,7 +48,7 @@ def space(
     workload: WorkloadInfo,
     ranks: int,
     ask: Ask,
-    knobs: Sequence[str] | None = None,
+    knobs: Iterable[str] | None = None,
     global_batch: int | None = None,
     same_mathematics: bool = True,
 ) -> Space:
@@ -65,7 +67,7 @@ def space(
     Raises:
         InvalidInput: a knob that is not tuned or changes the mathematics, or a global batch that cannot be used.
     """
-    names = TUNED if knobs is None else _checked(knobs)
+    names = TUNED if knobs is None else _checked(knobs, workload)
     per_rank = _per_rank(present, ranks, global_batch)
     start = ask(_split_of(present, per_rank, workload))
     values: dict[str, list[Mapping[str, Any]]] = {}
@@ -88,16 +90,19 @@ def space(
     return Space(start, differ, candidates)
 
 
-def _checked(knobs: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(knobs, str) or not all(isinstance(name, str) for name in knobs):
+def _checked(knobs: Iterable[str], workload: WorkloadInfo) -> tuple[str, ...]:
+    if isinstance(knobs, str) or not isinstance(knobs, Iterable):
         raise InvalidInput(f"knobs={knobs!r} is no list of names: write knobs=['precision', 'checkpointing'].")
-    if not knobs:
+    names = tuple(dict.fromkeys(knobs))
+    if not names:
         raise InvalidInput(f"No knob to tune was named: leave knobs out, or name some of {', '.join(TUNABLE)}.")
-    for name in knobs:
+    for name in names:
         if name not in TUNABLE:
             hint = " %hvd_set autotune=on looks for how gradients travel fastest." if name in KNOBS else ""
-            raise InvalidInput(f"{name!r} is no knob that is tuned: {nearest(name, TUNABLE)}.{hint}")
-    return tuple(dict.fromkeys(knobs))
+            raise InvalidInput(f"{name!r} is no knob that is tuned: {nearest(str(name), TUNABLE)}.{hint}")
+        if name in SPLIT and workload.data.batched:
+            raise InvalidInput(f"{name} cannot be tuned: the data bring micro-batches of their own.")
+    return names
 
 
 def _per_rank(present: Settings, ranks: int, global_batch: int | None) -> int:
@@ -112,6 +117,8 @@ def _per_rank(present: Settings, ranks: int, global_batch: int | None) -> int:
             f"A global batch of {global_batch} cannot be split over {ranks} ranks: write a multiple of {ranks}, such "
             f"as {near}."
         )
+    if global_batch // ranks > MOST_BATCH:
+        raise InvalidInput(f"A global batch of {global_batch} is too large: write at most {MOST_BATCH * ranks}.")
     return global_batch // ranks
 
 
@@ -124,7 +131,12 @@ def _split_of(present: Settings, per_rank: int, workload: WorkloadInfo) -> dict[
                 f"The data bring micro-batches of {most} samples, of which {per_rank} on a rank are no whole number."
             )
         return _split(most, per_rank)
-    return _split(max(size for size in range(1, min(most, per_rank) + 1) if per_rank % size == 0), per_rank)
+    return _split(max(size for size in _divisors(per_rank) if size <= most), per_rank)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
 
 
 def _split(batch_size: int, per_rank: int) -> dict[str, int]:
@@ -132,11 +144,13 @@ def _split(batch_size: int, per_rank: int) -> dict[str, int]:
 
 
 def _values(name: str, per_rank: int, workload: WorkloadInfo) -> list[Mapping[str, Any]]:
+    if name == "checkpointing" and not workload.blocks:
+        return []
     if name != SPLIT[0]:
         return [{name: value} for value in KNOBS[name].choices]
     if workload.data.batched:
         return []
-    return [_split(size, per_rank) for size in range(1, per_rank + 1) if per_rank % size == 0]
+    return [_split(size, per_rank) for size in _divisors(per_rank)]
 
 
 def _usable(ask: Ask, start: Settings, changes: Mapping[str, Any]) -> Settings | None:
