@@ -27,6 +27,7 @@ from .loading import Loading, Origin
 from .logging import Logs
 from .policy import RULES, Policy
 from .predicting import Predicting
+from .record import Record
 from .scaling import Scaling
 from .snapshot_plan import SnapshotPlan
 from .tracing import Tracing
@@ -44,6 +45,7 @@ class Lifecycle:
         policy: what the session does by itself.
         snapshots: when automatic snapshots are taken.
         logs: where everything that is measured is written besides.
+        record: every configuration that was tried, also before a restart.
         ended: why there are no ranks any more, in words; empty while there are.
         restored: what the last restart brought back, in words.
         history, ranks, training, foreground, inspection, tracing, loading, idle: of the ranks that run, or ran last.
@@ -66,6 +68,7 @@ class Lifecycle:
         self.restored = ""
         self._changing_policy = threading.Lock()
         self._origin = Origin()
+        self.record = Record()
         self.logs = Logs(lambda text: self.history.mark("note", text))
         self.snapshots = SnapshotPlan(
             snapshot_folder.for_session(next(_numbers)),
@@ -88,6 +91,7 @@ class Lifecycle:
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
         self.history = history  # only now: a start that fails leaves what was measured before
+        self.record.follow(history, self.ranks.infos[0].device_name)
         try:
             self._work_beside(history)
         except BaseException:
@@ -103,7 +107,7 @@ class Lifecycle:
         self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
         self.tracing = Tracing(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.scaling = Scaling(self.ranks.infos, self.foreground, self.training)
-        self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin)
+        self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin, self.record)
         self.idle = IdleWatch(lambda: self.policy.idle_minutes, self._works, self._stop_idle)
         self.ended = ""
         self.training.start()

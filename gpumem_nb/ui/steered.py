@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from ..kernel.history import History
 from ..kernel.policy import Policy
 from ..planning.prediction import Prediction
+from ..report.runs import Runs
 from ..report.verdict import Verdict
 from ..report.waits import WaitReport
 from ..shared.messages import RankInfo
@@ -28,6 +29,10 @@ class Steered(Protocol):
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
         """Who the ranks are, in rank order."""
+
+    @property
+    def runs(self) -> Runs:
+        """Every configuration tried."""
 
     @property
     def workload(self) -> WorkloadInfo | None:
