@@ -16,7 +16,7 @@ _CSS = """
     --jp-layout-color2: #2b2b2b; --jp-border-color1: #616161; --jp-border-color2: #424242;
     --jp-success-color0: #81c784; }
 }
-body { margin: 0 auto; max-width: 80em; padding: 1em 1.5em 3em; background: var(--jp-layout-color1);
+body { margin: 0 auto; max-width: 100em; padding: 1em 1.5em 3em; background: var(--jp-layout-color1);
   color: var(--jp-ui-font-color1); font: 15px/1.45 system-ui, sans-serif; }
 h1 { font-size: 1.6em; margin: 0.4em 0 0; }
 h2 { font-size: 1.2em; margin: 1.6em 0 0.4em; }

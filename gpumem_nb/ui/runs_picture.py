@@ -34,7 +34,7 @@ def picture(rows: Sequence[Row], limit_bytes: int | None) -> str:
 def _row(place: int, one: Row, before: Sequence[Row], scale: float) -> str:
     y = 22 + _ROW * place
     earlier = next((other for other in reversed(before) if other.workload == one.workload), None)
-    name = (earlier and short(earlier.settings, one.settings)) or one.workload
+    name = f"{one.number}: {(earlier and short(earlier.settings, one.settings)) or one.workload}"
     width = (one.peak_bytes or 0) * scale
     colour = BLUE if one.outcome == "ok" else VERMILION
     measured = f"{format_bytes(one.peak_bytes)}, {format_rate(one.samples_per_s)} samples/s"

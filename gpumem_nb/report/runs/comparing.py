@@ -81,7 +81,9 @@ class Comparison:
         import pandas as pd
 
         rows = [(name, unit, before, after) for name, unit, before, after, _ in self._figures()]
-        rows += [(name, "bytes", self.a.categories.get(name), self.b.categories.get(name)) for name in self.categories]
+        rows += [
+            (name, "bytes", self.a.categories.get(name, 0), self.b.categories.get(name, 0)) for name in self.categories
+        ]
         rows += [(part, "s", self.a.parts.get(part), self._scaled(part)) for part in self.parts]
         return pd.DataFrame(
             {
@@ -172,7 +174,7 @@ class Comparison:
         if columns.loss_after(self.a, self.samples) is not None:
             notes.append(
                 f"loss: the mean over the last quarter of the first {self.samples:,} samples that all ranks saw since "
-                "the flip; each run began with the weights that the one before it had left."
+                "the flip; each run began where training stood then."
             )
         notes += [f"Run {row.number}: {row.note}" for row in (self.a, self.b) if row.note]
         return notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...shared.categories import CATEGORIES
@@ -27,7 +28,7 @@ _MARKS = {columns.BEST: "var(--jp-success-color0, #2e7d32)", "best, now": "var(-
 _ABOUT = (
     "batch = micro-batch × accumulation × ranks; live peak, reserved and headroom (what reserved bytes leave free of "
     "the limit): worst rank; samples/s: all ranks, median ± half of what lies between the quarters of steps; best: "
-    "most samples/s."
+    "most of them, of its workload on as many ranks of that device."
 )
 FIGURES = (
     *("run", "workload", "ranks", "global_batch", "steps", "samples", "live_peak_bytes", "reserved_peak_bytes"),
@@ -41,7 +42,7 @@ class Runs:
 
     **Loss at equal samples** is the mean loss over the last quarter of the first N samples that all ranks together saw
     since the flip. N is the same for all rows of a workload: what the one of them has seen that saw least, of those
-    with at least five steps. Every row began with the weights that the one before it had left.
+    with at least five steps. Each run began where training stood at its flip: a later one may have begun lower.
 
     Args:
         rows: by their numbers, or in the order in which they are to be shown.
@@ -148,7 +149,15 @@ class Runs:
             return notes_html([_NOTHING])
         found, shown = self._columns, self._shown
         values = [[column.value(row) for column in found] for row in shown]
-        return sortable(self._table, values) + notes_html(self._notes)
+        table = self._table
+        unbroken = tuple(
+            tuple(
+                cell if heading in table.words else cell.replace(" ", "\u00a0")
+                for heading, cell in zip(table.headings, row, strict=True)
+            )
+            for row in table.rows
+        )
+        return sortable(replace(table, rows=unbroken), values) + notes_html(self._notes)
 
     @property
     def _shown(self) -> list[Row]:
@@ -181,8 +190,8 @@ class Runs:
             each = ", by workload" if len(sizes) > 1 else ""
             notes.append(
                 f"loss: after {after} samples of all ranks since the flip{each}, which all runs of at least five "
-                "steps have seen; the mean over the last quarter of them. Each run began with the weights that the one "
-                "before it had left."
+                "steps have seen; the mean over the last quarter of them. Each run began where training stood at its "
+                "flip."
             )
         return notes
 
