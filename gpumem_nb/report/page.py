@@ -21,7 +21,7 @@ body { margin: 0 auto; max-width: 100em; padding: 1em 1.5em 3em; background: var
 h1 { font-size: 1.6em; margin: 0.4em 0 0; }
 h2 { font-size: 1.2em; margin: 1.6em 0 0.4em; }
 section { overflow-x: auto; }
-table { font-size: 0.93em; }
+table { font-size: 0.87em; }
 p { max-width: 60em; }
 """
 

@@ -203,8 +203,7 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     history.predicted(Asked(said, history.model_version, Settings(), history.begun))
     train(history, wanted, TEN, peak=56 * MIB)
     record, runs = runs_of(history)
-    assert cells(runs, "predicted") == ["n/a", "66.0 MiB (+10.0 %)"]
-    assert cells(runs, "predicted/s") == ["n/a", "700"]
+    assert cells(runs, "predicted") == ["n/a", "66.0 MiB (+10.0 %)\n700/s"]
     for size in range(4, 10):
         train(history, Settings(batch_size=size), TEN)
     assert record.rows()[1].foretold

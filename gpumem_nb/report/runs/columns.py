@@ -92,7 +92,7 @@ def columns(rows: Sequence[Row], around: Around) -> list[Column]:
     if varies(lambda row: row.ranks) or varying(rows) & set(_OF_BATCH):
         found.append(Column("batch", batch, lambda row: row.global_batch))
     found += [_of_knob(name) for name in KNOBS if name in varying(rows) and name not in _OF_BATCH]
-    found += _figures(rows, around, there)
+    found += _figures(around, there)
     if varies(lambda row: row.outcome) or any(row.outcome != "ok" for row in rows):
         found.append(_words("outcome", lambda row: row.outcome))
     if there(lambda row: row.note):
@@ -144,42 +144,30 @@ def headroom(share: float | None) -> str:
     return "n/a" if share is None else f"{100 * share:.0f} %".replace("-", "−")
 
 
-def _figures(rows: Sequence[Row], around: Around, there: Callable[[Callable[[Row], object]], bool]) -> list[Column]:
+def _figures(around: Around, there: Callable[[Callable[[Row], object]], bool]) -> list[Column]:
     figures = [
         Column("steps", lambda row: f"{row.steps:,}", lambda row: row.steps),
         Column("live peak", lambda row: format_bytes(row.peak_bytes), lambda row: row.peak_bytes),
-    ]
-    if there(lambda row: row.foretold):
-        figures.append(
-            Column("predicted", _foretold, lambda row: row.foretold.live_peak_bytes if row.foretold else None)
-        )
-    figures += [
         Column("reserved", lambda row: format_bytes(row.reserved_peak_bytes), lambda row: row.reserved_peak_bytes),
         Column("headroom", lambda row: headroom(row.headroom), lambda row: row.headroom),
         Column("samples/s", lambda row: rate(row.speed), lambda row: row.samples_per_s),
     ]
-    if there(lambda row: row.foretold and row.foretold.samples_per_s):
-        figures.append(
-            Column(
-                "predicted/s",
-                lambda row: format_rate(row.foretold.samples_per_s if row.foretold else None),
-                lambda row: row.foretold.samples_per_s if row.foretold else None,
-            )
-        )
-    if not there(around.loss):
-        return figures
-    return [*figures, Column("loss", lambda row: number(around.loss(row)), around.loss)]
+    if there(around.loss):
+        figures.append(Column("loss", lambda row: number(around.loss(row)), around.loss))
+    if there(lambda row: row.foretold):
+        live = Column("predicted", _foretold, lambda row: row.foretold.live_peak_bytes if row.foretold else None)
+        figures.append(live)
+    return figures
 
 
 def _foretold(row: Row) -> str:
-    """The peak that was predicted, and by how much it was too high."""
+    """The peak that was predicted, by how much it was too high, and the predicted samples/s."""
     if row.foretold is None:
         return "n/a"
-    said = format_bytes(row.foretold.live_peak_bytes)
-    if row.foretold.error is None:
-        return said
-    off = f"{100 * row.foretold.error:+.1f} %".replace("-", "−")
-    return f"{said} ({off})"
+    said, off, speed = row.foretold, row.foretold.error, row.foretold.samples_per_s
+    live = format_bytes(said.live_peak_bytes)
+    error = "" if off is None else f" ({round(100 * off, 1) or 0:+.1f} %)".replace("-", "−")
+    return live + error + ("" if speed is None else f"\n{format_rate(speed)}/s")
 
 
 def _of_knob(name: str) -> Column:
