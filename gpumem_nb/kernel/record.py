@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ..cluster.shield import shielded
 from ..planning.score import score
 from ..report.configurations import Tried
 from ..report.runs.row import Foretold, Row
@@ -31,7 +32,7 @@ class Record:
 
     def follow(self, history: History, device: str) -> None:
         """From now on the ranks' history is this one; ``device`` is what rank 0's is called."""
-        with self._lock:
+        with shielded(), self._lock:
             for row in self._own():
                 self._earlier[row.key] = replace(row, came_from=BEFORE_RESTART, present=False)
             self._settled = {}
@@ -39,28 +40,31 @@ class Record:
 
     def rows(self) -> list[Row]:
         """Every configuration that ran, by its number."""
-        with self._lock:
+        with shielded(), self._lock:
             rows = [*self._earlier.values(), *self._own()]
-            for row in rows:
-                self._numbers.setdefault(row.key, len(self._numbers) + 1)
-            numbered = [replace(row, number=self._numbers[row.key], note=self._note_of(row)) for row in rows]
-        return sorted(numbered, key=lambda row: row.number)
+            noted = [replace(row, note=self._notes[row.key]) if row.key in self._notes else row for row in rows]
+        return sorted(noted, key=lambda row: row.number)
 
     def note(self, key: str, text: str) -> None:
         """Keep somebody's words of a row; none take away those that are there."""
-        with self._lock:
+        with shielded(), self._lock:
             self._notes[key] = text
 
     def bring(self, rows: Sequence[Row], came_from: str) -> int:
         """Take in rows of a session before; says how many were not there yet."""
+        new = 0
         known = {row.key for row in self.rows()}  # all that are there get their numbers before those that come
-        new = {row.key: replace(row, came_from=came_from, present=False) for row in rows if row.key not in known}
-        with self._lock:
-            self._earlier |= new
-        return len(new)
+        with shielded(), self._lock:
+            for row in rows:
+                if row.key not in known:
+                    number = self._number_of(row.key)
+                    self._earlier[row.key] = replace(row, number=number, came_from=came_from, present=False)
+                    known.add(row.key)
+                    new += 1
+        return new
 
-    def _note_of(self, row: Row) -> str:
-        return self._notes.get(row.key, row.note)
+    def _number_of(self, key: str) -> int:
+        return self._numbers.setdefault(key, len(self._numbers) + 1)
 
     def _own(self) -> list[Row]:
         """Those of the present history. Under the lock."""
@@ -79,8 +83,9 @@ class Record:
             for one in score(history.asked, history.tried).scored
         }
         rows = history.of_tried(self._row_of(history, foretold.get))
-        self._settled = {row.key: replace(row, present=False) for row, settled in rows if settled}
-        return [replace(row, present=now is not None and row.key == _key(history, now)) for row, _ in rows]
+        self._settled = {row.key: row for row, settled in rows if settled}
+        present = now and _key(history, now)
+        return [replace(row, present=True) if row.key == present else row for row, _ in rows]
 
     def _row_of(
         self, history: History, foretold: Callable[[int], Foretold | None]
@@ -98,7 +103,7 @@ class Record:
     def _made(self, history: History, tried: Tried, foretold: Foretold | None) -> Row:
         return Row(
             key=_key(history, tried),
-            number=0,
+            number=self._number_of(_key(history, tried)),
             workload=tried.workload,
             settings=tried.settings,
             ranks=history.size,

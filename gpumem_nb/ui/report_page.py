@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Mapping
 from html import escape
-from pathlib import Path
 
 from plotly.io import to_html
 
@@ -34,20 +34,19 @@ def report_page(session: Steered, findings: str, scoreboard: Scoreboard, version
         versions: by name.
     """
     name = session.workload.name if session.workload else "no workload"
-    sections = [_facts(session)]
     words = ["<h2>Runs</h2>" + _runs(session), f"<h2>Findings</h2>{findings}"]
     if scoreboard.scored:
         words.append(f"<h2>Predicted, and what came</h2>{scoreboard._repr_html_()}")
     words.append("<h2>Ranks and versions</h2>" + _ranks(session.ranks) + _versions(versions))
     charts, css = _charts(session)
     # Sentences of errors may name files; whose folder they lie in is nobody's business.
-    sections += [charts, *map(without_home, words)]
+    sections = [without_home(_facts(session)), charts, *map(without_home, words)]
     return page(f"Session report: {name}", sections, css)
 
 
 def without_home(text: str) -> str:
     """The same, with the home folder written as people do."""
-    home = str(Path.home())
+    home = os.path.expanduser("~")
     return text.replace(escape(home), "~") if len(home) > 1 else text
 
 

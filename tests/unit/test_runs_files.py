@@ -77,7 +77,9 @@ def test_runs_of_another_version_are_read_as_far_as_they_are_known(record: Recor
     assert [row.key for row in rows] == [first["key"]], "others would show what is not so"
 
 
-@pytest.mark.parametrize("data", [b"", b"x", zlib.compress(b"[]"), zlib.compress(b'{"rows": 7}')[:-3]])
+@pytest.mark.parametrize(
+    "data", [b"", b"x", zlib.compress(b"[]"), zlib.compress(b'{"rows": 7}'), zlib.compress(b"{}")[:-3]]
+)
 def test_what_is_no_record_is_refused(data: bytes) -> None:
     with pytest.raises(StateFileError, match="record of runs cannot be read"):
         unpacked(data)

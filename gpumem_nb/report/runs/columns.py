@@ -89,9 +89,10 @@ def columns(rows: Sequence[Row], around: Around) -> list[Column]:
         found.append(_words("workload", lambda row: row.workload))
     if varies(lambda row: row.device):
         found.append(_words("device", lambda row: row.device))
-    if varies(lambda row: row.ranks) or varying(rows) & set(_OF_BATCH):
+    differ = varying(rows)
+    if varies(lambda row: row.ranks) or differ & set(_OF_BATCH):
         found.append(Column("batch", batch, lambda row: row.global_batch))
-    found += [_of_knob(name) for name in KNOBS if name in varying(rows) and name not in _OF_BATCH]
+    found += [_of_knob(name) for name in KNOBS if name in differ and name not in _OF_BATCH]
     found += _figures(around, there)
     if varies(lambda row: row.outcome) or any(row.outcome != "ok" for row in rows):
         found.append(_words("outcome", lambda row: row.outcome))

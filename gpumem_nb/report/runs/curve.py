@@ -14,8 +14,8 @@ _COLUMNS = ("steps", "samples", "losses", "rates", "live_peaks")
 class Curve:
     """Points over the steps since the flip; each stands for the steps since the point before it.
 
-    The first ``MOST_POINTS`` steps have a point each. Later ones share theirs with so many others that points lie about
-    as densely at every power of ten: early steps stay as they were however long training goes on.
+    Up to ``MOST_POINTS`` steps have one each. Of more those share one that lie within some per cent of the samples seen
+    by then, so early steps stay told apart however long training goes on.
 
     Attributes:
         steps, samples: done and seen by all ranks together when the point ends, since the flip.
@@ -24,7 +24,7 @@ class Curve:
         live_peaks: the highest live bytes of any rank.
     """
 
-    __slots__ = _COLUMNS
+    __slots__ = (*_COLUMNS, "_share")
 
     def __init__(self) -> None:
         self.steps = array("d")
@@ -32,6 +32,7 @@ class Curve:
         self.losses = array("d")
         self.rates = array("d")
         self.live_peaks = array("d")
+        self._share = 1 / MOST_POINTS  # of the samples seen by then, within which points were joined
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -45,15 +46,16 @@ class Curve:
             rate,
             live_peak_bytes,
         )
-        if len(self) >= 2 * MOST_POINTS:  # not with every step: it takes longer than a point
+        if len(self) >= 4 * MOST_POINTS:  # not with every step: it takes longer than a point
             self.thin()
 
     def thin(self) -> None:
         """Keep ``MOST_POINTS`` at most."""
-        share = 1 / MOST_POINTS
+        if len(self) > MOST_POINTS:
+            self._join(self._share)
         while len(self) > MOST_POINTS:
-            self._join(share)
-            share *= 1.25
+            self._share *= 1.25
+            self._join(self._share)
 
     def copy(self) -> Curve:
         """One that changes no more."""

@@ -179,7 +179,7 @@ class Runs:
     def _notes(self) -> list[str]:
         shown = self._shown
         notes = [f"The same in all: {columns.the_same(shown)}."] if shown else []
-        if folded := [str(row.number) for row in self.rows if row not in shown]:
+        if folded := [str(row.number) for row in self.rows if row.folds and not self._unfolded]:
             some = ", ".join(folded[:8]) + (" …" if len(folded) > 8 else "")
             which = f"run {some} is folded away: it" if len(folded) == 1 else f"runs {some} are folded away: each"
             notes.append(f"{which[:1].upper()}{which[1:]} has one step (%hvd_runs --all shows all).")

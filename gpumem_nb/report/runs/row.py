@@ -92,8 +92,8 @@ class Row:
 
     @property
     def samples(self) -> int:
-        """Seen by all ranks together since the flip."""
-        return self.steps * self.global_batch
+        """Seen by all ranks together since the flip, as far as losses are known of them."""
+        return int(self.curve.samples[-1]) if len(self.curve) else 0
 
     @property
     def comparable(self) -> bool:

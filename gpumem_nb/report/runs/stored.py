@@ -32,6 +32,8 @@ def unpacked(data: bytes) -> list[Row]:
         if not unpacking.eof:
             raise ValueError(data)
         saved = json.loads(text)["rows"]
+        if not isinstance(saved, list):
+            raise TypeError(saved)
     except _NOT_ROWS:
         raise StateFileError("Its record of runs cannot be read: it is damaged, or of a newer gpumem_nb.") from None
     rows = []
