@@ -256,9 +256,9 @@ def forecast_allocators(settings: Settings, small: list[int], allocators: list[A
     return _loaded_trainer().trials.allocators(settings, small, allocators)
 
 
-def save(path: str, options: dict[str, float] | None) -> Stored | None:
-    """Write the training state to a file; all ranks take part, rank 0 writes and answers."""
-    captured = capture.capture(_loaded_trainer(), _device, options)
+def save(path: str, options: dict[str, float] | None, runs: bytes) -> Stored | None:
+    """Write the training state and the kernel's record of runs; all ranks take part, rank 0 writes and answers."""
+    captured = capture.capture(_loaded_trainer(), _device, options, runs)
     return Stored(path, captured.header.steps, captured.write(Path(path)), 0.0) if captured else None
 
 
@@ -267,14 +267,20 @@ def snapshot_now(order: SnapshotOrder) -> Stored | None:
     return _snapshots.take_and_wait(_loaded_trainer(), _device, order)
 
 
-def resume_check(path: str) -> Header:
+def resume_check(path: str) -> tuple[Header, bytes]:
     """First phase of resuming: read a file and get everything ready that could fail, changing nothing.
 
-    The file may be gone when the second phase is over, so what it says about itself is answered now.
+    The file may be gone when the second phase is over, so what it says about itself is answered now; by rank 0 also the
+    runs in it.
     """
     global _checked
     _checked = restore.Checked(Path(path), _loaded_trainer(), _device)
-    return _checked.header
+    return _checked.header, _checked.runs if hvd.rank() == 0 else b""
+
+
+def runs_in(path: str) -> bytes:
+    """The runs that a file of training state holds."""
+    return restore.runs_in(Path(path), _device)
 
 
 def resume_apply(after_restart: bool) -> WorkloadInfo:

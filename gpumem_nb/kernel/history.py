@@ -8,6 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..planning.prediction import Prediction
 from ..planning.score import Asked
@@ -19,6 +20,8 @@ from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
 from ..shared.ranklist import name_ranks
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
+
+T = TypeVar("T")
 
 STEPS_KEPT = 2000
 EVENTS_KEPT = 200
@@ -113,6 +116,7 @@ class History:
         self, samples: Sequence[Sample], readings: Sequence[Reading], device_uses: Sequence[DeviceUse | None] = ()
     ) -> None:
         """Take in what the ranks sent with one chunk."""
+        limits = [reading.limit_bytes for reading in readings]
         with self._lock:
             by_step: dict[int, list[Sample]] = defaultdict(list)
             for sample in samples:
@@ -124,7 +128,7 @@ class History:
                 self.steps = step
                 tried = self.configuration(of_step[0].settings_id)
                 if tried:
-                    tried.add(of_step)
+                    tried.add(of_step, limits)
                 elif self.tried:
                     self.tried[-1].steps_beside += 1
             if samples:
@@ -245,6 +249,11 @@ class History:
     def settings_now(self) -> Entry | None:
         """The latest configuration, for somebody who is told from now on."""
         return Entry(self.started_s, time.time(), self.tried[-1]) if self.tried else None
+
+    def of_tried(self, make: Callable[[Tried], T]) -> list[T]:
+        """What is made of each configuration that ran, all at one moment; making may not wait."""
+        with self._lock:
+            return [make(one) for one in self.tried if one.ran]
 
     @property
     def begun(self) -> int:

@@ -31,6 +31,7 @@ from .loading import Loading, Origin
 from .logging import Logs
 from .policy import RULES, Policy
 from .predicting import Predicting
+from .record import Record
 from .scaling import Scaling
 from .snapshot_plan import SnapshotPlan
 from .tracing import Tracing
@@ -49,6 +50,7 @@ class Lifecycle:
         policy: what the session does by itself.
         snapshots: when automatic snapshots are taken.
         logs: where everything that is measured is written besides.
+        record: every configuration that was tried, also before a restart.
         ended: why there are no ranks any more, in words; empty while there are.
         restored: what the last restart brought back, in words.
         history, ranks, training and all below: of the ranks that run, or ran last.
@@ -77,6 +79,7 @@ class Lifecycle:
         self._changing_policy = threading.Lock()
         self._origin = Origin()
         self._cells = CellRecord()
+        self.record = Record()
         self.logs = Logs(lambda text: self.history.mark("note", text))
         self.snapshots = SnapshotPlan(
             snapshot_folder.for_session(next(_numbers)),
@@ -99,6 +102,7 @@ class Lifecycle:
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
         self.history = history  # only now: a start that fails leaves what was measured before
+        self.record.follow(history, self.ranks.infos[0].device_name)
         try:
             self._work_beside(history)
         except BaseException:
@@ -126,7 +130,9 @@ class Lifecycle:
             self.ranks.infos, self.foreground, self.training, self.predicting, self.inspection, history
         )
         self.scaling = Scaling(self.ranks.infos, self.foreground, self.training)
-        self.loading = Loading(self.foreground, self.training, history, self.snapshots, self._origin, self._cells)
+        self.loading = Loading(
+            self.foreground, self.training, history, self.snapshots, self._origin, self._cells, self.record
+        )
         self.exporting = Exporting(
             self.ranks.infos, self.foreground, self.training, history, self._origin, self._cells, lambda: self.policy
         )

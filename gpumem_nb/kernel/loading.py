@@ -12,6 +12,7 @@ from typing import Any
 from ..cluster.calls import Call
 from ..cluster.shield import finish_anyway
 from ..report.differences import typed
+from ..report.runs.stored import packed, unpacked
 from ..report.status import StateFile
 from ..shared import snapshot_folder, state_file
 from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError
@@ -26,6 +27,7 @@ from . import compatibility
 from .cell_record import CellRecord
 from .foreground import RESUMING, Foreground, pickled
 from .history import History
+from .record import Record
 from .snapshot_plan import SnapshotPlan
 from .training import Training
 
@@ -102,6 +104,7 @@ class Loading:
         snapshots: SnapshotPlan,
         origin: Origin,
         cells: CellRecord,
+        record: Record,
     ) -> None:
         self.kept = ""
         self._foreground = foreground
@@ -110,6 +113,7 @@ class Loading:
         self._snapshots = snapshots
         self._origin = origin
         self._cells = cells
+        self._record = record
 
     def load(self, name_or_workload: str | Workload, options: dict[str, Any], seed: int | str | None) -> WorkloadInfo:
         """Load a workload; training starts afresh.
@@ -175,7 +179,7 @@ class Loading:
         progress("writing the training state", 0.5)
         with self._foreground.interruptible():
             self._training.apply()
-        call = self._training.ask_alone("save", str(target), self._origin.options)
+        call = self._training.ask_alone("save", str(target), self._origin.options, packed(self._record.rows()))
         stored = self._foreground.finish(call).get()[0]
         return StateFile("saved", target, stored.size_bytes, stored.steps, time.perf_counter() - began)
 
@@ -189,6 +193,22 @@ class Loading:
         size = source.stat().st_size if source.exists() else 0  # the ranks say in a sentence that it is not there
         header = self._resume_from(source)
         return StateFile("resumed", source, size, header.steps, time.perf_counter() - began)
+
+    def load_runs(self, path: str | os.PathLike[str]) -> int:
+        """Take in the runs that a state holds, and nothing else of it.
+
+        Raises:
+            InvalidInput: not a path.
+            StateFileError: it is not such a file, or holds none.
+        """
+        source = as_path(path)
+        (runs,) = self._foreground.call("runs_in", str(source), ranks=[0])
+        if not runs:
+            raise StateFileError(f"{source} holds no runs: it is an automatic snapshot, or of an earlier gpumem_nb.")
+        try:
+            return self._record.bring(unpacked(runs), source.name)
+        except StateFileError as error:
+            raise StateFileError(f"{source}: {error}") from None
 
     def sync(self) -> None:
         """Give all ranks what rank 0 holds."""
@@ -308,7 +328,8 @@ class Loading:
     def _resume_from(self, source: Path, after_restart: bool = False) -> state_file.Header:
         # Training goes on while the ranks look at the file: one that is refused changes nothing.
         try:
-            header: state_file.Header = self._foreground.call("resume_check", str(source))[0]
+            answer: tuple[state_file.Header, bytes] = self._foreground.call("resume_check", str(source))[0]
+            header, runs = answer
             settings = Settings.from_saved(header.settings, source)  # this process's knobs may be others
             self._foreground.pause()
         except BaseException:
@@ -316,17 +337,29 @@ class Loading:
                 self._foreground.ask("resume_drop")  # not waited for: a rank may not have heard an interrupt yet
             raise
         try:
-            finish_anyway(lambda: self._put_in_place(source, header, settings, after_restart), RESUMING)
+            finish_anyway(lambda: self._put_in_place(source, header, runs, settings, after_restart), RESUMING)
         except KeyboardInterrupt:
             raise Interrupted(f"Interrupted too late: {header.workload} goes on from step {header.steps}.") from None
         return header
 
-    def _put_in_place(self, source: Path, header: state_file.Header, settings: Settings, after_restart: bool) -> None:
+    def _bring(self, runs: bytes, source: Path) -> None:
+        """Take in the runs that a state holds; those that cannot be read are no reason not to go on from it."""
+        if not runs:
+            return
+        try:
+            self._record.bring(unpacked(runs), source.name)
+        except StateFileError as error:
+            self._history.mark("note", f"{source.name}: {error}")
+
+    def _put_in_place(
+        self, source: Path, header: state_file.Header, runs: bytes, settings: Settings, after_restart: bool
+    ) -> None:
         """What must not stop half way, because kernel and ranks would be apart."""
         info: WorkloadInfo = self._foreground.call("resume_apply", after_restart)[0]
         self._origin.resumed_from, self._origin.unrestored, self._origin.seed = source, None, header.seed
         self._origin.named = None if after_restart else source
         self._history.seen_before = header.position
+        self._bring(runs, source)
         settings = compatibility.resumed(settings, header.settings, info)
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
         self._training.apply()

@@ -36,6 +36,14 @@ class LookingMagics(Magics):
             display(panel)
 
     @magic_arguments()
+    @argument("path", help="the page to write, such as report.html")
+    @line_magic
+    @says_usage
+    def hvd_report(self, line: str) -> Any:
+        """Write the session as one page to hand on: charts, runs, findings, versions; it opens without a network."""
+        return current().report(unquoted(parse_argstring(self.hvd_report, line).path))
+
+    @magic_arguments()
     @argument("target", nargs="?", help="such as runs/a, log.jsonl or project/run; without one, show what is logged")
     @argument(
         "--to",

@@ -8,11 +8,14 @@ from typing import Any
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from ..completion import Offered
 from ..report.differences import arrows, mathematics
+from ..report.runs.record import FIGURES
 from ..session import current
+from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS
 from ..ui.progress import progress_bar
-from .parsing import pair, pairs, says_usage
+from .parsing import pair, pairs, says_usage, unquoted
 
 
 @magics_class
@@ -83,13 +86,35 @@ class TrainingMagics(Magics):
         return current().evaluate()
 
     @magic_arguments()
+    @argument("--sort", metavar="COLUMN", type=Offered((*FIGURES, *KNOBS)), help="by a figure or a knob")
+    @argument("--all", action="store_true", help="also those of one step")
+    @argument("--compare", nargs=2, type=int, metavar=("A", "B"), help="two runs, by their numbers, with their charts")
+    @argument("--note", nargs="+", metavar=("RUN", "TEXT"), help="keep words of your own beside a run")
+    @argument("--export", metavar="PATH", help="write all of them to a file: .csv, .parquet or .html")
+    @argument("--load", metavar="PATH", help="bring back those that %%hvd_save wrote, without what was trained")
     @argument("--pin", action="store_true", help="compare all further settings with those of now")
     @argument("--unpin", action="store_true", help="compare again with the settings before each flip")
     @line_magic
     @says_usage
     def hvd_runs(self, line: str) -> Any:
-        """Show every configuration tried, side by side."""
+        """Show every configuration tried, side by side; in a notebook a click on a heading sorts."""
         args, session = parse_argstring(self.hvd_runs, line), current()
         if args.pin or args.unpin:
             session.pin(args.pin)
-        return session.runs
+        if args.load:
+            came = session.load_runs(unquoted(args.load))
+            print(f"{came} run{'s' * (came != 1)} came from {unquoted(args.load)}.")
+        if args.note:
+            session.runs.note(_number(args.note[0]), " ".join(map(unquoted, args.note[1:])))
+        if args.compare:
+            return session.runs.compare(*args.compare)
+        if args.export:
+            return session.runs.export(unquoted(args.export))
+        runs = session.runs.sorted(args.sort) if args.sort else session.runs
+        return runs.unfolded if args.all else runs
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise InvalidInput(f"{text!r} is no number of a run. Write, for example: %hvd_runs --note 3 best so far")
+    return int(text)

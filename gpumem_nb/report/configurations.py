@@ -1,31 +1,24 @@
-"""The configurations that were tried: each with what it measured, two compared, all side by side."""
+"""The configurations that were tried: each with what it measured, and what the latest flip did."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ..shared.knobs.communication import COMMUNICATION_KNOBS
 from ..shared.messages import Sample
 from ..shared.settings import Settings
-from ..shared.units import format_bytes, format_rate
-from .differences import arrows, short
+from ..shared.step_times import PARTS
+from ..shared.units import format_bytes
+from .differences import arrows
+from .runs.curve import Curve
 from .speed import STEPS_JUDGED, WARM_UP_STEPS, Speed, compared, percent
-from .tables import Table, notes_html
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _NOT_RUN = "not run"
 _COMMUNICATION = {knob.name for knob in COMMUNICATION_KNOBS}
-_NOTHING = "Nothing has been tried yet. Train some steps first: %hvd_train 20"
-_ABOUT = (
-    "batch = micro-batch × accumulation × ranks; changed: since the workload's row before; live peak: worst rank; "
-    "samples/s: all ranks, median."
-)
 
 
 @dataclass(slots=True)
@@ -40,6 +33,11 @@ class Tried:
         throughputs: samples/s of all ranks together, one value for each of the last steps; none once it is settled.
         hidden: the mean over the ranks of the share of communication that backward hid, for each of the last steps.
         compression_error: the share of a rank's gradients that compression took, as last measured; the worst rank's.
+        headrooms: of the limit what the reserved peak leaves free, on the rank with least, for each of the last steps.
+        part_times: the mean over the ranks of the seconds of each of ``PARTS``, for each of the last steps.
+        categories: live bytes at the peak of the latest step that was recorded, of the rank with the highest.
+        curve: loss, samples/s and live peak over all of its steps.
+        began_s: when it was chosen, in seconds since 1970.
         outcome: ``ok`` once a step was done, ``oom`` or ``error`` when it could not be kept.
     """
 
@@ -56,6 +54,11 @@ class Tried:
     throughputs: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     hidden: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     compression_error: float | None = None
+    headrooms: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    part_times: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    categories: Mapping[str, int] = field(default_factory=dict)
+    curve: Curve = field(default_factory=Curve)
+    began_s: float = field(default_factory=time.time)
     _settled: Speed | None = field(default=None, init=False)
     _of_that_model: int | None = field(default=None, init=False)
 
@@ -66,16 +69,14 @@ class Tried:
         elif self._of_that_model is None:
             self._of_that_model = self.peak_bytes
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Take in one finished step of all ranks."""
+    def add(self, samples: Sequence[Sample], limits: Sequence[int | None] = ()) -> None:
+        """Take in one finished step of all ranks, whose memory has these limits, in rank order."""
         if self._settled:  # a step that was under way for long; the figures are made
             self.steps += 1
             return
         if self.steps == WARM_UP_STEPS:
-            self.peaks.clear()
-            self.reserved.clear()
-            self.throughputs.clear()
-            self.hidden.clear()
+            for judged in (self.peaks, self.reserved, self.throughputs, self.hidden, self.headrooms, self.part_times):
+                judged.clear()
         self.steps += 1
         self.outcome = "ok"
         self.peaks.append(max(sample.live_peak_bytes for sample in samples))
@@ -88,6 +89,19 @@ class Tried:
         self.compression_error = max(errors, default=self.compression_error)
         losses = [sample.loss for sample in samples if sample.loss is not None]
         self.loss = statistics.fmean(losses) if losses else None
+        self._add_for_the_record(samples, limits)
+
+    def _add_for_the_record(self, samples: Sequence[Sample], limits: Sequence[int | None]) -> None:
+        """What %hvd_runs says of it, besides."""
+        known = [(one.reserved_peak_bytes, limits[one.rank]) for one in samples if one.rank < len(limits)]
+        if shares := [1 - reserved / limit for reserved, limit in known if limit]:
+            self.headrooms.append(min(shares))
+        if times := [one.times.seconds for one in samples if one.times]:
+            self.part_times.append(tuple(map(statistics.fmean, zip(*times, strict=True))))
+        if ledgers := [one.ledger for one in samples if one.ledger]:
+            self.categories = max(ledgers, key=lambda ledger: ledger.peak_bytes).at_peak
+        batch = self.settings.samples_per_rank * len(samples)
+        self.curve.add(batch, self.loss, self.throughputs[-1], self.peaks[-1])
 
     def settle(self) -> None:
         """Keep only the resulting figures: a long session tries thousands of configurations."""
@@ -95,6 +109,10 @@ class Tried:
         self.reserved = [self.reserved_peak_bytes] if self.reserved_peak_bytes is not None else []
         self._settled = self.speed
         self.throughputs.clear()
+        room, parts = self.headroom, self.part_seconds
+        self.headrooms = deque([] if room is None else [room], STEPS_JUDGED)
+        self.part_times = deque([tuple(parts.values())] if parts else [], STEPS_JUDGED)
+        self.curve.thin()
 
     @property
     def ran(self) -> bool:
@@ -115,6 +133,22 @@ class Tried:
     def reserved_peak_bytes(self) -> int | None:
         """Highest reserved bytes over the steps judged, worst rank."""
         return max(self.reserved, default=None)
+
+    @property
+    def headroom(self) -> float | None:
+        """Of the limit what the reserved peak left free over the steps judged, between 0 and 1; the least rank's."""
+        return min(self.headrooms, default=None)
+
+    @property
+    def part_seconds(self) -> dict[str, float]:
+        """The mean seconds of each part of a step over the steps judged and all ranks; empty before it is known."""
+        steps = list(self.part_times)
+        return dict(zip(PARTS, map(statistics.fmean, zip(*steps, strict=True)), strict=True)) if steps else {}
+
+    @property
+    def settled(self) -> bool:
+        """Whether its figures change no more."""
+        return self._settled is not None
 
     @property
     def samples_per_s(self) -> float | None:
@@ -173,78 +207,5 @@ class Effect:
         return ", ".join(filter(None, (f"{self.flip}: live peak {self.memory}", self.speed, self.communication)))
 
 
-class Runs:
-    """Every configuration tried, side by side."""
-
-    def __init__(self, tried: Sequence[Tried], size: int) -> None:
-        self._tried = [entry for entry in tried if entry.ran]
-        self._size = size
-
-    def __len__(self) -> int:
-        return len(self._tried)
-
-    def frame(self) -> pd.DataFrame:
-        """One row a configuration: its settings, steps, live and reserved peak in bytes, samples/s, loss, outcome."""
-        import pandas as pd
-
-        rows = [
-            {
-                "workload": entry.workload,
-                **entry.settings.as_dict(),
-                "global_batch": entry.settings.samples_per_rank * self._size,
-                "steps": entry.steps,
-                "live_peak_bytes": entry.peak_bytes,
-                "reserved_peak_bytes": entry.reserved_peak_bytes,
-                "samples_per_s": entry.samples_per_s,
-                "loss": entry.loss,
-                "outcome": entry.outcome,
-            }
-            for entry in self._tried
-        ]
-        return pd.DataFrame(rows)
-
-    @property
-    def _table(self) -> Table:
-        figures = ("steps", "live peak", "samples/s", "loss")
-        names = ("workload", "precision", "checkpointing", "batch", "optimizer", "changed")
-        rows = tuple(
-            (
-                entry.workload,
-                entry.settings.precision,
-                entry.settings.checkpointing,
-                f"{entry.settings.batch_size}×{entry.settings.accumulation_steps}×{self._size}",
-                _optimizer(entry.settings),
-                changed,
-                str(entry.steps),
-                format_bytes(entry.peak_bytes),
-                format_rate(entry.samples_per_s),
-                "n/a" if entry.loss is None else f"{entry.loss:.4g}",
-                entry.outcome,
-            )
-            for entry, changed in zip(self._tried, self._changes(), strict=True)
-        )
-        return Table("", (*names, *figures, "outcome"), rows, frozenset({*names, "outcome"}))
-
-    def _changes(self) -> Iterator[str]:
-        """What each row changes of the row before it of the same workload, for not every knob has a column."""
-        before: dict[str, Settings] = {}
-        for entry in self._tried:
-            yield short(before.get(entry.workload, entry.settings), entry.settings)
-            before[entry.workload] = entry.settings
-
-    def __str__(self) -> str:
-        return str(self._table) if self._tried else _NOTHING
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html() + notes_html([_ABOUT]) if self._tried else notes_html([_NOTHING])
-
-
 def _share(share: float | None) -> str:
     return "n/a" if share is None else f"{100 * share:.0f} %"
-
-
-def _optimizer(settings: Settings) -> str:
-    implementation = "" if settings.optimizer_impl == "default" else f"/{settings.optimizer_impl}"
-    return f"{settings.optimizer}{implementation}"

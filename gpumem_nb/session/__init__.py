@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..kernel import starting
 from ..kernel.history import History
 from ..kernel.lifecycle import Lifecycle
+from ..report.written import Written
 from ..shared.errors import InvalidInput, NoSession
 from ..shared.messages import RankInfo
 from ..shared.progress import Progress
@@ -101,6 +103,21 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
             self._panel = Panel(self, big)
             self._panel.watch()
         return self._panel
+
+    def report(self, path: str | os.PathLike[str]) -> Written:
+        """Write the session as one page: charts, runs, findings, what was predicted, versions.
+
+        It opens in any browser, without a network and without a kernel, and can be written of a session that has ended.
+
+        Args:
+            path: of the file, which ends in ``.html``.
+
+        Raises:
+            InvalidInput: not such a path, or the file cannot be written or is of something else.
+        """
+        from .reports import write_report
+
+        return write_report(self, path)
 
     def interrupt(self) -> None:
         """Interrupt what the ranks are doing: a cell raises ``KeyboardInterrupt``, a training step is discarded."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
 from ..kernel.policy import Policy
-from ..report.configurations import Runs
 from ..report.evaluation import Evaluation
 from ..report.run_summary import Run
+from ..report.runs import Runs
+from ..report.runs.comparing import Comparison
 from ..shared.errors import WorkloadError
 from ..shared.progress import Progress
 from ..shared.settings import Settings
@@ -116,5 +118,22 @@ class Trains:
 
     @property
     def runs(self) -> Runs:
-        """Every configuration tried, side by side."""
-        return Runs(self._life.history.tried, self._life.plan.size)
+        """Every configuration tried, side by side: now, before a restart, and what :meth:`resume` brought back."""
+        record = self._life.record
+        return Runs(record.rows(), record.note, _draw)
+
+    def load_runs(self, path: str | os.PathLike[str]) -> int:
+        """Bring back the runs alone that a saved state holds, whatever is loaded; says how many were not there yet.
+
+        Raises:
+            InvalidInput: not a path.
+            StateFileError: it is not such a file, or holds none.
+        """
+        self._life.foreground.check_alive()
+        return self._life.loading.load_runs(path)
+
+
+def _draw(comparison: Comparison) -> None:
+    from ..ui.runs_figure import show_comparison  # plotly takes long to import
+
+    show_comparison(comparison)

@@ -9,7 +9,6 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
 
-from ..report.configurations import Runs
 from .runs_picture import picture
 from .steered import Steered
 
@@ -59,10 +58,9 @@ class Kept:
         self.follow()
 
     def _now(self) -> dict[str, str]:
-        tried = self._session.history.tried[-MOST_ROWS:]
-        runs = Runs(tried, self._session.size)
+        runs = self._session.runs.latest(MOST_ROWS)
         if not len(runs):
             return {"text/html": "", "text/plain": ""}
         limits = [reading.limit_bytes for reading in self._session.history.readings if reading and reading.limit_bytes]
-        svg = picture(tried, min(limits, default=None))
+        svg = picture(runs.rows, min(limits, default=None))
         return {"text/html": svg + runs._repr_html_(), "image/svg+xml": svg, "text/plain": str(runs)}

@@ -251,12 +251,8 @@ class Panel:
         predicted = foretold(history.asked, history.tried, effect.after) if effect else None
         self._effect.html = wording.effect(effect, predicted)
         self._tiles.html = wording.tiles(session, history.readings)
-        settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
-        evaluations = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]
         choice = Choice(self._latest.value, self._smooth.value, self._log_loss.value)
-        attempt = Attempt.of(self._rescue, history.readings)
-        what = (self._ranks, history.readings, history.of_loaded(), settings.get, evaluations, choice, attempt)
-        view = View.of(*what, history.changed_after)
+        view = View.of_session(session, self._ranks, choice, Attempt.of(self._rescue, history.readings))
         blocks = session.workload.blocks if session.workload else 0
         words = wording.filling(view.peaks, history, blocks)
         self._filling.html = f"<p>{words}</p>" if words else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from ..report.configurations import Tried
 from ..report.differences import short
+from ..report.runs import Row
 from ..shared.units import format_bytes, format_rate
 from .style import BLUE, TEXT, VERMILION
 
@@ -15,26 +15,26 @@ _ROW, _LABEL, _BARS, _WORDS = 24, 250, 320, 190  # pixels: height of a row, widt
 _FONT = f"font-family='sans-serif' font-size='13' fill='{TEXT}'"
 
 
-def picture(tried: Sequence[Tried], limit_bytes: int | None) -> str:
+def picture(rows: Sequence[Row], limit_bytes: int | None) -> str:
     """SVG with the latest configurations from top to bottom; the limit is drawn where all bars leave room for it."""
-    shown = [one for one in tried if one.steps or one.outcome != "not run"][-MOST_BARS:]
+    shown = rows[-MOST_BARS:]
     top = max((one.peak_bytes or 0 for one in shown), default=0) or 1
     scale = _BARS / max(top, limit_bytes if limit_bytes and limit_bytes < 3 * top else 0)
-    rows = "".join(_row(place, one, shown[:place], scale) for place, one in enumerate(shown))
+    bars = "".join(_row(place, one, shown[:place], scale) for place, one in enumerate(shown))
     width, height = _LABEL + _BARS + _WORDS, _ROW * len(shown) + 26
     limit = _limit(limit_bytes, _LABEL + limit_bytes * scale, height) if limit_bytes and limit_bytes < 3 * top else ""
     title = "live peak of the worst rank"
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
         f"style='max-width: 100%; min-width: 480px; height: auto' role='img' "
-        f"aria-label='{title}'><text x='0' y='14' {_FONT}>{title}</text>{limit}{rows}</svg>"
+        f"aria-label='{title}'><text x='0' y='14' {_FONT}>{title}</text>{limit}{bars}</svg>"
     )
 
 
-def _row(place: int, one: Tried, before: Sequence[Tried], scale: float) -> str:
+def _row(place: int, one: Row, before: Sequence[Row], scale: float) -> str:
     y = 22 + _ROW * place
     earlier = next((other for other in reversed(before) if other.workload == one.workload), None)
-    name = (earlier and short(earlier.settings, one.settings)) or one.workload
+    name = f"{one.number}: {(earlier and short(earlier.settings, one.settings)) or one.workload}"
     width = (one.peak_bytes or 0) * scale
     colour = BLUE if one.outcome == "ok" else VERMILION
     measured = f"{format_bytes(one.peak_bytes)}, {format_rate(one.samples_per_s)} samples/s"

@@ -11,6 +11,7 @@ from ..planning.doctor.diagnosis import Diagnosis
 from ..planning.prediction import Prediction
 from ..planning.tuning.result import TuneResult
 from ..planning.what_fits import WhatFits
+from ..report.runs import Runs
 from ..report.verdict import Verdict
 from ..report.waits import WaitReport
 from ..shared.messages import RankInfo
@@ -33,6 +34,10 @@ class Steered(Protocol):
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
         """Who the ranks are, in rank order."""
+
+    @property
+    def runs(self) -> Runs:
+        """Every configuration tried."""
 
     @property
     def workload(self) -> WorkloadInfo | None:

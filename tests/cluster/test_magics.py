@@ -20,8 +20,8 @@ from tests import internals
 pytestmark = pytest.mark.cluster
 
 MAGICS = (
-    "start status push pull load attach seed sync set train play pause eval panel memory time scaling trace runs log "
-    "save resume interrupt restart stop check predict what_if"
+    "start status push pull load attach seed sync set train play pause eval panel memory time scaling trace runs "
+    "report log save resume interrupt restart stop check predict what_if"
 )
 
 
@@ -50,6 +50,7 @@ def test_any_magic_before_start_says_how_to_start(shell: InteractiveShell, capsy
         "save": "x",
         "seed": "1",
         "trace": "a.json",
+        "report": "a.html",
     }
     internals.stop_running()
     for name in sorted(needing):

@@ -52,8 +52,14 @@ class Captured:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) -> Captured | None:
+def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None, runs: bytes = b"") -> Captured | None:
     """Take the state. All ranks call it together; rank 0 gets it, the others get ``None``.
+
+    Args:
+        trainer: of what.
+        device: whose memory does not count what is taken.
+        options: those of a ready-made workload.
+        runs: the kernel's record, which a rank stores as it is.
 
     Raises:
         StateFileError: something in it cannot be stored; raised on all ranks alike.
@@ -64,6 +70,8 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None) ->
             own = to_bytes(_own_part(trainer))
             if hvd.rank() == 0:
                 shared = _shared_part(trainer)
+                if runs:
+                    shared["runs"] = torch.frombuffer(bytearray(runs), dtype=torch.uint8)
         except Exception as error:  # the other ranks wait for this one's part, even if it is an error message
             problem, own = str(error) if isinstance(error, StateFileError) else _unexpected(error), b""
         parts = _gather(problem.encode() if problem else own, failed=bool(problem))

@@ -63,6 +63,7 @@ class Checked:
                 "with the same data."
             )
         payload = from_bytes(stream)
+        self.runs = _runs_of(payload)
         own = payload["ranks"][hvd.rank() if hvd.rank() < self.header.ranks else 0]
         own = from_bytes(io.BytesIO(own.numpy().tobytes()))
         self._parameters, self._buffers = payload["parameters"], own["buffers"]
@@ -202,3 +203,24 @@ def _check_same(path: Path, kind: str, saved: Mapping[str, Tensor], here: Mappin
 
 def _describe(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def runs_in(path: Path, device: Device) -> bytes:
+    """The kernel's record of runs in a file, whatever it is of; nothing if there is none.
+
+    Raises:
+        StateFileError: the file cannot be used.
+    """
+    _, stream = state_file.read(path)
+    try:
+        with device.exempt():
+            return _runs_of(from_bytes(stream))
+    except _NOT_A_STATE as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise StateFileError(f"{path} does not hold a training state as %hvd_save writes it ({why}).") from None
+
+
+def _runs_of(payload: Mapping[str, Any]) -> bytes:
+    """Snapshots and earlier versions wrote none."""
+    stored = payload.get("runs")
+    return b"" if stored is None else stored.numpy().tobytes()

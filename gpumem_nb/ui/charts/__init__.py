@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .figure import Charts
+from .figure import Assembly, Charts
 from .view import View
 
-__all__ = ["Charts", "View"]
+__all__ = ["Assembly", "Charts", "View"]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from plotly import graph_objects as go
+
 from ...internals.plotly_internals import LiveFigure
 from ...shared.messages import RankInfo
 from ..style import GREY, theme_line_css
@@ -41,12 +43,8 @@ class _Placed:
         return drawn
 
 
-class Charts:
-    """The live figure of some ranks, with the charts that are in the table now.
-
-    Attributes:
-        figure: the widget to show.
-        css: the style sheet that goes with it.
+class Assembly:
+    """The charts that are in the table now, each with its place and its axes.
 
     Args:
         ranks: whose.
@@ -57,43 +55,26 @@ class Charts:
         self._placed = _place(table.CHARTS, View.before(ranks))
         self._scale = scale
         self._grid = Grid.of((placed.chart.place for placed in self._placed), scale)
-        self._sent: dict[str, Any] = {}
-        self._waits_since_s = 0.0
-        self._patience_s = FIRST_PATIENCE_S
-        self._unsure = True  # whether a page has missed something
         of_theme = [placed.axes for placed in self._placed if placed.chart.theme_lines]
         self.css = "".join(theme_line_css(axes.x + axes.y) for axes in of_theme)
-        self.figure = LiveFigure(
-            data=[trace for placed in self._placed for trace in placed.traces], layout=self._first_layout()
-        )
 
-    def update(self, view: View) -> None:
-        """Draw it."""
+    def still(self, view: View) -> go.Figure:
+        """A figure of one moment, which stays as it is."""
+        x, y, layout = self.drawn(view)
+        figure = go.Figure(data=self.traces, layout=self.first_layout())
+        figure.plotly_update({"x": x, "y": y}, layout)
+        return figure
+
+    @property
+    def traces(self) -> list[Any]:
+        """Those of all charts, still without points."""
+        return [trace for placed in self._placed for trace in placed.traces]
+
+    def drawn(self, view: View) -> tuple[list[Any], list[Any], dict[str, Any]]:
+        """The x and the y of all traces, and what of the layout follows from what is shown."""
         drawn = [placed.draw(view) for placed in self._placed]
         points = [point for of_chart in drawn for point in of_chart.points]
-        layout = self._layout(view, drawn)
-        changed = {name: value for name, value in layout.items() if self._sent.get(name) != value}
-        self._sent = layout
-        if self.figure.acknowledged:
-            self._waits_since_s = time.monotonic()
-        self.figure.plotly_update({"x": [x for x, _ in points], "y": [y for _, y in points]}, changed)
-
-    def look_after(self) -> None:
-        """Send all of it again when a page answers for the first time, and when none has answered for long.
-
-        The longer nobody answers the longer it takes until all is sent again: perhaps nobody looks.
-        """
-        if not self._sent:
-            return
-        if self.figure.acknowledged:
-            self._patience_s = FIRST_PATIENCE_S
-            if self._unsure:
-                self._unsure = False
-                self.figure.resend(self._sent)
-        elif time.monotonic() - self._waits_since_s >= self._patience_s:
-            self._patience_s = min(LONGEST_PATIENCE_S, 2 * self._patience_s)
-            self._waits_since_s, self._unsure = time.monotonic(), True
-            self.figure.resend(self._sent)
+        return [x for x, _ in points], [y for _, y in points], self._layout(view, drawn)
 
     @property
     def _over_steps(self) -> list[_Placed]:
@@ -132,7 +113,8 @@ class Charts:
             for placed in self._placed
         ]
 
-    def _first_layout(self) -> dict[str, Any]:
+    def first_layout(self) -> dict[str, Any]:
+        """The layout before anything is drawn."""
         layout: dict[str, Any] = {
             "height": self._grid.height_px,
             "autosize": True,
@@ -181,6 +163,54 @@ class Charts:
             over = {"overlaying": axes.y, "anchor": axes.x, "rangemode": "tozero", "visible": False, "fixedrange": True}
             layout[_key(unseen)] = over
         return layout
+
+
+class Charts:
+    """The live figure of some ranks.
+
+    Attributes:
+        figure: the widget to show.
+        css: the style sheet that goes with it.
+
+    Args:
+        ranks: whose.
+        scale: how many times as large text and charts are.
+    """
+
+    def __init__(self, ranks: Sequence[RankInfo], scale: float = 1.0) -> None:
+        self._assembly = Assembly(ranks, scale)
+        self._sent: dict[str, Any] = {}
+        self._waits_since_s = 0.0
+        self._patience_s = FIRST_PATIENCE_S
+        self._unsure = True  # whether a page has missed something
+        self.css = self._assembly.css
+        self.figure = LiveFigure(data=self._assembly.traces, layout=self._assembly.first_layout())
+
+    def update(self, view: View) -> None:
+        """Draw it."""
+        x, y, layout = self._assembly.drawn(view)
+        changed = {name: value for name, value in layout.items() if self._sent.get(name) != value}
+        self._sent = layout
+        if self.figure.acknowledged:
+            self._waits_since_s = time.monotonic()
+        self.figure.plotly_update({"x": x, "y": y}, changed)
+
+    def look_after(self) -> None:
+        """Send all of it again when a page answers for the first time, and when none has answered for long.
+
+        The longer nobody answers the longer it takes until all is sent again: perhaps nobody looks.
+        """
+        if not self._sent:
+            return
+        if self.figure.acknowledged:
+            self._patience_s = FIRST_PATIENCE_S
+            if self._unsure:
+                self._unsure = False
+                self.figure.resend(self._sent)
+        elif time.monotonic() - self._waits_since_s >= self._patience_s:
+            self._patience_s = min(LONGEST_PATIENCE_S, 2 * self._patience_s)
+            self._waits_since_s, self._unsure = time.monotonic(), True
+            self.figure.resend(self._sent)
 
 
 def _place(charts: Sequence[Chart], view: View) -> list[_Placed]:

@@ -15,6 +15,7 @@ from ...shared.messages import RankInfo, Reading, Sample
 from ...shared.settings import Settings
 from ..bands import Bands, Peak, bands, peaks, worst_first
 from ..series import Array, Mark, Series, marks, series, smoothed
+from ..steered import Steered
 
 _LIMIT_IN_SIGHT = 3  # what is more than so many times the highest bar would flatten it, and is told in words
 _HEADROOM = 1.35  # room above for the numbers of marks
@@ -107,6 +108,21 @@ class View:
         of_worst = bands(samples[worst.rank] if worst else [])
         drawn = series(samples)
         return cls(ranks, readings, found, worst, of_worst, drawn, told, evaluations, choice, attempt, time)
+
+    @classmethod
+    def of_session(
+        cls,
+        session: Steered,
+        ranks: Sequence[RankInfo],
+        choice: Choice | None = None,
+        attempt: Attempt | None = None,
+    ) -> View:
+        """The view of what is loaded now, on these ranks of a session."""
+        history = session.history
+        settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
+        evaluations = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]
+        what = (ranks, history.readings, history.of_loaded(), settings.get, evaluations, choice, attempt)
+        return cls.of(*what, history.changed_after)
 
     @classmethod
     def before(cls, ranks: Sequence[RankInfo]) -> View:

@@ -1,0 +1,128 @@
+"""The record of a tuning session: what was tried on the ranks that run, before a restart, and in sessions before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..cluster.shield import shielded
+from ..planning.score import score
+from ..report.configurations import Tried
+from ..report.runs.row import Foretold, Row
+from .history import History
+
+BEFORE_RESTART = "before a restart"
+
+
+class Record:
+    """Outlives the ranks: a restart begins a new history, and what the one before had measured stays here.
+
+    A row's number is given to it once, in the order in which rows come: people name rows by it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._history: History | None = None
+        self._device = ""
+        self._earlier: dict[str, Row] = {}  # of histories and sessions that are over, by key
+        self._settled: dict[str, Row] = {}  # of the history that is written
+        self._numbers: dict[str, int] = {}
+        self._notes: dict[str, str] = {}
+
+    def follow(self, history: History, device: str) -> None:
+        """From now on the ranks' history is this one; ``device`` is what rank 0's is called."""
+        with shielded(), self._lock:
+            for row in self._own():
+                self._earlier[row.key] = replace(row, came_from=BEFORE_RESTART, present=False)
+            self._settled = {}
+            self._history, self._device = history, device
+
+    def rows(self) -> list[Row]:
+        """Every configuration that ran, by its number."""
+        with shielded(), self._lock:
+            rows = [*self._earlier.values(), *self._own()]
+            noted = [replace(row, note=self._notes[row.key]) if row.key in self._notes else row for row in rows]
+        return sorted(noted, key=lambda row: row.number)
+
+    def note(self, key: str, text: str) -> None:
+        """Keep somebody's words of a row; none take away those that are there."""
+        with shielded(), self._lock:
+            self._notes[key] = text
+
+    def bring(self, rows: Sequence[Row], came_from: str) -> int:
+        """Take in rows of a session before; says how many were not there yet."""
+        new = 0
+        known = {row.key for row in self.rows()}  # all that are there get their numbers before those that come
+        with shielded(), self._lock:
+            for row in rows:
+                if row.key not in known:
+                    number = self._number_of(row.key)
+                    self._earlier[row.key] = replace(row, number=number, came_from=came_from, present=False)
+                    known.add(row.key)
+                    new += 1
+        return new
+
+    def _number_of(self, key: str) -> int:
+        return self._numbers.setdefault(key, len(self._numbers) + 1)
+
+    def _own(self) -> list[Row]:
+        """Those of the present history. Under the lock."""
+        history = self._history
+        if history is None:
+            return []
+        now = history.now()
+        foretold = {
+            one.came.settings_id: Foretold(
+                one.predicted.live_peak_bytes,
+                one.predicted.reserved_peak_bytes,
+                one.predicted.samples_per_s,
+                one.predicted.verdict,
+                one.came.foreseeable_peak_bytes,
+            )
+            for one in score(history.asked, history.tried).scored
+        }
+        rows = history.of_tried(self._row_of(history, foretold.get))
+        self._settled = {row.key: row for row, settled in rows if settled}
+        present = now and _key(history, now)
+        return [replace(row, present=True) if row.key == present else row for row, _ in rows]
+
+    def _row_of(
+        self, history: History, foretold: Callable[[int], Foretold | None]
+    ) -> Callable[[Tried], tuple[Row, bool]]:
+        """What makes a row of a configuration, and says whether it stays so; those that stay are made once."""
+
+        def row_of(tried: Tried) -> tuple[Row, bool]:
+            known = self._settled.get(_key(history, tried))
+            if known and (known.steps, known.outcome) == (tried.steps, tried.outcome):
+                return known, True
+            return self._made(history, tried, foretold(tried.settings_id)), tried.settled
+
+        return row_of
+
+    def _made(self, history: History, tried: Tried, foretold: Foretold | None) -> Row:
+        return Row(
+            key=_key(history, tried),
+            number=self._number_of(_key(history, tried)),
+            workload=tried.workload,
+            settings=tried.settings,
+            ranks=history.size,
+            device=self._device,
+            began_s=tried.began_s,
+            steps=tried.steps,
+            outcome=tried.outcome,
+            loss=tried.loss,
+            peak_bytes=tried.peak_bytes,
+            reserved_peak_bytes=tried.reserved_peak_bytes,
+            headroom=tried.headroom,
+            speed=tried.speed,
+            curve=tried.curve if tried.settled else tried.curve.copy(),
+            categories=dict(tried.categories),
+            parts=tried.part_seconds,
+            foretold=foretold,
+        )
+
+
+def _key(history: History, tried: Tried) -> str:
+    """What no other configuration of any session is called."""
+    return f"{history.started_s:.6f}-{tried.settings_id}"

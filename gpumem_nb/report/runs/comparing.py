@@ -1,0 +1,244 @@
+"""Two runs side by side: what was changed, what came of it, and why: which memory and which time moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...shared.categories import CATEGORIES
+from ...shared.knobs import KNOBS
+from ...shared.step_times import PARTS
+from ...shared.units import format_bytes
+from ..differences import arrows, mathematics
+from ..speed import compared
+from ..tables import Table, notes_html
+from . import columns
+from .row import Row
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_MOST_NAMED = 3  # of what moved, in the sentence
+_WORTH_A_WORD = 0.01  # of the larger of both
+_MINUS = ("-", "−")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, the first of which is what the second is held against.
+
+    Attributes:
+        a, b: the runs.
+        draw: shows their charts over each other in a notebook.
+    """
+
+    a: Row
+    b: Row
+    draw: Callable[[Comparison], None] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def changed(self) -> str:
+        """What is another in the second run, in words; empty if nothing is."""
+        others = [
+            f"{what} {before} → {after}"
+            for what, before, after in (
+                ("workload", self.a.workload, self.b.workload),
+                ("ranks", self.a.ranks, self.b.ranks),
+                ("device", self.a.device, self.b.device),
+            )
+            if before != after
+        ]
+        return ", ".join(filter(None, [*others, arrows(self.a.settings, self.b.settings)]))
+
+    @property
+    def samples(self) -> int:
+        """After how many samples of all ranks since the flip the losses are compared: what both have seen."""
+        return min(self.a.samples, self.b.samples)
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """By how many bytes each category of the peak moved, what moved most first; empty if one is not known."""
+        moved = {name: self.b.categories.get(name, 0) - self.a.categories.get(name, 0) for name in CATEGORIES}
+        return _largest_first(moved) if self.a.categories and self.b.categories else {}
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """By how many seconds each part of a step moved, what moved most first; empty if one is not known.
+
+        Where steps of the two have other numbers of samples, it is what as many samples take as a step of the first.
+        """
+        moved = {part: self._scaled(part) - self.a.parts.get(part, 0.0) for part in PARTS}
+        return _largest_first(moved) if self.a.parts and self.b.parts else {}
+
+    @property
+    def why(self) -> list[str]:
+        """Which memory and which time moved, and which of the flips it belongs to, in sentences."""
+        return [*self._why_memory(), *self._why_time()]
+
+    def frame(self) -> pd.DataFrame:
+        """A row for each figure, category and part: its name, unit, both values, and the second less the first."""
+        import pandas as pd
+
+        rows = [(name, unit, before, after) for name, unit, before, after, _ in self._figures()]
+        rows += [
+            (name, "bytes", self.a.categories.get(name, 0), self.b.categories.get(name, 0)) for name in self.categories
+        ]
+        rows += [(part, "s", self.a.parts.get(part), self._scaled(part)) for part in self.parts]
+        return pd.DataFrame(
+            {
+                "what": name,
+                "unit": unit,
+                f"run {self.a.number}": before,
+                f"run {self.b.number}": after,
+                "change": None if before is None or after is None else after - before,
+            }
+            for name, unit, before, after in rows
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([*(f"{table}\n" for table in self._tables), *self._notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return "".join(table.html() for table in self._tables) + notes_html(self._notes)
+
+    def _ipython_display_(self) -> None:
+        """Show it with its charts; without somebody to draw, IPython shows it as anything else."""
+        if self.draw is None:
+            raise NotImplementedError
+        self.draw(self)
+
+    @property
+    def same_batch(self) -> bool:
+        """Whether a step of both has the same number of samples."""
+        return self.a.global_batch == self.b.global_batch
+
+    def _scaled(self, part: str) -> float:
+        return self.b.parts.get(part, 0.0) * self.a.global_batch / self.b.global_batch
+
+    def _figures(self) -> list[tuple[str, str, Any, Any, Callable[[Any], str]]]:
+        """Name, unit, both values, and how a value is written."""
+        a, b = self.a, self.b
+        return [
+            ("steps", "", a.steps, b.steps, lambda steps: f"{steps:,}"),
+            ("live peak", "bytes", a.peak_bytes, b.peak_bytes, format_bytes),
+            ("predicted", "bytes", _said(a), _said(b), format_bytes),
+            ("reserved", "bytes", a.reserved_peak_bytes, b.reserved_peak_bytes, format_bytes),
+            ("headroom", "share", a.headroom, b.headroom, columns.headroom),
+            ("samples/s", "", a.samples_per_s, b.samples_per_s, lambda _: ""),
+            ("loss", "", columns.loss_after(a, self.samples), columns.loss_after(b, self.samples), columns.number),
+        ]
+
+    @property
+    def _tables(self) -> list[Table]:
+        heading = f"Run {self.a.number} → {self.b.number}: {self.changed or 'nothing was changed'}"
+        figures = []
+        for name, unit, before, after, words in self._figures():
+            if name == "samples/s":
+                cells = columns.rate(self.a.speed), columns.rate(self.b.speed)
+            else:
+                cells = words(before), words(after)
+            if before is not None or after is not None:
+                figures.append((name, *cells, _change(before, after, unit)))
+        tables = [self._table(heading, "", figures)]
+        if self.categories:
+            rows = [
+                (name, *(format_bytes(row.categories.get(name, 0)) for row in (self.a, self.b)), _size(moved))
+                for name, moved in self.categories.items()
+                if moved or self.a.categories.get(name)
+            ]
+            tables.append(self._table("Live peak by category, worst rank", "category", rows))
+        if self.parts:
+            rows = [
+                (part, _ms(self.a.parts.get(part, 0.0)), _ms(self._scaled(part)), _ms(moved, sign="+"))
+                for part, moved in self.parts.items()
+            ]
+            title = "A step by part, mean of ranks"
+            of = "" if self.same_batch else f", for {self.a.global_batch:,} samples"
+            tables.append(self._table(title + of, "part", rows))
+        return tables
+
+    def _table(self, title: str, heading: str, rows: Sequence[tuple[str, ...]]) -> Table:
+        headings = (heading, f"run {self.a.number}", f"run {self.b.number}", "change")
+        return Table(title, headings, tuple(rows), frozenset({heading}))
+
+    @property
+    def _notes(self) -> list[str]:
+        notes = [compared(self.a.speed, self.b.speed).join(("Throughput: ", "."))]
+        notes += self.why
+        if self.changed and self.a.settings != self.b.settings:
+            does = mathematics(self.a.settings, self.b.settings)
+            notes.append(f"What was changed {does}.")
+        if columns.loss_after(self.a, self.samples) is not None:
+            notes.append(
+                f"loss: the mean over the last quarter of the first {self.samples:,} samples that all ranks saw since "
+                "the flip; each run began where training stood then."
+            )
+        notes += [f"Run {row.number}: {row.note}" for row in (self.a, self.b) if row.note]
+        return notes
+
+    def _why_memory(self) -> list[str]:
+        if self.a.peak_bytes is None or self.b.peak_bytes is None:
+            return []
+        moved = self.b.peak_bytes - self.a.peak_bytes
+        least = _WORTH_A_WORD * max(self.a.peak_bytes, self.b.peak_bytes)
+        named = {name: by for name, by in self.categories.items() if abs(by) >= least}
+        if not named:
+            return [] if abs(moved) >= least else ["The live peak did not move."]
+        parts = [f"{name} {_size(by)}{self._knobs_of(name)}" for name, by in list(named.items())[:_MOST_NAMED]]
+        return [f"Live peak {_size(moved)}: {', '.join(parts)}."]
+
+    def _why_time(self) -> list[str]:
+        if not self.parts:
+            return []
+        before, after = sum(self.a.parts.values()), sum(map(self._scaled, PARTS))
+        named = {part: by for part, by in self.parts.items() if abs(by) >= _WORTH_A_WORD * max(before, after)}
+        what = "A step" if self.same_batch else f"As many samples as in a step of run {self.a.number}"
+        if not named:
+            return [f"{what} took as long, part by part."] if self.same_batch else []
+        parts = [f"{part} {_ms(by, sign='+')}" for part, by in list(named.items())[:_MOST_NAMED]]
+        return [f"{what}, {_ms(after - before, sign='+')}: {', '.join(parts)}."]
+
+    def _knobs_of(self, category: str) -> str:
+        """Which of the changed knobs move this category, as far as the table of knobs says so; those that do most."""
+        before, after = self.a.settings, self.b.settings
+        movers = {name: KNOBS[name].moves.get(category, 0) for name in after.changed_from(before)}
+        if not any(movers.values()):
+            return ""
+        most = max(movers.values())
+        told = [
+            f"{name} {KNOBS[name].text(getattr(before, name))} → {KNOBS[name].text(getattr(after, name))}"
+            for name, much in movers.items()
+            if much == most
+        ]
+        return f" ({', '.join(told)})"
+
+
+def _largest_first(moved: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(sorted(moved.items(), key=lambda entry: -abs(entry[1])))
+
+
+def _said(row: Row) -> int | None:
+    return row.foretold.live_peak_bytes if row.foretold else None
+
+
+def _change(before: Any, after: Any, unit: str) -> str:
+    if before is None or after is None:
+        return ""
+    if unit == "bytes":
+        return _size(after - before)
+    if unit == "share":
+        return f"{100 * (after - before):+.0f} points".replace(*_MINUS)
+    share = f" ({100 * (after / before - 1):+.0f} %)" if before else ""
+    return f"{after - before:+,.4g}{share}".replace(*_MINUS)
+
+
+def _size(moved: int) -> str:
+    """Bytes with their sign."""
+    return f"{'+' if moved > 0 else '−' if moved < 0 else '±'}{format_bytes(abs(moved))}"
+
+
+def _ms(seconds: float, sign: str = "") -> str:
+    return f"{1000 * seconds:{sign},.2f} ms".replace(*_MINUS)

@@ -1,0 +1,236 @@
+"""Every configuration tried, side by side: shown, sorted, compared, noted upon, and written for other programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...shared.categories import CATEGORIES
+from ...shared.errors import InvalidInput, nearest
+from ...shared.step_times import PARTS
+from ..tables import Table, notes_html
+from ..written import Written
+from . import columns
+from .columns import Around, Column
+from .comparing import Comparison
+from .files import write
+from .row import Row
+from .sorting import order, sortable
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_NOTHING = "Nothing has been tried yet. Train some steps first: %hvd_train 20"
+_HIGHEST_FIRST = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "headroom")
+_MARKS = {columns.BEST: "var(--jp-success-color0, #2e7d32)", "best, now": "var(--jp-success-color0, #2e7d32)"}
+_ABOUT = (
+    "batch = micro-batch × accumulation × ranks; live peak, reserved and headroom (what reserved bytes leave free of "
+    "the limit): worst rank; samples/s: all ranks, median ± half of what lies between the quarters of steps; best: "
+    "most samples/s of a workload on as many ranks of a device; predicted: the live peak, by how much it was too high, "
+    "and samples/s."
+)
+FIGURES = (
+    *("run", "workload", "ranks", "global_batch", "steps", "samples", "live_peak_bytes", "reserved_peak_bytes"),
+    *("headroom", "samples_per_s", "loss", "loss_at_equal_samples", "predicted_live_peak_bytes"),
+)
+"""Columns of :meth:`Runs.frame` that people sort by, besides knobs."""
+
+
+class Runs:
+    """Every configuration tried, side by side; rows are named by their numbers.
+
+    **Loss at equal samples** is the mean loss over the last quarter of the first N samples that all ranks together saw
+    since the flip. N is the same for all rows of a workload: what the one of them has seen that saw least, of those
+    with at least five steps. Each run began where training stood at its flip: a later one may have begun lower.
+
+    Args:
+        rows: by their numbers, or in the order in which they are to be shown.
+        note: keeps somebody's words of the row with a key.
+        draw: shows the charts of two rows in a notebook.
+        unfolded: whether a table shows rows of one step, too.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        note: Callable[[str, str], None] = lambda key, text: None,
+        draw: Callable[[Comparison], None] | None = None,
+        unfolded: bool = False,
+    ) -> None:
+        self.rows = tuple(rows)
+        self._note = note
+        self._draw = draw
+        self._unfolded = unfolded
+        self._around = Around.of(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __getitem__(self, number: int) -> Row:
+        """The row with this number.
+
+        Raises:
+            InvalidInput: there is none.
+        """
+        found = next((row for row in self.rows if row.number == number), None)
+        if found is None or isinstance(number, bool):
+            there = f"there are 1 to {max(row.number for row in self.rows)}" if self.rows else _NOTHING
+            raise InvalidInput(f"There is no run {number!r}: {there.rstrip('.')}.")
+        return found
+
+    @property
+    def unfolded(self) -> Runs:
+        """The same, whose table shows rows of one step, too."""
+        return Runs(self.rows, self._note, self._draw, unfolded=True)
+
+    def latest(self, most: int) -> Runs:
+        """Those with the highest numbers."""
+        newest = {row.key for row in sorted(self.rows, key=lambda row: row.number)[-most:]}
+        return Runs([row for row in self.rows if row.key in newest], self._note, self._draw, self._unfolded)
+
+    def sorted(self, by: str) -> Runs:
+        """The same by a column of :meth:`frame`: throughput and headroom with the highest first, others the lowest.
+
+        Raises:
+            InvalidInput: no such column.
+        """
+        frame = self._values()
+        if self.rows and by not in frame[0]:
+            raise InvalidInput(f"There is no column {by!r}: {nearest(by, frame[0])}.")
+        places = order([row[by] for row in frame], highest_first=by in _HIGHEST_FIRST) if self.rows else []
+        return Runs([self.rows[place] for place in places], self._note, self._draw, self._unfolded)
+
+    def compare(self, a: int, b: int) -> Comparison:
+        """Two rows side by side: what was changed, what came of it, and which memory and which time moved.
+
+        Raises:
+            InvalidInput: there is no such row.
+        """
+        return Comparison(self[a], self[b], self._draw)
+
+    def note(self, number: int, text: str) -> None:
+        """Keep words of your own beside a row; an empty text takes them away.
+
+        Raises:
+            InvalidInput: there is no such row.
+        """
+        self._note(self[number].key, " ".join(str(text).split()))
+
+    def export(self, path: str | os.PathLike[str]) -> Written:
+        """Write all rows to a file: ``.csv``, ``.parquet`` (needs pyarrow), or ``.html``, a page that sorts.
+
+        Raises:
+            InvalidInput: another kind of file, or one that cannot be written or is of something else.
+            SetupError: pyarrow is not installed.
+        """
+        return write(self, path)
+
+    def frame(self) -> pd.DataFrame:
+        """One row a configuration: its settings and all that was measured; bytes, seconds and shares as names say.
+
+        ``NAME_bytes`` of a category is what it takes of the live peak, ``data_s`` and so on are the parts of a step,
+        ``loss`` is that of the last step; ``loss_at_equal_samples`` is after ``loss_samples``, as the class says.
+        """
+        import pandas as pd
+
+        return pd.DataFrame(self._values())
+
+    def __str__(self) -> str:
+        return "\n".join([str(self._table), "", *self._notes]) if self.rows else _NOTHING
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        if not self.rows:
+            return notes_html([_NOTHING])
+        found, shown = self._columns, self._shown
+        values = [[column.value(row) for column in found] for row in shown]
+        table = self._table
+        unbroken = tuple(
+            tuple(
+                cell if heading in table.words else cell.replace(" ", "\u00a0")
+                for heading, cell in zip(table.headings, row, strict=True)
+            )
+            for row in table.rows
+        )
+        return sortable(replace(table, rows=unbroken), values) + notes_html(self._notes)
+
+    @property
+    def _shown(self) -> list[Row]:
+        return [row for row in self.rows if self._unfolded or not row.folds]
+
+    @property
+    def _columns(self) -> list[Column]:
+        return columns.columns(self._shown, self._around)
+
+    @property
+    def _table(self) -> Table:
+        found = self._columns
+        rows = tuple(tuple(column.cell(row) for column in found) for row in self._shown)
+        words = frozenset(column.heading for column in found if column.of_words)
+        return Table("", tuple(column.heading for column in found), rows, words, _MARKS)
+
+    @property
+    def _notes(self) -> list[str]:
+        shown = self._shown
+        notes = [f"The same in all: {columns.the_same(shown)}."] if shown else []
+        if folded := [str(row.number) for row in self.rows if row.folds and not self._unfolded]:
+            some = ", ".join(folded[:8]) + (" …" if len(folded) > 8 else "")
+            which = f"run {some} is folded away: it" if len(folded) == 1 else f"runs {some} are folded away: each"
+            notes.append(f"{which[:1].upper()}{which[1:]} has one step (%hvd_runs --all shows all).")
+        notes.append(_ABOUT)
+        compared = {row.workload for row in shown if self._around.loss(row) is not None}
+        if compared:
+            sizes = sorted({self._around.samples[workload] for workload in compared})
+            after = " or ".join(f"{size:,}" for size in sizes)
+            each = ", by workload" if len(sizes) > 1 else ""
+            notes.append(
+                f"loss: after {after} samples of all ranks since the flip{each}, which all runs of at least five "
+                "steps have seen; the mean over the last quarter of them. Each run began where training stood at its "
+                "flip."
+            )
+        return notes
+
+    def _values(self) -> list[dict[str, Any]]:
+        return [self._values_of(row) for row in self.rows]
+
+    def _values_of(self, row: Row) -> dict[str, Any]:
+        """A row of the frame. Numbers that are not known are ``nan``, so that columns of numbers stay such."""
+        speed, foretold, samples = row.speed, row.foretold, self._around.samples.get(row.workload)
+        equal = self._around.loss(row)
+        return {
+            "run": row.number,
+            "workload": row.workload,
+            **row.settings.as_dict(),
+            "ranks": row.ranks,
+            "device": row.device,
+            "global_batch": row.global_batch,
+            "steps": row.steps,
+            "samples": row.samples,
+            "live_peak_bytes": row.peak_bytes,
+            "reserved_peak_bytes": row.reserved_peak_bytes,
+            "headroom": row.headroom,
+            "samples_per_s": row.samples_per_s,
+            "samples_per_s_low": speed.low if speed else None,
+            "samples_per_s_high": speed.high if speed else None,
+            "loss": row.loss,
+            "loss_at_equal_samples": equal,
+            "loss_samples": samples if equal is not None else None,
+            "predicted_live_peak_bytes": foretold.live_peak_bytes if foretold else None,
+            "predicted_reserved_peak_bytes": foretold.reserved_peak_bytes if foretold else None,
+            "predicted_samples_per_s": foretold.samples_per_s if foretold else None,
+            "predicted_verdict": foretold.verdict if foretold else "",
+            **{f"{name.replace(' ', '_')}_bytes": row.categories.get(name) for name in CATEGORIES},
+            **{f"{name}_s": row.parts.get(name) for name in PARTS},
+            "outcome": row.outcome,
+            "best": row.key in self._around.best,
+            "present": row.present,
+            "came_from": row.came_from,
+            "began_s": row.began_s,
+            "note": row.note,
+        }

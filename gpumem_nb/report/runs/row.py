@@ -1,0 +1,181 @@
+"""One row of the record: a configuration and what it measured, as a plain value that does not change any more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...shared.categories import CATEGORIES
+from ...shared.knobs import KNOBS
+from ...shared.settings import Settings
+from ...shared.step_times import PARTS
+from ..speed import FEWEST_STEPS, Speed
+from .curve import Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """What was predicted of a configuration before it was tried: bytes of the worst rank, samples/s of all ranks.
+
+    ``came_bytes`` is the live peak that is held against it: of the steps before a cell may have changed the model.
+    """
+
+    live_peak_bytes: int
+    reserved_peak_bytes: int
+    samples_per_s: float | None
+    verdict: str
+    came_bytes: int | None = None
+
+    @property
+    def error(self) -> float | None:
+        """By which share of what came the live peak was predicted too high; ``None`` where no step was done."""
+        return self.live_peak_bytes / self.came_bytes - 1 if self.came_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One configuration.
+
+    Attributes:
+        key: its name in every session that ever loads it.
+        number: its name in this session, from 1.
+        workload, settings, ranks, device: what was trained, how, on how many ranks, and what rank 0's device is called.
+        came_from: the file that it was loaded from, or that it is of before a restart; empty for the ranks that run.
+        began_s: when, in seconds since 1970.
+        steps: done under it.
+        outcome: ``ok``, ``oom`` or ``error``.
+        loss: of the last step, mean of the ranks.
+        peak_bytes, reserved_peak_bytes: highest live and reserved bytes of any rank over the steps judged.
+        headroom: of the limit what the reserved peak leaves free, between 0 and 1, on the rank with least.
+        speed: samples/s of all ranks together over the steps judged.
+        curve: loss, samples/s and live peak over steps.
+        categories: live bytes by category at the peak of the latest step that was recorded, worst rank.
+        parts: the mean seconds of each part of a step, over the steps judged and all ranks.
+        foretold: what was predicted of it before, if anything was.
+        present: whether training is under these settings now.
+        note: somebody's own words.
+    """
+
+    key: str
+    number: int
+    workload: str
+    settings: Settings
+    ranks: int
+    device: str
+    began_s: float
+    steps: int
+    outcome: str
+    came_from: str = ""
+    loss: float | None = None
+    peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    headroom: float | None = None
+    speed: Speed | None = None
+    curve: Curve = field(default_factory=Curve, compare=False, repr=False)
+    categories: Mapping[str, int] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
+    foretold: Foretold | None = None
+    present: bool = False
+    note: str = ""
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """The median over the steps judged, all ranks together."""
+        return self.speed.median if self.speed else None
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step of all ranks."""
+        return self.settings.samples_per_rank * self.ranks
+
+    @property
+    def samples(self) -> int:
+        """Seen by all ranks together since the flip, as far as losses are known of them."""
+        return int(self.curve.samples[-1]) if len(self.curve) else 0
+
+    @property
+    def comparable(self) -> bool:
+        """Whether enough steps were done for a loss and a throughput that say something."""
+        return self.steps >= FEWEST_STEPS
+
+    @property
+    def folds(self) -> bool:
+        """Whether a table may leave it out: one step says little, unless it failed or is the latest."""
+        return self.steps <= 1 and self.outcome == "ok" and not self.present and not self.note
+
+    def saved(self) -> dict[str, Any]:
+        """For json; without what depends on where it is shown."""
+        return {
+            "key": self.key,
+            "workload": self.workload,
+            "settings": self.settings.saved(),
+            "ranks": self.ranks,
+            "device": self.device,
+            "began_s": self.began_s,
+            "steps": self.steps,
+            "outcome": self.outcome,
+            "loss": self.loss,
+            "peak_bytes": self.peak_bytes,
+            "reserved_peak_bytes": self.reserved_peak_bytes,
+            "headroom": self.headroom,
+            "speed": _fields(self.speed),
+            "curve": self.curve.as_dict(),
+            "categories": dict(self.categories),
+            "parts": dict(self.parts),
+            "foretold": _fields(self.foretold),
+            "note": self.note,
+        }
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> Row:
+        """What :meth:`saved` gave, perhaps of another version: knobs that are not known here are left out.
+
+        Raises ``ValueError``, ``TypeError``, ``LookupError`` or ``AttributeError`` for what is none.
+        """
+        known = {name: value for name, value in saved["settings"].items() if name in KNOBS}
+        speed, foretold = saved["speed"], saved["foretold"]
+        return cls(
+            key=str(saved["key"]),
+            number=0,
+            workload=str(saved["workload"]),
+            settings=Settings(**{name: KNOBS[name].retired.get(value, value) for name, value in known.items()}),
+            ranks=_whole(saved["ranks"], 1),
+            device=str(saved["device"]),
+            began_s=float(saved["began_s"]),
+            steps=_whole(saved["steps"]),
+            outcome=str(saved["outcome"]),
+            loss=_maybe(saved["loss"], float),
+            peak_bytes=_maybe(saved["peak_bytes"], _whole),
+            reserved_peak_bytes=_maybe(saved["reserved_peak_bytes"], _whole),
+            headroom=_maybe(saved["headroom"], float),
+            speed=None if speed is None else _speed(*speed),
+            curve=Curve.from_dict(saved["curve"]),
+            categories={name: _whole(saved["categories"][name]) for name in CATEGORIES if name in saved["categories"]},
+            parts={name: float(saved["parts"][name]) for name in PARTS if name in saved["parts"]},
+            foretold=None if foretold is None else _foretold(*foretold),
+            note=str(saved["note"]),
+        )
+
+
+def _fields(value: Any) -> list[Any] | None:
+    return None if value is None else [getattr(value, name) for name in value.__slots__]
+
+
+def _speed(median: Any, low: Any, high: Any, steps: Any) -> Speed:
+    return Speed(float(median), float(low), float(high), _whole(steps, 1))
+
+
+def _foretold(live: Any, reserved: Any, rate: Any, verdict: Any, came: Any) -> Foretold:
+    return Foretold(_whole(live), _whole(reserved), _maybe(rate, float), str(verdict), _maybe(came, _whole))
+
+
+def _maybe(value: Any, read: Any) -> Any:
+    return None if value is None else read(value)
+
+
+def _whole(value: Any, least: int = 0) -> int:
+    if isinstance(value, bool) or not math.isfinite(value) or int(value) != value or value < least:
+        raise ValueError(value)
+    return int(value)

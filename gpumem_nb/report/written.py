@@ -1,0 +1,46 @@
+"""A file for other people that was written, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..shared.errors import InvalidInput
+from ..shared.units import format_bytes
+from ..shared.whole_file import check_no_folder, why_not, written_whole
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that was written: where, how large, and what it holds, in a sentence."""
+
+    path: Path
+    size_bytes: int
+    holds: str
+
+    def __str__(self) -> str:
+        return f"Written: {self.path} ({format_bytes(self.size_bytes)}). {self.holds}"
+
+    __repr__ = __str__
+
+
+def write_over(target: Path, data: bytes, begin: bytes, holds: str) -> Written:
+    """Write a whole file, in place of nothing but one that begins like this.
+
+    Raises:
+        InvalidInput: it cannot be written, or something else has that name.
+    """
+    try:
+        check_no_folder(target)
+        if target.exists() and not _begins(target, begin):
+            raise InvalidInput(f"{target} is there already and is of something else. Name another file.")
+        with written_whole(target) as file:
+            file.write(data)
+    except OSError as error:
+        raise InvalidInput(f"{target} cannot be written: {why_not(error)}.") from None
+    return Written(target, len(data), holds)
+
+
+def _begins(path: Path, begin: bytes) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(begin)) in (begin, b"")

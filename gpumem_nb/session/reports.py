@@ -1,0 +1,43 @@
+"""A session as a page to hand on."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..install.versions import versions
+from ..report.leak_sentences import in_words
+from ..report.page import BEGIN
+from ..report.tables import notes_html
+from ..report.written import Written, write_over
+from ..shared.errors import GpumemError, InvalidInput
+from ..shared.state_file import as_path
+
+if TYPE_CHECKING:
+    from . import Session
+
+
+def write_report(session: Session, path: str | os.PathLike[str]) -> Written:
+    """Write the page; as :meth:`Session.report`.
+
+    Raises:
+        InvalidInput: not a path of a page, or the file cannot be written or is of something else.
+    """
+    from ..ui.report_page import report_page  # plotly takes long to import
+
+    target = as_path(path)
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise InvalidInput(f"{target.name} cannot be written: a report is a page. Name a file such as report.html.")
+    text = report_page(session, _findings(session), session.score(), versions())
+    return write_over(target, text.encode(), BEGIN, "It opens in any browser, without a network and without a kernel.")
+
+
+def _findings(session: Session) -> str:
+    """HTML of what is wrong, and what would help."""
+    history = session.history
+    sentences = [str(history.rescue)] if history.rescue else []
+    sentences += [in_words(found) for found in list(history.leaks.values())]
+    with suppress(GpumemError):  # of ranks that are gone nothing can be said
+        sentences += [str(verdict)] if (verdict := session.verdict()) else []
+    return notes_html(sentences or ["Nothing was found."])

@@ -1,0 +1,103 @@
+"""A session as one page for somebody who was not there: charts, runs, findings, versions."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+from html import escape
+
+from plotly.io import to_html
+
+from ..planning.score import Scoreboard
+from ..report.page import page
+from ..report.tables import Table
+from ..shared.messages import RankInfo
+from ..shared.units import format_bytes
+from . import legend
+from .charts import Assembly, View
+from .runs_picture import picture
+from .steered import Steered
+from .style import CSS
+
+_SCALE = 1.3  # of the charts: a page has more room than a panel
+_CSS = ".gpumem-report > div { max-width: none; } .gpumem-runs table { margin-top: 1em; }"
+
+
+def report_page(session: Steered, findings: str, scoreboard: Scoreboard, versions: Mapping[str, str]) -> str:
+    """HTML that needs neither a network nor a kernel; plotly is in it, once.
+
+    Args:
+        session: of which all is shown that is known in this process; no rank is asked.
+        findings: HTML of what is wrong and what would help.
+        scoreboard: what was predicted beside what came.
+        versions: by name.
+    """
+    name = session.workload.name if session.workload else "no workload"
+    words = ["<h2>Runs</h2>" + _runs(session), f"<h2>Findings</h2>{findings}"]
+    if scoreboard.scored:
+        words.append(f"<h2>Predicted, and what came</h2>{scoreboard._repr_html_()}")
+    words.append("<h2>Ranks and versions</h2>" + _ranks(session.ranks) + _versions(versions))
+    charts, css = _charts(session)
+    # Sentences of errors may name files; whose folder they lie in is nobody's business.
+    sections = [without_home(_facts(session)), charts, *map(without_home, words)]
+    return page(f"Session report: {name}", sections, css)
+
+
+def without_home(text: str) -> str:
+    """The same, with the home folder written as people do."""
+    home = os.path.expanduser("~")
+    return text.replace(escape(home), "~") if len(home) > 1 else text
+
+
+def _facts(session: Steered) -> str:
+    size, history = session.size, session.history
+    when = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z")
+    what = f"{history.steps:,} steps on {size} rank{'s' * (size > 1)}" if history.steps else "No step was done"
+    facts = [f"{what}. Written {when}."]
+    if workload := session.workload:
+        samples = "n/a" if workload.dataset_len is None else f"{workload.dataset_len:,}"
+        facts.append(
+            f"{workload.name}: {workload.parameters:,} parameters ({format_bytes(workload.parameter_bytes)}), "
+            f"{samples} samples."
+        )
+        facts.append(f"Settings at the end: {session.settings.in_short.splitlines()[0]}")
+    return "".join(f"<p>{escape(fact)}</p>" for fact in facts)
+
+
+def _charts(session: Steered) -> tuple[str, str]:
+    """The panel's charts as they are now, and the style that they need."""
+    view = View.of_session(session, session.ranks)
+    if not view.has_steps:
+        return "<h2>Charts</h2><p>There is nothing to draw: no step was done of what is loaded.</p>", ""
+    assembly = Assembly(session.ranks, _SCALE)
+    drawn = to_html(
+        assembly.still(view),
+        full_html=False,
+        include_plotlyjs=True,
+        config={"displayModeBar": False, "responsive": True},
+    )
+    key = legend.key(view.worst, view.time) + legend.pins(view.marks) + legend.strip(view.peaks)
+    css = "".join(part.removeprefix("<style>").removesuffix("</style>") for part in (CSS, assembly.css))
+    return f"<h2>Charts</h2><div class='gpumem-panel gpumem-report'>{drawn}{key}</div>", css + _CSS
+
+
+def _runs(session: Steered) -> str:
+    runs = session.runs
+    limits = [reading.limit_bytes for reading in session.history.readings if reading and reading.limit_bytes]
+    svg = picture(runs.rows, min(limits, default=None)) if len(runs) else ""
+    return f"<div class='gpumem-runs'>{svg}{runs._repr_html_()}</div>"
+
+
+def _ranks(ranks: tuple[RankInfo, ...]) -> str:
+    headings = ("rank", "device", "memory limit", "threads")
+    rows = tuple(
+        (str(info.rank), info.device_name, format_bytes(info.memory_limit), str(info.threads)) for info in ranks
+    )
+    hosts = len({info.host for info in ranks})
+    title = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    return Table(title, headings, rows, frozenset({"device"})).html()
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return Table("", ("what", "version"), tuple(versions.items()), frozenset({"what", "version"})).html()

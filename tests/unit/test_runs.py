@@ -1,0 +1,301 @@
+"""The record of runs: which rows and columns there are, what their figures mean, and two of them compared."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from gpumem_nb.planning.prediction import FITS, Prediction
+from gpumem_nb.planning.score import Asked
+from gpumem_nb.report.runs import Runs
+from gpumem_nb.report.runs.curve import MOST_POINTS, Curve
+from gpumem_nb.report.runs.sorting import order
+from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.knobs import KNOBS
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.ui.runs_picture import picture
+from tests.ledgers import MIB, ledger
+from tests.runs import LIMITS, history_of, runs_of, shown, train
+
+TEN = [2.0] * 10
+
+
+def table(runs: Runs) -> list[list[str]]:
+    """The headings and the rows of what a notebook shows."""
+    html = ElementTree.fromstring(runs._repr_html_().split("<script>")[0].removeprefix("<div>"))
+    return [["".join(cell.itertext()).replace("\u00a0", " ") for cell in row] for row in html.iter("tr")]
+
+
+def cells(runs: Runs, heading: str) -> list[str]:
+    """What stands below a heading."""
+    headings, *rows = table(runs)
+    return [row[headings.index(heading)] for row in rows]
+
+
+def test_only_what_varies_has_a_column_and_the_rest_is_told_once() -> None:
+    history = history_of()
+    train(history, Settings(), TEN)
+    train(history, Settings(learning_rate=1e-4), TEN)
+    train(history, Settings(learning_rate=1e-4, clip_norm=1.0), TEN)
+    train(history, Settings(learning_rate=1e-4, clip_norm=1.0, optimizer_impl="foreach"), TEN)
+    _, runs = runs_of(history)
+    text = str(runs)
+    names = table(runs)[0]
+    assert [name for name in names if name in KNOBS] == ["optimizer_impl", "learning_rate", "clip_norm"]
+    assert cells(runs, "learning_rate") == ["0.001", "0.0001", "0.0001", "0.0001"]
+    assert cells(runs, "clip_norm") == ["none", "none", "1.0", "1.0"]
+    assert "batch" not in names
+    assert "The same in all: mine, precision=fp32, checkpointing=none, batch_size=32," in text
+    assert "outcome" not in names, "all went well"
+    train(history, Settings(batch_size=64), TEN)
+    _, runs = runs_of(history)
+    assert cells(runs, "batch")[-2:] == ["32×1×2", "64×1×2"]
+
+
+def test_headroom_is_that_of_the_rank_with_least_and_the_spread_stands_beside_the_rate() -> None:
+    history = history_of()
+    train(history, Settings(), TEN, rates=(100.0, 200.0, 300.0))
+    _, runs = runs_of(history)
+    (row,) = runs
+    assert row.headroom == 1 - 48 * MIB / LIMITS[1] == min(1 - 40 * MIB / LIMITS[0], 1 - 48 * MIB / LIMITS[1])
+    assert row.speed
+    rates = 2 * np.array([100.0, 200.0, 300.0] * 4)[2:10]  # of two ranks; the first two steps warm up
+    assert [row.speed.low, row.speed.median, row.speed.high] == pytest.approx(np.percentile(rates, [25, 50, 75]))
+    assert cells(runs, "headroom") == ["40 %"]
+    spread = (row.speed.high - row.speed.low) / 2 / row.speed.median
+    assert cells(runs, "samples/s") == [f"{row.speed.median:.0f} ± {100 * spread:.0f} %"]
+    unlimited = history_of()
+    unlimited.begin(1, "mine", Settings())
+    _, none = runs_of(unlimited)
+    assert "Nothing has been tried yet" in str(none)
+
+
+def test_loss_is_compared_after_as_many_samples_as_all_have_seen() -> None:
+    history = history_of()
+    draw = random.Random(1)
+    sizes, counts = (16, 32, 48), (90, 60, 7)
+    losses = [[draw.random() for _ in range(count)] for count in counts]
+    for size, of_run in zip(sizes, losses, strict=True):
+        train(history, Settings(batch_size=size), of_run)
+    train(history, Settings(batch_size=8), [9.0] * 4)  # too few steps to be compared
+    _, runs = runs_of(history)
+    samples = 7 * 48 * 2  # of two ranks
+    frame = runs.frame()
+    assert list(frame.loss_samples[:3]) == [samples] * 3
+    for size, of_run, found in zip(sizes, losses, frame.loss_at_equal_samples, strict=False):
+        of_each_sample = np.repeat(of_run, 2 * size)
+        assert found == pytest.approx(of_each_sample[samples * 3 // 4 : samples].mean())
+    assert np.isnan(frame.loss_at_equal_samples[3])
+    two = runs.compare(1, 2)
+    assert two.samples == 90 * 16 * 2
+    of_each_sample = np.repeat(losses[1], 2 * 32)
+    (loss,) = two.frame().query("what == 'loss'")["run 2"]
+    assert loss == pytest.approx(of_each_sample[two.samples * 3 // 4 : two.samples].mean())
+    assert f"{two.samples:,} samples" in str(two)
+
+
+def test_a_long_run_takes_few_points_and_stays_exact_at_its_beginning() -> None:
+    curve, draw = Curve(), random.Random(2)
+    losses = [3 / (1 + step / 50) + 0.1 * draw.random() for step in range(20_000)]
+    for step, loss in enumerate(losses):
+        curve.add(64, loss, 100.0, MIB * (2 if step == 5000 else 1))
+    curve.thin()
+    assert len(curve) <= MOST_POINTS
+    assert (curve.steps[-1], curve.samples[-1], max(curve.live_peaks)) == (20_000, 64 * 20_000, 2 * MIB)
+    for steps in (8, 40, 400, 20_000):
+        exact = np.mean(losses[steps * 3 // 4 : steps])
+        assert curve.mean_loss(48 * steps, 64 * steps) == pytest.approx(exact, rel=0.001 if steps < 20 else 0.03)
+    assert curve.mean_loss(0, 64 * 20_000) == pytest.approx(np.mean(losses)), "joining points keeps sums"
+    assert curve.mean_loss(0, 64 * 20_001) is None, "more than were seen"
+
+
+def test_a_loss_that_is_not_known_is_not_made_up() -> None:
+    history = history_of()
+    train(history, Settings(), [None] * 8)
+    _, runs = runs_of(history)
+    assert np.isnan(runs.frame().loss_at_equal_samples.astype(float)[0])
+    assert "loss" not in table(runs)[0]
+
+
+def test_the_best_and_the_present_are_marked_and_single_steps_folded_away() -> None:
+    history = history_of()
+    train(history, Settings(), TEN)
+    train(history, Settings(batch_size=64), TEN, rates=(500.0,))
+    train(history, Settings(batch_size=65), [1.0], rates=(900.0,))
+    train(history, Settings(batch_size=66), [])
+    history.tried[-1].outcome = "oom"
+    train(history, Settings(batch_size=8), TEN)
+    record, runs = runs_of(history)
+    assert [(row.number, row.steps, row.present) for row in runs] == [
+        *((1, 10, False), (2, 10, False), (3, 1, False), (4, 0, False), (5, 10, True))
+    ]
+    text = str(runs)
+    assert cells(runs, "run") == ["1", "2", "4", "5"], "of a failure one step is enough"
+    assert cells(runs, "mark") == ["", "best", "", "now"]
+    assert cells(runs, "outcome") == ["ok", "ok", "oom", "ok"]
+    assert "Run 3 is folded away: it has one step (%hvd_runs --all shows all)." in text
+    assert cells(runs.unfolded, "run") == ["1", "2", "3", "4", "5"]
+    record.note(runs[3].key, "look")
+    assert cells(shown(record), "run") == ["1", "2", "3", "4", "5"], "what somebody wrote at is shown"
+
+
+def test_numbers_stay_with_their_rows() -> None:
+    history = history_of()
+    train(history, Settings(), TEN)
+    train(history, Settings(batch_size=8), [])  # flipped away before its first step
+    train(history, Settings(batch_size=16), TEN)
+    record, runs = runs_of(history)
+    assert [(row.number, row.settings.batch_size) for row in runs] == [(1, 32), (2, 16)]
+    train(history, Settings(batch_size=64), TEN)
+    again = history_of()
+    again.started_s = history.started_s + 1
+    record.follow(again, "virtual GPU")
+    assert not any(row.present for row in record.rows())
+    train(again, Settings(batch_size=4), TEN)
+    found = [(row.number, row.settings.batch_size, row.came_from, row.present) for row in shown(record)]
+    before = "before a restart"
+    assert found == [(1, 32, before, False), (2, 16, before, False), (3, 64, before, False), (4, 4, "", True)]
+
+
+def test_rows_are_sorted_by_any_column_and_what_is_not_known_comes_last() -> None:
+    history = history_of()
+    for size, rate, clip in ((8, 10.0, None), (16, 30.0, 1.0), (4, 20.0, 0.5)):
+        train(history, Settings(batch_size=size, clip_norm=clip), TEN, rates=(rate,))
+    _, runs = runs_of(history)
+    assert [row.number for row in runs.sorted("samples_per_s")] == [2, 3, 1], "the highest first"
+    assert [row.number for row in runs.sorted("batch_size")] == [3, 1, 2]
+    assert [row.number for row in runs.sorted("clip_norm")] == [3, 2, 1]
+    with pytest.raises(InvalidInput, match="There is no column 'samples_per_sec': did you mean 'samples_per_s'"):
+        runs.sorted("samples_per_sec")
+    assert order([None, "b", 2, float("nan"), "a", 1]) == [5, 2, 4, 1, 0, 3]
+    assert order([None, 1, 2], highest_first=True) == [2, 1, 0]
+
+
+def test_the_table_of_a_notebook_stands_without_its_script_and_has_nobodys_words_in_it() -> None:
+    history = history_of()
+    train(history, Settings(), TEN, workload="<i>mine</i>")
+    train(history, Settings(batch_size=8), TEN, workload="<i>mine</i>")
+    record, runs = runs_of(history)
+    runs.note(1, "  </script>\n<b>bold</b> ")
+    html = shown(record)._repr_html_()
+    plain, script = html.split("<script>")
+    script = script.split("</script>")[0]
+    assert "&lt;/script&gt; &lt;b&gt;bold" in plain
+    assert "<button" not in plain
+    assert "bold" not in script
+    assert "mine" not in script
+    assert len(table(shown(record))) == 3
+
+
+def test_what_was_predicted_stands_beside_what_was_measured() -> None:
+    history = history_of()
+    train(history, Settings(), TEN)
+    wanted = Settings(batch_size=64)
+    said = Prediction(
+        *(wanted, 66 * MIB, 70 * MIB, None, 60 * MIB, 80 * MIB, None, FITS, {}, "forward", "", "", 0.1),
+        samples_per_s=700.0,
+    )
+    history.predicted(Asked(said, history.model_version, Settings(), history.begun))
+    train(history, wanted, TEN, peak=56 * MIB)
+    record, runs = runs_of(history)
+    assert cells(runs, "predicted") == ["n/a", "66.0 MiB (+10.0 %)\n700/s"]
+    for size in range(4, 10):
+        train(history, Settings(batch_size=size), TEN)
+    assert record.rows()[1].foretold
+    history.asked.clear()
+    assert record.rows()[1].foretold, "only the latest predictions are kept, but not only their rows"
+    assert list(runs.frame().predicted_live_peak_bytes)[1] == 66 * MIB
+
+
+def test_a_comparison_says_what_moved_and_which_flip_moves_it() -> None:
+    history = history_of()
+    train(history, Settings(), [2.0] * 40, recorded=ledger(), rates=(100.0, 101.0))
+    light = ledger(activations=2)
+    other = Settings(checkpointing="blocks", learning_rate=0.01)
+    train(history, other, [1.0] * 40, recorded=light, peak=22 * MIB, backward_s=0.07, rates=(80.0, 81.0))
+    _, runs = runs_of(history)
+    two = runs.compare(1, 2)
+    assert next(iter(two.categories.items())) == ("activations", -18 * MIB)
+    assert next(iter(two.parts)) == "backward"
+    assert two.parts["backward"] == pytest.approx(0.02)
+    assert two.why == [
+        "Live peak −18.0 MiB: activations −18.0 MiB (checkpointing none → blocks).",
+        "A step, +20.00 ms: backward +20.00 ms.",
+    ]
+    text = str(two)
+    assert "Run 1 → 2: checkpointing none → blocks, learning_rate 0.001 → 0.01" in text
+    assert "changes the mathematics (learning_rate)" in text
+    assert "(−20 %" in text
+    assert list(two.frame().columns) == ["what", "unit", "run 1", "run 2", "change"]
+    assert runs.compare(1, 1).why == ["The live peak did not move.", "A step took as long, part by part."]
+
+
+def test_steps_of_other_sizes_are_compared_by_the_time_that_as_many_samples_take() -> None:
+    history = history_of()
+    train(history, Settings(batch_size=16), TEN, backward_s=0.05)
+    train(history, Settings(batch_size=32), TEN, backward_s=0.05)
+    _, runs = runs_of(history)
+    assert runs.compare(1, 2).parts["backward"] == pytest.approx(-0.025)
+    assert "for 32 samples" in str(runs.compare(1, 2))
+
+
+@pytest.mark.parametrize("number", [0, 3, -1, "1", True])
+def test_a_run_that_is_not_there_is_refused_in_a_sentence(number: Any) -> None:
+    history = history_of()
+    for size in (8, 16):
+        train(history, Settings(batch_size=size), TEN)
+    _, runs = runs_of(history)
+    with pytest.raises(InvalidInput, match=r"There is no run .*: there are 1 to 2\.$"):
+        runs.compare(1, number)
+    _, none = runs_of(history_of())
+    with pytest.raises(InvalidInput, match="There is no run 1: Nothing has been tried yet"):
+        none.note(1, "x")
+
+
+def test_a_picture_of_what_was_tried_needs_no_program() -> None:
+    history = history_of()
+    train(history, Settings(), TEN, workload="digits", peak=36 * MIB)
+    train(history, Settings(precision="bf16"), TEN, workload="digits", peak=16 * MIB)
+    train(history, Settings(precision="bf16", batch_size=999), [], workload="digits")
+    history.tried[-1].outcome = "oom"
+    rows = runs_of(history)[1].rows
+    svg = ElementTree.fromstring(picture(rows, 80 * MIB))
+    words = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert [words[place] for place in (2, 4, 6)] == ["1: digits", "2: bf16", "3: batch 999"]
+    assert words[-1] == "out of memory"
+    wide, narrow, none = [float(bar.get("width", "")) for bar in svg.iter("{http://www.w3.org/2000/svg}rect")]
+    assert (wide, none) == (2 * narrow, 0)
+    [limit] = svg.iter("{http://www.w3.org/2000/svg}line")
+    first = next(svg.iter("{http://www.w3.org/2000/svg}rect"))
+    assert float(limit.get("x1", "")) - float(first.get("x", "")) == 2 * wide
+    assert "<line" not in picture(rows, 900 * MIB), "a limit far away would flatten the bars"
+
+
+def test_the_record_can_be_read_while_it_is_written() -> None:
+    history = history_of()
+    record, _ = runs_of(history)
+    over = threading.Event()
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        while not over.is_set():
+            try:
+                str(shown(record))
+                record.rows()
+            except BaseException as error:
+                failed.append(error)
+                return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for size in range(1, 30):
+        train(history, Settings(batch_size=size), TEN, recorded=ledger())
+    over.set()
+    reader.join()
+    assert not failed
+    assert [row.steps for row in record.rows()] == [10] * 29

@@ -1,0 +1,163 @@
+"""Runs in files: for other programs, for other people, and for a session to come."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from gpumem_nb.kernel.record import Record
+from gpumem_nb.report.runs.stored import packed, unpacked
+from gpumem_nb.shared.errors import InvalidInput, SetupError, StateFileError
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.ui.runs_figure import comparison_figure
+from tests.ledgers import MIB, ledger
+from tests.runs import history_of, runs_of, shown, train
+
+HOSTILE = "best, \"so far\"\n<script>alert('x')</script> =1+1"
+
+
+@pytest.fixture
+def record() -> Record:
+    history = history_of()
+    train(history, Settings(), [2.0, 1.5] * 150, recorded=ledger(), rates=(300.0, 330.0))
+    train(history, Settings(batch_size=64, clip_norm=1.0, fusion_threshold_mib=8), [1.0] * 10)
+    train(history, Settings(batch_size=640), [])
+    history.tried[-1].outcome = "oom"
+    record, runs = runs_of(history)
+    runs.note(2, HOSTILE)
+    return record
+
+
+def test_a_later_session_has_the_same_figures(record: Record) -> None:
+    there = shown(record)
+    later, _ = runs_of()
+    assert later.bring(unpacked(packed(record.rows())), "digits.state") == 3
+    history = history_of()
+    later.follow(history, "virtual GPU")
+    history.started_s += 1
+    train(history, Settings(), [1.0] * 10)
+    here = shown(later)
+    assert [(row.number, row.came_from) for row in here] == [
+        *((1, "digits.state"), (2, "digits.state"), (3, "digits.state"), (4, ""))
+    ]
+    assert not any(row.present for row in here.rows[:3])
+    same = ["run", "best", "present", "came_from", "loss_at_equal_samples", "loss_samples"]
+    before, after = (runs.frame().drop(columns=same).iloc[:3] for runs in (there, here))
+    pd.testing.assert_frame_equal(before, after, check_dtype=False)
+    a, b = there[1], here[1]
+    assert (list(a.curve.steps), list(a.curve.samples)) == (list(b.curve.steps), list(b.curve.samples))
+    assert list(b.curve.losses) == pytest.approx(list(a.curve.losses))
+    assert there.compare(1, 2).why == here.compare(1, 2).why
+    assert later.bring(record.rows(), "again.state") == 0, "they are there already"
+
+
+def test_what_comes_later_changes_no_number(record: Record) -> None:
+    other = history_of()
+    other.started_s += 5
+    train(other, Settings(batch_size=2), [1.0] * 10)
+    record.bring(runs_of(other)[1].rows, "other.state")
+    found = [(row.number, row.came_from) for row in record.rows()]
+    assert found == [(1, ""), (2, ""), (3, ""), (4, "other.state")]
+
+
+def test_runs_of_another_version_are_read_as_far_as_they_are_known(record: Record) -> None:
+    saved = json.loads(zlib.decompress(packed(record.rows())))
+    first, second, third = saved["rows"]
+    first["settings"]["knob_of_tomorrow"] = 3
+    first["figure_of_tomorrow"] = 4
+    second["settings"]["precision"] = "fp4"
+    third["ranks"] = 0
+    rows = unpacked(zlib.compress(json.dumps(saved).encode()))
+    assert [row.key for row in rows] == [first["key"]], "others would show what is not so"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x", zlib.compress(b"[]"), zlib.compress(b'{"rows": 7}'), zlib.compress(b"{}")[:-3]]
+)
+def test_what_is_no_record_is_refused(data: bytes) -> None:
+    with pytest.raises(StateFileError, match="record of runs cannot be read"):
+        unpacked(data)
+
+
+def test_a_record_of_a_thousand_runs_takes_little_room() -> None:
+    history = history_of()
+    for size in range(1, 1001):
+        train(history, Settings(batch_size=size), [1.0 / size] * 3)
+    _, runs = runs_of(history)
+    assert len(packed(runs.rows)) < 2**18
+
+
+def test_csv_has_all_rows_and_what_people_wrote(record: Record, tmp_path: Path) -> None:
+    runs = shown(record)
+    said = str(runs.export(tmp_path / "runs.csv"))
+    assert f"Written: {tmp_path / 'runs.csv'} (" in said
+    assert "It has 3 runs" in said
+    read = pd.read_csv(tmp_path / "runs.csv")
+    assert list(read.columns) == list(runs.frame().columns)
+    assert list(read.live_peak_bytes[:2]) == [44 * MIB, 44 * MIB]
+    assert read.note[1] == " ".join(HOSTILE.split())
+    runs.export(tmp_path / "runs.csv")  # its own file may be written over
+
+
+def test_html_is_a_page_of_its_own(record: Record, tmp_path: Path) -> None:
+    shown(record).export(tmp_path / "runs.html")
+    text = (tmp_path / "runs.html").read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert" in text
+    assert "http" not in text, "nothing is fetched"
+
+
+def test_parquet_needs_pyarrow(record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec("pyarrow") is not None
+    if there:
+        shown(record).export(tmp_path / "runs.parquet")
+        read = pd.read_parquet(tmp_path / "runs.parquet")
+        assert list(read.columns) == list(shown(record).frame().columns)
+        assert list(read.live_peak_bytes[:2]) == [44 * MIB, 44 * MIB]
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SetupError, match=r"pip install pyarrow$"):
+        shown(record).export(tmp_path / "other.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("runs.xlsx", r"ends in \.csv, \.parquet or \.html\.$"),
+        ("runs", r"ends in \.csv, \.parquet or \.html\.$"),
+        ("nowhere/runs.csv", "there is no such folder"),
+        ("theirs.csv", "is of something else"),
+        ("folder.csv", "this is a folder"),
+        (7, "is not a file's path"),
+    ],
+)
+def test_a_file_that_cannot_be_written_changes_nothing(
+    record: Record, tmp_path: Path, name: Any, sentence: str
+) -> None:
+    (tmp_path / "theirs.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "folder.csv").mkdir()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(InvalidInput, match=sentence) as caught:
+        shown(record).export(tmp_path / name if isinstance(name, str) else name)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "theirs.csv").read_text() == "a,b\n1,2\n"
+    with pytest.raises(InvalidInput, match="Nothing has been tried yet"):
+        runs_of()[1].export(tmp_path / "none.csv")
+
+
+def test_two_runs_are_drawn_over_each_other(record: Record) -> None:
+    runs = shown(record)
+    figure = comparison_figure(runs[1], runs[2])
+    assert [trace.name for trace in figure.data] == ["run 1", "run 2"] * 3
+    assert [len({trace.xaxis for trace in figure.data[place : place + 2]}) for place in (0, 2, 4)] == [1, 1, 1]
+    loss, rate, live = figure.data[0], figure.data[2], figure.data[5]
+    assert (loss.x[-1], rate.x[-1]) == (300 * 64, 300), "samples of two ranks, and steps"
+    assert set(live.y) == {44.0}
+    comparison_figure(runs[1], runs[3])  # without a step
