@@ -7,7 +7,6 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -90,7 +89,11 @@ def set_up(config: RankConfig) -> RankInfo:
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
     _device.communicates_on(horovod_threads)
     collectives.greet(_device.torch_device)
-    _pulse = pulse.PulseThread(partial(_publish, kernel), collectives, step, reading, device_use, config.stall_limit_s)
+
+    def publish(request: Any, sent: Pulse) -> None:
+        publish_beside(kernel, request, {pulse.KEY: sent})
+
+    _pulse = pulse.PulseThread(publish, collectives, step, reading, device_use, config.stall_limit_s)
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
     _names = OfferedNames(namespace())
@@ -308,10 +311,7 @@ def save_attached(names: dict[str, str | None], path: str, space: int) -> str:
 
 def load_attached(names: dict[str, str | None], path: str) -> None:
     """Define the kept objects again under their names."""
-    kept = attached_objects.load(Path(path))
-    with _device.exempt():
-        attached_objects.clone_onto_device(kept[str(names["model"])])
-    namespace().update(kept)
+    namespace().update(attached_objects.load_onto(_device, Path(path), str(names["model"])))
 
 
 def reading() -> Reading:
@@ -368,10 +368,6 @@ def _loaded_trainer() -> Trainer:
     if _trainer is None:
         raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
     return _trainer
-
-
-def _publish(kernel: Any, request: Any, sent: Pulse) -> None:
-    publish_beside(kernel, request, {pulse.KEY: sent})
 
 
 def _offer(trainer: Trainer) -> list[str]:

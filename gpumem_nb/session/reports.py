@@ -35,9 +35,9 @@ def write_report(session: Session, path: str | os.PathLike[str]) -> Written:
 
 def _findings(session: Session) -> str:
     """HTML of what is wrong, and what would help."""
-    history = session.history
+    with suppress(GpumemError):
+        return session.doctor()._repr_html_()
+    history = session.history  # ranks that are gone cannot be asked, but what was known of them is
     sentences = [str(history.rescue)] if history.rescue else []
     sentences += [in_words(found) for found in list(history.leaks.values())]
-    with suppress(GpumemError):  # of ranks that are gone nothing can be said
-        sentences += [str(verdict)] if (verdict := session.verdict()) else []
     return notes_html(sentences or ["Nothing was found."])

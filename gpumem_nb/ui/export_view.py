@@ -1,4 +1,4 @@
-"""The panel's way out: the plain script of what the session does."""
+"""The panel's way out: the plain script of what the session does, and a page about it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import ipywidgets
 from ..shared.progress import Progress
 from .search_view import Ask, SearchView
 from .steered import Steered
+
+_REPORT = "report.html"
 
 
 class ExportView(SearchView):
@@ -28,12 +30,21 @@ class ExportView(SearchView):
         )
         self._ddp = ipywidgets.Checkbox(description="for torchrun, without Horovod", indent=False)
         tip = "one plain script that trains as this session does"
-        super().__init__([self._path, self._ddp], [("Write the script", "file-code-o", tip, self._write)], search, ask)
+        page = "a page of this session to hand on: charts, runs, findings"
+        questions = [
+            ("Write the script", "file-code-o", tip, self._write),
+            (f"Write {_REPORT}", "file-text-o", page, self._report),
+        ]
+        super().__init__([self._path, self._ddp], questions, search, ask)
 
     def _write(self, progress: Progress) -> str:
         progress("writing the script", 0.5)
-        written = self._session.export(self._path.value.strip(), ddp=self._ddp.value)
-        self.show([_words(written)])
+        self.show([_words(self._session.export(self._path.value.strip(), ddp=self._ddp.value))])
+        return ""
+
+    def _report(self, progress: Progress) -> str:
+        progress(f"writing {_REPORT}", 0.5)
+        self.show([_words(self._session.report(_REPORT))])
         return ""
 
 

@@ -111,6 +111,9 @@ class Steered(Protocol):
     def doctor(self, progress: Progress = lambda what, done: None) -> Diagnosis:
         """What is wrong with it as it is."""
 
+    def report(self, path: str) -> Any:
+        """Write the session as one page."""
+
     def verdict(self) -> Verdict | None:
         """What the time of a step is lost to."""
 

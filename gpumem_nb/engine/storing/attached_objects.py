@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-from torch import nn
 from torch.optim import Optimizer
 
 from ...internals.torch_internals import has_step_hooks
+from ...memory.device import Device
 from ...shared import snapshot_folder
 from ...shared.errors import StateFileError
 from ...shared.units import format_bytes
@@ -46,6 +46,15 @@ def save(objects: dict[str, Any], path: Path, space: int) -> str:
     return ""
 
 
+def load_onto(device: Device, path: Path, model: str) -> dict[str, Any]:
+    """The same as :func:`load`, the model of this name with memory that the device counts."""
+    kept = load(path)
+    with device.exempt():
+        for tensor in (*kept[model].parameters(), *kept[model].buffers()):
+            tensor.data = tensor.data.clone()
+    return kept
+
+
 def load(path: Path) -> dict[str, Any]:
     """The objects that :func:`save` wrote. The file lies in a folder that its owner alone can write to.
 
@@ -59,9 +68,3 @@ def load(path: Path) -> dict[str, Any]:
             f"The attached objects could not be brought back ({type(error).__name__}: {error}). "
             "Run their cells again, attach them, and type %hvd_resume."
         ) from None
-
-
-def clone_onto_device(model: nn.Module) -> None:
-    """Give a model that came from a file memory that the device counts."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
