@@ -196,17 +196,6 @@ CSS = """<style>
 .gpumem-panel .gpumem-fits-map button { width: 100%; height: 3.4em; margin: 0; line-height: 1.3; white-space: pre-line;
   font-variant-numeric: tabular-nums; }
 .gpumem-panel .gpumem-fits-map .gpumem-frontier { outline: 3px solid #009E73; outline-offset: -3px; }
-.gpumem-panel .gpumem-finding { display: flex; align-items: center; gap: 0.8em; margin: 0.3em 0; padding: 0.2em 0.7em;
-  border-left: 5px solid #0072B2; background: var(--jp-layout-color2, transparent); }
-.gpumem-panel .gpumem-finding.gpumem-stops { border-color: #D55E00; }
-.gpumem-panel .gpumem-finding.gpumem-wrong { border-color: #E69F00; }
-.gpumem-panel .gpumem-finding > .widget-html { flex: 1 1 0; min-width: 0; }
-.gpumem-panel .gpumem-finding h4 { margin: 0; }
-.gpumem-panel .gpumem-finding h4 i { font-style: normal; }
-.gpumem-panel .gpumem-finding h4 small { font-weight: 400; }
-.gpumem-panel .gpumem-finding p { margin: 0.1em 0; line-height: 1.35; }
-.gpumem-panel .gpumem-finding button { flex: none; max-width: 40%; width: auto; height: auto; margin: 0;
-  white-space: normal; line-height: 1.3; padding: 0.3em 0.7em; }
 .gpumem-panel .gpumem-notes p { margin: 0.1em 0; font-size: 0.88em; line-height: 1.4; }
 .gpumem-panel .gpumem-choices { display: flex; flex-wrap: wrap; gap: 0.3em; margin: 0.2em 0; }
 .gpumem-panel .gpumem-choices button { font-size: 0.9em; height: 2em; line-height: 2em; width: auto; padding: 0 0.6em;
