@@ -68,10 +68,12 @@ class Plant:
 
 def planted(session: Session, plant: Plant) -> None:
     """Bring a fault about."""
-    set_limit(session, ROOM)
+    set_limit(session, ROOM)  # for what is loaded, too
     session.run_cell(MODEL + plant.code, title="<planted>")
     own = "own" if plant.optimizer == "own" else None
     session.attach(model="net", data="rows", loss="loss", optimizer=own)
+    session.set(fusion_threshold_mib=1)  # Horovod's buffer of the plant before lies in a segment of its own size
+    set_limit(session, ROOM)
     session.set(**{**KNOWN, "optimizer": plant.optimizer, **plant.knobs})
     plant.train(session)
     if plant.filled:
@@ -192,8 +194,8 @@ PLANTS: dict[str, Plant] = {
     ),
     "tensors that fit into no gap": Plant(
         "fragmentation",
-        "def loss(model, batch):\n    for mib in range(11, 21, 2):\n        torch.empty(mib * 2**20, dtype=torch.uint8)\n"
-        "    return model(batch[0]).square().mean()",
+        "def loss(model, batch):\n    for mib in range(11, 21, 2):\n"
+        "        torch.empty(mib * 2**20, dtype=torch.uint8)\n    return model(batch[0]).square().mean()",
         words="expandable_segments",
     ),
     "a large batch before a small one": Plant("free memory in the cache", IMAGES, train=larger_before),
@@ -302,3 +304,34 @@ def freeze(session: Session) -> None:
     session.train(3)
     session.run("for p in net[0].parameters():\n    p.requires_grad_(False)")
     session.train(4)
+
+
+TRANSFORMERS = {
+    "GPT-2": """
+from transformers import GPT2Config, GPT2LMHeadModel
+net = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=500, n_positions=64))
+tokens = torch.randint(0, 500, (512, 64))
+rows = [{"input_ids": row, "labels": row} for row in tokens]
+""",
+    "BERT": """
+from transformers import BertConfig, BertForSequenceClassification
+net = BertForSequenceClassification(BertConfig(
+    vocab_size=500, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512,
+    max_position_embeddings=64))
+rows = [{"input_ids": row, "labels": row[0] % 2} for row in torch.randint(0, 500, (512, 64))]
+""",
+}
+"""Nothing is wrong with these, nor with the ready-made workloads, by the settings that they are loaded with."""
+
+
+def healthy(session: Session, name: str) -> None:
+    """Train one of them, or a ready-made workload, with room for it."""
+    set_limit(session, 1024 * MIB)
+    if code := TRANSFORMERS.get(name):
+        session.run_cell(code, title="<healthy>")
+        session.attach(model="net", data="rows")
+    else:
+        session.load(name)
+    session.set(**KNOWN, optimizer="adamw")
+    session.set(batch_size=32)
+    session.train(TIMED)

@@ -1,24 +1,33 @@
-"""The doctor finds what is planted, first, with what mends it; says nothing of healthy sessions; and disturbs nobody."""
+"""The doctor finds what is planted, first, with what mends it, says nothing of the healthy, and disturbs nobody."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from gpumem_nb.planning.doctor.diagnosis import Diagnosis
 from gpumem_nb.planning.doctor.finding import Finding
 from gpumem_nb.session import Session
-from tests.cluster.doctor_plants import LET_GO, PLANTS, Plant, planted, set_limit
+from gpumem_nb.shared.errors import GpumemError, Interrupted, WorkloadError
+from gpumem_nb.workloads.catalog import CATALOG
+from tests.cluster.doctor_plants import LET_GO, MIB, PLANTS, TRANSFORMERS, Plant, healthy, planted, set_limit
+from tests.cluster.stop_button import PROMPT_S, Stop, asked
+from tests.conftest import weights
+from tests.internals import wait_for_steps
+from tests.timing import in_time
 
 pytestmark = pytest.mark.cluster
-MIB = 2**20
 
 
 @pytest.fixture
 def patient(two_ranks: Session) -> Iterator[Session]:
     """Two ranks whose limits and devices are put back."""
     yield two_ranks
+    two_ranks.pause()
     two_ranks.run(LET_GO)
     set_limit(two_ranks, 96 * MIB)
 
@@ -39,3 +48,101 @@ def test_what_is_planted_is_found_first(patient: Session, plant: Plant) -> None:
     if plant.flip is not None:
         assert first.flip
         assert first.flip.changes == plant.flip
+
+
+@pytest.mark.parametrize("name", [*CATALOG, *TRANSFORMERS])
+def test_nothing_is_found_in_a_healthy_session(patient: Session, name: str) -> None:
+    healthy(patient, name)
+    found = patient.doctor()
+    assert own(found) == [], found
+
+
+def test_a_flip_that_mends_is_predicted_and_measured_when_it_is_taken(patient: Session) -> None:
+    planted(patient, PLANTS["a fat fusion buffer"])
+    [first, *_] = own(patient.doctor())
+    flip = first.flip
+    assert flip
+    assert flip.saves_bytes == pytest.approx(44 * MIB, rel=0.01)
+    assert "keeps the mathematics to rounding" in first.helps
+    patient.set(**flip.changes)
+    patient.train(4)
+    after = patient.doctor()
+    assert "communication buffers dominate" not in [one.cause for one in after.findings]
+    scored = patient.score().scored[-1]
+    assert scored.error == pytest.approx(0, abs=0.02)
+    assert f"predicted a live peak of {_mib(scored.predicted.live_peak_bytes)}" in after.came
+    assert f"came {_mib(scored.came.peak_bytes)}" in after.came
+
+
+def _mib(size: int | None) -> str:
+    assert size
+    return f"{size / MIB:.1f} MiB"
+
+
+def test_without_a_step_it_says_what_to_do(patient: Session, fresh: Callable[..., Session]) -> None:
+    fresh(patient)
+    with pytest.raises(WorkloadError, match=r"Nothing was trained yet.*%hvd_train 20"):
+        patient.doctor()
+
+
+def test_training_goes_on_meanwhile_as_if_nothing_had_been(patient: Session, fresh: Callable[..., Session]) -> None:
+    fresh(patient).train(3)
+    undisturbed = [patient.train(4).frame().loss.tolist() for _ in range(2)]
+    fresh(patient).train(3)
+    first = patient.train(4).frame().loss.tolist()
+    patient.doctor()
+    assert [first, patient.train(4).frame().loss.tolist()] == undisturbed
+    patient.play()
+    wait_for_steps(patient, patient.history.steps + 2)
+    patient.doctor()
+    assert patient.playing
+    wait_for_steps(patient, patient.history.steps + 2)
+    patient.pause()
+    assert len(weights(patient)) == 1
+
+
+def test_an_interrupt_ends_it_and_leaves_nothing_behind(patient: Session, fresh: Callable[..., Session]) -> None:
+    fresh(patient).train(3)
+    patient.run("import time\nheld = model.register_forward_pre_hook(lambda *_: time.sleep(0.2))")
+    before = weights(patient)
+    stop = Stop(asked(patient))
+    with pytest.raises(Interrupted):
+        patient.doctor()
+    assert in_time(stop.took_s(), PROMPT_S)
+    patient.run("held.remove()")
+    assert weights(patient) == before
+    patient.train(2)
+
+
+def test_a_flip_meanwhile_is_told(patient: Session, fresh: Callable[..., Session]) -> None:
+    fresh(patient).train(3)
+    done = threading.Event()
+
+    def flip(what: str, _: float) -> None:
+        if not done.is_set():
+            done.set()
+            patient.set(batch_size=16)
+
+    with pytest.raises(WorkloadError, match="changed while the session was examined"):
+        patient.doctor(flip)
+
+
+def test_the_checklist_says_what_is_wrong_and_what_to_do(patient: Session, shell: InteractiveShell) -> None:
+    planted(patient, PLANTS["a leak"])
+    found: Any = shell.run_line_magic("hvd_doctor", "--checklist")
+    states = {check.question: check.ok for check in found.checks}
+    assert list(states.values()) == [True, True, True, True, False, None], found
+    assert "kept" in str(found)
+    assert "%hvd_load digits-resnet" in str(found)
+    assert "torch 2." in str(found)
+
+
+def test_the_magic_gives_text_where_there_is_no_notebook(
+    patient: Session, shell: InteractiveShell, fresh: Callable[..., Session]
+) -> None:
+    fresh(patient).train(2)
+    found: Any = shell.run_line_magic("hvd_doctor", "")
+    assert isinstance(found, Diagnosis)
+    assert "Time is judged from 14 steps on" in str(found)
+    with pytest.raises(GpumemError):
+        patient.load("no-such-workload")

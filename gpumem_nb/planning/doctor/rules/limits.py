@@ -78,7 +78,7 @@ def ranks_differ(evidence: Evidence) -> Finding | None:
 def barely_fits(evidence: Evidence) -> Finding | None:
     """So little room is left that a longer sample, an evaluation or a cell may take it."""
     needs, share, peak = evidence.needs, evidence.share, evidence.peak
-    if needs is None or share is None or peak is None or does_not_fit(evidence):
+    if needs is None or share is None or peak is None or evidence.wastes or does_not_fit(evidence):
         return None
     if needs.verdict not in (TIGHT, DOES_NOT_FIT) and share <= BARELY:
         return None

@@ -6,17 +6,13 @@ import statistics
 
 from ....report.leak_sentences import in_words
 from ....shared import categories as c
-from ....shared.forecast import LARGE_SEGMENT_BYTES
 from ....shared.units import format_bytes
-from ..evidence import Evidence, OnRank
-from ..finding import LESS, MEMORY, WRONG, Finding
+from ...prediction import FITS, NO_LIMIT
+from ..evidence import Evidence, OnRank, much_unused
+from ..finding import LESS, MEMORY, STOPS, WRONG, Finding
 from .limits import BARELY, SCARCE
 
 _MOST = 1 / 3  # of the peak: the largest category is nearly always above it where one stands out
-# Between live and reserved the allocator's own rounding made 3 to 32 % of difference in the models that were measured
-# (docs/memory.md), and a pool's segment that is hardly used 20 MiB. What is more than both is worth a word, if it is a
-# tenth of the limit, too: below that nothing would fit that does not.
-_USUAL_SHARE, _USUAL_BYTES, _OF_LIMIT = 0.32, 2 * LARGE_SEGMENT_BYTES, 0.1
 # Ranks with samples of different lengths differ by some percent from step to step, by less over many steps.
 _UNEVEN, _UNEVEN_OF_LIMIT = 0.25, 0.05
 
@@ -94,24 +90,26 @@ def _dominates(evidence: Evidence, category: str, cause: str) -> Finding | None:
 
 
 def fragmentation(evidence: Evidence) -> Finding | None:
-    """A step reserves far more than it uses, from an empty cache on: pieces that nothing else fits into."""
+    """A step reserves far more than it uses, though all that is free is given back before: pieces that nothing fits."""
     needs = evidence.needs
-    if needs is None or not _much(needs.reserved_peak_bytes, needs.live_peak_bytes, needs.limit_bytes):
+    if needs is None or not evidence.wastes:
         return None
     wasted = needs.reserved_peak_bytes - needs.live_peak_bytes
     return Finding(
         "fragmentation",
-        MEMORY,
+        MEMORY if needs.verdict in (FITS, NO_LIMIT) else STOPS,
         wasted,
         f"A step reserves {format_bytes(needs.reserved_peak_bytes)} for a live peak of "
-        f"{format_bytes(needs.live_peak_bytes)}: what was freed lies in pieces that the next tensors do not fit into.",
+        f"{format_bytes(needs.live_peak_bytes)}: what was freed lies in pieces "
+        "that the next tensors do not fit into, or beside small ones that stay.",
         {
             "reserved_peak_bytes": needs.reserved_peak_bytes,
             "live_peak_bytes": needs.live_peak_bytes,
             "limit_bytes": needs.limit_bytes,
         },
-        do="%hvd_memory --what-if says what the caching allocator would reserve, set otherwise; to have that, before "
-        "the ranks start: %env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, then %hvd_restart.",
+        do="%hvd_restart begins with whole segments. If it comes again, %hvd_memory --what-if says what the caching "
+        "allocator would reserve, set otherwise; to have that, before the ranks start: %env "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     )
 
 
@@ -123,7 +121,7 @@ def cached(evidence: Evidence) -> Finding | None:
         return None
     held = worst.reading.reserved_bytes
     needed = max(needs.reserved_peak_bytes, worst.live_peak_bytes or 0)
-    if not _much(held, needed, needs.limit_bytes):
+    if not much_unused(held, needed, needs.limit_bytes):
         return None
     how = "start the ranks again: %hvd_restart" if worst.info.virtual else "torch.cuda.empty_cache() in a %%hvd cell"
     return Finding(
@@ -172,9 +170,3 @@ def _difference(evidence: Evidence, worst: OnRank) -> tuple[str, int]:
     more = {name: size - other.at_peak.get(name, 0) for name, size in worst.ledger.at_peak.items()}
     category = max(more, key=more.__getitem__)
     return (category, more[category]) if more[category] > 0 else ("", 0)
-
-
-def _much(reserved: int, used: int, limit: int | None) -> bool:
-    """Whether so much is reserved and not used that it is worth a word."""
-    unused = reserved - used
-    return unused > max(_USUAL_SHARE * reserved, _USUAL_BYTES, _OF_LIMIT * (limit or 0))

@@ -26,8 +26,8 @@ def state_of_frozen(evidence: Evidence) -> Finding | None:
         held.bytes,
         f"The optimizer keeps {format_bytes(held.bytes)} for {_weights(held)} that are frozen, {held.largest} for one.",
         {"optimizer_state_bytes": held.bytes, "weights": held.tensors, "live_peak_bytes": rank.live_peak_bytes},
-        do="Build the optimizer on [p for p in model.parameters() if p.requires_grad] and attach it, or in a %%hvd cell "
-        "on all ranks: for p in [p for p in optimizer.state if not p.requires_grad]: del optimizer.state[p]",
+        do="Build the optimizer on [p for p in model.parameters() if p.requires_grad] and attach it, or in a %%hvd "
+        "cell on all ranks: for p in [p for p in optimizer.state if not p.requires_grad]: del optimizer.state[p]",
     )
 
 
