@@ -57,7 +57,7 @@ class Doctoring:
         """What is found, with flips that were predicted.
 
         Raises:
-            WorkloadError: nothing is loaded, no step was done, or settings were changed meanwhile.
+            WorkloadError: nothing is loaded, or no step was done; ``NotThisTime`` if settings were changed meanwhile.
         """
         self._foreground.check_loaded()
         if not self._history.steps and self._history.rescue is None:

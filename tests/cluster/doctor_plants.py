@@ -309,16 +309,16 @@ def freeze(session: Session) -> None:
 TRANSFORMERS = {
     "GPT-2": """
 from transformers import GPT2Config, GPT2LMHeadModel
-net = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=500, n_positions=64))
-tokens = torch.randint(0, 500, (512, 64))
+net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=128, n_head=4, vocab_size=500, n_positions=32))
+tokens = torch.randint(0, 500, (512, 32))
 rows = [{"input_ids": row, "labels": row} for row in tokens]
 """,
     "BERT": """
 from transformers import BertConfig, BertForSequenceClassification
 net = BertForSequenceClassification(BertConfig(
-    vocab_size=500, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512,
-    max_position_embeddings=64))
-rows = [{"input_ids": row, "labels": row[0] % 2} for row in torch.randint(0, 500, (512, 64))]
+    vocab_size=500, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512,
+    max_position_embeddings=32))
+rows = [{"input_ids": row, "labels": row[0] % 2} for row in torch.randint(0, 500, (512, 32))]
 """,
 }
 """Nothing is wrong with these, nor with the ready-made workloads, by the settings that they are loaded with."""

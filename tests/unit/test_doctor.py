@@ -1,0 +1,289 @@
+"""The doctor's rules on evidence made by hand: each speaks above its threshold, is silent below, and has its page."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_nb.install.environment import EnvironmentReport, Item
+from gpumem_nb.kernel.doctoring import _brings
+from gpumem_nb.planning.doctor.checklist import checklist
+from gpumem_nb.planning.doctor.diagnosis import NOTHING, Diagnosis
+from gpumem_nb.planning.doctor.evidence import Evidence, OnRank
+from gpumem_nb.planning.doctor.finding import FASTER, FIT, LESS, MEMORY, PAGE, STOPS, TIME, WRONG, Finding, Flip
+from gpumem_nb.planning.doctor.rules import findings
+from gpumem_nb.planning.doctor.rules.time import CAUSES, larger
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
+from gpumem_nb.report.configurations import Tried
+from gpumem_nb.report.rescue import Fit, Rescue
+from gpumem_nb.report.sync import SyncReport
+from gpumem_nb.report.verdict import Verdict
+from gpumem_nb.shared import categories as c
+from gpumem_nb.shared.messages import DeviceUse, Failure, Leak
+from gpumem_nb.shared.model_facts import Held, InputFacts, ModelFacts
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.sync_look import SeenSamples, SyncLook
+from gpumem_nb.shared.workload import WorkloadInfo
+from tests.ledgers import MIB, info, reading, sample
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 1000 * MIB
+DEFAULT = Settings()
+LOADED = WorkloadInfo("net", 1, 4, 100_000, blocks=4)
+LEAK = Leak(
+    1, 50, 10 * MIB, 400 * MIB, MIB, (4, 4), "torch.float32", "a.py:3 in f", "kept", "the variable `kept`", "Fix."
+)
+
+
+def prediction(settings: Settings = DEFAULT, **of: Any) -> Prediction:
+    """Of a step that needs 100 MiB of 1000, activations most of it, and does 100 samples/s."""
+    live = of.pop("live", 100)
+    values: dict[str, Any] = {
+        **{"settings": settings, "live_peak_bytes": live * MIB, "reserved_peak_bytes": of.pop("reserved", live) * MIB},
+        **{"device_bytes": None, "low_bytes": live * MIB, "high_bytes": live * MIB, "limit_bytes": LIMIT},
+        **{"verdict": FITS, "phase": "backward", "module": "", "basis": "", "seconds": 0.1, "step_s": 0.1},
+        **{"categories": {c.PARAMETERS: live * MIB // 4, of.pop("most", c.ACTIVATIONS): live * MIB * 3 // 4}},
+        **{"samples_per_s": 100.0, "low_samples_per_s": 95.0, "high_samples_per_s": 105.0},
+    }
+    return Prediction(**values | of)
+
+
+def rank(number: int = 0, peak: int = 100, **of: Any) -> OnRank:
+    """One that did 30 steps with this peak in MiB."""
+    steps = of.pop("steps", {})
+    samples = tuple(
+        sample(step, number, live_peak_bytes=peak * MIB, reserved_peak_bytes=peak * MIB, learning_rate=1e-3, **steps)
+        for step in range(1, 31)
+    )
+    values: dict[str, Any] = {"reading": reading(peak * MIB, LIMIT), "facts": ModelFacts()}
+    return OnRank(info(number), samples, **values | of)
+
+
+def tried(settings: Settings = DEFAULT, settings_id: int = 1, steps: int = 30) -> Tried:
+    """A configuration of 100 samples/s."""
+    one = Tried(settings_id, "net", settings, steps=steps, outcome="ok")
+    one.throughputs.extend([100.0] * 10)
+    return one
+
+
+def evidence(**of: Any) -> Evidence:
+    """Of a healthy session, but for what is given."""
+    settings = of.get("settings", Settings())
+    values: dict[str, Any] = {
+        **{"settings": settings, "workload": LOADED, "ranks": (rank(0), rank(1)), "tried": (tried(settings),)},
+        **{"now": tried(settings), "needs": prediction(settings), "steps": 30},
+    }
+    return Evidence(**values | of)
+
+
+def causes(**of: Any) -> list[str]:
+    return [one.cause for one in findings(evidence(**of))]
+
+
+def test_a_healthy_session_has_nothing() -> None:
+    assert causes() == []
+    assert str(Diagnosis(())) == NOTHING
+    assert causes(needs=None) == [], "nor one of which nothing could be predicted"
+    assert causes(needs=dataclasses.replace(prediction(live=999), limit_bytes=None, verdict="n/a")) == []
+
+
+def frozen(mib: int) -> OnRank:
+    return rank(0, facts=ModelFacts(state_of_frozen=Held(mib * MIB, 2, "head.weight")))
+
+
+def wide(mib: int) -> OnRank:
+    return rank(0, facts=ModelFacts(wide_weights=Held(mib * MIB, 2, "head.weight")))
+
+
+def typed(mib: int) -> OnRank:
+    return rank(0, facts=ModelFacts(inputs=(InputFacts((4, 4), "float64", 2 * mib * MIB, "float32", mib * MIB),)))
+
+
+def used(gb: float, own: int = 0) -> OnRank:
+    use = DeviceUse(total_bytes=40 * 10**9, other_bytes=int(gb * 10**9), own_bytes=own)
+    return OnRank(info(0, virtual=False, device="cuda:0"), rank().samples, reading(limit=LIMIT), use, ModelFacts())
+
+
+def skipping(count: int, scale: float = 1024.0) -> OnRank:
+    steps = rank().samples
+    last = [dataclasses.replace(one, loss_scale=scale, skipped=at < count) for at, one in enumerate(steps[-16:])]
+    return OnRank(info(0), (*steps[:-16], *last))
+
+
+FP16 = Settings(precision="fp16")
+SMALL = Settings(batch_size=4)
+MORE = Settings(batch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("cause", "above", "below"),
+    [
+        ("barely fits", {"needs": prediction(live=960)}, {"needs": prediction(live=840)}),
+        ("barely fits", {"needs": prediction(verdict=TIGHT)}, {"needs": prediction()}),
+        ("activations dominate", {"needs": prediction(live=860)}, {"needs": prediction(live=840)}),
+        ("temporaries dominate", {"needs": prediction(live=860, most=c.TEMPORARIES)}, {}),
+        ("optimizer state dominates", {"needs": prediction(live=860, most=c.OPTIMIZER_STATE)}, {}),
+        ("communication buffers dominate", {"needs": prediction(live=860, most=c.COMMUNICATION)}, {}),
+        ("memory inside operators", {"needs": prediction(live=860, most=c.INSIDE_OPERATORS)}, {}),
+        ("fragmentation", {"needs": prediction(live=100, reserved=250)}, {"needs": prediction(live=100, reserved=190)}),
+        (
+            "free memory in the cache",
+            {"ranks": (rank(0, reading=dataclasses.replace(reading(limit=LIMIT), reserved_bytes=300 * MIB)),)},
+            {"ranks": (rank(0, reading=dataclasses.replace(reading(limit=LIMIT), reserved_bytes=190 * MIB)),)},
+        ),
+        ("uneven memory", {"ranks": (rank(0), rank(1, 160))}, {"ranks": (rank(0), rank(1, 120))}),
+        ("state of frozen weights", {"ranks": (frozen(3),)}, {"ranks": (frozen(1),)}),
+        ("weights in float64", {"ranks": (wide(5),)}, {"ranks": (wide(3),)}),
+        ("inputs in needless types", {"ranks": (typed(3),)}, {"ranks": (typed(1),)}),
+        ("other processes on the device", {"ranks": (used(3),)}, {"ranks": (used(1),)}),
+        ("leak", {"leaks": ((LEAK,),)}, {"leaks": ()}),
+        (
+            "fp16 scale collapses",
+            {"settings": FP16, "ranks": (skipping(8),)},
+            {"settings": FP16, "ranks": (skipping(7),)},
+        ),
+        ("fp16 scale collapses", {"settings": FP16, "ranks": (skipping(1, 0.5),)}, {"ranks": (skipping(8),)}),
+        (
+            "learning rate unscaled",
+            {"tried": (tried(SMALL, 0), tried(MORE)), "settings": MORE},
+            {"tried": (tried(Settings(batch_size=8), 0), tried(MORE)), "settings": MORE},
+        ),
+        (
+            "a small batch",
+            {"larger": prediction(Settings(batch_size=128), samples_per_s=180.0, low_samples_per_s=160.0)},
+            {"larger": prediction(Settings(batch_size=128), samples_per_s=150.0, low_samples_per_s=140.0)},
+        ),
+        *((cause, {"verdicts": (Verdict(name, 0.4, "Lost."),)}, {}) for name, cause in CAUSES.items()),
+    ],
+)
+def test_each_rule_speaks_above_its_threshold_and_is_silent_below(
+    cause: str, above: dict[str, Any], below: dict[str, Any]
+) -> None:
+    assert causes(**above) == [cause]
+    assert causes(**below) == []
+
+
+def failed(kind: str, **of: Any) -> Rescue:
+    failure = Failure(1, kind, "forward", "It is <so>.", module="head", asked_bytes=MIB, free_bytes=0)
+    return Rescue(failure, 7, Settings(batch_size=64), did="training went back", **of)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"), [("oom", "does not fit"), ("error", "a step fails"), ("diverged", "ranks differ")]
+)
+def test_a_step_that_was_discarded_comes_first(kind: str, cause: str) -> None:
+    assert causes(rescue=failed(kind), leaks=((LEAK,),)) == [cause, "leak"]
+    assert causes(rescue=failed("interrupted")) == []
+
+
+def test_of_memory_that_ran_out_what_was_tried_out_on_the_ranks_is_offered_unless_it_is_in_use() -> None:
+    fits = Fit(Settings(batch_size=64, checkpointing="blocks"), MIB)
+    [found] = findings(evidence(rescue=failed("oom", trials=[Fit(Settings(), None), fits])))
+    assert found.candidates == ({"batch_size": 64, "checkpointing": "blocks"},)
+    assert causes(rescue=failed("oom", goes_on=Settings())) == [], "training goes on with what fits"
+
+
+def test_the_worst_comes_first() -> None:
+    found = findings(
+        evidence(
+            needs=prediction(live=960),
+            leaks=((LEAK,),),
+            ranks=(rank(0, facts=frozen(30).facts), rank(1, 200)),
+            verdicts=(Verdict("data", 0.3, "Data."), Verdict("update", 0.5, "Update.")),
+        )
+    )
+    assert [one.cause for one in found] == [
+        *("barely fits", "leak", "uneven memory", "state of frozen weights"),
+        *("a long update", "waiting for data"),
+    ]
+    assert [one.level for one in found] == [STOPS, WRONG, MEMORY, MEMORY, TIME, TIME]
+
+
+def test_other_ranks_of_the_session_are_no_other_processes() -> None:
+    both = [dataclasses.replace(used(20, own=19 * 10**9), info=info(number, device="cuda:0")) for number in range(2)]
+    assert causes(ranks=tuple(both)) == []
+    elsewhere = dataclasses.replace(both[1], info=info(1, device="cuda:1"))
+    assert causes(ranks=(both[0], elsewhere)) == ["other processes on the device"]
+
+
+def test_a_rate_that_somebody_set_is_theirs() -> None:
+    grown = {"tried": (tried(SMALL, 0), tried(MORE)), "settings": MORE}
+    assert causes(**grown, ranks=(rank(0, steps={"settings_id": 2}),)) == ["learning rate unscaled"]
+    by_a_cell = dataclasses.replace(rank(0).samples[-1], learning_rate=4e-3)
+    assert causes(**grown, ranks=(OnRank(info(0), (by_a_cell,)),)) == []
+    other_rate = tried(SMALL.replace(learning_rate=2e-3), 0)
+    assert causes(tried=(other_rate, tried(MORE)), settings=MORE) == [], "it was set with the batch"
+
+
+def test_larger_micro_batches_keep_the_samples_of_a_step_where_they_can() -> None:
+    assert larger(evidence()) == {"batch_size": 128}
+    assert larger(evidence(settings=Settings(accumulation_steps=8))) == {"batch_size": 128, "accumulation_steps": 2}
+    assert larger(evidence(settings=Settings(accumulation_steps=3))) == {"batch_size": 96, "accumulation_steps": 1}
+    assert larger(evidence(needs=prediction(live=600))) == {}, "they would not fit"
+    assert larger(evidence(verdicts=(Verdict("no core", 0.2, "Others."),))) == {}, "nobody knows how fast it would be"
+    assert larger(evidence(now=tried(steps=4))) == {}, "nobody knows how fast it is now"
+    assert larger(evidence(workload=dataclasses.replace(LOADED, dataset_len=200))) == {}
+
+
+def test_a_flip_is_offered_only_for_what_it_must_bring() -> None:
+    def brings(wants: str, **of: Any) -> bool:
+        flip = Flip(Settings(), MORE, {"batch_size": 16}, prediction(), prediction(MORE, **of), 100.0)
+        return _brings(flip, wants)
+
+    assert brings(FIT)
+    assert not brings(FIT, verdict=TIGHT)
+    assert brings(LESS, live=80)
+    assert not brings(LESS, live=98), "less is not worth a button"
+    assert brings(FASTER, samples_per_s=110.0)
+    assert not brings(FASTER, samples_per_s=90.0)
+    assert not brings(FASTER, samples_per_s=110.0, verdict=DOES_NOT_FIT)
+    assert not _brings(Flip(Settings(), MORE, {}), FIT), "nobody knows"
+
+
+def example() -> Diagnosis:
+    flip = Flip(
+        Settings(), MORE, {"batch_size": 16}, prediction(), prediction(MORE, live=40, samples_per_s=75.0), 100.0
+    )
+    found = Finding("leak", WRONG, 2, "It <grows>.", {"so far_bytes": MIB, "share": 0.25, "n": None}, "Do.", flip=flip)
+    return Diagnosis((found,), ("Noted.",), "Came.")
+
+
+def test_a_finding_says_its_evidence_its_flip_and_where_it_is_explained() -> None:
+    text = str(example())
+    assert "so far 1.0 MiB, share 25 %, n n/a" in text
+    assert "%hvd_set batch_size=16: predicted: fits, live peak 40.0 MiB (60.0 MiB less), 75 samples/s (−25)" in text
+    assert "changes the mathematics. Do." in text
+    assert f"{PAGE}#leak" in text
+    assert text.endswith("Came.\nNoted.")
+    assert "It &lt;grows&gt;." in example()._repr_html_()
+    [row] = example().frame().to_dict("records")
+    assert (row["cause"], row["saves_bytes"], row["gains_samples_per_s"]) == ("leak", 60 * MIB, -25)
+    assert row["mathematics"] == "changes"
+    assert Diagnosis(()).frame().empty
+
+
+def test_every_cause_has_its_heading_on_the_page() -> None:
+    headings = set(re.findall(r"^## (.+)$", (ROOT / PAGE).read_text(), re.MULTILINE))
+    source = "".join(path.read_text() for path in (ROOT / "gpumem_nb/planning/doctor/rules").glob("*.py"))
+    dominant = re.findall(r'_dominates\(evidence, c\.\w+, "(.+)"\)', source)
+    named = {*re.findall(r'Finding\(\n\s+"(.+)",', source), *dominant, *CAUSES.values()}
+    assert len(named) >= 20
+    assert named - headings == set()
+
+
+def test_the_checklist_tells_builds_apart_and_what_cannot_be_checked() -> None:
+    ranks = [info(0, versions=("torch 2.13.0",)), info(1, versions=("torch 2.12.0",))]
+    installed = EnvironmentReport((Item("Horovod", False, "not installed", "build it"),))
+    empty = checklist(ranks, installed, None, [], 0, "")
+    assert [one.ok for one in empty.checks] == [False, False, None, None, None, None]
+    assert not empty.ok
+    assert "rank 1: torch 2.12.0" in str(empty)
+    assert "build it" in str(empty)
+    seen = [SyncLook({"w": 1}, {}, {"w": 2}, SeenSamples((1, 2))) for _ in range(2)]
+    full = checklist(ranks[:1], EnvironmentReport(()), SyncReport(seen), [[LEAK]], 99, "digits-resnet")
+    assert [one.ok for one in full.checks] == [True, True, True, False, False, True]
+    assert "the variable `kept`" in full._repr_html_().replace("&#x27;", "'")
