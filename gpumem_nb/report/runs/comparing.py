@@ -170,7 +170,7 @@ class Comparison:
         notes += self.why
         if self.changed and self.a.settings != self.b.settings:
             does = mathematics(self.a.settings, self.b.settings)
-            notes.append(f"What was changed {does}.")
+            notes.append(f"The change {does}.")
         if columns.loss_after(self.a, self.samples) is not None:
             notes.append(
                 f"loss: the mean over the last quarter of the first {self.samples:,} samples that all ranks saw since "
