@@ -142,6 +142,40 @@ def planning(studio: Studio) -> None:
         studio.picture(panel, "planning")
 
 
+def answers(studio: Studio) -> None:
+    """What is wanted does not fit: doctor, tuner, and the page to hand on."""
+    with studio.panel(2) as panel:
+        page = panel.page
+        panel.choose("batch_size", "256")
+        panel.press("Play")
+        expect(panel.alert).to_contain_text("would have fit: ")
+        panel.ask("Doctor", "Examine")
+        page.locator(".gpumem-finding").first.wait_for()
+        studio.picture(panel, "doctor")
+        panel.close_answer("Doctor")
+        panel.ask("Tune", "Find the fastest")
+        page.locator(".gpumem-apply").wait_for()
+        page.locator(".gpumem-panel .js-plotly-plot").nth(1).wait_for()
+        studio.picture(panel, "tuner")
+        page.locator(".gpumem-apply").click()
+        panel.close_answer("Tune")
+        _train(panel)
+        panel.choose("checkpointing", "sqrt")
+        panel.wait_for_steps(STEPS)
+        panel.pause()
+        report = str(FOLDER / "report.html")
+        panel.notebook.evaluate(f"str(s.report({report!r}))")
+        with page.context.expect_page() as opened:
+            page.evaluate("window.open('about:blank')")
+        shown = opened.value
+        shown.set_content(Path(report).read_text())
+        shown.set_viewport_size({"width": 1100, "height": 1500})
+        shown.locator(".js-plotly-plot").first.wait_for()
+        shown.screenshot(path=FOLDER / "report.png")
+        shown.close()
+        Path(report).unlink()
+
+
 def big(studio: Studio) -> None:
     """In type for a room."""
     with studio.panel(2, 1300) as panel:
@@ -162,6 +196,7 @@ PICTURES: dict[str, Callable[[Studio], None]] = {
     "eight": eight,
     "out-of-memory": out_of_memory,
     "planning": planning,
+    "answers": answers,
     "big": big,
 }
 

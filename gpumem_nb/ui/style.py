@@ -181,8 +181,8 @@ CSS = """<style>
 .gpumem-panel .gpumem-strip i { height: 1.8em; line-height: 1.8em; font-size: 0.86em; font-style: normal;
   text-align: center; box-sizing: border-box; }
 .gpumem-panel .gpumem-strip .gpumem-higher { outline: 3px solid #D55E00; outline-offset: -1px; }
-.gpumem-panel .gpumem-answers { display: flex; flex-wrap: wrap; gap: 0.3em; margin: 0.2em 0; }
-.gpumem-panel .gpumem-answers button { width: auto; padding: 0 0.8em; margin: 0; }
+.gpumem-panel .gpumem-answers { display: flex; flex-wrap: wrap; gap: 0.3em; margin: 0.1em 0; }
+.gpumem-panel .gpumem-answers button { width: auto; height: 1.8em; line-height: 1.8em; padding: 0 0.8em; margin: 0; }
 .gpumem-panel .gpumem-form { display: flex; flex-wrap: wrap; align-items: center; gap: 0.3em 0.8em; margin: 0.3em 0; }
 .gpumem-panel .gpumem-form .widget-text { width: auto; margin: 0; }
 .gpumem-panel .gpumem-form .widget-text .widget-label { width: auto; }

@@ -43,6 +43,15 @@ class PanelPage:
         """Press one of the buttons."""
         self.page.locator(".gpumem-panel .gpumem-buttons").get_by_role("button", name=button).click()
 
+    def ask(self, answer: str, question: str) -> None:
+        """Open one of the panel's answers, and press the button with its question."""
+        self.page.locator(".gpumem-answers").get_by_role("button", name=answer).click()
+        self.page.locator(".gpumem-form:visible").get_by_role("button", name=question).click()
+
+    def close_answer(self, answer: str) -> None:
+        """Close it again."""
+        self.page.locator(".gpumem-answers").get_by_role("button", name=answer).click()
+
     def play(self) -> None:
         """Press Play and wait until it has happened."""
         self.press("Play")

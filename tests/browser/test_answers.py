@@ -1,0 +1,85 @@
+"""Three presses lead from a batch that does not fit to a script that trains: doctor, tuner, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import expect
+
+from .lab import Lab
+from .panel_page import PanelPage, open_panel
+
+LIMIT_MIB = 48
+
+
+def _started(lab: Lab, chrome: Any) -> PanelPage:
+    return open_panel(lab, chrome, "answers.ipynb", f"s = gm.start(2, device='cpu', memory_limit='{LIMIT_MIB}MiB')")
+
+
+def test_three_presses_lead_to_a_script(lab: Lab, chrome: Any) -> None:
+    panel = _started(lab, chrome)
+    page = panel.page
+    try:
+        panel.choose("batch_size", "128")
+        panel.press("Play")
+        expect(panel.alert).to_contain_text("would have fit: ")
+
+        panel.ask("Doctor", "Examine")
+        finding = page.locator(".gpumem-finding").first
+        expect(finding).to_contain_text("does not fit")
+        expect(finding.get_by_role("button")).to_contain_text("Apply ")
+        panel.close_answer("Doctor")
+        expect(finding).to_be_hidden()
+
+        panel.ask("Tune", "Find the fastest")
+        apply = page.locator(".gpumem-apply")
+        apply.wait_for()
+        page.locator(".gpumem-panel .js-plotly-plot").nth(1).wait_for()
+        expect(page.locator(".gpumem-searching:visible")).to_contain_text("the present settings do not fit")
+        apply.click()
+        panel.notebook.until("s.settings.batch_size < 128")
+        assert panel.notebook.evaluate("s.settings.batch_size * s.settings.accumulation_steps") == 128
+        panel.close_answer("Tune")
+        panel.play()
+        panel.wait_for_steps(3)
+        panel.pause()
+        assert (
+            panel.notebook.evaluate("max(x.live_peak_bytes for of in s.history.samples() for x in of)")
+            < LIMIT_MIB << 20
+        )
+
+        panel.ask("Export", "Write the script")
+        expect(page.locator(".gpumem-written")).to_contain_text("train.py")
+        script = Path(lab.root / "train.py").read_text()
+        compile(script, "train.py", "exec")
+        assert "import gpumem_nb" not in script
+    finally:
+        panel.notebook.evaluate("s.stop()")
+        panel.notebook.close()
+
+
+def test_a_search_can_be_stopped_and_a_cell_of_the_map_is_applied(lab: Lab, chrome: Any) -> None:
+    panel = _started(lab, chrome)
+    page = panel.page
+    try:
+        panel.choose("batch_size", "16")
+        panel.notebook.until("s.settings.batch_size == 16")
+        panel.ask("Tune", "Find the fastest")
+        said = page.locator(".gpumem-searching:visible")
+        expect(said).to_contain_text("best so far")
+        form = page.locator(".gpumem-form:visible")
+        form.get_by_role("button", name="Stop").click()
+        expect(said).to_contain_text("It was interrupted")
+        page.get_by_label("global batch").fill("7")
+        form.get_by_role("button", name="Find the fastest").click()
+        expect(said).to_contain_text("A global batch of 7 cannot be split over 2 ranks")
+        form.get_by_role("button", name="What fits?").click()
+        cell = page.locator(".gpumem-fits-map").get_by_role("button").nth(1)
+        cell.wait_for()
+        largest = int(cell.inner_text().split("\n")[0].rstrip("*"))
+        cell.click()
+        panel.notebook.until(f"(s.settings.batch_size, s.settings.checkpointing) == ({largest}, 'blocks')")
+    finally:
+        panel.notebook.evaluate("s.stop()")
+        panel.notebook.close()
