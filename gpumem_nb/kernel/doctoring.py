@@ -166,7 +166,8 @@ class Doctoring:
             return None
 
     def _with_flip(self, finding: Finding, evidence: Evidence) -> Finding:
-        """The same with the first of its candidates that brings what it must."""
+        """The same with the first of its candidates that brings what it must, or with those that do not."""
+        in_vain: list[str] = []
         for changes in finding.candidates[:_TRIED_FLIPS]:
             will = self._predict(changes, [])
             after = will.settings if will else self._after(changes)
@@ -175,7 +176,11 @@ class Doctoring:
             flip = Flip(evidence.settings, after, changes, evidence.needs, will, evidence.samples_per_s)
             if _brings(flip, finding.wants):
                 return dataclasses.replace(finding, flip=flip)
-        return finding
+            in_vain.append(flip.typed)
+        if not in_vain:
+            return finding
+        said = f"Predicted not to bring enough: {'; '.join(in_vain)}."
+        return dataclasses.replace(finding, do=" ".join(filter(None, (said, finding.do))))
 
     def _after(self, changes: Changes) -> Settings | None:
         try:

@@ -287,10 +287,10 @@ PLANTS: dict[str, Plant] = {
         optimizer="own",
         train=timed(),
     ),
-    "single samples": Plant(
+    "single samples, whatever a step costs": Plant(
         "a small batch",
-        "net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU())))\n"
-        "rows = torch.utils.data.TensorDataset(torch.randn(512, 64))",
+        "rows = torch.utils.data.TensorDataset(torch.randn(512, 64))\n"
+        "def loss(model, batch):\n    time.sleep(0.05)\n    return model(batch[0]).square().mean()",
         {"batch_size": 1},
         train=timed(),
         flip={"batch_size": 4},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ...report.configurations import Effect, Tried
@@ -172,6 +172,6 @@ class Evidence:
         wanted = (after.changed_from(self.settings) for after in mildest_first(need))
         return tuple(self.possible(wanted))
 
-    def possible(self, wanted: Sequence[Changes] | Iterator[Changes]) -> Iterator[Changes]:
+    def possible(self, wanted: Iterable[Changes]) -> Iterator[Changes]:
         """Those of some changes that go with what is loaded."""
         return (allowed for changes in wanted if (allowed := self.circumstances.allowed(**changes)))

@@ -16,6 +16,8 @@ BARELY = 1 - ERRORS[BY_OPERATORS]
 # that it fits: from there on what fills the memory is worth a word.
 SCARCE = 1 / (1 + ERRORS[DRY])
 
+LARGER = "Use a smaller model or a larger limit."
+
 
 def does_not_fit(evidence: Evidence) -> Finding | None:
     """The latest step ran out of memory, and nothing was changed since."""
@@ -26,7 +28,7 @@ def does_not_fit(evidence: Evidence) -> Finding | None:
     undone = "" if rescue.settings == evidence.settings else f" under {typed(evidence.settings, rescue.settings)}"
     back = f"; {rescue.did}" if rescue.did else ""
     waits = "What would fit is being tried out on the ranks: ask again in a moment." if rescue.looking else ""
-    helps = waits or ("" if rescue.fitting else "Use a smaller model or a larger limit.")
+    helps = waits or ("" if rescue.fitting else LARGER)
     fitting = (fit.settings.changed_from(evidence.settings) for fit in rescue.fitting)
     return Finding(
         "does not fit",
@@ -82,6 +84,7 @@ def barely_fits(evidence: Evidence) -> Finding | None:
         return None
     if needs.verdict not in (TIGHT, DOES_NOT_FIT) and share <= BARELY:
         return None
+    candidates = evidence.lighter(peak.largest, peak.phase)
     reserved, limit = format_bytes(needs.reserved_peak_bytes), format_bytes(needs.limit_bytes)
     return Finding(
         "barely fits",
@@ -95,6 +98,7 @@ def barely_fits(evidence: Evidence) -> Finding | None:
             "share of the limit": share,
             "at most_bytes": needs.high_bytes,
         },
-        candidates=evidence.lighter(peak.largest, peak.phase),
+        do="" if candidates else LARGER,
+        candidates=candidates,
         wants=FIT,
     )
