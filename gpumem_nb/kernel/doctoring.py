@@ -29,6 +29,7 @@ from .history import History
 from .inspection import Inspection
 from .predicting import LONGEST_S, Predicting
 from .training import Training
+from .unchanged import Changed, Unchanged
 
 STEPS_LOOKED_AT = 200  # the latest, for peaks and losses
 _TRIED_FLIPS = 3  # of those that may mend a finding, as many are predicted
@@ -65,11 +66,16 @@ class Doctoring:
                 "Nothing was trained yet, so there is nothing to examine: %hvd_train 20, then look again."
             )
         notes: list[str] = []
+        unchanged = Unchanged(self._history)
         evidence = self._evidence(progress, notes)
         found = findings(evidence)
         for place, finding in enumerate(found):
             progress(f"what would help: {finding.cause}", 0.5 + 0.5 * place / len(found))
             found[place] = self._with_flip(finding, evidence)
+        try:
+            unchanged.check()
+        except Changed as why:
+            raise NotThisTime(f"Meanwhile {why} Look again.") from None
         if self._training.settings != evidence.settings:
             raise NotThisTime("Settings were changed while the session was examined. Look again.")
         found.sort(key=lambda finding: finding.order)

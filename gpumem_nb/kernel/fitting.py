@@ -14,7 +14,7 @@ from ..shared.settings import Settings
 from .history import History
 from .predicting import Predicting
 from .training import Training
-from .tuning import Changed, Unchanged
+from .unchanged import Changed, Unchanged
 
 _LONGEST_S = 0.5  # steps that take longer are not tried out in full: there are many cells
 _LEAST = 8  # samples of a micro-batch, of which throughput says something about larger ones

@@ -26,30 +26,10 @@ from .foreground import Foreground
 from .history import History
 from .predicting import Predicting
 from .training import Training
+from .unchanged import Changed, Unchanged
 
 LEAST_S, MOST_S = 1.0, 86400.0
 _HOPELESS, _HOPELESS_S = 4, 1.0  # times as long as other small steps for a sample, and so long in all at least
-
-
-class Changed(Exception):
-    """What is trained may have changed while it was being looked at."""
-
-
-class Unchanged:
-    """Tells whether what is trained is still what it was when this was made."""
-
-    def __init__(self, history: History) -> None:
-        self._history = history
-        self._was = self._is
-
-    def check(self) -> None:
-        """Raise :class:`Changed` if it may be something else by now."""
-        if self._is != self._was:
-            raise Changed("something was loaded, or a cell ran on the ranks and may have changed the model.")
-
-    @property
-    def _is(self) -> tuple[int, int]:
-        return self._history.loaded_as, self._history.model_version
 
 
 class Tuning:

@@ -72,6 +72,7 @@ class DiagnosisView:
         self._session = session
         self._diagnosis = diagnosis
         self._ask = ask
+        self._workload = session.workload
         self._closed = threading.Event()
         self._cards: list[_Card] = []
         self.view = threads.make(self._make)
@@ -132,6 +133,11 @@ class DiagnosisView:
         flip = one.finding.flip
         assert flip
         one.said.html = "<p>Being changed …</p>"
+        if (self._session.settings, self._session.workload) != (flip.before, self._workload):
+            one.said.html = (
+                "<p>Something was changed since this was found, so it may not hold any more. Look again.</p>"
+            )
+            return
         try:
             self._session.set(**flip.changes)
         except GpumemError as refused:

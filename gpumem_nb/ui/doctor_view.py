@@ -18,10 +18,9 @@ class DoctorView(SearchView):
     """
 
     def __init__(self, session: Steered, search: Ask, ask: Ask) -> None:
-        self._session = session
         self._findings: DiagnosisView | None = None
         tip = "what is wrong with this session, what could be better, and what mends it"
-        super().__init__([], [("Examine", "stethoscope", tip, self._examine)], search, ask)
+        super().__init__(session, [], [("Examine", "stethoscope", tip, self._examine)], search, ask)
 
     def follow(self, why_not: str) -> None:
         """Switch the button off, for a reason, or on; and say what came of flips that were taken."""

@@ -24,7 +24,6 @@ class ExportView(SearchView):
     """
 
     def __init__(self, session: Steered, search: Ask, ask: Ask) -> None:
-        self._session = session
         self._path = ipywidgets.Text(
             value="train.py", description="file", tooltip="where to write it, from the notebook's folder"
         )
@@ -35,7 +34,7 @@ class ExportView(SearchView):
             ("Write the script", "file-code-o", tip, self._write),
             (f"Write {_REPORT}", "file-text-o", page, self._report),
         ]
-        super().__init__([self._path, self._ddp], questions, search, ask)
+        super().__init__(session, [self._path, self._ddp], questions, search, ask)
 
     def _write(self, progress: Progress) -> str:
         progress("writing the script", 0.5)

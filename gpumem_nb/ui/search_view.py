@@ -13,6 +13,7 @@ from ..shared.errors import GpumemError
 from ..shared.progress import Progress
 from .controls import box, family
 from .region import Region
+from .steered import Steered
 
 Ask = Callable[[Callable[[], object]], object]
 Question = Callable[[Progress], str]
@@ -27,14 +28,21 @@ class SearchView:
         ask: has something done at once, of which somebody may be told that it was refused.
 
     Args:
+        session: whom to ask.
         form: what is to be filled in.
         questions: for each its button's words, icon and tip, and what to ask.
         search: has something done that may take long, on a thread of its own.
     """
 
     def __init__(
-        self, form: Sequence[Any], questions: Sequence[tuple[str, str, str, Question]], search: Ask, ask: Ask
+        self,
+        session: Steered,
+        form: Sequence[Any],
+        questions: Sequence[tuple[str, str, str, Question]],
+        search: Ask,
+        ask: Ask,
     ) -> None:
+        self._session = session
         self.ask = ask
         self._search = search
         self._stopped = threading.Event()
@@ -82,7 +90,8 @@ class SearchView:
         said = ""
         try:
             self.show([])
-            said = question(self._progress)
+            with self._session.telling(self._heed):  # Stop is heard while ranks are waited for, too
+                said = question(self._progress)
         except KeyboardInterrupt:
             said = "Stopped."
         except GpumemError as error:
@@ -93,7 +102,10 @@ class SearchView:
             self._said.html = f"<p>{escape(said)}</p>" if said else ""
             self.follow("")
 
-    def _progress(self, what: str, done: float) -> None:
+    def _heed(self, what: str, done: float) -> None:
         if self._stopped.is_set():
             raise KeyboardInterrupt
+
+    def _progress(self, what: str, done: float) -> None:
+        self._heed(what, done)
         self._said.html = f"<progress value='{done:.3f}' aria-label='done'></progress> {escape(what)}"

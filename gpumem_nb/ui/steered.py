@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..kernel.history import History
@@ -113,6 +114,9 @@ class Steered(Protocol):
 
     def report(self, path: str) -> Any:
         """Write the session as one page."""
+
+    def telling(self, progress: Progress) -> AbstractContextManager[None]:
+        """Inside, ``progress`` is told what the ranks are at while somebody waits for them."""
 
     def verdict(self) -> Verdict | None:
         """What the time of a step is lost to."""

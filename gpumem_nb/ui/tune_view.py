@@ -24,7 +24,6 @@ class TuneView(SearchView):
     """
 
     def __init__(self, session: Steered, search: Ask, ask: Ask) -> None:
-        self._session = session
         self._budget = _text("budget", "the limit", "what may be reserved on a rank, such as 512MiB")
         self._batch = _text("global batch", "as it is", "samples of a step of all ranks")
         self._seconds = _text("seconds", "60", "how long it may take, about")
@@ -33,6 +32,7 @@ class TuneView(SearchView):
         tune = ("Find the fastest", "bolt", "look for the fastest settings that fit", self._tune)
         tip = "the largest micro-batch under each precision and checkpointing"
         super().__init__(
+            session,
             [self._budget, self._batch, self._seconds, self._any],
             [tune, ("What fits?", "th", tip, self._what_fits)],
             search,

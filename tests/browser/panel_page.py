@@ -9,7 +9,7 @@ from playwright.sync_api import Locator, expect
 
 from .lab import Lab, Notebook
 
-SHOWN = "document.querySelector('.gpumem-panel .js-plotly-plot')"
+SHOWN = "document.querySelector('.gpumem-charts .js-plotly-plot')"
 SET_DEFAULTS = "s.set(**__import__('gpumem_nb').Settings().changed_from(s.settings)) and None"
 ATTEMPT = "out of memory"  # what the markers of peaks that were too high are called
 POLLING_MS = 50  # playwright's own polling lays the page out anew for every frame
@@ -36,7 +36,7 @@ class PanelPage:
 
     def wait_until_shown(self) -> None:
         """Controls and charts are there."""
-        self.page.locator(".gpumem-panel .js-plotly-plot").first.wait_for()
+        self.page.locator(".gpumem-charts .js-plotly-plot").first.wait_for()
         self.page.wait_for_function(f"{SHOWN}.data?.length > 0")
 
     def press(self, button: str) -> None:

@@ -11,6 +11,7 @@ from ...report.tables import notes_html
 from .finding import MEMORY, STOPS, TIME, WRONG, Finding
 
 LEVELS = {STOPS: "stops training", WRONG: "wrong", MEMORY: "memory", TIME: "time"}
+NOTHING_SEEN = "Nothing was found in what could be looked at:"
 NOTHING = "Nothing found: memory, time, mathematics and surroundings of this session are as they should be."
 _CARD = (
     "border-left: 5px solid {colour}; padding: 2px 10px; margin: 6px 0; color: var(--jp-ui-font-color1, inherit); "
@@ -45,7 +46,13 @@ class Diagnosis:
     def headline(self) -> str:
         """How much was found, in words."""
         count = len(self.findings)
-        return f"{count} finding{'s, the worst first' if count > 1 else ''}:" if count else NOTHING
+        return (
+            f"{count} finding{'s, the worst first' if count > 1 else ''}:"
+            if count
+            else NOTHING_SEEN
+            if self.notes
+            else NOTHING
+        )
 
     def frame(self) -> Any:
         """A pandas DataFrame with one row a finding, the worst first; bytes and samples/s are those predicted."""

@@ -48,7 +48,8 @@ def rate_unscaled(evidence: Evidence) -> Finding | None:
     batch = evidence.global_batch
     if not (batch >= _BATCHES * before or before >= _BATCHES * batch) or not _rate_is_the_knob(evidence):
         return None
-    plain = settings.optimizer in ("sgd", "momentum") or evidence.workload.own_optimizer == "SGD"
+    own = settings.optimizer == OWN and evidence.workload.own_optimizer == "SGD"
+    plain = own or settings.optimizer in ("sgd", "momentum")
     scaling = "linear" if plain else "sqrt"
     factor = batch / before if plain else math.sqrt(batch / before)
     changes: Changes = {"lr_scaling": scaling, "reference_batch": before}
