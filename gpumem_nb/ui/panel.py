@@ -115,7 +115,6 @@ class Panel:
     def _make(self) -> Any:
         self._ranks = self._session.ranks
         self._charts = Charts(self._ranks, BIG if self.big else 1.0)
-        self._charts.figure.add_class("gpumem-charts")
         self._controls = Controls(self._session, self._ask, self._questions.submit)
         self._answers = Answers(self._session, self._searches.submit, self._ask)
         self._status = _region("gpumem-status", "status", "what is happening")

@@ -54,6 +54,7 @@ class SearchView:
         self._said = Region(role="status", label="how far it is, and what was found")
         self._said.add_class("gpumem-searching")
         self._found = ipywidgets.VBox([])
+        self._found.add_class("gpumem-answer")
         self.widget = ipywidgets.VBox([box([*form, *self._begin, self._stop], "gpumem-form"), self._said, self._found])
 
     def follow(self, why_not: str) -> None:

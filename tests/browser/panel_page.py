@@ -9,7 +9,7 @@ from playwright.sync_api import Locator, expect
 
 from .lab import Lab, Notebook
 
-SHOWN = "document.querySelector('.gpumem-charts .js-plotly-plot')"
+SHOWN = "[...document.querySelectorAll('.gpumem-panel .js-plotly-plot')].find(one => !one.closest('.gpumem-answer'))"
 SET_DEFAULTS = "s.set(**__import__('gpumem_nb').Settings().changed_from(s.settings)) and None"
 ATTEMPT = "out of memory"  # what the markers of peaks that were too high are called
 POLLING_MS = 50  # playwright's own polling lays the page out anew for every frame
@@ -36,7 +36,7 @@ class PanelPage:
 
     def wait_until_shown(self) -> None:
         """Controls and charts are there."""
-        self.page.locator(".gpumem-charts .js-plotly-plot").first.wait_for()
+        self.page.locator(".gpumem-panel .js-plotly-plot").first.wait_for()
         self.page.wait_for_function(f"{SHOWN}.data?.length > 0")
 
     def press(self, button: str) -> None:
@@ -45,12 +45,16 @@ class PanelPage:
 
     def ask(self, answer: str, question: str) -> None:
         """Open one of the panel's answers, and press the button with its question."""
-        self.page.locator(".gpumem-answers").get_by_role("button", name=answer).click()
-        self.page.locator(".gpumem-form:visible").get_by_role("button", name=question).click()
+        self.toggle_answer(answer)
+        self.put(question)
 
-    def close_answer(self, answer: str) -> None:
-        """Close it again."""
+    def toggle_answer(self, answer: str) -> None:
+        """Open or close one of the panel's answers."""
         self.page.locator(".gpumem-answers").get_by_role("button", name=answer).click()
+
+    def put(self, question: str) -> None:
+        """Press the button with a question in the answer that is open."""
+        self.page.locator(".gpumem-form:visible").get_by_role("button", name=question).click()
 
     def play(self) -> None:
         """Press Play and wait until it has happened."""

@@ -29,18 +29,20 @@ def test_three_presses_lead_to_a_script(lab: Lab, chrome: Any) -> None:
         finding = page.locator(".gpumem-finding").first
         expect(finding).to_contain_text("does not fit")
         expect(finding.get_by_role("button")).to_contain_text("Apply ")
-        panel.close_answer("Doctor")
+        panel.toggle_answer("Doctor")
         expect(finding).to_be_hidden()
 
-        panel.ask("Tune", "Find the fastest")
+        panel.toggle_answer("Tune")
+        page.get_by_label("seconds").fill("8")
+        panel.put("Find the fastest")
         apply = page.locator(".gpumem-apply")
         apply.wait_for()
-        page.locator(".gpumem-panel .js-plotly-plot").nth(1).wait_for()
+        page.locator(".gpumem-answer .js-plotly-plot").wait_for()
         expect(page.locator(".gpumem-searching:visible")).to_contain_text("the present settings do not fit")
         apply.click()
         panel.notebook.until("s.settings.batch_size < 128")
         assert panel.notebook.evaluate("s.settings.batch_size * s.settings.accumulation_steps") == 128
-        panel.close_answer("Tune")
+        panel.toggle_answer("Tune")
         panel.play()
         panel.wait_for_steps(3)
         panel.pause()
@@ -75,6 +77,8 @@ def test_a_search_can_be_stopped_and_a_cell_of_the_map_is_applied(lab: Lab, chro
         form.get_by_role("button", name="Find the fastest").click()
         expect(said).to_contain_text("A global batch of 7 cannot be split over 2 ranks")
         form.get_by_role("button", name="What fits?").click()
+        expect(said).to_contain_text("bf16")  # by then those of fp32 are known
+        form.get_by_role("button", name="Stop").click()
         cell = page.locator(".gpumem-fits-map").get_by_role("button").nth(1)
         cell.wait_for()
         largest = int(cell.inner_text().split("\n")[0].rstrip("*"))
