@@ -27,7 +27,8 @@ def executed(source: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """What each code cell showed as text, by cell id; a cell that fails ends the execution with its error."""
     notebook = nbformat.from_dict(source)
     temporary = tmp_path_factory.mktemp("ranks")
-    client = NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources={"metadata": {"path": str(QUICKSTART.parent)}})
+    folder = tmp_path_factory.mktemp("notebook")  # it writes a script beside itself
+    client = NotebookClient(notebook, timeout=CELL_TIMEOUT_S, resources={"metadata": {"path": str(folder)}})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(temporary))
         client.execute()
@@ -77,6 +78,12 @@ def test_running_out_of_memory_is_survived(executed: dict[str, str]) -> None:
     assert "ran out of memory" in executed["oom"]
     assert "went back to batch_size=32" in executed["oom"]
     assert "oom" in executed["runs"]
+
+
+def test_doctor_tuner_and_export_answer(executed: dict[str, str]) -> None:
+    assert "finding" in executed["doctor"] or "Nothing" in executed["doctor"]
+    assert "were measured by steps that were undone" in executed["tune"]
+    assert "horovodrun" in executed["export"]
 
 
 def test_nothing_is_left_running(executed: dict[str, str]) -> None:
