@@ -369,6 +369,7 @@ class Loading:
         if fitting != settings:
             self._history.mark("note", f"batch_size={fitting.batch_size}, because the dataset is small")
         self._history.steps = steps
+        info = replace(info, options=tuple((self._origin.options or {}).items()))
         self._snapshots.begin(info, steps, self._origin.options)
         self._training.begin(info, fitting)
         self._history.mark("load", event)

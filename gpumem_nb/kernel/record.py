@@ -105,6 +105,8 @@ class Record:
             key=_key(history, tried),
             number=self._number_of(_key(history, tried)),
             workload=tried.workload,
+            options=tried.options,
+            parameters=tried.parameters,
             settings=tried.settings,
             ranks=history.size,
             device=self._device,

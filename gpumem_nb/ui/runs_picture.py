@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from ..report.differences import short
 from ..report.runs import Row
+from ..report.runs.models import named
 from ..shared.units import format_bytes, format_rate
 from .style import BLUE, TEXT, VERMILION
 
@@ -19,8 +20,9 @@ def picture(rows: Sequence[Row], limit_bytes: int | None) -> str:
     """SVG with the latest configurations from top to bottom; the limit is drawn where all bars leave room for it."""
     shown = rows[-MOST_BARS:]
     top = max((one.peak_bytes or 0 for one in shown), default=0) or 1
+    name_of = named(shown)
     scale = _BARS / max(top, limit_bytes if limit_bytes and limit_bytes < 3 * top else 0)
-    bars = "".join(_row(place, one, shown[:place], scale) for place, one in enumerate(shown))
+    bars = "".join(_row(place, one, shown[:place], scale, name_of) for place, one in enumerate(shown))
     width, height = _LABEL + _BARS + _WORDS, _ROW * len(shown) + 26
     limit = _limit(limit_bytes, _LABEL + limit_bytes * scale, height) if limit_bytes and limit_bytes < 3 * top else ""
     title = "live peak of the worst rank"
@@ -31,10 +33,10 @@ def picture(rows: Sequence[Row], limit_bytes: int | None) -> str:
     )
 
 
-def _row(place: int, one: Row, before: Sequence[Row], scale: float) -> str:
+def _row(place: int, one: Row, before: Sequence[Row], scale: float, name_of: Callable[[Row], str]) -> str:
     y = 22 + _ROW * place
-    earlier = next((other for other in reversed(before) if other.workload == one.workload), None)
-    name = f"{one.number}: {(earlier and short(earlier.settings, one.settings)) or one.workload}"
+    earlier = next((other for other in reversed(before) if other.model == one.model), None)
+    name = f"{one.number}: {(earlier and short(earlier.settings, one.settings)) or name_of(one)}"
     width = (one.peak_bytes or 0) * scale
     colour = BLUE if one.outcome == "ok" else VERMILION
     measured = f"{format_bytes(one.peak_bytes)}, {format_rate(one.samples_per_s)} samples/s"

@@ -15,6 +15,7 @@ from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.runs import Runs
 from gpumem_nb.report.runs.curve import MOST_POINTS, Curve
 from gpumem_nb.report.runs.sorting import order
+from gpumem_nb.report.runs.stored import packed, unpacked
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.settings import Settings
@@ -97,6 +98,27 @@ def test_loss_is_compared_after_as_many_samples_as_all_have_seen() -> None:
     (loss,) = two.frame().query("what == 'loss'")["run 2"]
     assert loss == pytest.approx(of_each_sample[two.samples * 3 // 4 : two.samples].mean())
     assert f"{two.samples:,} samples" in str(two)
+
+
+def test_a_workload_with_other_options_is_another_model() -> None:
+    history = history_of()
+    small, large = (("depth", 2.0), ("width", 64.0)), (("depth", 24.0), ("width", 64.0))
+    train(history, Settings(), [1.0] * 90, "gpt", rates=(900.0,), options=small, parameters=10)
+    train(history, Settings(), [2.0] * 6, "gpt", options=large, parameters=99)
+    train(history, Settings(), TEN, "mine", parameters=1000)
+    train(history, Settings(), TEN, "mine", parameters=2000)
+    record, runs = runs_of(history)
+    assert cells(runs, "workload") == [
+        *("gpt(depth=2)", "gpt(depth=24)", "mine(1,000 parameters)", "mine(2,000 parameters)")
+    ]
+    assert cells(runs, "mark") == ["best", "best", "best", "best, now"]
+    assert list(runs.frame().loss_samples) == [90 * 64, 6 * 64, 640, 640]
+    assert list(runs.frame().options[:2]) == ["depth=2 width=64", "depth=24 width=64"]
+    assert runs.compare(1, 2).changed == "workload gpt(depth=2) → gpt(depth=24)"
+    later, _ = runs_of()
+    later.bring(unpacked(packed(record.rows())), "a.state")
+    assert [row.model for row in later.rows()] == [row.model for row in runs]
+    assert "2: gpt(depth=24)" in picture(runs.rows, None)
 
 
 def test_a_long_run_takes_few_points_and_stays_exact_at_its_beginning() -> None:

@@ -14,6 +14,7 @@ from ..differences import arrows, mathematics
 from ..speed import compared
 from ..tables import Table, notes_html
 from . import columns
+from .models import named
 from .row import Row
 
 if TYPE_CHECKING:
@@ -40,10 +41,11 @@ class Comparison:
     @property
     def changed(self) -> str:
         """What is another in the second run, in words; empty if nothing is."""
+        name_of = named([self.a, self.b])
         others = [
             f"{what} {before} → {after}"
             for what, before, after in (
-                ("workload", self.a.workload, self.b.workload),
+                ("workload", name_of(self.a), name_of(self.b)),
                 ("ranks", self.a.ranks, self.b.ranks),
                 ("device", self.a.device, self.b.device),
             )

@@ -16,6 +16,7 @@ from . import columns
 from .columns import Around, Column
 from .comparing import Comparison
 from .files import write
+from .models import options_text
 from .row import Row
 from .sorting import order, sortable
 
@@ -28,7 +29,7 @@ _MARKS = {columns.BEST: "var(--jp-success-color0, #2e7d32)", "best, now": "var(-
 _ABOUT = (
     "batch = micro-batch × accumulation × ranks; live peak, reserved and headroom (what reserved bytes leave free of "
     "the limit): worst rank; samples/s: all ranks, median ± half of what lies between the quarters of steps; best: "
-    "most samples/s of a workload on as many ranks of a device; predicted: the live peak, by how much it was too high, "
+    "most samples/s of a model on as many ranks of a device; predicted: the live peak, by how much it was too high, "
     "and samples/s."
 )
 FIGURES = (
@@ -42,7 +43,7 @@ class Runs:
     """Every configuration tried, side by side; rows are named by their numbers.
 
     **Loss at equal samples** is the mean loss over the last quarter of the first N samples that all ranks together saw
-    since the flip. N is the same for all rows of a workload: what the one of them has seen that saw least, of those
+    since the flip. N is the same for all rows of a model: what the one of them has seen that saw least, of those
     with at least five steps. Each run began where training stood at its flip: a later one may have begun lower.
 
     Args:
@@ -184,11 +185,11 @@ class Runs:
             which = f"run {some} is folded away: it" if len(folded) == 1 else f"runs {some} are folded away: each"
             notes.append(f"{which[:1].upper()}{which[1:]} has one step (%hvd_runs --all shows all).")
         notes.append(_ABOUT)
-        compared = {row.workload for row in shown if self._around.loss(row) is not None}
+        compared = {row.model for row in shown if self._around.loss(row) is not None}
         if compared:
-            sizes = sorted({self._around.samples[workload] for workload in compared})
+            sizes = sorted({self._around.samples[model] for model in compared})
             after = " or ".join(f"{size:,}" for size in sizes)
-            each = ", by workload" if len(sizes) > 1 else ""
+            each = ", by model" if len(sizes) > 1 else ""
             notes.append(
                 f"loss: after {after} samples of all ranks since the flip{each}, which all runs of at least five "
                 "steps have seen; the mean over the last quarter of them. Each run began where training stood at its "
@@ -201,11 +202,13 @@ class Runs:
 
     def _values_of(self, row: Row) -> dict[str, Any]:
         """A row of the frame. Numbers that are not known are ``nan``, so that columns of numbers stay such."""
-        speed, foretold, samples = row.speed, row.foretold, self._around.samples.get(row.workload)
+        speed, foretold, samples = row.speed, row.foretold, self._around.samples.get(row.model)
         equal = self._around.loss(row)
         return {
             "run": row.number,
             "workload": row.workload,
+            "options": options_text(row),
+            "parameters": row.parameters,
             **row.settings.as_dict(),
             "ranks": row.ranks,
             "device": row.device,

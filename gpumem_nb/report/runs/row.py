@@ -42,6 +42,7 @@ class Row:
         key: its name in every session that ever loads it.
         number: its name in this session, from 1.
         workload, settings, ranks, device: what was trained, how, on how many ranks, and what rank 0's device is called.
+        options, parameters: of a ready-made workload by name, and how many parameters there were when it was loaded.
         came_from: the file that it was loaded from, or that it is of before a restart; empty for the ranks that run.
         began_s: when, in seconds since 1970.
         steps: done under it.
@@ -68,6 +69,8 @@ class Row:
     steps: int
     outcome: str
     came_from: str = ""
+    options: tuple[tuple[str, float], ...] = ()
+    parameters: int | None = None
     loss: float | None = None
     peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
@@ -79,6 +82,11 @@ class Row:
     foretold: Foretold | None = None
     present: bool = False
     note: str = ""
+
+    @property
+    def model(self) -> tuple[object, ...]:
+        """What rows of the same model have in common: throughput, memory and loss are held against those only."""
+        return self.workload, self.options, self.parameters
 
     @property
     def samples_per_s(self) -> float | None:
@@ -110,6 +118,8 @@ class Row:
         return {
             "key": self.key,
             "workload": self.workload,
+            "options": dict(self.options),
+            "parameters": self.parameters,
             "settings": self.settings.saved(),
             "ranks": self.ranks,
             "device": self.device,
@@ -140,6 +150,8 @@ class Row:
             key=str(saved["key"]),
             number=0,
             workload=str(saved["workload"]),
+            options=tuple((str(name), _finite(value)) for name, value in saved.get("options", {}).items()),
+            parameters=_maybe(saved.get("parameters"), _whole),
             settings=Settings(**{name: KNOBS[name].retired.get(value, value) for name, value in known.items()}),
             ranks=_whole(saved["ranks"], 1),
             device=str(saved["device"]),
@@ -173,6 +185,12 @@ def _foretold(live: Any, reserved: Any, rate: Any, verdict: Any, came: Any) -> F
 
 def _maybe(value: Any, read: Any) -> Any:
     return None if value is None else read(value)
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(value):
+        raise ValueError(value)
+    return float(value)
 
 
 def _whole(value: Any, least: int = 0) -> int:
