@@ -102,8 +102,7 @@ class TrainingMagics(Magics):
         if args.pin or args.unpin:
             session.pin(args.pin)
         if args.load:
-            came = session.load_runs(unquoted(args.load))
-            print(f"{came} run{'s' * (came != 1)} came from {unquoted(args.load)}.")
+            print(session.load_runs(unquoted(args.load)))
         if args.note:
             session.runs.note(_number(args.note[0]), " ".join(map(unquoted, args.note[1:])))
         if args.compare:

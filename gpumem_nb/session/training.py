@@ -10,6 +10,7 @@ from ..kernel.policy import Policy
 from ..report.evaluation import Evaluation
 from ..report.run_summary import Run
 from ..report.runs import Runs
+from ..report.runs.stored import Came
 from ..report.runs.comparing import Comparison
 from ..shared.errors import WorkloadError
 from ..shared.progress import Progress
@@ -122,7 +123,7 @@ class Trains:
         record = self._life.record
         return Runs(record.rows(), record.note, _draw)
 
-    def load_runs(self, path: str | os.PathLike[str]) -> int:
+    def load_runs(self, path: str | os.PathLike[str]) -> Came:
         """Bring back the runs alone that a saved state holds, whatever is loaded; says how many were not there yet.
 
         Raises:

@@ -116,7 +116,7 @@ def test_a_workload_with_other_options_is_another_model() -> None:
     assert list(runs.frame().options[:2]) == ["depth=2 width=64", "depth=24 width=64"]
     assert runs.compare(1, 2).changed == "workload gpt(depth=2) → gpt(depth=24)"
     later, _ = runs_of()
-    later.bring(unpacked(packed(record.rows())), "a.state")
+    later.bring(unpacked(packed(record.rows()))[0], "a.state")
     assert [row.model for row in later.rows()] == [row.model for row in runs]
     assert "2: gpt(depth=24)" in picture(runs.rows, None)
 

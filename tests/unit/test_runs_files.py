@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from gpumem_nb.kernel.record import Record
-from gpumem_nb.report.runs.stored import packed, unpacked
+from gpumem_nb.report.runs.stored import Came, packed, readable, unpacked
 from gpumem_nb.shared.errors import InvalidInput, SetupError, StateFileError
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui.runs_figure import comparison_figure
@@ -37,7 +37,7 @@ def record() -> Record:
 def test_a_later_session_has_the_same_figures(record: Record) -> None:
     there = shown(record)
     later, _ = runs_of()
-    assert later.bring(unpacked(packed(record.rows())), "digits.state") == 3
+    assert later.bring(unpacked(packed(record.rows()))[0], "digits.state") == 3
     history = history_of()
     later.follow(history, "virtual GPU")
     history.started_s += 1
@@ -73,16 +73,47 @@ def test_runs_of_another_version_are_read_as_far_as_they_are_known(record: Recor
     first["figure_of_tomorrow"] = 4
     second["settings"]["precision"] = "fp4"
     third["ranks"] = 0
-    rows = unpacked(zlib.compress(json.dumps(saved).encode()))
+    rows, unread = unpacked(zlib.compress(json.dumps(saved).encode()))
+    assert str(Came(Path("x.state"), 1, unread)) == (
+        "1 run came from x.state. 2 runs of it cannot be read: damaged, or of a newer gpumem_nb."
+    )
     assert [row.key for row in rows] == [first["key"]], "others would show what is not so"
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"x", zlib.compress(b"[]"), zlib.compress(b'{"rows": 7}'), zlib.compress(b"{}")[:-3]]
+    ("name", "values"),
+    [
+        *(("samples", values) for values in ([float("nan"), 2], [1, float("inf")], [2, 2], [0, 1], [-2, -1])),
+        *(("steps", values) for values in ([float("nan"), 2], [2, 1], [0, 1])),
+        ("live_peaks", [1, float("inf")]),
+    ],
+)
+def test_a_curve_that_cannot_be_is_not_taken_in(record: Record, name: str, values: list[float]) -> None:
+    saved = json.loads(zlib.decompress(packed(record.rows())))
+    good = {"steps": [1, 2], "samples": [8, 16], "losses": [float("nan"), 1], "rates": [1, 1], "live_peaks": [1, 1]}
+    first, second, third = saved["rows"]
+    first["curve"], second["curve"] = good, good | {name: values}
+    third["curve"] = {name: list(range(1, 1000)) for name in good}
+    later, _ = runs_of()
+    rows, unread = unpacked(zlib.compress(json.dumps(saved).encode()))
+    later.bring(rows, "x.state")
+    assert (len(shown(later)), unread) == (1, 2)
+    assert str(shown(later))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"x", zlib.compress(b"[]"), zlib.compress(b'{"rows": 7}'), zlib.compress(b"{}")[:-3]),
+        zlib.compress(b"[" * 100_000),  # more levels than Python reads
+    ],
 )
 def test_what_is_no_record_is_refused(data: bytes) -> None:
     with pytest.raises(StateFileError, match="record of runs cannot be read"):
         unpacked(data)
+    rows, problem = readable(data)
+    assert rows == []
+    assert bool(problem) == bool(data), "a state may hold none; nothing of it stops a resume"
 
 
 def test_a_record_of_a_thousand_runs_takes_little_room() -> None:

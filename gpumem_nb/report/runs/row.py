@@ -155,17 +155,17 @@ class Row:
             settings=Settings(**{name: KNOBS[name].retired.get(value, value) for name, value in known.items()}),
             ranks=_whole(saved["ranks"], 1),
             device=str(saved["device"]),
-            began_s=float(saved["began_s"]),
+            began_s=_finite(saved["began_s"]),
             steps=_whole(saved["steps"]),
             outcome=str(saved["outcome"]),
             loss=_maybe(saved["loss"], float),
             peak_bytes=_maybe(saved["peak_bytes"], _whole),
             reserved_peak_bytes=_maybe(saved["reserved_peak_bytes"], _whole),
-            headroom=_maybe(saved["headroom"], float),
+            headroom=_maybe(saved["headroom"], _finite),
             speed=None if speed is None else _speed(*speed),
             curve=Curve.from_dict(saved["curve"]),
             categories={name: _whole(saved["categories"][name]) for name in CATEGORIES if name in saved["categories"]},
-            parts={name: float(saved["parts"][name]) for name in PARTS if name in saved["parts"]},
+            parts={name: _finite(saved["parts"][name]) for name in PARTS if name in saved["parts"]},
             foretold=None if foretold is None else _foretold(*foretold),
             note=str(saved["note"]),
         )
@@ -176,11 +176,11 @@ def _fields(value: Any) -> list[Any] | None:
 
 
 def _speed(median: Any, low: Any, high: Any, steps: Any) -> Speed:
-    return Speed(float(median), float(low), float(high), _whole(steps, 1))
+    return Speed(_finite(median), _finite(low), _finite(high), _whole(steps, 1))
 
 
 def _foretold(live: Any, reserved: Any, rate: Any, verdict: Any, came: Any) -> Foretold:
-    return Foretold(_whole(live), _whole(reserved), _maybe(rate, float), str(verdict), _maybe(came, _whole))
+    return Foretold(_whole(live), _whole(reserved), _maybe(rate, _finite), str(verdict), _maybe(came, _whole))
 
 
 def _maybe(value: Any, read: Any) -> Any:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from ...shared.errors import StateFileError
 from .row import Row
 
 FORMAT = 1
 _MOST_BYTES = 2**28  # unpacked: more was not written by this
-_NOT_ROWS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, zlib.error)
+_NOT_ROWS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError, zlib.error)
 
 
 def packed(rows: Sequence[Row]) -> bytes:
@@ -20,8 +22,30 @@ def packed(rows: Sequence[Row]) -> bytes:
     return zlib.compress(text.encode())
 
 
-def unpacked(data: bytes) -> list[Row]:
-    """The rows that are stored; one that this version cannot read is left out.
+@dataclass(frozen=True, slots=True)
+class Came:
+    """What was taken in from a file: how many rows were not there yet, and how many of the file's cannot be read."""
+
+    path: Path
+    new: int
+    unread: int
+
+    def __str__(self) -> str:
+        came = f"{self.new} run{'s' * (self.new != 1)} came from {self.path}."
+        return f"{came} {_unread_text(self.unread)}".rstrip()
+
+
+def readable(data: bytes) -> tuple[list[Row], str]:
+    """The rows of a state, none if it holds none, and in a sentence what cannot be read; that is no reason to fail."""
+    try:
+        rows, unread = unpacked(data) if data else ([], 0)
+    except StateFileError as error:
+        return [], str(error)
+    return rows, _unread_text(unread)
+
+
+def unpacked(data: bytes) -> tuple[list[Row], int]:
+    """The rows that are stored, and how many there are besides that this version cannot read.
 
     Raises:
         StateFileError: this is no record of runs.
@@ -42,4 +66,9 @@ def unpacked(data: bytes) -> list[Row]:
             rows.append(Row.from_saved(one))
         except _NOT_ROWS:
             continue
-    return rows
+    return rows, len(saved) - len(rows)
+
+
+def _unread_text(unread: int) -> str:
+    some = f"{unread} run{'s' * (unread != 1)}"
+    return f"{some} of it cannot be read: damaged, or of a newer gpumem_nb." if unread else ""
