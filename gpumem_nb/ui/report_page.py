@@ -28,8 +28,8 @@ def report_page(session: Steered, findings: str, scoreboard: Scoreboard, version
     """HTML that needs neither a network nor a kernel; plotly is in it, once.
 
     Args:
-        session: of which all is shown that is known in this process; no rank is asked.
-        findings: HTML of what is wrong and what would help.
+        session: of which all is shown that is known in this process by now.
+        findings: HTML of what is wrong and what would help, for which the ranks were asked before.
         scoreboard: what was predicted beside what came.
         versions: by name.
     """

@@ -202,7 +202,7 @@ def test_a_report_is_one_page_of_what_is_known(
         monkeypatch.setenv("HOME", str(tmp_path))
         session.runs.note(1, f"<script>alert(1)</script> {tmp_path}/data")
         written = run(shell, f"%hvd_report {tmp_path}/report.html")
-        assert session.playing, "nobody was asked for anything"
+        assert session.playing, "training goes on while ranks are asked"
     finally:
         session.pause()
     page = (tmp_path / "report.html").read_text()
@@ -234,6 +234,7 @@ def test_a_session_that_is_over_can_be_reported(session: Session, tmp_path: Path
     page = (tmp_path / "over.html").read_text()
     assert "6 steps on 2 ranks" in page
     assert "plotly-graph-div" in page
+    assert "Could not be examined: " in page
     assert len(session.runs)
 
 

@@ -77,8 +77,9 @@ class Curve:
         return None if math.isnan(mean) else mean
 
     def as_dict(self) -> dict[str, list[float]]:
-        """For json, in nine digits."""
-        return {name: [float(f"{value:.9g}") for value in getattr(self, name)] for name in _COLUMNS}
+        """For json, in nine digits, but for steps and samples: those of two points are never the same."""
+        exact = {name: list(getattr(self, name)) for name in _COLUMNS[:2]}
+        return exact | {name: [float(f"{value:.9g}") for value in getattr(self, name)] for name in _COLUMNS[2:]}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Sequence[Any]]) -> Curve:
