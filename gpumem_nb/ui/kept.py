@@ -62,5 +62,5 @@ class Kept:
         if not len(runs):
             return {"text/html": "", "text/plain": ""}
         limits = [reading.limit_bytes for reading in self._session.history.readings if reading and reading.limit_bytes]
-        svg = picture(runs.rows, min(limits, default=None))
+        svg = picture(runs.rows, min(limits, default=None), self._session.ranks[0].device_name)
         return {"text/html": svg + runs._repr_html_(), "image/svg+xml": svg, "text/plain": str(runs)}

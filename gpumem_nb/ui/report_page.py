@@ -85,7 +85,7 @@ def _charts(session: Steered) -> tuple[str, str]:
 def _runs(session: Steered) -> str:
     runs = session.runs
     limits = [reading.limit_bytes for reading in session.history.readings if reading and reading.limit_bytes]
-    svg = picture(runs.rows, min(limits, default=None)) if len(runs) else ""
+    svg = picture(runs.rows, min(limits, default=None), session.ranks[0].device_name) if len(runs) else ""
     return f"<div class='gpumem-runs'>{svg}{runs._repr_html_()}</div>"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,7 +15,7 @@ from gpumem_nb.planning.prediction import FITS, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.runs import Runs
 from gpumem_nb.report.runs.curve import MOST_POINTS, Curve
-from gpumem_nb.report.runs.sorting import order
+from gpumem_nb.report.runs.sorting import latest, order
 from gpumem_nb.report.runs.stored import packed, unpacked
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.knobs import KNOBS
@@ -118,7 +119,7 @@ def test_a_workload_with_other_options_is_another_model() -> None:
     later, _ = runs_of()
     later.bring(unpacked(packed(record.rows()))[0], "a.state")
     assert [row.model for row in later.rows()] == [row.model for row in runs]
-    assert "2: gpt(depth=24)" in picture(runs.rows, None)
+    assert "2: gpt(depth=24)" in picture(runs.rows, None, "")
 
 
 def test_a_long_run_takes_few_points_and_stays_exact_at_its_beginning() -> None:
@@ -279,6 +280,50 @@ def test_a_run_that_is_not_there_is_refused_in_a_sentence(number: Any) -> None:
         none.note(1, "x")
 
 
+def test_a_part_of_the_rows_is_judged_beside_all_and_is_that_which_began_last() -> None:
+    history = history_of()
+    train(history, Settings(), [1.0] * 6, rates=(900.0,))
+    train(history, Settings(batch_size=16), TEN)
+    train(history, Settings(batch_size=8), TEN)
+    record, runs = runs_of(history)
+    old = history_of()
+    old.started_s -= 1000
+    train(old, Settings(batch_size=4), TEN)
+    old.tried[0].began_s -= 1000
+    record.bring([replace(row, device="other") for row in runs_of(old)[1]], "old.state")
+    runs = shown(record)
+    assert runs[4].came_from
+    last = runs.latest(2)
+    assert [row.number for row in last] == [2, 3], "what came from a file is older than its number"
+    assert cells(last, "mark") == ["", "now"], "the best of all is not among them"
+    assert set(last.frame().loss_samples) == {min(row.samples for row in runs)}
+    assert set(runs.sorted("batch_size").latest(3).frame().loss_samples) == set(last.frame().loss_samples)
+    assert [row.number for row in latest([replace(row, present=row.number == 1) for row in runs], 2)] == [1, 3]
+    drawn = ElementTree.fromstring(picture(runs.rows, 60 * MIB, "virtual GPU"))
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}line"))) == 3, "none beside the run of another device"
+
+
+def test_only_marks_have_colours_and_numbers_not_known_are_nan() -> None:
+    history = history_of()
+    train(history, Settings(), [None] * 6)
+    history.add([], [])
+    record, runs = runs_of(history)
+    runs.note(1, "best")
+    assert shown(record)._repr_html_().count("success-color") == 1
+    frame = runs.frame()
+    assert frame.loss.dtype == frame.parameters.dtype == frame.predicted_live_peak_bytes.dtype == float
+    assert np.isnan(frame.predicted_samples_per_s[0])
+
+
+def test_what_is_shown_of_a_long_configuration_is_thinned() -> None:
+    history = history_of()
+    train(history, Settings(), [1.0] * 500)
+    _, runs = runs_of(history)
+    assert len(runs[1].curve) <= MOST_POINTS
+    assert runs[1].samples == 500 * 64
+    assert len(history.tried[0].curve) == 500, "its own goes on"
+
+
 def test_a_picture_of_what_was_tried_needs_no_program() -> None:
     history = history_of()
     train(history, Settings(), TEN, workload="digits", peak=36 * MIB)
@@ -286,16 +331,16 @@ def test_a_picture_of_what_was_tried_needs_no_program() -> None:
     train(history, Settings(precision="bf16", batch_size=999), [], workload="digits")
     history.tried[-1].outcome = "oom"
     rows = runs_of(history)[1].rows
-    svg = ElementTree.fromstring(picture(rows, 80 * MIB))
+    svg = ElementTree.fromstring(picture(rows, 80 * MIB, "virtual GPU"))
     words = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert [words[place] for place in (2, 4, 6)] == ["1: digits", "2: bf16", "3: batch 999"]
     assert words[-1] == "out of memory"
     wide, narrow, none = [float(bar.get("width", "")) for bar in svg.iter("{http://www.w3.org/2000/svg}rect")]
     assert (wide, none) == (2 * narrow, 0)
-    [limit] = svg.iter("{http://www.w3.org/2000/svg}line")
+    limit, *_ = svg.iter("{http://www.w3.org/2000/svg}line")
     first = next(svg.iter("{http://www.w3.org/2000/svg}rect"))
     assert float(limit.get("x1", "")) - float(first.get("x", "")) == 2 * wide
-    assert "<line" not in picture(rows, 900 * MIB), "a limit far away would flatten the bars"
+    assert "<line" not in picture(rows, 900 * MIB, "virtual GPU"), "a limit far away would flatten the bars"
 
 
 def test_the_record_can_be_read_while_it_is_written() -> None:

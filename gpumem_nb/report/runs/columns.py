@@ -35,10 +35,12 @@ class Around:
     Attributes:
         best: by model, ranks and device the row with most samples/s, by its key.
         samples: by model, how many samples all of its rows have seen that are compared.
+        losses: by a row's key, what it lost after so many, see :func:`loss_after`; without those that are not known.
     """
 
     best: frozenset[str]
     samples: Mapping[tuple[object, ...], int]
+    losses: Mapping[str, float]
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Around:
@@ -55,12 +57,13 @@ class Around:
                 (fastest[alike].samples_per_s or 0) if alike in fastest else 0
             ):
                 fastest[alike] = row
-        return cls(frozenset(row.key for row in fastest.values()), samples)
+        losses = {row.key: loss_after(row, samples[row.model]) for row in rows if row.comparable and len(row.curve)}
+        known = {key: loss for key, loss in losses.items() if loss is not None}
+        return cls(frozenset(row.key for row in fastest.values()), samples, known)
 
     def loss(self, row: Row) -> float | None:
         """The row's loss after as many samples as all rows of its model have seen, see :func:`loss_after`."""
-        samples = self.samples.get(row.model)
-        return loss_after(row, samples) if samples and row.comparable else None
+        return self.losses.get(row.key)
 
     def mark(self, row: Row) -> str:
         """Whether it is the best, or the one of now."""

@@ -59,10 +59,12 @@ class Curve:
             self._join(self._share)
 
     def copy(self) -> Curve:
-        """One that changes no more."""
+        """One that changes no more, of ``MOST_POINTS`` at most."""
         other = Curve()
         for name in _COLUMNS:
             setattr(other, name, getattr(self, name)[:])
+        other._share = self._share
+        other.thin()
         return other
 
     def mean_loss(self, begin: float, end: float) -> float | None:
