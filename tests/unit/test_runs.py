@@ -14,6 +14,7 @@ import pytest
 from gpumem_nb.planning.prediction import FITS, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.runs import Runs
+from gpumem_nb.report.runs.comparing import Comparison
 from gpumem_nb.report.runs.curve import MOST_POINTS, Curve
 from gpumem_nb.report.runs.sorting import latest, order
 from gpumem_nb.report.runs.stored import packed, unpacked
@@ -265,6 +266,27 @@ def test_steps_of_other_sizes_are_compared_by_the_time_that_as_many_samples_take
     _, runs = runs_of(history)
     assert runs.compare(1, 2).parts["backward"] == pytest.approx(-0.025)
     assert "for 32 samples" in str(runs.compare(1, 2))
+
+
+def test_knobs_are_blamed_and_times_scaled_only_for_one_model_on_as_many_ranks() -> None:
+    history = history_of()
+    train(history, Settings(), TEN, recorded=ledger(), rates=(20_000.0,), parameters=1)
+    other = Settings(checkpointing="blocks", batch_size=64)
+    train(history, other, [3.0] * 20_010, recorded=ledger(activations=2), peak=22 * MIB, rates=(9000.5,), parameters=2)
+    _, runs = runs_of(history)
+    a, b = runs[1], runs[2]
+    two = runs.compare(1, 2)
+    assert "checkpointing" not in two.why[0]
+    assert two.parts["backward"] == 0
+    assert "for 64 samples" not in str(two)
+    text = str(two)
+    assert "+20,000 (" in text
+    assert "−21,999 (−55 %)" in text
+    assert "e+0" not in text
+    alike = replace(b, parameters=1)
+    assert "checkpointing none → blocks" in Comparison(a, alike).why[0]
+    assert Comparison(a, alike).parts["backward"] == pytest.approx(-0.025)
+    assert "checkpointing" not in Comparison(a, replace(alike, ranks=4)).why[0]
 
 
 @pytest.mark.parametrize("number", [0, 3, -1, "1", True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,37 @@ def test_a_later_session_has_the_same_figures(record: Record) -> None:
     assert list(b.curve.losses) == pytest.approx(list(a.curve.losses))
     assert there.compare(1, 2).why == here.compare(1, 2).why
     assert later.bring(record.rows(), "again.state") == 0, "they are there already"
+
+
+def test_of_two_files_that_of_more_steps_says_how_a_run_went_on(record: Record) -> None:
+    long = record.rows()
+    short = [replace(row, steps=row.steps // 2, note="") for row in long]
+    later, _ = runs_of()
+    assert later.bring(short, "early.state") == 3
+    later.note(short[0].key, "mine")
+    assert later.bring(long, "late.state") == 0
+    assert [(row.number, row.steps, row.came_from) for row in later.rows()] == [
+        *((1, 300, "late.state"), (2, 10, "late.state"), (3, 0, "early.state"))
+    ]
+    assert later.rows()[0].note == "mine"
+    later.bring(short, "early.state")
+    assert later.rows()[0].steps == 300
+    record.bring([replace(row, steps=row.steps + 1) for row in long], "other.state")
+    assert record.rows()[0].steps == 300, "what this session measured itself stays"
+
+
+def test_what_does_not_fit_any_more_loses_the_curves_of_the_oldest(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [replace(row, began_s=row.began_s + row.number) for row in record.rows()]
+    size = len(json.dumps({"format": 1, "rows": [row.saved() for row in rows]}))
+    monkeypatch.setattr("gpumem_nb.report.runs.stored._MOST_BYTES", size - 100)
+    found, unread = unpacked(packed(rows))
+    assert (unread, [row.key for row in found]) == (0, [row.key for row in rows])
+    assert [len(row.curve) for row in found] == [0, 10, 0]
+    monkeypatch.setattr("gpumem_nb.report.runs.stored._MOST_BYTES", 1500)
+    found, unread = unpacked(packed(rows))
+    assert (unread, [row.key for row in found]) == (0, [rows[2].key]), "then whole rows, the oldest first"
 
 
 def test_what_comes_later_changes_no_number(record: Record) -> None:

@@ -5,21 +5,32 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...shared.errors import StateFileError
+from .curve import Curve
 from .row import Row
 
 FORMAT = 1
 _MOST_BYTES = 2**28  # unpacked: more was not written by this
+_FRAME_BYTES, _COMMA_BYTES = 64, 2  # around all rows, and between two of them
 _NOT_ROWS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError, zlib.error)
 
 
 def packed(rows: Sequence[Row]) -> bytes:
-    """Rows as they are stored."""
-    text = json.dumps({"format": FORMAT, "rows": [row.saved() for row in rows]})
-    return zlib.compress(text.encode())
+    """Rows as they are stored; beyond what :func:`unpacked` reads the oldest without their curves, or not at all."""
+    left = _MOST_BYTES - _FRAME_BYTES
+    texts: dict[str, str] = {}
+    for row in sorted(rows, key=lambda row: row.began_s, reverse=True):
+        for one in (row, replace(row, curve=Curve())):
+            text = json.dumps(one.saved())
+            if len(text) + _COMMA_BYTES <= left:
+                texts[row.key] = text
+                left -= len(text) + _COMMA_BYTES
+                break
+    kept = ", ".join(texts[row.key] for row in rows if row.key in texts)
+    return zlib.compress(f'{{"format": {FORMAT}, "rows": [{kept}]}}'.encode())
 
 
 @dataclass(frozen=True, slots=True)
