@@ -230,9 +230,7 @@ class History:
     ) -> None:
         """A configuration is about to be tried."""
         with self._lock:
-            tried = Tried(
-                settings_id, workload, settings, self.model_version, options=options, parameters=parameters
-            )
+            tried = Tried(settings_id, workload, settings, self.model_version, options=options, parameters=parameters)
             self.tried.append(tried)
             self._tell(tried)
             for old in self.tried[-LATE_STEPS - 1 : -LATE_STEPS]:

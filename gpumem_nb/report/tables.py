@@ -27,7 +27,7 @@ class Table:
         rows: as many cells each as there are headings.
         words: headings of the columns that are set to the left; all others are set to the right.
         colours: the CSS colour of cells that say exactly this, in a notebook only.
-        coloured: headings of the columns that have them, all if ``None``: elsewhere somebody's own words may be the same.
+        coloured: headings of the columns that have them, all if ``None``: elsewhere a user's words may be the same.
         hints: what is said of a heading while the mouse is over it, in a notebook only.
     """
 

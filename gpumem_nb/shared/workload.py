@@ -71,7 +71,7 @@ class WorkloadInfo:
     ``dataset_len`` is the number of samples in an epoch; ``None`` when it is not known. ``own_optimizer`` and
     ``own_scheduler`` are the classes of those that it brings. ``notes`` are sentences that are said once, when it was
     loaded; ``eval_len`` is ``None`` where nothing was given to validate on. ``why_flat`` is why Horovod cannot reduce
-    in stages here, inside of hosts and between them; empty where it can. ``options`` are those of a ready-made workload.
+    in stages here, inside of hosts and between them; empty where it can. ``options``: of a ready-made workload.
     """
 
     name: str

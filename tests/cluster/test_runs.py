@@ -146,8 +146,14 @@ def test_magics_of_runs(
     a, b = (row.number for row in new_rows(session, known))
     run(shell, f"%hvd_runs --note {b} 'small, but' slow")
     assert session.runs[b].note == "small, but slow"
+    capsys.readouterr()
+    run(shell, f"%hvd_runs --note {b}")
+    assert capsys.readouterr().out == "small, but slow\n"
+    assert session.runs[b].note == "small, but slow"
     run(shell, f"%hvd_runs --note {b} ''")
     assert session.runs[b].note == ""
+    run(shell, f"%hvd_runs --note {b}")
+    assert capsys.readouterr().out == f"There is no note on run {b}.\n"
     order = [row.number for row in run(shell, "%hvd_runs --sort batch_size")]
     assert order.index(b) < order.index(a)
     assert f"Run {a} → {b}: batch_size 16 → 8" in str(run(shell, f"%hvd_runs --compare {a} {b}"))
@@ -158,6 +164,7 @@ def test_magics_of_runs(
     assert f"0 runs came from {tmp_path}/x.state." in capsys.readouterr().out
     for line, sentence in (
         ("--sort speed", "There is no column 'speed'"),
+        ("--compare 1 2 --export runs.csv", "--export writes all runs, not a comparison"),
         ("--compare 1 99999", "There is no run 99999"),
         ("--note best 3", "'best' is no number of a run"),
         ("--export runs.txt", "ends in .csv, .parquet or .html"),

@@ -38,7 +38,9 @@ def test_the_page_is_written_and_says_why_nothing_was_examined(
     error: BaseException, sentence: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session: Any = Session(error)
-    monkeypatch.setattr("gpumem_nb.ui.report_page.report_page", lambda session, findings, *_: f"<!DOCTYPE html>{findings}")
+    monkeypatch.setattr(
+        "gpumem_nb.ui.report_page.report_page", lambda session, findings, *_: f"<!DOCTYPE html>{findings}"
+    )
     reports.write_report(session, tmp_path / "x.html", lambda what, done: session.told.append(what))
     page = (tmp_path / "x.html").read_text()
     assert sentence in page

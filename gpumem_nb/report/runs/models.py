@@ -8,7 +8,7 @@ from .row import Row
 
 
 def named(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """What a row's workload is called beside these rows: with the options, or the size, in which its namesakes differ."""
+    """What a row's workload is called beside these rows: with the options, or the size, in which they differ."""
     namesakes: dict[str, list[Row]] = {}
     for row in rows:
         namesakes.setdefault(row.workload, []).append(row)

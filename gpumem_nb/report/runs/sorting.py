@@ -55,7 +55,7 @@ def order(values: Sequence[Value], highest_first: bool = False) -> list[int]:
 
 
 def latest(rows: Sequence[Row], most: int) -> list[Row]:
-    """The rows that began last and that of now, in the order in which they are; a file's may be older than their numbers."""
+    """Those that began last and that of now, in the same order; a file's may be older than their numbers."""
     last = sorted(rows, key=lambda row: (row.present, row.began_s))[-most:]
     kept = {row.key for row in last}
     return [row for row in rows if row.key in kept]

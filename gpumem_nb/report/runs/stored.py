@@ -15,7 +15,16 @@ from .row import Row
 FORMAT = 1
 _MOST_BYTES = 2**28  # unpacked: more was not written by this
 _FRAME_BYTES, _COMMA_BYTES = 64, 2  # around all rows, and between two of them
-_NOT_ROWS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError, zlib.error)
+_NOT_ROWS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+    zlib.error,
+)
 
 
 def packed(rows: Sequence[Row]) -> bytes:
