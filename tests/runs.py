@@ -32,10 +32,14 @@ def train(
     peak: int = 40 * MIB,
     recorded: Ledger | None = None,
     backward_s: float = 0.05,
+    **model: Any,
 ) -> None:
-    """A configuration of its own with a step for each loss; rank 1 needs 4 MiB more, and waits."""
+    """A configuration of its own with a step for each loss; rank 1 needs 4 MiB more, and waits.
+
+    ``model``: its options and parameters.
+    """
     settings_id = len(history.tried) + 1
-    history.begin(settings_id, workload, settings)
+    history.begin(settings_id, workload, settings, **model)
     for number, loss in enumerate(losses):
         of_ranks = []
         for rank in range(2):

@@ -220,11 +220,19 @@ class History:
         with self._lock:
             self.version += 1
 
-    def begin(self, settings_id: int, workload: str, settings: Settings) -> None:
+    def begin(
+        self,
+        settings_id: int,
+        workload: str,
+        settings: Settings,
+        options: tuple[tuple[str, float], ...] = (),
+        parameters: int | None = None,
+    ) -> None:
         """A configuration is about to be tried."""
         with self._lock:
-            self.tried.append(Tried(settings_id, workload, settings, self.model_version))
-            self._tell(self.tried[-1])
+            tried = Tried(settings_id, workload, settings, self.model_version, options=options, parameters=parameters)
+            self.tried.append(tried)
+            self._tell(tried)
             for old in self.tried[-LATE_STEPS - 1 : -LATE_STEPS]:
                 old.settle()
             self.version += 1

@@ -12,7 +12,8 @@ from typing import Any
 from ..cluster.calls import Call
 from ..cluster.shield import finish_anyway
 from ..report.differences import typed
-from ..report.runs.stored import packed, unpacked
+from ..report.runs import Row
+from ..report.runs.stored import Came, packed, readable, unpacked
 from ..report.status import StateFile
 from ..shared import snapshot_folder, state_file
 from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError
@@ -194,7 +195,7 @@ class Loading:
         header = self._resume_from(source)
         return StateFile("resumed", source, size, header.steps, time.perf_counter() - began)
 
-    def load_runs(self, path: str | os.PathLike[str]) -> int:
+    def load_runs(self, path: str | os.PathLike[str]) -> Came:
         """Take in the runs that a state holds, and nothing else of it.
 
         Raises:
@@ -206,9 +207,10 @@ class Loading:
         if not runs:
             raise StateFileError(f"{source} holds no runs: it is an automatic snapshot, or of an earlier gpumem_nb.")
         try:
-            return self._record.bring(unpacked(runs), source.name)
+            rows, unread = unpacked(runs)
         except StateFileError as error:
             raise StateFileError(f"{source}: {error}") from None
+        return Came(source, self._record.bring(rows, source.name), unread)
 
     def sync(self) -> None:
         """Give all ranks what rank 0 holds."""
@@ -328,38 +330,32 @@ class Loading:
     def _resume_from(self, source: Path, after_restart: bool = False) -> state_file.Header:
         # Training goes on while the ranks look at the file: one that is refused changes nothing.
         try:
-            answer: tuple[state_file.Header, bytes] = self._foreground.call("resume_check", str(source))[0]
-            header, runs = answer
+            header: state_file.Header
+            header, runs = self._foreground.call("resume_check", str(source))[0]
             settings = Settings.from_saved(header.settings, source)  # this process's knobs may be others
+            rows, problem = readable(runs)  # before the ranks change anything: it takes long, and may fail
+            if problem:
+                self._history.mark("note", f"{source.name}: {problem}")
             self._foreground.pause()
         except BaseException:
             with suppress(GpumemError):
                 self._foreground.ask("resume_drop")  # not waited for: a rank may not have heard an interrupt yet
             raise
         try:
-            finish_anyway(lambda: self._put_in_place(source, header, runs, settings, after_restart), RESUMING)
+            finish_anyway(lambda: self._put_in_place(source, header, rows, settings, after_restart), RESUMING)
         except KeyboardInterrupt:
             raise Interrupted(f"Interrupted too late: {header.workload} goes on from step {header.steps}.") from None
         return header
 
-    def _bring(self, runs: bytes, source: Path) -> None:
-        """Take in the runs that a state holds; those that cannot be read are no reason not to go on from it."""
-        if not runs:
-            return
-        try:
-            self._record.bring(unpacked(runs), source.name)
-        except StateFileError as error:
-            self._history.mark("note", f"{source.name}: {error}")
-
     def _put_in_place(
-        self, source: Path, header: state_file.Header, runs: bytes, settings: Settings, after_restart: bool
+        self, source: Path, header: state_file.Header, rows: list[Row], settings: Settings, after_restart: bool
     ) -> None:
         """What must not stop half way, because kernel and ranks would be apart."""
         info: WorkloadInfo = self._foreground.call("resume_apply", after_restart)[0]
         self._origin.resumed_from, self._origin.unrestored, self._origin.seed = source, None, header.seed
         self._origin.named = None if after_restart else source
         self._history.seen_before = header.position
-        self._bring(runs, source)
+        self._record.bring(rows, source.name)
         settings = compatibility.resumed(settings, header.settings, info)
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
         self._training.apply()
@@ -369,6 +365,7 @@ class Loading:
         if fitting != settings:
             self._history.mark("note", f"batch_size={fitting.batch_size}, because the dataset is small")
         self._history.steps = steps
+        info = replace(info, options=tuple((self._origin.options or {}).items()))
         self._snapshots.begin(info, steps, self._origin.options)
         self._training.begin(info, fitting)
         self._history.mark("load", event)

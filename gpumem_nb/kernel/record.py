@@ -13,6 +13,7 @@ from ..report.runs.row import Foretold, Row
 from .history import History
 
 BEFORE_RESTART = "before a restart"
+_LATE = 4  # configurations whose outcome may still change
 
 
 class Record:
@@ -29,6 +30,16 @@ class Record:
         self._settled: dict[str, Row] = {}  # of the history that is written
         self._numbers: dict[str, int] = {}
         self._notes: dict[str, str] = {}
+        self._changes = 0  # of what is not in the history
+
+    @property
+    def version(self) -> tuple[object, ...]:
+        """Another one whenever a row or a note may have changed; takes no time, unlike the rows."""
+        history = self._history
+        if history is None:
+            return (self._changes,)
+        outcomes = tuple(one.outcome for one in history.tried[-_LATE:])
+        return self._changes, history.started_s, history.steps, len(history.tried), outcomes
 
     def follow(self, history: History, device: str) -> None:
         """From now on the ranks' history is this one; ``device`` is what rank 0's is called."""
@@ -37,6 +48,7 @@ class Record:
                 self._earlier[row.key] = replace(row, came_from=BEFORE_RESTART, present=False)
             self._settled = {}
             self._history, self._device = history, device
+            self._changes += 1
 
     def rows(self) -> list[Row]:
         """Every configuration that ran, by its number."""
@@ -49,19 +61,33 @@ class Record:
         """Keep somebody's words of a row; none take away those that are there."""
         with shielded(), self._lock:
             self._notes[key] = text
+            self._changes += 1
 
     def bring(self, rows: Sequence[Row], came_from: str) -> int:
-        """Take in rows of a session before; says how many were not there yet."""
+        """Take in rows of a session before; says how many were not there yet.
+
+        Of a row that is known from another file that of more steps stays.
+        """
         new = 0
         known = {row.key for row in self.rows()}  # all that are there get their numbers before those that come
         with shielded(), self._lock:
+            self._changes += 1
             for row in rows:
                 if row.key not in known:
                     number = self._number_of(row.key)
                     self._earlier[row.key] = replace(row, number=number, came_from=came_from, present=False)
                     known.add(row.key)
                     new += 1
+                elif self._goes_on(row):
+                    before = self._earlier[row.key]
+                    more = replace(row, number=before.number, came_from=came_from, present=False)
+                    self._earlier[row.key] = replace(more, note=row.note or before.note)
         return new
+
+    def _goes_on(self, row: Row) -> bool:
+        """Whether it is a row of a file, with more steps than that file had. Under the lock."""
+        earlier = self._earlier.get(row.key)
+        return earlier is not None and earlier.came_from != BEFORE_RESTART and row.steps > earlier.steps
 
     def _number_of(self, key: str) -> int:
         return self._numbers.setdefault(key, len(self._numbers) + 1)
@@ -105,6 +131,8 @@ class Record:
             key=_key(history, tried),
             number=self._number_of(_key(history, tried)),
             workload=tried.workload,
+            options=tried.options,
+            parameters=tried.parameters,
             settings=tried.settings,
             ranks=history.size,
             device=self._device,

@@ -41,7 +41,9 @@ class LookingMagics(Magics):
     @says_usage
     def hvd_report(self, line: str) -> Any:
         """Write the session as one page to hand on: charts, runs, findings, versions; it opens without a network."""
-        return current().report(unquoted(parse_argstring(self.hvd_report, line).path))
+        args, session = parse_argstring(self.hvd_report, line), current()
+        with progress_bar("Examining") as progress:
+            return session.report(unquoted(args.path), progress)
 
     @magic_arguments()
     @argument("target", nargs="?", help="such as runs/a, log.jsonl or project/run; without one, show what is logged")

@@ -89,7 +89,12 @@ class TrainingMagics(Magics):
     @argument("--sort", metavar="COLUMN", type=Offered((*FIGURES, *KNOBS)), help="by a figure or a knob")
     @argument("--all", action="store_true", help="also those of one step")
     @argument("--compare", nargs=2, type=int, metavar=("A", "B"), help="two runs, by their numbers, with their charts")
-    @argument("--note", nargs="+", metavar=("RUN", "TEXT"), help="keep words of your own beside a run")
+    @argument(
+        "--note",
+        nargs="+",
+        metavar=("RUN", "TEXT"),
+        help="keep words of your own beside a run ('' erases them, none shows them)",
+    )
     @argument("--export", metavar="PATH", help="write all of them to a file: .csv, .parquet or .html")
     @argument("--load", metavar="PATH", help="bring back those that %%hvd_save wrote, without what was trained")
     @argument("--pin", action="store_true", help="compare all further settings with those of now")
@@ -99,11 +104,15 @@ class TrainingMagics(Magics):
     def hvd_runs(self, line: str) -> Any:
         """Show every configuration tried, side by side; in a notebook a click on a heading sorts."""
         args, session = parse_argstring(self.hvd_runs, line), current()
+        if args.compare and args.export:
+            raise InvalidInput("--export writes all runs, not a comparison: use --compare and --export one by one.")
         if args.pin or args.unpin:
             session.pin(args.pin)
         if args.load:
-            came = session.load_runs(unquoted(args.load))
-            print(f"{came} run{'s' * (came != 1)} came from {unquoted(args.load)}.")
+            print(session.load_runs(unquoted(args.load)))
+        if args.note and len(args.note) == 1:
+            run = session.runs[_number(args.note[0])]
+            return print(run.note or f"There is no note on run {run.number}.")
         if args.note:
             session.runs.note(_number(args.note[0]), " ".join(map(unquoted, args.note[1:])))
         if args.compare:

@@ -26,6 +26,7 @@ class Tried:
     """One configuration and what it measured.
 
     Attributes:
+        options, parameters: of a ready-made workload by name, and of its model when it was loaded.
         model_version: which the model had at its first step; see ``History``.
         steps: steps done under it.
         steps_beside: steps that autotune did meanwhile under others.
@@ -59,6 +60,8 @@ class Tried:
     categories: Mapping[str, int] = field(default_factory=dict)
     curve: Curve = field(default_factory=Curve)
     began_s: float = field(default_factory=time.time)
+    options: tuple[tuple[str, float], ...] = ()
+    parameters: int | None = None
     _settled: Speed | None = field(default=None, init=False)
     _of_that_model: int | None = field(default=None, init=False)
 

@@ -27,6 +27,7 @@ class Table:
         rows: as many cells each as there are headings.
         words: headings of the columns that are set to the left; all others are set to the right.
         colours: the CSS colour of cells that say exactly this, in a notebook only.
+        coloured: headings of the columns that have them, all if ``None``: elsewhere a user's words may be the same.
         hints: what is said of a heading while the mouse is over it, in a notebook only.
     """
 
@@ -36,6 +37,7 @@ class Table:
     words: frozenset[str]
     colours: Mapping[str, str] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
+    coloured: frozenset[str] | None = None
 
     def __str__(self) -> str:
         rows = [line for row in (self.headings, *self.rows) for line in _lines(row)]
@@ -67,7 +69,8 @@ class Table:
         """Each cell with its style."""
         for cell, heading in zip(row, self.headings, strict=True):
             style = f"text-align: {'left' if heading in self.words else 'right'}; {_CELL_STYLE}"
-            if colour := self.colours.get(cell):
+            has_colours = self.coloured is None or heading in self.coloured
+            if has_colours and (colour := self.colours.get(cell)):
                 style += f"; color: {colour}; font-weight: 600"
             yield cell, style
 

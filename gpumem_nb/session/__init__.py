@@ -104,20 +104,22 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
             self._panel.watch()
         return self._panel
 
-    def report(self, path: str | os.PathLike[str]) -> Written:
+    def report(self, path: str | os.PathLike[str], progress: Progress = lambda what, done: None) -> Written:
         """Write the session as one page: charts, runs, findings, what was predicted, versions.
 
         It opens in any browser, without a network and without a kernel, and can be written of a session that has ended.
+        For the findings the ranks are asked as by :meth:`doctor`; interrupted meanwhile, the page is written without.
 
         Args:
             path: of the file, which ends in ``.html``.
+            progress: told what is being looked at.
 
         Raises:
             InvalidInput: not such a path, or the file cannot be written or is of something else.
         """
         from .reports import write_report
 
-        return write_report(self, path)
+        return write_report(self, path, progress)
 
     def interrupt(self) -> None:
         """Interrupt what the ranks are doing: a cell raises ``KeyboardInterrupt``, a training step is discarded."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..install.versions import versions
@@ -12,13 +11,14 @@ from ..report.page import BEGIN
 from ..report.tables import notes_html
 from ..report.written import Written, write_over
 from ..shared.errors import GpumemError, InvalidInput
+from ..shared.progress import Progress
 from ..shared.state_file import as_path
 
 if TYPE_CHECKING:
     from . import Session
 
 
-def write_report(session: Session, path: str | os.PathLike[str]) -> Written:
+def write_report(session: Session, path: str | os.PathLike[str], progress: Progress) -> Written:
     """Write the page; as :meth:`Session.report`.
 
     Raises:
@@ -29,15 +29,22 @@ def write_report(session: Session, path: str | os.PathLike[str]) -> Written:
     target = as_path(path)
     if target.suffix.lower() not in (".html", ".htm"):
         raise InvalidInput(f"{target.name} cannot be written: a report is a page. Name a file such as report.html.")
-    text = report_page(session, _findings(session), session.score(), versions())
+    text = report_page(session, _findings(session, progress), session.score(), versions())
     return write_over(target, text.encode(), BEGIN, "It opens in any browser, without a network and without a kernel.")
 
 
-def _findings(session: Session) -> str:
-    """HTML of what is wrong, and what would help."""
-    with suppress(GpumemError):
-        return session.doctor()._repr_html_()
-    history = session.history  # ranks that are gone cannot be asked, but what was known of them is
+def _findings(session: Session, progress: Progress) -> str:
+    """HTML of what is wrong, and what would help; where the ranks could not be asked, why, and what was known before.
+
+    Whoever does not want to wait for it gets the page without.
+    """
+    try:
+        return session.doctor(progress)._repr_html_()
+    except KeyboardInterrupt:
+        why = "Not examined: interrupted."
+    except GpumemError as error:
+        why = f"Could not be examined: {error}"
+    history = session.history
     sentences = [str(history.rescue)] if history.rescue else []
     sentences += [in_words(found) for found in list(history.leaks.values())]
-    return notes_html(sentences or ["Nothing was found."])
+    return notes_html([why, *sentences])

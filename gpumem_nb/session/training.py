@@ -11,6 +11,7 @@ from ..report.evaluation import Evaluation
 from ..report.run_summary import Run
 from ..report.runs import Runs
 from ..report.runs.comparing import Comparison
+from ..report.runs.stored import Came
 from ..shared.errors import WorkloadError
 from ..shared.progress import Progress
 from ..shared.settings import Settings
@@ -122,7 +123,12 @@ class Trains:
         record = self._life.record
         return Runs(record.rows(), record.note, _draw)
 
-    def load_runs(self, path: str | os.PathLike[str]) -> int:
+    @property
+    def runs_version(self) -> tuple[object, ...]:
+        """Another one whenever a row of :attr:`runs` or a note may have changed, for whoever shows them."""
+        return self._life.record.version
+
+    def load_runs(self, path: str | os.PathLike[str]) -> Came:
         """Bring back the runs alone that a saved state holds, whatever is loaded; says how many were not there yet.
 
         Raises:

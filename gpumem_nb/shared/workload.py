@@ -71,7 +71,7 @@ class WorkloadInfo:
     ``dataset_len`` is the number of samples in an epoch; ``None`` when it is not known. ``own_optimizer`` and
     ``own_scheduler`` are the classes of those that it brings. ``notes`` are sentences that are said once, when it was
     loaded; ``eval_len`` is ``None`` where nothing was given to validate on. ``why_flat`` is why Horovod cannot reduce
-    in stages here, inside of hosts and between them; empty where it can.
+    in stages here, inside of hosts and between them; empty where it can. ``options``: of a ready-made workload.
     """
 
     name: str
@@ -86,6 +86,7 @@ class WorkloadInfo:
     eval_len: int | None = None
     own_scheduler: str | None = None
     why_flat: str = ""
+    options: tuple[tuple[str, float], ...] = ()
 
     def samples_per_micro_batch(self, ranks: int, accumulation_steps: int) -> int | None:
         """As many as an epoch has for each micro-batch of one step; ``None`` when that is not known."""

@@ -23,7 +23,7 @@ class Kept:
         self._id = uuid.uuid4().hex
         self._bundle = self._now()
         self._is_shown = False
-        self._version = -1
+        self._version: tuple[object, ...] = ()
         self._shell: Any = get_ipython()
         self._changing = threading.Lock()
 
@@ -44,7 +44,7 @@ class Kept:
 
     def follow(self) -> None:
         """Bring it up to date, if there is anything new."""
-        version = self._session.history.version
+        version = self._session.runs_version  # not the history's: that grows with every look at a device
         with self._changing:
             if not self._is_shown or version == self._version:
                 return
@@ -62,5 +62,5 @@ class Kept:
         if not len(runs):
             return {"text/html": "", "text/plain": ""}
         limits = [reading.limit_bytes for reading in self._session.history.readings if reading and reading.limit_bytes]
-        svg = picture(runs.rows, min(limits, default=None))
+        svg = picture(runs.rows, min(limits, default=None), self._session.ranks[0].device_name)
         return {"text/html": svg + runs._repr_html_(), "image/svg+xml": svg, "text/plain": str(runs)}

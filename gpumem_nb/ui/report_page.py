@@ -28,8 +28,8 @@ def report_page(session: Steered, findings: str, scoreboard: Scoreboard, version
     """HTML that needs neither a network nor a kernel; plotly is in it, once.
 
     Args:
-        session: of which all is shown that is known in this process; no rank is asked.
-        findings: HTML of what is wrong and what would help.
+        session: of which all is shown that is known in this process by now.
+        findings: HTML of what is wrong and what would help, for which the ranks were asked before.
         scoreboard: what was predicted beside what came.
         versions: by name.
     """
@@ -85,7 +85,7 @@ def _charts(session: Steered) -> tuple[str, str]:
 def _runs(session: Steered) -> str:
     runs = session.runs
     limits = [reading.limit_bytes for reading in session.history.readings if reading and reading.limit_bytes]
-    svg = picture(runs.rows, min(limits, default=None)) if len(runs) else ""
+    svg = picture(runs.rows, min(limits, default=None), session.ranks[0].device_name) if len(runs) else ""
     return f"<div class='gpumem-runs'>{svg}{runs._repr_html_()}</div>"
 
 

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from ..report.differences import short
 from ..report.runs import Row
+from ..report.runs.models import named
+from ..report.runs.sorting import latest
 from ..shared.units import format_bytes, format_rate
 from .style import BLUE, TEXT, VERMILION
 
 MOST_BARS = 16
 _ROW, _LABEL, _BARS, _WORDS = 24, 250, 320, 190  # pixels: height of a row, widths of the three columns
+_TOP = 22  # pixels above the first row
 _FONT = f"font-family='sans-serif' font-size='13' fill='{TEXT}'"
 
 
-def picture(rows: Sequence[Row], limit_bytes: int | None) -> str:
-    """SVG with the latest configurations from top to bottom; the limit is drawn where all bars leave room for it."""
-    shown = rows[-MOST_BARS:]
+def picture(rows: Sequence[Row], limit_bytes: int | None, device: str) -> str:
+    """SVG with the latest configurations from top to bottom; the limit is drawn where all bars leave room for it.
+
+    It is that of ``device``, so runs of another one have none.
+    """
+    shown = latest(rows, MOST_BARS)
     top = max((one.peak_bytes or 0 for one in shown), default=0) or 1
-    scale = _BARS / max(top, limit_bytes if limit_bytes and limit_bytes < 3 * top else 0)
-    bars = "".join(_row(place, one, shown[:place], scale) for place, one in enumerate(shown))
+    name_of = named(shown)
+    places = [place for place, one in enumerate(shown) if one.device == device]
+    limited = limit_bytes if limit_bytes and limit_bytes < 3 * top and places else 0
+    scale = _BARS / max(top, limited)
+    bars = "".join(_row(place, one, shown[:place], scale, name_of) for place, one in enumerate(shown))
     width, height = _LABEL + _BARS + _WORDS, _ROW * len(shown) + 26
-    limit = _limit(limit_bytes, _LABEL + limit_bytes * scale, height) if limit_bytes and limit_bytes < 3 * top else ""
+    limit = _limit(limited, _LABEL + limited * scale, places) if limited else ""
     title = "live peak of the worst rank"
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
@@ -31,10 +40,10 @@ def picture(rows: Sequence[Row], limit_bytes: int | None) -> str:
     )
 
 
-def _row(place: int, one: Row, before: Sequence[Row], scale: float) -> str:
-    y = 22 + _ROW * place
-    earlier = next((other for other in reversed(before) if other.workload == one.workload), None)
-    name = f"{one.number}: {(earlier and short(earlier.settings, one.settings)) or one.workload}"
+def _row(place: int, one: Row, before: Sequence[Row], scale: float, name_of: Callable[[Row], str]) -> str:
+    y = _TOP + _ROW * place
+    earlier = next((other for other in reversed(before) if other.model == one.model), None)
+    name = f"{one.number}: {(earlier and short(earlier.settings, one.settings)) or name_of(one)}"
     width = (one.peak_bytes or 0) * scale
     colour = BLUE if one.outcome == "ok" else VERMILION
     measured = f"{format_bytes(one.peak_bytes)}, {format_rate(one.samples_per_s)} samples/s"
@@ -46,6 +55,10 @@ def _row(place: int, one: Row, before: Sequence[Row], scale: float) -> str:
     )
 
 
-def _limit(limit_bytes: int, x: float, height: int) -> str:
-    line = f"<line x1='{x:.1f}' x2='{x:.1f}' y1='18' y2='{height}' stroke='{VERMILION}' stroke-width='2'/>"
-    return f"{line}<text x='{x + 4:.1f}' y='14' {_FONT}>limit {format_bytes(limit_bytes)}</text>"
+def _limit(limit_bytes: int, x: float, places: Sequence[int]) -> str:
+    lines = "".join(
+        f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP + _ROW * place}' y2='{_TOP + _ROW * (place + 1)}' "
+        f"stroke='{VERMILION}' stroke-width='2'/>"
+        for place in places
+    )
+    return f"{lines}<text x='{x + 4:.1f}' y='14' {_FONT}>limit {format_bytes(limit_bytes)}</text>"

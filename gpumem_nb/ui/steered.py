@@ -41,6 +41,10 @@ class Steered(Protocol):
         """Every configuration tried."""
 
     @property
+    def runs_version(self) -> tuple[object, ...]:
+        """Another one whenever they may have changed."""
+
+    @property
     def workload(self) -> WorkloadInfo | None:
         """What is loaded."""
 

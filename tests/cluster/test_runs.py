@@ -105,7 +105,7 @@ def test_runs_outlive_a_restart_and_are_saved_with_the_state(session: Session, t
 
     internals.stop_running()
     later = ranks(2)
-    assert later.load_runs(tmp_path / "x.state") == second.number
+    assert later.load_runs(tmp_path / "x.state").new == second.number
     assert later.workload is None, "nothing else was taken from it"
     later.resume(tmp_path / "x.state")
     later.train(2)
@@ -146,8 +146,14 @@ def test_magics_of_runs(
     a, b = (row.number for row in new_rows(session, known))
     run(shell, f"%hvd_runs --note {b} 'small, but' slow")
     assert session.runs[b].note == "small, but slow"
+    capsys.readouterr()
+    run(shell, f"%hvd_runs --note {b}")
+    assert capsys.readouterr().out == "small, but slow\n"
+    assert session.runs[b].note == "small, but slow"
     run(shell, f"%hvd_runs --note {b} ''")
     assert session.runs[b].note == ""
+    run(shell, f"%hvd_runs --note {b}")
+    assert capsys.readouterr().out == f"There is no note on run {b}.\n"
     order = [row.number for row in run(shell, "%hvd_runs --sort batch_size")]
     assert order.index(b) < order.index(a)
     assert f"Run {a} → {b}: batch_size 16 → 8" in str(run(shell, f"%hvd_runs --compare {a} {b}"))
@@ -158,6 +164,7 @@ def test_magics_of_runs(
     assert f"0 runs came from {tmp_path}/x.state." in capsys.readouterr().out
     for line, sentence in (
         ("--sort speed", "There is no column 'speed'"),
+        ("--compare 1 2 --export runs.csv", "--export writes all runs, not a comparison"),
         ("--compare 1 99999", "There is no run 99999"),
         ("--note best 3", "'best' is no number of a run"),
         ("--export runs.txt", "ends in .csv, .parquet or .html"),
@@ -202,7 +209,7 @@ def test_a_report_is_one_page_of_what_is_known(
         monkeypatch.setenv("HOME", str(tmp_path))
         session.runs.note(1, f"<script>alert(1)</script> {tmp_path}/data")
         written = run(shell, f"%hvd_report {tmp_path}/report.html")
-        assert session.playing, "nobody was asked for anything"
+        assert session.playing, "training goes on while ranks are asked"
     finally:
         session.pause()
     page = (tmp_path / "report.html").read_text()
@@ -234,6 +241,7 @@ def test_a_session_that_is_over_can_be_reported(session: Session, tmp_path: Path
     page = (tmp_path / "over.html").read_text()
     assert "6 steps on 2 ranks" in page
     assert "plotly-graph-div" in page
+    assert "Could not be examined: " in page
     assert len(session.runs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,7 +15,8 @@ from gpumem_nb.planning.prediction import FITS, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.runs import Runs
 from gpumem_nb.report.runs.curve import MOST_POINTS, Curve
-from gpumem_nb.report.runs.sorting import order
+from gpumem_nb.report.runs.sorting import latest, order
+from gpumem_nb.report.runs.stored import packed, unpacked
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.settings import Settings
@@ -97,6 +99,27 @@ def test_loss_is_compared_after_as_many_samples_as_all_have_seen() -> None:
     (loss,) = two.frame().query("what == 'loss'")["run 2"]
     assert loss == pytest.approx(of_each_sample[two.samples * 3 // 4 : two.samples].mean())
     assert f"{two.samples:,} samples" in str(two)
+
+
+def test_a_workload_with_other_options_is_another_model() -> None:
+    history = history_of()
+    small, large = (("depth", 2.0), ("width", 64.0)), (("depth", 24.0), ("width", 64.0))
+    train(history, Settings(), [1.0] * 90, "gpt", rates=(900.0,), options=small, parameters=10)
+    train(history, Settings(), [2.0] * 6, "gpt", options=large, parameters=99)
+    train(history, Settings(), TEN, "mine", parameters=1000)
+    train(history, Settings(), TEN, "mine", parameters=2000)
+    record, runs = runs_of(history)
+    assert cells(runs, "workload") == [
+        *("gpt(depth=2)", "gpt(depth=24)", "mine(1,000 parameters)", "mine(2,000 parameters)")
+    ]
+    assert cells(runs, "mark") == ["best", "best", "best", "best, now"]
+    assert list(runs.frame().loss_samples) == [90 * 64, 6 * 64, 640, 640]
+    assert list(runs.frame().options[:2]) == ["depth=2 width=64", "depth=24 width=64"]
+    assert runs.compare(1, 2).changed == "workload gpt(depth=2) → gpt(depth=24)"
+    later, _ = runs_of()
+    later.bring(unpacked(packed(record.rows()))[0], "a.state")
+    assert [row.model for row in later.rows()] == [row.model for row in runs]
+    assert "2: gpt(depth=24)" in picture(runs.rows, None, "")
 
 
 def test_a_long_run_takes_few_points_and_stays_exact_at_its_beginning() -> None:
@@ -212,38 +235,6 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     assert list(runs.frame().predicted_live_peak_bytes)[1] == 66 * MIB
 
 
-def test_a_comparison_says_what_moved_and_which_flip_moves_it() -> None:
-    history = history_of()
-    train(history, Settings(), [2.0] * 40, recorded=ledger(), rates=(100.0, 101.0))
-    light = ledger(activations=2)
-    other = Settings(checkpointing="blocks", learning_rate=0.01)
-    train(history, other, [1.0] * 40, recorded=light, peak=22 * MIB, backward_s=0.07, rates=(80.0, 81.0))
-    _, runs = runs_of(history)
-    two = runs.compare(1, 2)
-    assert next(iter(two.categories.items())) == ("activations", -18 * MIB)
-    assert next(iter(two.parts)) == "backward"
-    assert two.parts["backward"] == pytest.approx(0.02)
-    assert two.why == [
-        "Live peak −18.0 MiB: activations −18.0 MiB (checkpointing none → blocks).",
-        "A step, +20.00 ms: backward +20.00 ms.",
-    ]
-    text = str(two)
-    assert "Run 1 → 2: checkpointing none → blocks, learning_rate 0.001 → 0.01" in text
-    assert "changes the mathematics (learning_rate)" in text
-    assert "(−20 %" in text
-    assert list(two.frame().columns) == ["what", "unit", "run 1", "run 2", "change"]
-    assert runs.compare(1, 1).why == ["The live peak did not move.", "A step took as long, part by part."]
-
-
-def test_steps_of_other_sizes_are_compared_by_the_time_that_as_many_samples_take() -> None:
-    history = history_of()
-    train(history, Settings(batch_size=16), TEN, backward_s=0.05)
-    train(history, Settings(batch_size=32), TEN, backward_s=0.05)
-    _, runs = runs_of(history)
-    assert runs.compare(1, 2).parts["backward"] == pytest.approx(-0.025)
-    assert "for 32 samples" in str(runs.compare(1, 2))
-
-
 @pytest.mark.parametrize("number", [0, 3, -1, "1", True])
 def test_a_run_that_is_not_there_is_refused_in_a_sentence(number: Any) -> None:
     history = history_of()
@@ -257,6 +248,73 @@ def test_a_run_that_is_not_there_is_refused_in_a_sentence(number: Any) -> None:
         none.note(1, "x")
 
 
+def test_a_part_of_the_rows_is_judged_beside_all_and_is_that_which_began_last() -> None:
+    history = history_of()
+    train(history, Settings(), [1.0] * 6, rates=(900.0,))
+    train(history, Settings(batch_size=16), TEN)
+    train(history, Settings(batch_size=8), TEN)
+    record, runs = runs_of(history)
+    old = history_of()
+    old.started_s -= 1000
+    train(old, Settings(batch_size=4), TEN)
+    old.tried[0].began_s -= 1000
+    record.bring([replace(row, device="other") for row in runs_of(old)[1]], "old.state")
+    runs = shown(record)
+    assert runs[4].came_from
+    last = runs.latest(2)
+    assert [row.number for row in last] == [2, 3], "what came from a file is older than its number"
+    assert cells(last, "mark") == ["", "now"], "the best of all is not among them"
+    assert set(last.frame().loss_samples) == {min(row.samples for row in runs)}
+    assert set(runs.sorted("batch_size").latest(3).frame().loss_samples) == set(last.frame().loss_samples)
+    assert [row.number for row in latest([replace(row, present=row.number == 1) for row in runs], 2)] == [1, 3]
+    drawn = ElementTree.fromstring(picture(runs.rows, 60 * MIB, "virtual GPU"))
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}line"))) == 3, "none beside the run of another device"
+
+
+def test_only_marks_have_colours_and_numbers_not_known_are_nan() -> None:
+    history = history_of()
+    train(history, Settings(), [None] * 6)
+    history.add([], [])
+    record, runs = runs_of(history)
+    runs.note(1, "best")
+    assert shown(record)._repr_html_().count("success-color") == 1
+    frame = runs.frame()
+    assert frame.loss.dtype == frame.parameters.dtype == frame.predicted_live_peak_bytes.dtype == float
+    assert np.isnan(frame.predicted_samples_per_s[0])
+
+
+def test_what_is_shown_of_a_long_configuration_is_thinned() -> None:
+    history = history_of()
+    train(history, Settings(), [1.0] * 500)
+    _, runs = runs_of(history)
+    assert len(runs[1].curve) <= MOST_POINTS
+    assert runs[1].samples == 500 * 64
+    assert len(history.tried[0].curve) == 500, "its own goes on"
+
+
+def test_its_version_tells_when_rows_or_notes_change_and_not_when_devices_are_read() -> None:
+    history = history_of()
+    train(history, Settings(), TEN)
+    record, runs = runs_of(history)
+    seen = [record.version]
+
+    def changed() -> bool:
+        seen.append(record.version)
+        return seen[-1] != seen[-2]
+
+    history.read([None, None])
+    record.rows()
+    assert not changed()
+    runs.note(1, "look")
+    assert changed()
+    train(history, Settings(batch_size=8), [1.0])
+    assert changed()
+    history.tried[-1].outcome = "oom"
+    assert changed()
+    record.bring([replace(runs[1], key="other")], "x.state")
+    assert changed()
+
+
 def test_a_picture_of_what_was_tried_needs_no_program() -> None:
     history = history_of()
     train(history, Settings(), TEN, workload="digits", peak=36 * MIB)
@@ -264,16 +322,16 @@ def test_a_picture_of_what_was_tried_needs_no_program() -> None:
     train(history, Settings(precision="bf16", batch_size=999), [], workload="digits")
     history.tried[-1].outcome = "oom"
     rows = runs_of(history)[1].rows
-    svg = ElementTree.fromstring(picture(rows, 80 * MIB))
+    svg = ElementTree.fromstring(picture(rows, 80 * MIB, "virtual GPU"))
     words = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert [words[place] for place in (2, 4, 6)] == ["1: digits", "2: bf16", "3: batch 999"]
     assert words[-1] == "out of memory"
     wide, narrow, none = [float(bar.get("width", "")) for bar in svg.iter("{http://www.w3.org/2000/svg}rect")]
     assert (wide, none) == (2 * narrow, 0)
-    [limit] = svg.iter("{http://www.w3.org/2000/svg}line")
+    limit, *_ = svg.iter("{http://www.w3.org/2000/svg}line")
     first = next(svg.iter("{http://www.w3.org/2000/svg}rect"))
     assert float(limit.get("x1", "")) - float(first.get("x", "")) == 2 * wide
-    assert "<line" not in picture(rows, 900 * MIB), "a limit far away would flatten the bars"
+    assert "<line" not in picture(rows, 900 * MIB, "virtual GPU"), "a limit far away would flatten the bars"
 
 
 def test_the_record_can_be_read_while_it_is_written() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pandas as pd
 import pytest
 
 from gpumem_nb.kernel.record import Record
-from gpumem_nb.report.runs.stored import packed, unpacked
+from gpumem_nb.report.runs.stored import Came, packed, readable, unpacked
 from gpumem_nb.shared.errors import InvalidInput, SetupError, StateFileError
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui.runs_figure import comparison_figure
@@ -37,7 +38,7 @@ def record() -> Record:
 def test_a_later_session_has_the_same_figures(record: Record) -> None:
     there = shown(record)
     later, _ = runs_of()
-    assert later.bring(unpacked(packed(record.rows())), "digits.state") == 3
+    assert later.bring(unpacked(packed(record.rows()))[0], "digits.state") == 3
     history = history_of()
     later.follow(history, "virtual GPU")
     history.started_s += 1
@@ -57,6 +58,37 @@ def test_a_later_session_has_the_same_figures(record: Record) -> None:
     assert later.bring(record.rows(), "again.state") == 0, "they are there already"
 
 
+def test_of_two_files_that_of_more_steps_says_how_a_run_went_on(record: Record) -> None:
+    long = record.rows()
+    short = [replace(row, steps=row.steps // 2, note="") for row in long]
+    later, _ = runs_of()
+    assert later.bring(short, "early.state") == 3
+    later.note(short[0].key, "mine")
+    assert later.bring(long, "late.state") == 0
+    assert [(row.number, row.steps, row.came_from) for row in later.rows()] == [
+        *((1, 300, "late.state"), (2, 10, "late.state"), (3, 0, "early.state"))
+    ]
+    assert later.rows()[0].note == "mine"
+    later.bring(short, "early.state")
+    assert later.rows()[0].steps == 300
+    record.bring([replace(row, steps=row.steps + 1) for row in long], "other.state")
+    assert record.rows()[0].steps == 300, "what this session measured itself stays"
+
+
+def test_what_does_not_fit_any_more_loses_the_curves_of_the_oldest(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [replace(row, began_s=row.began_s + row.number) for row in record.rows()]
+    size = len(json.dumps({"format": 1, "rows": [row.saved() for row in rows]}))
+    monkeypatch.setattr("gpumem_nb.report.runs.stored._MOST_BYTES", size - 100)
+    found, unread = unpacked(packed(rows))
+    assert (unread, [row.key for row in found]) == (0, [row.key for row in rows])
+    assert [len(row.curve) for row in found] == [0, 10, 0]
+    monkeypatch.setattr("gpumem_nb.report.runs.stored._MOST_BYTES", 1500)
+    found, unread = unpacked(packed(rows))
+    assert (unread, [row.key for row in found]) == (0, [rows[2].key]), "then whole rows, the oldest first"
+
+
 def test_what_comes_later_changes_no_number(record: Record) -> None:
     other = history_of()
     other.started_s += 5
@@ -73,16 +105,47 @@ def test_runs_of_another_version_are_read_as_far_as_they_are_known(record: Recor
     first["figure_of_tomorrow"] = 4
     second["settings"]["precision"] = "fp4"
     third["ranks"] = 0
-    rows = unpacked(zlib.compress(json.dumps(saved).encode()))
+    rows, unread = unpacked(zlib.compress(json.dumps(saved).encode()))
+    assert str(Came(Path("x.state"), 1, unread)) == (
+        "1 run came from x.state. 2 runs of it cannot be read: damaged, or of a newer gpumem_nb."
+    )
     assert [row.key for row in rows] == [first["key"]], "others would show what is not so"
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"x", zlib.compress(b"[]"), zlib.compress(b'{"rows": 7}'), zlib.compress(b"{}")[:-3]]
+    ("name", "values"),
+    [
+        *(("samples", values) for values in ([float("nan"), 2], [1, float("inf")], [2, 2], [0, 1], [-2, -1])),
+        *(("steps", values) for values in ([float("nan"), 2], [2, 1], [0, 1])),
+        ("live_peaks", [1, float("inf")]),
+    ],
+)
+def test_a_curve_that_cannot_be_is_not_taken_in(record: Record, name: str, values: list[float]) -> None:
+    saved = json.loads(zlib.decompress(packed(record.rows())))
+    good = {"steps": [1, 2], "samples": [8, 16], "losses": [float("nan"), 1], "rates": [1, 1], "live_peaks": [1, 1]}
+    first, second, third = saved["rows"]
+    first["curve"], second["curve"] = good, good | {name: values}
+    third["curve"] = {name: list(range(1, 1000)) for name in good}
+    later, _ = runs_of()
+    rows, unread = unpacked(zlib.compress(json.dumps(saved).encode()))
+    later.bring(rows, "x.state")
+    assert (len(shown(later)), unread) == (1, 2)
+    assert str(shown(later))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"x", zlib.compress(b"[]"), zlib.compress(b'{"rows": 7}'), zlib.compress(b"{}")[:-3]),
+        zlib.compress(b"[" * 100_000),  # more levels than Python reads
+    ],
 )
 def test_what_is_no_record_is_refused(data: bytes) -> None:
     with pytest.raises(StateFileError, match="record of runs cannot be read"):
         unpacked(data)
+    rows, problem = readable(data)
+    assert rows == []
+    assert bool(problem) == bool(data), "a state may hold none; nothing of it stops a resume"
 
 
 def test_a_record_of_a_thousand_runs_takes_little_room() -> None:

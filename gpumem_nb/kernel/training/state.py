@@ -62,8 +62,8 @@ class TrainingState:
         """Settings under a number of their own, also when they are the same: ranks hold a failed number for broken."""
         self.settings = settings
         self.settings_id = self.number(settings)
-        if self.workload:
-            self._history.begin(self.settings_id, self.workload.name, settings)
+        if loaded := self.workload:
+            self._history.begin(self.settings_id, loaded.name, settings, loaded.options, loaded.parameters)
 
     def number(self, settings: Settings) -> int:
         """A number of their own for settings, by which samples name them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ...shared.knobs import KNOBS
 from ...shared.units import format_bytes, format_rate
 from ..speed import Speed
+from .models import named
 from .row import Row
 
 Value = float | str | None
@@ -32,34 +33,37 @@ class Around:
     """What can be said of a row only beside the others.
 
     Attributes:
-        best: by workload, ranks and device the row with most samples/s, by its key.
-        samples: by workload, how many samples all of its rows have seen that are compared.
+        best: by model, ranks and device the row with most samples/s, by its key.
+        samples: by model, how many samples all of its rows have seen that are compared.
+        losses: by a row's key, what it lost after so many, see :func:`loss_after`; without those that are not known.
     """
 
     best: frozenset[str]
-    samples: Mapping[str, int]
+    samples: Mapping[tuple[object, ...], int]
+    losses: Mapping[str, float]
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Around:
         """Of all rows. Rows of fewer than five steps are not compared."""
-        fastest: dict[tuple[str, int, str], Row] = {}
-        samples: dict[str, int] = {}
+        fastest: dict[tuple[object, ...], Row] = {}
+        samples: dict[tuple[object, ...], int] = {}
         for row in rows:
             if not row.comparable:
                 continue
             if len(row.curve):
-                samples[row.workload] = min(row.samples, samples.get(row.workload, row.samples))
-            alike = (row.workload, row.ranks, row.device)
+                samples[row.model] = min(row.samples, samples.get(row.model, row.samples))
+            alike = (row.model, row.ranks, row.device)
             if row.outcome == "ok" and (row.samples_per_s or 0) > (
                 (fastest[alike].samples_per_s or 0) if alike in fastest else 0
             ):
                 fastest[alike] = row
-        return cls(frozenset(row.key for row in fastest.values()), samples)
+        losses = {row.key: loss_after(row, samples[row.model]) for row in rows if row.comparable and len(row.curve)}
+        known = {key: loss for key, loss in losses.items() if loss is not None}
+        return cls(frozenset(row.key for row in fastest.values()), samples, known)
 
     def loss(self, row: Row) -> float | None:
-        """The row's loss after as many samples as all rows of its workload have seen, see :func:`loss_after`."""
-        samples = self.samples.get(row.workload)
-        return loss_after(row, samples) if samples and row.comparable else None
+        """The row's loss after as many samples as all rows of its model have seen, see :func:`loss_after`."""
+        return self.losses.get(row.key)
 
     def mark(self, row: Row) -> str:
         """Whether it is the best, or the one of now."""
@@ -85,8 +89,8 @@ def columns(rows: Sequence[Row], around: Around) -> list[Column]:
         found.append(_words("mark", around.mark))
     if there(lambda row: row.came_from):
         found.append(_words("from", lambda row: row.came_from))
-    if varies(lambda row: row.workload):
-        found.append(_words("workload", lambda row: row.workload))
+    if varies(lambda row: row.model):
+        found.append(_words("workload", named(rows)))
     if varies(lambda row: row.device):
         found.append(_words("device", lambda row: row.device))
     differ = varying(rows)
@@ -109,7 +113,7 @@ def varying(rows: Sequence[Row]) -> set[str]:
 def the_same(rows: Sequence[Row]) -> str:
     """What is the same in all of these rows: the knobs that the panel shows at once, and those not at their default."""
     first, differ = rows[0], varying(rows)
-    parts = [first.workload] if len({row.workload for row in rows}) == 1 else []
+    parts = [first.workload] if len({row.model for row in rows}) == 1 else []
     for name, knob in KNOBS.items():
         value = getattr(first.settings, name)
         if name not in differ and (knob.in_front or value != knob.default):

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ...shared.categories import CATEGORIES
 from ...shared.knobs import KNOBS
 from ...shared.step_times import PARTS
-from ...shared.units import format_bytes
+from ...shared.units import format_bytes, format_rate
 from ..differences import arrows, mathematics
 from ..speed import compared
 from ..tables import Table, notes_html
 from . import columns
+from .models import named
 from .row import Row
 
 if TYPE_CHECKING:
@@ -40,10 +41,11 @@ class Comparison:
     @property
     def changed(self) -> str:
         """What is another in the second run, in words; empty if nothing is."""
+        name_of = named([self.a, self.b])
         others = [
             f"{what} {before} → {after}"
             for what, before, after in (
-                ("workload", self.a.workload, self.b.workload),
+                ("workload", name_of(self.a), name_of(self.b)),
                 ("ranks", self.a.ranks, self.b.ranks),
                 ("device", self.a.device, self.b.device),
             )
@@ -66,7 +68,8 @@ class Comparison:
     def parts(self) -> dict[str, float]:
         """By how many seconds each part of a step moved, what moved most first; empty if one is not known.
 
-        Where steps of the two have other numbers of samples, it is what as many samples take as a step of the first.
+        Where steps of the two have other numbers of samples of the same model, it is what as many samples take as a
+        step of the first.
         """
         moved = {part: self._scaled(part) - self.a.parts.get(part, 0.0) for part in PARTS}
         return _largest_first(moved) if self.a.parts and self.b.parts else {}
@@ -111,12 +114,17 @@ class Comparison:
         self.draw(self)
 
     @property
-    def same_batch(self) -> bool:
-        """Whether a step of both has the same number of samples."""
-        return self.a.global_batch == self.b.global_batch
+    def _same_model(self) -> bool:
+        return self.a.model == self.b.model
+
+    @property
+    def _as_measured(self) -> bool:
+        """Whether times are those of a step of each: samples of another model are other samples."""
+        return self.a.global_batch == self.b.global_batch or not self._same_model
 
     def _scaled(self, part: str) -> float:
-        return self.b.parts.get(part, 0.0) * self.a.global_batch / self.b.global_batch
+        scale = 1.0 if self._as_measured else self.a.global_batch / self.b.global_batch
+        return self.b.parts.get(part, 0.0) * scale
 
     def _figures(self) -> list[tuple[str, str, Any, Any, Callable[[Any], str]]]:
         """Name, unit, both values, and how a value is written."""
@@ -141,7 +149,7 @@ class Comparison:
             else:
                 cells = words(before), words(after)
             if before is not None or after is not None:
-                figures.append((name, *cells, _change(before, after, unit)))
+                figures.append((name, *cells, _change(name, before, after, unit)))
         tables = [self._table(heading, "", figures)]
         if self.categories:
             rows = [
@@ -156,7 +164,7 @@ class Comparison:
                 for part, moved in self.parts.items()
             ]
             title = "A step by part, mean of ranks"
-            of = "" if self.same_batch else f", for {self.a.global_batch:,} samples"
+            of = "" if self._as_measured else f", for {self.a.global_batch:,} samples"
             tables.append(self._table(title + of, "part", rows))
         return tables
 
@@ -195,14 +203,19 @@ class Comparison:
             return []
         before, after = sum(self.a.parts.values()), sum(map(self._scaled, PARTS))
         named = {part: by for part, by in self.parts.items() if abs(by) >= _WORTH_A_WORD * max(before, after)}
-        what = "A step" if self.same_batch else f"As many samples as in a step of run {self.a.number}"
+        what = "A step" if self._as_measured else f"As many samples as in a step of run {self.a.number}"
         if not named:
-            return [f"{what} took as long, part by part."] if self.same_batch else []
+            return [f"{what} took as long, part by part."] if self._as_measured else []
         parts = [f"{part} {_ms(by, sign='+')}" for part, by in list(named.items())[:_MOST_NAMED]]
         return [f"{what}, {_ms(after - before, sign='+')}: {', '.join(parts)}."]
 
     def _knobs_of(self, category: str) -> str:
-        """Which of the changed knobs move this category, as far as the table of knobs says so; those that do most."""
+        """Which of the changed knobs move this category, as far as the table of knobs says so; those that do most.
+
+        None of another model or other ranks, which move it as well.
+        """
+        if not self._same_model or self.a.ranks != self.b.ranks:
+            return ""
         before, after = self.a.settings, self.b.settings
         movers = {name: KNOBS[name].moves.get(category, 0) for name in after.changed_from(before)}
         if not any(movers.values()):
@@ -224,7 +237,7 @@ def _said(row: Row) -> int | None:
     return row.foretold.live_peak_bytes if row.foretold else None
 
 
-def _change(before: Any, after: Any, unit: str) -> str:
+def _change(name: str, before: Any, after: Any, unit: str) -> str:
     if before is None or after is None:
         return ""
     if unit == "bytes":
@@ -232,7 +245,12 @@ def _change(before: Any, after: Any, unit: str) -> str:
     if unit == "share":
         return f"{100 * (after - before):+.0f} points".replace(*_MINUS)
     share = f" ({100 * (after / before - 1):+.0f} %)" if before else ""
-    return f"{after - before:+,.4g}{share}".replace(*_MINUS)
+    moved = after - before
+    if isinstance(moved, int) or abs(moved) >= 1000:
+        return f"{moved:+,.0f}{share}".replace(*_MINUS)
+    sign = "-" if moved < 0 else "+"
+    size = format_rate(abs(moved)) if name == "samples/s" else f"{abs(moved):.4g}"
+    return f"{sign}{size}{share}".replace(*_MINUS)
 
 
 def _size(moved: int) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST_POINTS = 128
+_MOST_KEPT = 4 * MOST_POINTS  # before they are thinned
 _COLUMNS = ("steps", "samples", "losses", "rates", "live_peaks")
 
 
@@ -46,7 +47,7 @@ class Curve:
             rate,
             live_peak_bytes,
         )
-        if len(self) >= 4 * MOST_POINTS:  # not with every step: it takes longer than a point
+        if len(self) >= _MOST_KEPT:  # not with every step: it takes longer than a point
             self.thin()
 
     def thin(self) -> None:
@@ -58,10 +59,12 @@ class Curve:
             self._join(self._share)
 
     def copy(self) -> Curve:
-        """One that changes no more."""
+        """One that changes no more, of ``MOST_POINTS`` at most."""
         other = Curve()
         for name in _COLUMNS:
             setattr(other, name, getattr(self, name)[:])
+        other._share = self._share
+        other.thin()
         return other
 
     def mean_loss(self, begin: float, end: float) -> float | None:
@@ -76,16 +79,25 @@ class Curve:
         return None if math.isnan(mean) else mean
 
     def as_dict(self) -> dict[str, list[float]]:
-        """For json, in nine digits."""
-        return {name: [float(f"{value:.9g}") for value in getattr(self, name)] for name in _COLUMNS}
+        """For json, in nine digits, but for steps and samples: those of two points are never the same."""
+        exact = {name: list(getattr(self, name)) for name in _COLUMNS[:2]}
+        return exact | {name: [float(f"{value:.9g}") for value in getattr(self, name)] for name in _COLUMNS[2:]}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Sequence[Any]]) -> Curve:
         """What :meth:`as_dict` gave; raises ``ValueError``, ``TypeError`` or ``LookupError`` for anything else."""
         curve = cls()
         for values in zip(*(saved[name] for name in _COLUMNS), strict=True):
-            curve._append(*map(float, values))
+            steps, samples, loss, rate, live_peak = map(float, values)
+            known = all(map(math.isfinite, (steps, samples, rate, live_peak)))
+            if not known or len(curve) == _MOST_KEPT or not curve._goes_on_at(steps, samples):
+                raise ValueError(values)  # one such point and nothing that is computed of the rows would come out
+            curve._append(steps, samples, loss, rate, live_peak)
         return curve
+
+    def _goes_on_at(self, steps: float, samples: float) -> bool:
+        """Whether that is after the last point, by both."""
+        return steps > (self.steps[-1] if self.steps else 0) and samples > (self.samples[-1] if self.samples else 0)
 
     def _append(self, *values: float) -> None:
         for name, value in zip(_COLUMNS, values, strict=True):

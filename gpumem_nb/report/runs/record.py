@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ...shared.categories import CATEGORIES
@@ -16,8 +18,9 @@ from . import columns
 from .columns import Around, Column
 from .comparing import Comparison
 from .files import write
+from .models import options_text
 from .row import Row
-from .sorting import order, sortable
+from .sorting import latest, order, sortable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,7 +31,7 @@ _MARKS = {columns.BEST: "var(--jp-success-color0, #2e7d32)", "best, now": "var(-
 _ABOUT = (
     "batch = micro-batch × accumulation × ranks; live peak, reserved and headroom (what reserved bytes leave free of "
     "the limit): worst rank; samples/s: all ranks, median ± half of what lies between the quarters of steps; best: "
-    "most samples/s of a workload on as many ranks of a device; predicted: the live peak, by how much it was too high, "
+    "most samples/s of a model on as many ranks of a device; predicted: the live peak, by how much it was too high, "
     "and samples/s."
 )
 FIGURES = (
@@ -42,7 +45,7 @@ class Runs:
     """Every configuration tried, side by side; rows are named by their numbers.
 
     **Loss at equal samples** is the mean loss over the last quarter of the first N samples that all ranks together saw
-    since the flip. N is the same for all rows of a workload: what the one of them has seen that saw least, of those
+    since the flip. N is the same for all rows of a model: what the one of them has seen that saw least, of those
     with at least five steps. Each run began where training stood at its flip: a later one may have begun lower.
 
     Args:
@@ -50,6 +53,7 @@ class Runs:
         note: keeps somebody's words of the row with a key.
         draw: shows the charts of two rows in a notebook.
         unfolded: whether a table shows rows of one step, too.
+        around: what all rows say of these, where these are a part of them.
     """
 
     def __init__(
@@ -58,12 +62,13 @@ class Runs:
         note: Callable[[str, str], None] = lambda key, text: None,
         draw: Callable[[Comparison], None] | None = None,
         unfolded: bool = False,
+        around: Around | None = None,
     ) -> None:
         self.rows = tuple(rows)
         self._note = note
         self._draw = draw
         self._unfolded = unfolded
-        self._around = Around.of(self.rows)
+        self._around = around or Around.of(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -86,12 +91,11 @@ class Runs:
     @property
     def unfolded(self) -> Runs:
         """The same, whose table shows rows of one step, too."""
-        return Runs(self.rows, self._note, self._draw, unfolded=True)
+        return Runs(self.rows, self._note, self._draw, True, self._around)
 
     def latest(self, most: int) -> Runs:
-        """Those with the highest numbers."""
-        newest = {row.key for row in sorted(self.rows, key=lambda row: row.number)[-most:]}
-        return Runs([row for row in self.rows if row.key in newest], self._note, self._draw, self._unfolded)
+        """Those that began last, and that of now; what is best and the loss are still told beside all."""
+        return self._part(latest(self.rows, most))
 
     def sorted(self, by: str) -> Runs:
         """The same by a column of :meth:`frame`: throughput and headroom with the highest first, others the lowest.
@@ -99,11 +103,14 @@ class Runs:
         Raises:
             InvalidInput: no such column.
         """
-        frame = self._values()
+        frame = self._values
         if self.rows and by not in frame[0]:
             raise InvalidInput(f"There is no column {by!r}: {nearest(by, frame[0])}.")
         places = order([row[by] for row in frame], highest_first=by in _HIGHEST_FIRST) if self.rows else []
-        return Runs([self.rows[place] for place in places], self._note, self._draw, self._unfolded)
+        return self._part([self.rows[place] for place in places])
+
+    def _part(self, rows: Sequence[Row]) -> Runs:
+        return Runs(rows, self._note, self._draw, self._unfolded, self._around)
 
     def compare(self, a: int, b: int) -> Comparison:
         """Two rows side by side: what was changed, what came of it, and which memory and which time moved.
@@ -138,7 +145,7 @@ class Runs:
         """
         import pandas as pd
 
-        return pd.DataFrame(self._values())
+        return pd.DataFrame(self._values)
 
     def __str__(self) -> str:
         return "\n".join([str(self._table), "", *self._notes]) if self.rows else _NOTHING
@@ -160,20 +167,20 @@ class Runs:
         )
         return sortable(replace(table, rows=unbroken), values) + notes_html(self._notes)
 
-    @property
+    @cached_property
     def _shown(self) -> list[Row]:
         return [row for row in self.rows if self._unfolded or not row.folds]
 
-    @property
+    @cached_property
     def _columns(self) -> list[Column]:
         return columns.columns(self._shown, self._around)
 
-    @property
+    @cached_property
     def _table(self) -> Table:
         found = self._columns
         rows = tuple(tuple(column.cell(row) for column in found) for row in self._shown)
         words = frozenset(column.heading for column in found if column.of_words)
-        return Table("", tuple(column.heading for column in found), rows, words, _MARKS)
+        return Table("", tuple(column.heading for column in found), rows, words, _MARKS, coloured=frozenset({"mark"}))
 
     @property
     def _notes(self) -> list[str]:
@@ -184,11 +191,11 @@ class Runs:
             which = f"run {some} is folded away: it" if len(folded) == 1 else f"runs {some} are folded away: each"
             notes.append(f"{which[:1].upper()}{which[1:]} has one step (%hvd_runs --all shows all).")
         notes.append(_ABOUT)
-        compared = {row.workload for row in shown if self._around.loss(row) is not None}
+        compared = {row.model for row in shown if self._around.loss(row) is not None}
         if compared:
-            sizes = sorted({self._around.samples[workload] for workload in compared})
+            sizes = sorted({self._around.samples[model] for model in compared})
             after = " or ".join(f"{size:,}" for size in sizes)
-            each = ", by workload" if len(sizes) > 1 else ""
+            each = ", by model" if len(sizes) > 1 else ""
             notes.append(
                 f"loss: after {after} samples of all ranks since the flip{each}, which all runs of at least five "
                 "steps have seen; the mean over the last quarter of them. Each run began where training stood at its "
@@ -196,37 +203,40 @@ class Runs:
             )
         return notes
 
+    @cached_property
     def _values(self) -> list[dict[str, Any]]:
         return [self._values_of(row) for row in self.rows]
 
     def _values_of(self, row: Row) -> dict[str, Any]:
         """A row of the frame. Numbers that are not known are ``nan``, so that columns of numbers stay such."""
-        speed, foretold, samples = row.speed, row.foretold, self._around.samples.get(row.workload)
+        speed, foretold, samples = row.speed, row.foretold, self._around.samples.get(row.model)
         equal = self._around.loss(row)
         return {
             "run": row.number,
             "workload": row.workload,
+            "options": options_text(row),
+            "parameters": _number(row.parameters),
             **row.settings.as_dict(),
             "ranks": row.ranks,
             "device": row.device,
             "global_batch": row.global_batch,
             "steps": row.steps,
             "samples": row.samples,
-            "live_peak_bytes": row.peak_bytes,
-            "reserved_peak_bytes": row.reserved_peak_bytes,
-            "headroom": row.headroom,
-            "samples_per_s": row.samples_per_s,
-            "samples_per_s_low": speed.low if speed else None,
-            "samples_per_s_high": speed.high if speed else None,
-            "loss": row.loss,
-            "loss_at_equal_samples": equal,
-            "loss_samples": samples if equal is not None else None,
-            "predicted_live_peak_bytes": foretold.live_peak_bytes if foretold else None,
-            "predicted_reserved_peak_bytes": foretold.reserved_peak_bytes if foretold else None,
-            "predicted_samples_per_s": foretold.samples_per_s if foretold else None,
+            "live_peak_bytes": _number(row.peak_bytes),
+            "reserved_peak_bytes": _number(row.reserved_peak_bytes),
+            "headroom": _number(row.headroom),
+            "samples_per_s": _number(row.samples_per_s),
+            "samples_per_s_low": speed.low if speed else math.nan,
+            "samples_per_s_high": speed.high if speed else math.nan,
+            "loss": _number(row.loss),
+            "loss_at_equal_samples": _number(equal),
+            "loss_samples": _number(samples if equal is not None else None),
+            "predicted_live_peak_bytes": foretold.live_peak_bytes if foretold else math.nan,
+            "predicted_reserved_peak_bytes": foretold.reserved_peak_bytes if foretold else math.nan,
+            "predicted_samples_per_s": _number(foretold.samples_per_s if foretold else None),
             "predicted_verdict": foretold.verdict if foretold else "",
-            **{f"{name.replace(' ', '_')}_bytes": row.categories.get(name) for name in CATEGORIES},
-            **{f"{name}_s": row.parts.get(name) for name in PARTS},
+            **{f"{name.replace(' ', '_')}_bytes": row.categories.get(name, math.nan) for name in CATEGORIES},
+            **{f"{name}_s": row.parts.get(name, math.nan) for name in PARTS},
             "outcome": row.outcome,
             "best": row.key in self._around.best,
             "present": row.present,
@@ -234,3 +244,7 @@ class Runs:
             "began_s": row.began_s,
             "note": row.note,
         }
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

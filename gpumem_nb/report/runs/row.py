@@ -42,6 +42,7 @@ class Row:
         key: its name in every session that ever loads it.
         number: its name in this session, from 1.
         workload, settings, ranks, device: what was trained, how, on how many ranks, and what rank 0's device is called.
+        options, parameters: of a ready-made workload by name, and how many parameters there were when it was loaded.
         came_from: the file that it was loaded from, or that it is of before a restart; empty for the ranks that run.
         began_s: when, in seconds since 1970.
         steps: done under it.
@@ -68,6 +69,8 @@ class Row:
     steps: int
     outcome: str
     came_from: str = ""
+    options: tuple[tuple[str, float], ...] = ()
+    parameters: int | None = None
     loss: float | None = None
     peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
@@ -79,6 +82,11 @@ class Row:
     foretold: Foretold | None = None
     present: bool = False
     note: str = ""
+
+    @property
+    def model(self) -> tuple[object, ...]:
+        """What rows of the same model have in common: throughput, memory and loss are held against those only."""
+        return self.workload, self.options, self.parameters
 
     @property
     def samples_per_s(self) -> float | None:
@@ -110,6 +118,8 @@ class Row:
         return {
             "key": self.key,
             "workload": self.workload,
+            "options": dict(self.options),
+            "parameters": self.parameters,
             "settings": self.settings.saved(),
             "ranks": self.ranks,
             "device": self.device,
@@ -140,20 +150,22 @@ class Row:
             key=str(saved["key"]),
             number=0,
             workload=str(saved["workload"]),
+            options=tuple((str(name), _finite(value)) for name, value in saved.get("options", {}).items()),
+            parameters=_maybe(saved.get("parameters"), _whole),
             settings=Settings(**{name: KNOBS[name].retired.get(value, value) for name, value in known.items()}),
             ranks=_whole(saved["ranks"], 1),
             device=str(saved["device"]),
-            began_s=float(saved["began_s"]),
+            began_s=_finite(saved["began_s"]),
             steps=_whole(saved["steps"]),
             outcome=str(saved["outcome"]),
             loss=_maybe(saved["loss"], float),
             peak_bytes=_maybe(saved["peak_bytes"], _whole),
             reserved_peak_bytes=_maybe(saved["reserved_peak_bytes"], _whole),
-            headroom=_maybe(saved["headroom"], float),
+            headroom=_maybe(saved["headroom"], _finite),
             speed=None if speed is None else _speed(*speed),
             curve=Curve.from_dict(saved["curve"]),
             categories={name: _whole(saved["categories"][name]) for name in CATEGORIES if name in saved["categories"]},
-            parts={name: float(saved["parts"][name]) for name in PARTS if name in saved["parts"]},
+            parts={name: _finite(saved["parts"][name]) for name in PARTS if name in saved["parts"]},
             foretold=None if foretold is None else _foretold(*foretold),
             note=str(saved["note"]),
         )
@@ -164,15 +176,21 @@ def _fields(value: Any) -> list[Any] | None:
 
 
 def _speed(median: Any, low: Any, high: Any, steps: Any) -> Speed:
-    return Speed(float(median), float(low), float(high), _whole(steps, 1))
+    return Speed(_finite(median), _finite(low), _finite(high), _whole(steps, 1))
 
 
 def _foretold(live: Any, reserved: Any, rate: Any, verdict: Any, came: Any) -> Foretold:
-    return Foretold(_whole(live), _whole(reserved), _maybe(rate, float), str(verdict), _maybe(came, _whole))
+    return Foretold(_whole(live), _whole(reserved), _maybe(rate, _finite), str(verdict), _maybe(came, _whole))
 
 
 def _maybe(value: Any, read: Any) -> Any:
     return None if value is None else read(value)
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(value):
+        raise ValueError(value)
+    return float(value)
 
 
 def _whole(value: Any, least: int = 0) -> int:

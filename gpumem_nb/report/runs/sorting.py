@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ..tables import Table
 from .columns import Value
+from .row import Row
 
 # Runs where notebooks are trusted, and in a page of one's own. Where scripts are taken out the table stands by itself:
 # it is this script that makes headings buttons. The only text in it is numbers.
@@ -53,6 +54,13 @@ def order(values: Sequence[Value], highest_first: bool = False) -> list[int]:
     return known + [place for place, value in enumerate(values) if _missing(value)]
 
 
+def latest(rows: Sequence[Row], most: int) -> list[Row]:
+    """Those that began last and that of now, in the same order; a file's may be older than their numbers."""
+    last = sorted(rows, key=lambda row: (row.present, row.began_s))[-most:]
+    kept = {row.key for row in last}
+    return [row for row in rows if row.key in kept]
+
+
 def sortable(table: Table, values: Sequence[Sequence[Value]]) -> str:
     """The table for a notebook, whose headings sort it; ``values`` has one for each cell."""
     columns = [_ranks([row[place] for row in values]) for place in range(len(table.headings))]
@@ -62,7 +70,8 @@ def sortable(table: Table, values: Sequence[Sequence[Value]]) -> str:
 def _ranks(values: Sequence[Value]) -> list[int | None]:
     """For each value which place it has among the different ones."""
     different = sorted({_key(value) for value in values if not _missing(value)})
-    return [None if _missing(value) else different.index(_key(value)) for value in values]
+    places = {key: place for place, key in enumerate(different)}
+    return [None if _missing(value) else places[_key(value)] for value in values]
 
 
 def _missing(value: Value) -> bool:

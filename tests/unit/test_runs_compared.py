@@ -1,0 +1,67 @@
+"""Two runs side by side: what moved, and what that is put down to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpumem_nb.report.runs.comparing import Comparison
+from gpumem_nb.shared.settings import Settings
+from tests.ledgers import MIB, ledger
+from tests.runs import history_of, runs_of, train
+
+TEN = [2.0] * 10
+
+
+def test_a_comparison_says_what_moved_and_which_flip_moves_it() -> None:
+    history = history_of()
+    train(history, Settings(), [2.0] * 40, recorded=ledger(), rates=(100.0, 101.0))
+    light = ledger(activations=2)
+    other = Settings(checkpointing="blocks", learning_rate=0.01)
+    train(history, other, [1.0] * 40, recorded=light, peak=22 * MIB, backward_s=0.07, rates=(80.0, 81.0))
+    _, runs = runs_of(history)
+    two = runs.compare(1, 2)
+    assert next(iter(two.categories.items())) == ("activations", -18 * MIB)
+    assert next(iter(two.parts)) == "backward"
+    assert two.parts["backward"] == pytest.approx(0.02)
+    assert two.why == [
+        "Live peak −18.0 MiB: activations −18.0 MiB (checkpointing none → blocks).",
+        "A step, +20.00 ms: backward +20.00 ms.",
+    ]
+    text = str(two)
+    assert "Run 1 → 2: checkpointing none → blocks, learning_rate 0.001 → 0.01" in text
+    assert "changes the mathematics (learning_rate)" in text
+    assert "(−20 %" in text
+    assert list(two.frame().columns) == ["what", "unit", "run 1", "run 2", "change"]
+    assert runs.compare(1, 1).why == ["The live peak did not move.", "A step took as long, part by part."]
+
+
+def test_steps_of_other_sizes_are_compared_by_the_time_that_as_many_samples_take() -> None:
+    history = history_of()
+    train(history, Settings(batch_size=16), TEN, backward_s=0.05)
+    train(history, Settings(batch_size=32), TEN, backward_s=0.05)
+    _, runs = runs_of(history)
+    assert runs.compare(1, 2).parts["backward"] == pytest.approx(-0.025)
+    assert "for 32 samples" in str(runs.compare(1, 2))
+
+
+def test_knobs_are_blamed_and_times_scaled_only_for_one_model_on_as_many_ranks() -> None:
+    history = history_of()
+    train(history, Settings(), TEN, recorded=ledger(), rates=(20_000.0,), parameters=1)
+    other = Settings(checkpointing="blocks", batch_size=64)
+    train(history, other, [3.0] * 20_010, recorded=ledger(activations=2), peak=22 * MIB, rates=(9000.5,), parameters=2)
+    _, runs = runs_of(history)
+    a, b = runs[1], runs[2]
+    two = runs.compare(1, 2)
+    assert "checkpointing" not in two.why[0]
+    assert two.parts["backward"] == 0
+    assert "for 64 samples" not in str(two)
+    text = str(two)
+    assert "+20,000 (" in text
+    assert "−21,999 (−55 %)" in text
+    assert "e+0" not in text
+    alike = replace(b, parameters=1)
+    assert "checkpointing none → blocks" in Comparison(a, alike).why[0]
+    assert Comparison(a, alike).parts["backward"] == pytest.approx(-0.025)
+    assert "checkpointing" not in Comparison(a, replace(alike, ranks=4)).why[0]

@@ -1,0 +1,51 @@
+"""What a report says of findings where the ranks could not be asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpumem_nb.session import reports
+from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from tests.runs import history_of
+
+
+class Session:
+    """One whose doctor fails."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.history = history_of()
+        self.error = error
+        self.told: list[str] = []
+
+    def doctor(self, progress: Any) -> Any:
+        progress("the ranks", 0.0)
+        raise self.error
+
+    def score(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (KeyboardInterrupt(), "Not examined: interrupted."),
+        (WorkloadError("Nothing <was> trained."), "Could not be examined: Nothing &lt;was&gt; trained."),
+    ],
+)
+def test_the_page_is_written_and_says_why_nothing_was_examined(
+    error: BaseException, sentence: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session: Any = Session(error)
+    monkeypatch.setattr(
+        "gpumem_nb.ui.report_page.report_page", lambda session, findings, *_: f"<!DOCTYPE html>{findings}"
+    )
+    reports.write_report(session, tmp_path / "x.html", lambda what, done: session.told.append(what))
+    page = (tmp_path / "x.html").read_text()
+    assert sentence in page
+    assert "Nothing was found" not in page
+    assert session.told == ["the ranks"]
+    with pytest.raises(InvalidInput):
+        reports.write_report(session, tmp_path / "x.pdf", lambda what, done: session.told.append(what))
+    assert session.told == ["the ranks"], "nobody is asked for what cannot be written"
