@@ -91,6 +91,7 @@ class Cell:
         drew: whether it moved the random numbers that cells draw.
         seed: what these begin at from here on, for a seeding or a start of the ranks.
         pushed: variables that were defined from the notebook.
+        opaque: whether it was a function of the notebook, whose code is not known.
     """
 
     source: str = ""
@@ -99,3 +100,9 @@ class Cell:
     drew: bool = False
     seed: int | None = None
     pushed: tuple[str, ...] = ()
+    opaque: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether doing it again gives what it gave: its code is there, and ran well on all ranks."""
+        return self.everywhere and self.finished and not self.pushed and not self.opaque
