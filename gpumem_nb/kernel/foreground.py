@@ -155,7 +155,12 @@ class Foreground:
             raise InvalidInput(f"A {type(code_or_function).__name__} cannot be run: give code as text, or a function.")
         self._tell_surroundings()
         blob = pickled((code_or_function, args), "The function")
-        return self._finished(self._ranks.call_function(blob, choose_ranks(ranks, self._ranks.size)), timeout).get()
+        chosen = choose_ranks(ranks, self._ranks.size)
+        call = self._ranks.call_function(blob, chosen)
+        try:
+            return self._finished(call, timeout).get()
+        finally:
+            self._cells.called(everywhere=self._are_all(chosen), drew=call.drew())
 
     def push(self, variables: Mapping[str, Any], ranks: RankChoice) -> None:
         """Define variables on ranks.
