@@ -66,7 +66,11 @@ class Relations:
 
     def _reach(self, unit: Unit) -> tuple[frozenset[str], list[Unit]]:
         """Names that a statement uses, and those of functions that it may call; and the definitions of these."""
-        names, functions, waiting = set[str](), list[Unit](), list(unit.reads | (frozenset() if unit.plain else unit.late))
+        names, functions, waiting = (
+            set[str](),
+            list[Unit](),
+            list(unit.reads | (frozenset() if unit.plain else unit.late)),
+        )
         while waiting:
             name = waiting.pop()
             if name in names:

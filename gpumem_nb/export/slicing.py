@@ -6,7 +6,6 @@ import builtins
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..shared.errors import WorkloadError
 from ..shared.exporting import Cell
 from .relations import OFFERED, Relations
 from .statements import LOOKS, Unit, units_of

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from ..shared.errors import WorkloadError
 from ..shared.exporting import Cell
+from .imports import imported_in
 from .statements import Unit
 
 
@@ -80,25 +81,12 @@ def check_imports(kept: Sequence[Unit]) -> None:
         if not unit.imports:
             bound |= unit.surely
             continue
-        for name, what in _imported(unit.text):
+        for name, what in imported_in(unit.text):
             if imported.setdefault(name, what) != what or name in bound:
                 raise WorkloadError(
                     f"The cells import {name}, and call something else {name} too, so the script could not tell which "
                     "is meant. Rename one, run those cells again, and attach again."
                 )
-
-
-def _imported(text: str) -> list[tuple[str, str]]:
-    """Names that lines of imports define, and what each is."""
-    found = []
-    for node in ast.parse(text).body:
-        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            if isinstance(node, ast.ImportFrom):
-                found.append((alias.asname or alias.name, f"{'.' * node.level}{node.module}:{alias.name}"))
-            else:
-                top = alias.name.partition(".")[0]
-                found.append((alias.asname or top, alias.name if alias.asname else top))
-    return [(name, what) for name, what in found if name != "*"]
 
 
 def _imports_all(source: str) -> bool:

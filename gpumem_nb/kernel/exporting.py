@@ -27,7 +27,7 @@ from ..shared.whole_file import check_no_folder, why_not, written_whole
 from ..shared.workload import WorkloadInfo
 from ..workloads import catalog
 from .cell_record import CellRecord
-from .foreground import Foreground
+from .foreground import Foreground, fingerprint
 from .history import History
 from .loading import Origin
 from .policy import RULES, Policy
@@ -151,6 +151,11 @@ class Exporting:
     def _of_functions(self, settings: Settings) -> Source:
         workload, collector = self._origin.workload, Collector()
         assert workload is not None
+        if fingerprint(workload) != self._origin.sent:
+            raise WorkloadError(
+                "What the workload's functions use has changed in the notebook since it was loaded, so a script would "
+                "train something else. Load it again."
+            )
         functions = {role: getattr(workload, role) for role in ROLES}
         used = _used(functions, settings).items()
         names = {role: collector.add(role, function) for role, function in used if function}

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from typing import Any
 
 import cloudpickle
@@ -328,3 +329,12 @@ def pickled(value: Any, what: str) -> bytes:
             f"{what} cannot be sent to the ranks: {error}. Leave out open files, locks and connections; create them "
             "inside the function that runs there."
         ) from None
+
+
+def fingerprint(workload: Any) -> bytes:
+    """Of a workload as it travels, with what its functions use of the notebook: another one says that this changed.
+
+    Raises:
+        WorkloadError: it cannot travel.
+    """
+    return sha256(pickled(workload, "The workload")).digest()

@@ -27,6 +27,7 @@ class Facts:
         own_optimizer, own_scheduler: whether it came with one.
         groups: of parameters, in the optimizer.
         optimizer_hooks: whether somebody registered hooks around the optimizer's update.
+        optimizer_keeps: names of what an optimizer that is not torch's keeps beside its groups and state.
         loose: how many weights only the optimizer knows.
         dtypes: of what is trained.
         uncommon: whether there are weights or buffers whose type Horovod's broadcast does not take, or empty ones.
@@ -63,6 +64,7 @@ class Facts:
     groups: int
     own_scheduler: bool
     optimizer_hooks: bool
+    optimizer_keeps: tuple[str, ...]
     loose: int
     dtypes: tuple[str, ...]
     uncommon: bool

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpumem_nb.export import refusals
 from gpumem_nb.export.order import Order, Source
 from gpumem_nb.export.script import script
 from gpumem_nb.shared.errors import WorkloadError
@@ -68,3 +69,50 @@ def test_resuming_keeps_the_rate_and_the_implementation_of_now(tmp_path: Path) -
     names["resume"](path, {"w": weight}, now)
     assert (now.param_groups[0]["lr"], now.param_groups[0]["foreach"]) == (0.5, True)
     assert now.state[weight]["momentum_buffer"].tolist() == [1, 1]
+
+
+def test_an_attached_optimizer_keeps_the_state_that_it_has() -> None:
+    text = written(Settings(optimizer="own", learning_rate=0.5), ddp=False)
+    assert (
+        text.index("state = optimizer.state") < text.index("DistributedOptimizer(") < text.index("state.update(state)")
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "message"),
+    [
+        (Settings(reduction="adasum", optimizer="sgd", compression="fp16"), {}, "adasum.*compression=none"),
+        (Settings(optimizer="own"), {"optimizer_keeps": ("lam",), "rate": 0.1, "asked_rate": 0.1}, "keeps lam.*--ddp"),
+    ],
+)
+def test_what_horovod_does_otherwise_in_a_script_is_refused(
+    settings: Settings, facts: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        refusals.check(settings, replace(FACTS, stepped=True, order="in turn", **facts), own=True, ddp=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (replace(OWN, imports=("from random import random",)), "both call something random"),
+        (replace(OWN, imports=("from lib import micro_batches",)), "both call something micro_batches"),
+        (replace(OWN, defines=frozenset({"torch"})), "both call something torch"),
+        (replace(OWN, imports=("import horovod.torch as hvd",)), "uses Horovod.*without --ddp"),
+        (replace(OWN, uses=frozenset({"hvd"})), "uses Horovod.*without --ddp"),
+    ],
+)
+def test_names_that_clash_are_refused(source: Source, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        written(Settings(), source)
+    assert written(Settings(), replace(OWN, imports=("import random", "import torch")))
+
+
+def test_odd_names_are_quoted_and_weights_of_the_criterion_too_can_lack_gradients() -> None:
+    source = replace(OWN, names=OWN.names | {"loss": "criterion", "metric": 'partial(f, "x")'})
+    absent = ('a "b"', "loss.scale")
+    text = written(Settings(), source, absent=absent, metric="batch", criterion_weights=True, variables={"A": 'b"c'})
+    assert 'named["a \\"b\\""].requires_grad_(False)' in text
+    assert (
+        text.index("loss_of.named_parameters()") < text.index('named["loss.scale"]') < text.index("DataParallel(With")
+    )

@@ -85,11 +85,17 @@ def test_definitions_that_may_not_happen_do_not_end_the_search() -> None:
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        ((Cell("x = torch.randn(2)\n1 / 0", finished=False, drew=True), Cell("net = [1]", drew=True)), "failed drew random"),
+        (
+            (Cell("x = torch.randn(2)\n1 / 0", finished=False, drew=True), Cell("net = [1]", drew=True)),
+            "failed drew random",
+        ),
         ((Cell("rand()", everywhere=False, drew=True), Cell("net = [1]", drew=True)), "some ranks only drew random"),
         ((Cell(opaque=True, drew=True), Cell("net = [1]", drew=True)), r"session\.run brought.*%hvd_seed"),
         ((Cell("net = []"), Cell("net.append(1)\n1 / 0", finished=False)), "What net is.*failed"),
-        ((Cell("net = []"), Cell("part = net", everywhere=True), Cell("part.append(1)", everywhere=False)), "some ranks"),
+        (
+            (Cell("net = []"), Cell("part = net", everywhere=True), Cell("part.append(1)", everywhere=False)),
+            "some ranks",
+        ),
         ((Cell("from a import x\nnet = x()"), Cell("from b import x\nnet.add(x)")), "import x"),
         ((Cell("from a import *"), Cell("net = thing()")), r"needs thing.*imports \*"),
     ],
@@ -100,6 +106,10 @@ def test_what_cannot_be_made_again_is_refused(cells: tuple[Cell, ...], message: 
 
 
 def test_cells_that_failed_and_touched_nothing_do_not_matter() -> None:
-    assert sliced("net = 1", Cell("print(nett)", finished=False), Cell("other = 2", everywhere=False)) == "\nnet = 1"[1:]
+    assert (
+        sliced("net = 1", Cell("print(nett)", finished=False), Cell("other = 2", everywhere=False)) == "\nnet = 1"[1:]
+    )
     assert sliced("net = 1", Cell("net = 2", finished=False), "net = 3") == "net = 3"
-    assert sliced(Cell("rand()", finished=False, drew=True), Cell(seed=3), Cell("net = r()\nr = [1]", drew=True), names=("r",))
+    assert sliced(
+        Cell("rand()", finished=False, drew=True), Cell(seed=3), Cell("net = r()\nr = [1]", drew=True), names=("r",)
+    )
