@@ -10,6 +10,7 @@ import horovod
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from ..internals.torch_internals import has_step_hooks
 from ..memory.device import Device
@@ -63,6 +64,7 @@ def _facts(trainer: Trainer) -> Facts:
         groups=len(live.optimizer.param_groups),
         own_scheduler=live.scheduler is not None,
         optimizer_hooks=has_step_hooks(live.optimizer),
+        optimizer_keeps=_kept_beside(live.own_optimizer) if live.own_optimizer else (),
         loose=sum(name.startswith(LOOSE) for name in names.values()),
         dtypes=tuple(sorted({str(param.dtype).removeprefix("torch.") for param in in_groups(live.optimizer)})),
         uncommon=any(tensor.dtype not in _COMMON or not tensor.numel() for _, tensor in named),
@@ -83,6 +85,14 @@ def _facts(trainer: Trainer) -> Facts:
         torch=torch.__version__,
         horovod=horovod.__version__,
     )
+
+
+def _kept_beside(optimizer: Optimizer) -> tuple[str, ...]:
+    """Names of what an optimizer has that every optimizer does not, and that torch's own make again by themselves."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return ()
+    usual = vars(SGD([torch.zeros(1)], lr=0.1)).keys() | {"step"}  # which schedulers wrap
+    return tuple(sorted(name for name in vars(optimizer) if name not in usual and not name.startswith("_")))
 
 
 def _kind_of_batch(stream: Stream) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .order import Order
+from .order import Order, quoted
 
 WIDTH = 120
 _ROWS = {"tuple": "TensorDataset(*map(torch.as_tensor, {}))", "dict": "Rows({})"}
@@ -104,7 +104,8 @@ class Batches:
         if self._own and self._facts.metric:
             called = "metric(model(batch[0]), batch[1])" if self._facts.metric == "outputs" else "metric(model, batch)"
             yield f"found = {called}"
-            yield f'found = found if isinstance(found, dict) else {{"{self._source.names["metric"]}": found}}'
+            name = quoted(self._source.names["metric"])
+            yield f"found = found if isinstance(found, dict) else {{{name}: found}}"
 
     def moves(self) -> bool:
         """Whether batches are more than two tensors."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Iterator, Sequence
+
+from .order import quoted
 
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
@@ -20,8 +23,8 @@ def _which(names: Sequence[str]) -> str:
     parents = {match[1] if match else "" for match in found}
     if len(parents) == 1 and all(found) and [match and match[2] for match in found] == [*map(str, range(len(names)))]:
         parent = parents.pop()
-        plain = all(part.isidentifier() for part in parent.split("."))
-        whole = f"model.{parent}" if plain else f'model.get_submodule("{parent}")'
+        plain = all(part.isidentifier() and not keyword.iskeyword(part) for part in parent.split("."))
+        whole = f"model.{parent}" if plain else f"model.get_submodule({quoted(parent)})"
         return f"{whole}[: {len(names)}]"
-    quoted = ", ".join(f'"{name}"' for name in names)
-    return f"map(model.get_submodule, [{quoted}])"
+    listed = ", ".join(map(quoted, names))
+    return f"map(model.get_submodule, [{listed}])"

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from ..shared.errors import WorkloadError
+from .statements import units_of
 
 _OURS = "gpumem_nb"
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -96,9 +97,8 @@ class Collector:
 
     def _names_in(self, role: str, source: str, known: dict[str, Any]) -> None:
         """Define whatever some code uses of its module."""
-        tree = ast.parse(source)
-        read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        for name in sorted(read):
+        units = units_of(source)
+        for name in sorted({name for unit in units for name in unit.reads | unit.late | unit.assigns_late}):
             if name in known and not (hasattr(builtins, name) and known[name] is getattr(builtins, name)):
                 self._define(role, name, known[name])
 

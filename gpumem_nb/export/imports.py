@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 
 
 def with_sorted_imports(text: str) -> str:
@@ -24,6 +25,19 @@ def with_sorted_imports(text: str) -> str:
     rest = "\n".join(lines[end:]).lstrip("\n")
     defined = isinstance(tree.body[first + len(nodes)], ast.FunctionDef | ast.ClassDef)
     return "\n".join([*lines[:begin], sections]) + "\n" * (3 if defined else 2) + rest + "\n"
+
+
+def imported_in(text: str) -> Iterator[tuple[str, str]]:
+    """Names that the imports at the top level of some code define, and what each of them is, in one way of writing."""
+    for node in ast.parse(text).body:
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if alias.name == "*":
+                continue
+            if isinstance(node, ast.ImportFrom):
+                yield alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}"
+            else:
+                top = alias.name.partition(".")[0]
+                yield alias.asname or top, alias.name if alias.asname else top
 
 
 def _sections(nodes: list[ast.Import | ast.ImportFrom]) -> list[list[str]]:

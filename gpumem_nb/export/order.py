@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..shared.exporting import Facts
 from ..shared.settings import Settings
+
+
+def quoted(text: str) -> str:
+    """Text as it stands in a script."""
+    return json.dumps(text, ensure_ascii=False)
+
 
 ROLES = {"model": "model", "data": "data", "loss": "loss_of", "optimizer": "optimizer", "scheduler": "scheduler"}
 ROLES |= {"eval_data": "eval_data", "metric": "metric"}

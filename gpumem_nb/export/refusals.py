@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ..shared.errors import WorkloadError
 from ..shared.exporting import Facts
 from ..shared.knobs import KNOBS
+from ..shared.learning_rate import OWN
 from ..shared.settings import Settings
 from .script import segment_length
 
@@ -46,6 +47,12 @@ def _knobs(settings: Settings, ddp: bool) -> Iterator[str]:
             )
         elif knob.exported and (why_not := knob.exported(value, ddp)):
             yield why_not
+
+    if settings.reduction == "adasum" and settings.compression != "none":
+        yield (
+            f"reduction=adasum of gradients that travel with compression={settings.compression} is what a plain script "
+            "does not do. Set compression=none first, or reduction=average."
+        )
 
 
 def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
@@ -103,6 +110,11 @@ def _optimizer(facts: Facts, settings: Settings, ddp: bool) -> Iterator[str]:
         yield (
             "Hooks are registered around the optimizer's update, which hvd.DistributedOptimizer does not take over. "
             "Export with --ddp (ddp=True), or remove them first."
+        )
+    if facts.optimizer_keeps and settings.optimizer == OWN and not ddp:
+        yield (
+            f"The optimizer keeps {facts.optimizer_keeps[0]} beside its groups and state, which "
+            "hvd.DistributedOptimizer does not take over. Export with --ddp (ddp=True), or keep it in the groups."
         )
     if settings.lr_schedule != "own" and not _alike(facts.rate, facts.asked_rate):
         yield (

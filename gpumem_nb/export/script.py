@@ -11,8 +11,8 @@ from ..shared.errors import WorkloadError
 from ..shared.learning_rate import OWN
 from .batches import Batches, wrapped
 from .blocks import checkpointed
-from .imports import with_sorted_imports
-from .order import MAKERS, ROLES, Order
+from .imports import imported_in, with_sorted_imports
+from .order import MAKERS, ROLES, Order, quoted
 from .templating import render
 
 _DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
@@ -40,19 +40,31 @@ def script(order: Order) -> str:
     values = Values(order)
     texts = values.all(values.flags)
     if order.source.kind != "ready":
-        bare = render("train", values.flags, texts | {"definitions": "", "imports": ""})
-        if clash := sorted(order.source.defines & set(defined_in(bare))):
-            raise WorkloadError(f"Your code and the script both call something {clash[0]}. Rename yours.")
+        _check_names(order, render("train", values.flags, texts | {"definitions": "", "imports": ""}))
     return with_sorted_imports(render("train", values.flags, texts))
 
 
+def _check_names(order: Order, bare: str) -> None:
+    """Refuse names that mean one thing in somebody's own code and another in the rest of the script, or nothing."""
+    source = order.source
+    own = dict(imported_in("\n".join(source.imports)))
+    if order.ddp and ("hvd" in source.uses or any(what.partition(".")[0] == "horovod" for what in own.values())):
+        raise WorkloadError(
+            "Your code uses Horovod, which is not started beside DistributedDataParallel. Export without --ddp "
+            "(ddp=False), or do without it."
+        )
+    theirs, imported = set(defined_in(bare)), dict(imported_in(bare))
+    clash = source.defines & (theirs | imported.keys())
+    clash |= {name for name, what in own.items() if name in theirs or imported.get(name, what) != what}
+    if clash:
+        raise WorkloadError(f"Your code and the script both call something {min(clash)}. Rename yours.")
+
+
 def defined_in(text: str) -> Iterator[str]:
-    """What a module calls something at its top level, what it imports included."""
+    """What a module calls something at its top level, what it imports aside."""
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.Assign):
             yield from (name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
 
@@ -175,6 +187,7 @@ class Values:
             "data": "\n".join(self._batches.data()),
             "model": self._model(),
             "prepare_model": "\n".join(self._prepared()),
+            "frozen": "\n".join(self._frozen()),
             "broadcast": "named" if facts.uncommon or "criterion_weights" in flags else "model.state_dict()",
             "ddp_model": "\n".join(self._ddp_model(flags)),
             "comm_hook": "ddp.register_comm_hook(None, combine)" if flags & {"sum", "compression"} else "",
@@ -210,7 +223,7 @@ class Values:
 
     def _join(self) -> Iterator[str]:
         for name, value in self._variables().items():
-            yield f'os.environ.setdefault("{name}", "{value}")  # as in the session'
+            yield f"os.environ.setdefault({quoted(name)}, {quoted(value)})  # as in the session"
         if self._order.ddp:
             yield 'dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")'
         else:
@@ -252,14 +265,16 @@ class Values:
     def _prepared(self) -> Iterator[str]:
         if not self._own:
             return
-        for name in self._facts.absent:
-            yield f'model.get_parameter("{name}").requires_grad_(False)  # it gets no gradient'
         if self._settings.checkpointing != "none":
             if self._facts.cache:
                 yield "for module in model.modules():"
                 yield '    if getattr(getattr(module, "config", None), "use_cache", False):'
                 yield "        module.config.use_cache = False  # of generation: recomputation would add to it again"
             yield from checkpointed(self._facts.blocks)
+
+    def _frozen(self) -> Iterator[str]:
+        for name in self._facts.absent if self._own else ():
+            yield f"named[{quoted(name)}].requires_grad_(False)  # it gets no gradient"
 
     def _ddp_model(self, flags: frozenset[str]) -> Iterator[str]:
         module = "WithLoss(model, loss_of)" if "with_loss" in flags else "model"
@@ -288,7 +303,11 @@ class Values:
         options += ["op=hvd.Sum"] if "sum" in flags else []
         if "buckets" in flags:  # of about as many bytes as the session's
             options += [f"groups={ceil(self._order.parameter_bytes / (self._settings.bucket_mib * 2**20))}"]
+        if "own_optimizer" in flags:
+            yield "state = optimizer.state"
         yield from wrapped("optimizer = hvd.DistributedOptimizer(", options, 4)
+        if "own_optimizer" in flags:
+            yield "optimizer.state.update(state)  # the other one is another, with the same weights"
 
     def _implementation(self) -> Iterator[str]:
         settings = self._settings

@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
-import symtable
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..shared.errors import WorkloadError
 from ..shared.exporting import Cell
+from .relations import OFFERED, Relations
+from .statements import LOOKS, Unit, units_of
+from .unclear import check_imports, missing, refuse_drawing, refuse_unclear
 
-OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})
-"""What cells find defined when the ranks start."""
-_LOOKS = {"print", "display", "len", "type", "help", "dir", "repr", "id"}
 _BUILTIN = frozenset(dir(builtins)) | {"__name__", "__doc__"}
-
-
-@dataclass(slots=True)
-class Unit:
-    """One statement of a cell, with the comments above it; or several that share a line.
-
-    Attributes:
-        text: its lines.
-        cell: its number among all that are looked at.
-        binds: names that it defines, those that it may define included.
-        surely: those of them that are defined whatever happens in it.
-        reads: names that it uses.
-        imports: whether it only imports.
-        defines: whether it is a definition of functions and classes: mentioning their names changes nothing.
-        looks: whether it only shows something.
-        calls: whether it calls anything when it runs, so that it may draw random numbers.
-    """
-
-    text: str
-    cell: int
-    binds: frozenset[str]
-    surely: frozenset[str]
-    reads: frozenset[str]
-    imports: bool
-    defines: bool
-    looks: bool
-    calls: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,160 +45,111 @@ def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: 
         forgotten: whether there were earlier ones.
 
     Raises:
-        WorkloadError: a name is not defined by cells that ran well on all ranks.
+        WorkloadError: a name is not defined by cells that ran well on all ranks, or what it is cannot be told.
     """
-    units = [
-        unit
-        for number, cell in enumerate(cells)
-        if cell.everywhere and cell.finished
-        for unit in units_of(cell.source, number)
-    ]
-    kept, live = _kept(units, cells, frozenset(names))
-    _check(cells, kept, live - OFFERED - _BUILTIN, forgotten)
+    kept, lacking, uses = _Slicing(cells, frozenset(names)).kept()
+    if lacking:
+        raise missing(cells, lacking, forgotten)
+    check_imports(kept)
     first = min((unit.cell for unit in kept if not unit.imports), default=0)
     seeds = [cell.seed for cell in cells[: first + 1] if cell.seed is not None]
     imports = tuple(dict.fromkeys(unit.text for unit in kept if unit.imports))
-    binds = frozenset(name for unit in kept if not unit.imports for name in unit.binds)
+    binds = frozenset(name for unit in kept if not unit.imports for name in unit.binds | unit.assigns_late)
     text = "\n".join(_joined([unit for unit in kept if not unit.imports], cells))
-    return Slice(imports, text, seeds[-1] if seeds else seed, live & OFFERED, binds)
+    return Slice(imports, text, seeds[-1] if seeds else seed, uses, binds)
 
 
-def _kept(units: Sequence[Unit], cells: Sequence[Cell], names: frozenset[str]) -> tuple[list[Unit], frozenset[str]]:
-    """Backwards from the end: what defines or changes a name that is still needed there; and what remains needed."""
-    defined = {name for unit in units if unit.defines or unit.imports for name in unit.binds}
-    live, kept = set(names), list[Unit]()
-    drawing = -1  # the earliest cell so far that is needed and draws random numbers
-    for unit in reversed(units):
-        seeded = any(cell.seed is not None for cell in cells[unit.cell + 1 : drawing + 1])
-        draws = unit.calls and cells[unit.cell].drew and drawing >= 0 and not seeded
-        changes = bool(unit.reads & live - defined - OFFERED - _BUILTIN) and not (unit.looks or unit.defines)
-        if not (unit.binds & live or changes or draws):
-            continue
-        kept.append(unit)
-        live -= unit.surely
-        live |= unit.reads
-        if cells[unit.cell].drew:
-            drawing = unit.cell
-    kept.reverse()
-    return kept, frozenset(live)
+class _Slicing:
+    """Backwards from the end: what defines or changes a name that is still needed there.
+
+    Functions are bound to what they use when they are called. So wherever something runs, the names that kept functions
+    before it use are needed too, and so they are in the end. Which functions are kept shows only then, so this is done
+    until nothing is added.
+    """
+
+    def __init__(self, cells: Sequence[Cell], names: frozenset[str]) -> None:
+        self._cells = cells
+        self._names = names
+        self._units = [unit for number, cell in enumerate(cells) for unit in _units(cell, number)]
+        self._relations = Relations(self._units)
+        self._shadowed = bool(LOOKS & {name for unit in self._units for name in unit.binds})
+        self._late: dict[str, int] = {}  # names that kept functions use, and the place of the first of these
+        self._ever = names  # names that are needed anywhere
+
+    def kept(self) -> tuple[list[Unit], frozenset[str], frozenset[str]]:
+        """What is kept, names that are needed and defined nowhere, and names of :data:`OFFERED` that are used."""
+        while True:
+            before = dict(self._late), self._ever
+            places, live = self._pass()
+            if (self._late, self._ever) == before:
+                break
+        units = [self._units[place] for place in places]
+        bound = {name for unit in units for name in unit.binds | unit.assigns_late}
+        return units, frozenset(live - bound - OFFERED - _BUILTIN), frozenset(self._ever & OFFERED - bound)
+
+    def _pass(self) -> tuple[list[int], set[str]]:
+        live, kept = set(self._names | self._late.keys()), list[int]()
+        drawing = -1  # the earliest cell so far that is needed and draws random numbers
+        ever = set(self._ever)
+        for place in reversed(range(len(self._units))):
+            unit = self._units[place]
+            cell = self._cells[unit.cell]
+            seeded = any(one.seed is not None for one in self._cells[unit.cell + 1 : drawing + 1])
+            draws = not (unit.plain or unit.still) and cell.drew and drawing >= 0 and not seeded
+            if not cell.known:
+                if draws:
+                    refuse_drawing(cell)
+                self._check_unclear(place, live)
+                continue
+            if not (unit.binds & live or self._changes(place, live) or draws):
+                continue
+            kept.append(place)
+            live -= unit.surely
+            live |= unit.reads
+            if not unit.plain:
+                live |= unit.late | {name for name, first in self._late.items() if first < place}
+            for name in unit.late:
+                self._late[name] = min(place, self._late.get(name, place))
+            ever |= live
+            if cell.drew and not unit.plain:
+                drawing = unit.cell
+        self._ever = frozenset(ever)
+        kept.reverse()
+        return kept, live
+
+    def _changes(self, place: int, live: Collection[str]) -> bool:
+        """Whether a statement may change something that is needed."""
+        unit, relations = self._units[place], self._relations
+        if (unit.looks and not self._shadowed) or (unit.plain and not unit.pokes):
+            return False
+        settings = frozenset[str]() if unit.defines else relations.settable(unit)
+        if relations.poked(place) & (self._ever | settings) or unit.given & self._ever & relations.defined:
+            return True
+        if relations.assigned(place).intersection(live):
+            return True
+        return not (unit.names or unit.defines) and relations.touches(place, live)
+
+    def _check_unclear(self, place: int, live: Collection[str]) -> None:
+        """Refuse a statement that is no known cell's and concerns what is needed."""
+        unit, relations = self._units[place], self._relations
+        cell = self._cells[unit.cell]
+        if unit.imports:
+            return  # what it would import is missing, or imported by others
+        concerned = (unit.binds | relations.assigned(place)) & live
+        if not concerned and not (unit.looks and not self._shadowed):
+            concerned = relations.poked(place) & (self._ever - OFFERED)
+            concerned |= relations.poked(place) & relations.settable(unit) if unit.sets else frozenset()
+            if not unit.names and not unit.plain and relations.touches(place, live):
+                concerned |= (unit.reads | unit.binds) - OFFERED - _BUILTIN - relations.defined
+        if concerned:
+            defined = {name for one in self._units if self._cells[one.cell].known for name in one.binds}
+            refuse_unclear(cell, min(concerned), bool(concerned & defined))
 
 
-def _check(cells: Sequence[Cell], kept: Sequence[Unit], missing: Collection[str], forgotten: bool) -> None:
-    """Refuse what cannot be made again."""
-    pushed = {name for cell in cells for name in cell.pushed}
-    if missing:
-        name = min(missing)
-        where = (
-            "it was pushed from the notebook"
-            if name in pushed
-            else "the cells that did are too long ago"
-            if forgotten
-            else "no %%hvd cell that ran well on all ranks defines it"
-        )
-        raise WorkloadError(
-            f"The script needs {name}, and cannot define it: {where}. Define it in a %%hvd cell, run those after it "
-            "again, and attach again."
-        )
-    last = {name: unit.cell for unit in kept for name in unit.surely}
-    for number, cell in enumerate(cells):
-        if cell.finished and cell.everywhere and not cell.pushed:
-            continue
-        binds = {name for unit in units_of(cell.source, number) for name in unit.binds} | set(cell.pushed)
-        for name in sorted(binds & last.keys()):
-            if number > last[name]:
-                how = "was pushed from the notebook" if cell.pushed else "is in a cell that failed"
-                how = how if cell.everywhere else "was defined in a cell that ran on some ranks only"
-                raise WorkloadError(
-                    f"What {name} is cannot be told: after its last cell it {how}. Run its %%hvd cell again on all "
-                    "ranks, and attach again."
-                )
-
-
-def units_of(source: str, cell: int = 0) -> list[Unit]:
-    """The statements of a cell."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return []
-    lines = source.splitlines()
-    groups: list[list[ast.stmt]] = []
-    for node in tree.body:
-        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
-        if groups and first <= (groups[-1][-1].end_lineno or 0):
-            groups[-1].append(node)
-        else:
-            groups.append([node])
-    units, begin = [], 0
-    for group in groups:
-        end = group[-1].end_lineno or 0
-        text = "\n".join(lines[begin:end]).strip("\n")
-        units.append(_unit(text, group, cell))
-        begin = end
-    return units
-
-
-def _unit(text: str, nodes: Sequence[ast.stmt], cell: int) -> Unit:
-    table = symtable.symtable(text, "cell", "exec")
-    binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
-    own = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
-    inner = set(_globals_of(table))
-    assigned_inside = {name for name, assigned in _global_symbols(table) if assigned}
-    straight = all(isinstance(node, _STRAIGHT) for node in nodes)
-    return Unit(
-        text=text,
-        cell=cell,
-        binds=frozenset(binds | assigned_inside),
-        surely=frozenset(binds if straight else ()),
-        reads=frozenset(own | inner),
-        imports=all(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes),
-        defines=all(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) for node in nodes),
-        looks=all(_only_looks(node) for node in nodes),
-        calls=any(map(_calls, nodes)),
-    )
-
-
-_STRAIGHT = (
-    ast.Assign
-    | ast.AnnAssign
-    | ast.FunctionDef
-    | ast.AsyncFunctionDef
-    | ast.ClassDef
-    | ast.Import
-    | ast.ImportFrom
-    | ast.With
-)
-
-
-def _globals_of(table: symtable.SymbolTable) -> Iterator[str]:
-    """Names of the module that the functions and classes of a statement use."""
-    return (name for name, _ in _global_symbols(table))
-
-
-def _global_symbols(table: symtable.SymbolTable) -> Iterator[tuple[str, bool]]:
-    for child in table.get_children():
-        for one in child.get_symbols():
-            if one.is_global() and (one.is_referenced() or one.is_assigned()):
-                yield one.get_name(), one.is_assigned() and one.is_declared_global()
-        yield from _global_symbols(child)
-
-
-def _only_looks(node: ast.stmt) -> bool:
-    """Whether a statement only shows something: a print, or a value at the end of a cell."""
-    if not isinstance(node, ast.Expr):
-        return False
-    called = node.value.func if isinstance(node.value, ast.Call) else None
-    if called is not None:
-        return isinstance(called, ast.Name) and called.id in _LOOKS
-    return not any(isinstance(one, ast.Call | ast.NamedExpr | ast.Await) for one in ast.walk(node))
-
-
-def _calls(node: ast.AST) -> bool:
-    """Whether something is called in a statement itself, and not in the functions that it defines."""
-    if isinstance(node, ast.Call | ast.Await):
-        return True
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        return any(map(_calls, getattr(node, "decorator_list", [])))
-    return any(map(_calls, ast.iter_child_nodes(node)))
+def _units(cell: Cell, number: int) -> list[Unit]:
+    if cell.opaque:
+        return [Unit("", number, frozenset())]
+    return [Unit("", number, frozenset(cell.pushed))] if cell.pushed else units_of(cell.source, number)
 
 
 def _joined(units: Sequence[Unit], cells: Sequence[Cell]) -> Iterator[str]:

@@ -32,6 +32,10 @@ class CellRecord:
         """A cell ran."""
         self._add(Cell(source, everywhere, finished, drew))
 
+    def called(self, everywhere: bool, drew: bool) -> None:
+        """A function of the notebook ran on ranks."""
+        self._add(Cell(everywhere=everywhere, drew=drew, opaque=True))
+
     def seeded(self, seed: int) -> None:
         """Random numbers of cells begin anew on all ranks: they were seeded, or started."""
         self._add(Cell(seed=seed))
@@ -50,9 +54,9 @@ class CellRecord:
         return cells[: max(0, len(cells) - (self._ever - self._loaded))]
 
     def since_load(self) -> int:
-        """How many cells have run since, of those that are kept."""
+        """How many cells and functions have run since, of those that are kept."""
         later = list(self._cells)[len(self.before_load()) :]
-        return sum(bool(cell.source) for cell in later)
+        return sum(bool(cell.source) or cell.opaque for cell in later)
 
     def _add(self, cell: Cell) -> None:
         self._cells.append(cell)

@@ -27,7 +27,7 @@ from ..shared.whole_file import check_no_folder, why_not, written_whole
 from ..shared.workload import WorkloadInfo
 from ..workloads import catalog
 from .cell_record import CellRecord
-from .foreground import Foreground
+from .foreground import Foreground, fingerprint
 from .history import History
 from .loading import Origin
 from .policy import RULES, Policy
@@ -151,6 +151,11 @@ class Exporting:
     def _of_functions(self, settings: Settings) -> Source:
         workload, collector = self._origin.workload, Collector()
         assert workload is not None
+        if fingerprint(workload) != self._origin.sent:
+            raise WorkloadError(
+                "What the workload's functions use has changed in the notebook since it was loaded, so a script would "
+                "train something else. Load it again."
+            )
         functions = {role: getattr(workload, role) for role in ROLES}
         used = _used(functions, settings).items()
         names = {role: collector.add(role, function) for role, function in used if function}
@@ -174,6 +179,12 @@ class Exporting:
             told.append(
                 f"the {steps} steps that were done: the script begins with the first, under the settings of now. "
                 "%hvd_save FILE writes a state from which it goes on with --resume FILE"
+            )
+        functions = sum(cell.opaque for cell in self._cells.before_load()) if self._origin.attached else 0
+        if functions:
+            told.append(
+                f"what {functions} function{'s' * (functions > 1)} that session.run brought to the ranks did there before "
+                "this was attached"
             )
         if since:
             told.append(f"what {since} cell{'s' * (since > 1)} did to the ranks since this was loaded")

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from typing import Any
 
 import cloudpickle
@@ -155,7 +156,12 @@ class Foreground:
             raise InvalidInput(f"A {type(code_or_function).__name__} cannot be run: give code as text, or a function.")
         self._tell_surroundings()
         blob = pickled((code_or_function, args), "The function")
-        return self._finished(self._ranks.call_function(blob, choose_ranks(ranks, self._ranks.size)), timeout).get()
+        chosen = choose_ranks(ranks, self._ranks.size)
+        call = self._ranks.call_function(blob, chosen)
+        try:
+            return self._finished(call, timeout).get()
+        finally:
+            self._cells.called(everywhere=self._are_all(chosen), drew=call.drew())
 
     def push(self, variables: Mapping[str, Any], ranks: RankChoice) -> None:
         """Define variables on ranks.
@@ -323,3 +329,12 @@ def pickled(value: Any, what: str) -> bytes:
             f"{what} cannot be sent to the ranks: {error}. Leave out open files, locks and connections; create them "
             "inside the function that runs there."
         ) from None
+
+
+def fingerprint(workload: Any) -> bytes:
+    """Of a workload as it travels, with what its functions use of the notebook: another one says that this changed.
+
+    Raises:
+        WorkloadError: it cannot travel.
+    """
+    return sha256(pickled(workload, "The workload")).digest()

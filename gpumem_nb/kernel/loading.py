@@ -26,7 +26,7 @@ from ..shared.workload import Workload, WorkloadInfo
 from ..workloads import catalog
 from . import compatibility
 from .cell_record import CellRecord
-from .foreground import RESUMING, Foreground, pickled
+from .foreground import RESUMING, Foreground, fingerprint
 from .history import History
 from .record import Record
 from .snapshot_plan import SnapshotPlan
@@ -63,7 +63,7 @@ class Origin:
     """Where what is trained came from; outlives the ranks, so that a restart can load it again.
 
     Attributes:
-        workload: what was loaded.
+        workload: what was loaded, with ``sent`` what it was made of then.
         options: those of a ready-made workload; ``None`` for any other.
         attached: the variables of what was attached instead, by their roles.
         not_kept: why the attached objects cannot be brought back.
@@ -75,6 +75,7 @@ class Origin:
     """
 
     workload: Workload | None = None
+    sent: bytes = b""
     options: dict[str, float] | None = None
     attached: dict[str, str | None] | None = None
     not_kept: str = ""
@@ -123,7 +124,7 @@ class Loading:
             InvalidInput: an unknown name or option, or nothing that could be loaded.
             RankError: it failed on a rank.
         """
-        chosen, number = None, self._seed(seed)
+        origin, chosen, number = self._origin, None, self._seed(seed)
         if isinstance(name_or_workload, str):
             workload = catalog.make(name_or_workload, **options)
             chosen = catalog.find(name_or_workload).values(options)
@@ -136,9 +137,9 @@ class Loading:
                 f"A {type(name_or_workload).__name__} cannot be loaded: give a Workload, or one of the names "
                 f"{', '.join(catalog.CATALOG)}."
             )
-        pickled(workload, "The workload")
+        sent = fingerprint(workload)
         info = self._begin("load", workload, number, chosen)
-        self._origin.workload, self._origin.attached, self._origin.unrestored = workload, None, None
+        origin.workload, origin.sent, origin.attached, origin.unrestored = workload, sent, None, None
         self._cells.loaded()
         with suppress(OSError):
             (self._snapshots.folder / ATTACHED).unlink(missing_ok=True)  # what it holds is gone from the ranks
@@ -263,6 +264,7 @@ class Loading:
         """Load what was trained again and go on from the first of its snapshots that can be used, in words."""
         origin, steps = self._origin, lost.steps
         if origin.workload is not None:
+            origin.sent = fingerprint(origin.workload)
             self._begin("load", origin.workload, origin.seed, origin.options)
         elif origin.attached is not None:
             if origin.not_kept:

@@ -27,6 +27,7 @@ class Facts:
         own_optimizer, own_scheduler: whether it came with one.
         groups: of parameters, in the optimizer.
         optimizer_hooks: whether somebody registered hooks around the optimizer's update.
+        optimizer_keeps: names of what an optimizer that is not torch's keeps beside its groups and state.
         loose: how many weights only the optimizer knows.
         dtypes: of what is trained.
         uncommon: whether there are weights or buffers whose type Horovod's broadcast does not take, or empty ones.
@@ -63,6 +64,7 @@ class Facts:
     groups: int
     own_scheduler: bool
     optimizer_hooks: bool
+    optimizer_keeps: tuple[str, ...]
     loose: int
     dtypes: tuple[str, ...]
     uncommon: bool
@@ -91,6 +93,7 @@ class Cell:
         drew: whether it moved the random numbers that cells draw.
         seed: what these begin at from here on, for a seeding or a start of the ranks.
         pushed: variables that were defined from the notebook.
+        opaque: whether it was a function of the notebook, whose code is not known.
     """
 
     source: str = ""
@@ -99,3 +102,9 @@ class Cell:
     drew: bool = False
     seed: int | None = None
     pushed: tuple[str, ...] = ()
+    opaque: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether doing it again gives what it gave: its code is there, and ran well on all ranks."""
+        return self.everywhere and self.finished and not self.pushed and not self.opaque

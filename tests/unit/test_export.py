@@ -13,6 +13,7 @@ from gpumem_nb.export.functions import Collector
 from gpumem_nb.export.imports import with_sorted_imports
 from gpumem_nb.export.slicing import needed
 from gpumem_nb.kernel.cell_record import MOST_CELLS, CellRecord
+from gpumem_nb.kernel.foreground import fingerprint
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.exporting import Cell
 from gpumem_nb.shared.knobs import KNOBS
@@ -79,7 +80,9 @@ def test_a_record_forgets_the_oldest_and_keeps_where_their_numbers_began() -> No
     record.seeded(5)
     for number in range(MOST_CELLS + 3):
         record.ran(f"a = {number}", everywhere=True, finished=True, drew=False)
-    record.loaded()
+    record.called(everywhere=True, drew=True)
+    assert (record.before_load(), record.loaded()) == ([], None)
+    assert record.before_load()[-1] == Cell(drew=True, opaque=True)
     record.ran("later = 1", everywhere=True, finished=True, drew=False)
     assert (len(record.before_load()), record.since_load(), record.seed) == (MOST_CELLS - 1, 1, 5)
     assert record.forgotten
@@ -150,3 +153,18 @@ def test_imports_are_sorted_and_stand_there_once() -> None:
 def test_every_knob_says_what_a_script_does_with_it() -> None:
     for knob in KNOBS.values():
         assert knob.exported is not None, knob.name
+
+
+def test_a_local_name_is_not_taken_for_one_of_the_notebook() -> None:
+    names = notebook("x = object()\ndef f():\n    x = 1\n    return [x for x in (x,)]")
+    collector = Collector()
+    collector.add("data", names["f"])
+    assert collector.defined == ["f"]
+
+
+def test_a_workload_whose_functions_use_something_else_by_now_has_another_fingerprint() -> None:
+    names = notebook("rate = 1\ndef f():\n    return rate")
+    before = fingerprint(names["f"])
+    assert fingerprint(names["f"]) == before
+    names["rate"] = 2
+    assert fingerprint(names["f"]) != before

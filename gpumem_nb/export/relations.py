@@ -1,0 +1,120 @@
+"""Which names may stand for parts of the same objects, and what a call does through the functions that it reaches."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from .statements import Unit
+
+OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})
+"""What cells find defined when the ranks start."""
+_BUILTIN = frozenset(dir(builtins))
+_SETTABLE = {"torch", "horovod", "numpy", "random"}
+
+_Version = tuple[str, int]
+
+
+class Relations:
+    """Of the names of some statements, each by its version: every sure definition begins another.
+
+    Attributes:
+        defined: names of functions, classes and modules: using one changes nothing.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self.defined = frozenset(name for unit in units if unit.defines or unit.imports for name in unit.binds)
+        self._by_name: dict[str, list[Unit]] = defaultdict(list)
+        for unit in units:
+            for name in unit.binds if unit.late or unit.assigns_late else ():
+                self._by_name[name].append(unit)
+        self._settable, self._environment = _settings(units)
+        self._reached = [self._reach(unit) for unit in units]
+        self._parent: dict[_Version, _Version] = {}
+        self._before: list[dict[str, int]] = []
+        self._after: list[dict[str, int]] = []
+        self._relate()
+
+    def poked(self, place: int) -> frozenset[str]:
+        """Names of what a statement sets attributes of or calls for its effect, in functions that it calls too."""
+        unit, (_, functions) = self._units[place], self._reached[place]
+        return unit.pokes.union(*(one.pokes_late - OFFERED for one in functions)) if not unit.defines else unit.pokes
+
+    def assigned(self, place: int) -> frozenset[str]:
+        """Names that functions which a statement calls may define."""
+        unit, (_, functions) = self._units[place], self._reached[place]
+        none: frozenset[str] = frozenset()
+        return none if unit.plain or unit.names else none.union(*(one.assigns_late for one in functions))
+
+    def settable(self, unit: Unit) -> frozenset[str]:
+        """Modules whose settings a script needs whether it names them or not."""
+        return self._settable | self._environment if unit.sets else self._settable
+
+    def touches(self, place: int, live: Collection[str]) -> bool:
+        """Whether a statement uses something that may be part of what is needed after it."""
+        before, after = self._before[place], self._after[place]
+        wanted = {self._find((name, after.get(name, 0))) for name in live if self._stands(name)}
+        names, _ = self._reached[place]
+        return any(self._find((name, before.get(name, 0))) in wanted for name in names if self._stands(name))
+
+    def _stands(self, name: str) -> bool:
+        """Whether a name may stand for an object that changes."""
+        return name not in self.defined and name not in OFFERED and name not in _BUILTIN and name not in self._constant
+
+    def _reach(self, unit: Unit) -> tuple[frozenset[str], list[Unit]]:
+        """Names that a statement uses, and those of functions that it may call; and the definitions of these."""
+        names, functions, waiting = (
+            set[str](),
+            list[Unit](),
+            list(unit.reads | (frozenset() if unit.plain else unit.late)),
+        )
+        while waiting:
+            name = waiting.pop()
+            if name in names:
+                continue
+            names.add(name)
+            for one in self._by_name.get(name, ()):
+                functions.append(one)
+                waiting.extend(one.late)
+        return frozenset(names), functions
+
+    def _relate(self) -> None:
+        varying = {name for unit in self._units if not unit.constant for name in unit.binds}
+        self._constant = {name for unit in self._units for name in unit.binds} - varying
+        now: dict[str, int] = {}
+        for place, unit in enumerate(self._units):
+            self._before.append(dict(now))
+            for name in unit.surely:
+                now[name] = now.get(name, 0) + 1
+            self._after.append(dict(now))
+            if unit.plain or unit.looks:
+                continue
+            before, after = self._before[-1], self._after[-1]
+            same = [(name, before.get(name, 0)) for name in self._reached[place][0] if self._stands(name)]
+            same += [(name, after.get(name, 0)) for name in unit.binds if self._stands(name)]
+            for one in same[1:]:
+                self._parent[self._find(one)] = self._find(same[0])
+
+    def _find(self, version: _Version) -> _Version:
+        while (parent := self._parent.get(version, version)) != version:
+            self._parent[version] = version = self._parent.get(parent, parent)
+        return version
+
+
+def _settings(units: Sequence[Unit]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of modules that compute, and of the environment."""
+    computes, environment = {"torch", "hvd"}, set[str]()
+    for unit in units:
+        for node in ast.parse(unit.text).body if unit.imports else ():
+            assert isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names:
+                module = alias.name if isinstance(node, ast.Import) else node.module or ""
+                name = alias.asname or alias.name.partition(".")[0]
+                if module.partition(".")[0] in _SETTABLE:
+                    computes.add(name)
+                elif module == "os":
+                    environment.add(name)
+    return frozenset(computes), frozenset(environment)

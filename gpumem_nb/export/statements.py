@@ -1,0 +1,247 @@
+"""The statements of a cell, and what each of them defines, uses and may change."""
+
+from __future__ import annotations
+
+import ast
+import symtable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+LOOKS = frozenset({"print", "display", "len", "type", "help", "dir", "repr", "id"})
+"""Functions that only show something."""
+_COMPREHENSIONS = {"listcomp", "setcomp", "dictcomp", "genexpr"}
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+_SURE = _FUNCTIONS | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
+_ACTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
+_SETTING = ("set_", "use_", "enable_", "manual_seed", "seed", "register_")
+_SHOWN = ast.Name | ast.Attribute | ast.Constant | ast.JoinedStr | ast.FormattedValue | ast.keyword | ast.expr_context
+
+
+@dataclass(slots=True)
+class Unit:
+    """One statement of a cell, with the comments above it; or several that share a line.
+
+    Attributes:
+        text: its lines.
+        cell: its number among all that are looked at.
+        binds: names that it defines, those that it may define included.
+        surely: those of them that are defined whatever happens in it.
+        reads: names that it uses when it runs.
+        late: names that functions in it use when they are called, perhaps much later.
+        assigns_late: names that they define then.
+        imports: whether it only imports.
+        defines: whether it is a definition of functions and classes.
+        plain: whether it only imports, defines functions and classes, or names constants: it acts on nothing.
+        constant: whether it only names constants.
+        names: whether it only gives names to what is there, without calling anything.
+        looks: whether it only shows something.
+        still: whether it only shows what is there already, so that nothing draws random numbers.
+        pokes: names of what it sets attributes or items of, or calls for its effect.
+        pokes_late: the same of its functions.
+        given: names of what it gives to that.
+        sets: whether it sets attributes or items, or calls something whose name says that it sets.
+    """
+
+    text: str
+    cell: int
+    binds: frozenset[str]
+    surely: frozenset[str] = frozenset()
+    reads: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
+    assigns_late: frozenset[str] = frozenset()
+    imports: bool = False
+    defines: bool = False
+    plain: bool = False
+    constant: bool = False
+    names: bool = False
+    looks: bool = False
+    still: bool = False
+    pokes: frozenset[str] = frozenset()
+    pokes_late: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()
+    sets: bool = False
+
+
+def units_of(source: str, cell: int = 0) -> list[Unit]:
+    """The statements of a cell."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return []
+    lines = source.splitlines()
+    groups: list[list[ast.stmt]] = []
+    for node in tree.body:
+        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+        if groups and first <= (groups[-1][-1].end_lineno or 0):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    units, begin = [], 0
+    for group in groups:
+        end = group[-1].end_lineno or 0
+        text = "\n".join(lines[begin:end]).strip("\n")
+        units.append(_unit(text, group, cell))
+        begin = end
+    return units
+
+
+def _unit(text: str, nodes: Sequence[ast.stmt], cell: int) -> Unit:
+    table = symtable.symtable(text, "cell", "exec")
+    binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
+    reads = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
+    late, assigns_late = set[str](), set[str]()
+    for name, assigned, called_later in _inner(table, False):
+        (late if called_later else reads).add(name)
+        if assigned:
+            (assigns_late if called_later else binds).add(name)
+    sure = all(isinstance(node, _SURE) or (isinstance(node, ast.AnnAssign) and node.value) for node in nodes)
+    constant = all(map(_names_constants, nodes))
+    imports = all(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes)
+    return Unit(
+        text=text,
+        cell=cell,
+        binds=frozenset(binds),
+        surely=frozenset(binds if sure else ()),
+        reads=frozenset(reads),
+        late=frozenset(late),
+        assigns_late=frozenset(assigns_late),
+        imports=imports,
+        defines=all(isinstance(node, _FUNCTIONS | ast.ClassDef) for node in nodes),
+        plain=imports or constant or all(map(_only_defines, nodes)),
+        constant=constant,
+        names=all(map(_only_names, nodes)),
+        looks=all(map(_only_looks, nodes)),
+        still=all(_only_looks(node) and _only_shown(node) for node in nodes),
+        pokes=frozenset(name for node in nodes for name in _pokes(node)),
+        pokes_late=frozenset(name for node in nodes for name in _pokes(node, inside=True)),
+        given=frozenset(name for node in nodes for name in _given(node)),
+        sets=any(map(_sets, nodes)),
+    )
+
+
+def _inner(table: symtable.SymbolTable, later: bool) -> Iterator[tuple[str, bool, bool]]:
+    """Names of the module that the functions and classes of a statement use: name, assigned there, only when called."""
+    for child in table.get_children():
+        called = later or (child.get_type() == "function" and child.get_name() not in _COMPREHENSIONS)
+        for one in child.get_symbols():
+            if one.is_global() and (one.is_referenced() or one.is_assigned()):
+                yield one.get_name(), one.is_assigned() and one.is_declared_global(), called
+        yield from _inner(child, called)
+
+
+def _acts(node: ast.AST) -> bool:
+    """Whether something is called in a statement itself, and not in the functions that it defines."""
+    if isinstance(node, _ACTS):
+        return True
+    if isinstance(node, ast.Lambda):
+        return any(map(_acts, node.args.defaults))
+    if isinstance(node, _FUNCTIONS):
+        defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+        return bool(node.decorator_list) or any(map(_acts, defaults))
+    return any(map(_acts, ast.iter_child_nodes(node)))
+
+
+def _only_defines(node: ast.stmt) -> bool:
+    """Whether a statement does nothing but define a function, or a class of functions and constants."""
+    if isinstance(node, ast.ClassDef):
+        parts = (part for part in node.body if not isinstance(part, ast.Pass))
+        inner = all(_only_defines(part) or _names_constants(part) or _is_text(part) for part in parts)
+        return inner and not node.decorator_list and not any(map(_acts, [*node.bases, *node.keywords]))
+    return isinstance(node, _FUNCTIONS) and not _acts(node)
+
+
+def _only_names(node: ast.stmt) -> bool:
+    assigns = isinstance(node, ast.Assign | ast.AnnAssign)
+    return assigns and not _acts(node) and not any(_set_places(node, False))
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _names_constants(node: ast.stmt) -> bool:
+    """Whether a statement gives names to numbers, text, or tuples of them."""
+    if isinstance(node, ast.AnnAssign):
+        return isinstance(node.target, ast.Name) and (node.value is None or _is_constant(node.value))
+    if not isinstance(node, ast.Assign):
+        return False
+    return all(isinstance(one, ast.Name) for one in node.targets) and _is_constant(node.value)
+
+
+def _is_constant(node: ast.expr) -> bool:
+    if isinstance(node, ast.Tuple):
+        return all(map(_is_constant, node.elts))
+    if isinstance(node, ast.UnaryOp):
+        return _is_constant(node.operand)
+    if isinstance(node, ast.BinOp):
+        return _is_constant(node.left) and _is_constant(node.right)
+    return isinstance(node, ast.Constant)
+
+
+def _only_looks(node: ast.stmt) -> bool:
+    """Whether a statement only shows something: a print, or a value at the end of a cell."""
+    if not isinstance(node, ast.Expr):
+        return False
+    inner = [one for one in ast.walk(node) if isinstance(one, _ACTS)]
+    return all(isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in LOOKS for one in inner)
+
+
+def _only_shown(node: ast.stmt) -> bool:
+    return all(isinstance(one, _SHOWN | ast.Call | ast.Expr) for one in ast.walk(node))
+
+
+def _walk(node: ast.AST, inside: bool) -> Iterator[ast.AST]:
+    """The parts of a statement, those of the functions that it defines only where they are asked for."""
+    yield node
+    if isinstance(node, _FUNCTIONS | ast.Lambda) and not inside:
+        children: Iterable[ast.AST] = getattr(node, "decorator_list", [])
+    else:
+        children = ast.iter_child_nodes(node)
+    for child in children:
+        yield from _walk(child, inside)
+
+
+def _pokes(node: ast.AST, inside: bool = False) -> Iterator[str]:
+    """Names of what gets attributes or items, is a decorator, or is called for its effect."""
+    yield from filter(None, map(_root, _set_places(node, inside)))
+    for one in _walk(node, inside):
+        yield from filter(None, map(_root, getattr(one, "decorator_list", [])))
+        call = one.value if isinstance(one, ast.Expr) else one
+        if isinstance(call, ast.Await):
+            call = call.value
+        if not isinstance(call, ast.Call):
+            continue
+        if (isinstance(one, ast.Expr) and not _only_looks(one)) or _last(call.func).startswith(_SETTING):
+            attributes = _last(call.func) in ("setattr", "delattr")
+            yield from filter(None, map(_root, call.args[:1] if attributes else [call.func]))
+
+
+def _given(node: ast.AST) -> Iterator[str]:
+    """Names of what is given as it is to something that is called for its effect."""
+    for one in _walk(node, False):
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and not _only_looks(one):
+            arguments = [*one.value.args, *(keyword.value for keyword in one.value.keywords)]
+            yield from (_root(part) for part in arguments if isinstance(part, ast.Name | ast.Attribute))
+
+
+def _sets(node: ast.AST) -> bool:
+    calls = (one for one in _walk(node, False) if isinstance(one, ast.Call))
+    return any(_set_places(node, False)) or any(_last(one.func).startswith(_SETTING) for one in calls)
+
+
+def _set_places(node: ast.AST, inside: bool) -> Iterator[ast.AST]:
+    for one in _walk(node, inside):
+        if isinstance(one, ast.Attribute | ast.Subscript) and isinstance(one.ctx, ast.Store | ast.Del):
+            yield one
+
+
+def _last(function: ast.AST) -> str:
+    """What a function is called, without where it is from."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _root(node: ast.AST) -> str:
+    """The name that an expression of attributes, items and calls begins with."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,94 @@
+"""What of the cells cannot be made again, in a sentence."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Sequence
+
+from ..shared.errors import WorkloadError
+from ..shared.exporting import Cell
+from .imports import imported_in
+from .statements import Unit
+
+
+def missing(cells: Sequence[Cell], names: Collection[str], forgotten: bool) -> WorkloadError:
+    """Names that are needed, and that no known cell defines."""
+    name = min(names)
+    where = (
+        "it was pushed from the notebook"
+        if any(name in cell.pushed for cell in cells)
+        else "the cells that did are too long ago"
+        if forgotten
+        else "a cell imports * from a module, and that does not say what. Import it by its name"
+        if any(cell.known and _imports_all(cell.source) for cell in cells)
+        else "no %%hvd cell that ran well on all ranks defines it"
+    )
+    return WorkloadError(
+        f"The script needs {name}, and cannot define it: {where}. Define it in a %%hvd cell, run those after it "
+        "again, and attach again."
+    )
+
+
+def refuse_unclear(cell: Cell, name: str, defined: bool) -> None:
+    """Refuse what a cell may have made of a name, of which nobody can tell whether it did.
+
+    Raises:
+        WorkloadError: always.
+    """
+    if cell.pushed and not defined:
+        raise missing([cell], [name], False)
+    how = (
+        "was defined or used in a cell that ran on some ranks only"
+        if not cell.everywhere
+        else "was pushed from the notebook"
+        if cell.pushed
+        else "is in a cell that failed"
+    )
+    raise WorkloadError(
+        f"What {name} is cannot be told: after its last cell it {how}. Run its %%hvd cell again on all ranks, and those "
+        "that use it, and attach again."
+    )
+
+
+def refuse_drawing(cell: Cell) -> None:
+    """Refuse random numbers that cannot be drawn again.
+
+    Raises:
+        WorkloadError: always.
+    """
+    how = (
+        "A function that session.run brought to the ranks"
+        if cell.opaque
+        else "A cell that failed"
+        if cell.everywhere
+        else "A cell that ran on some ranks only"
+    )
+    raise WorkloadError(
+        f"{how} drew random numbers, and what was made after it follows from them. Run %hvd_seed and the cells that made "
+        "model and data again, and attach again."
+    )
+
+
+def check_imports(kept: Sequence[Unit]) -> None:
+    """Refuse names that imports would give another meaning, because all of them come first in a script.
+
+    Raises:
+        WorkloadError: naming one.
+    """
+    imported: dict[str, str] = {}
+    bound = set[str]()
+    for unit in kept:
+        if not unit.imports:
+            bound |= unit.surely
+            continue
+        for name, what in imported_in(unit.text):
+            if imported.setdefault(name, what) != what or name in bound:
+                raise WorkloadError(
+                    f"The cells import {name}, and call something else {name} too, so the script could not tell which "
+                    "is meant. Rename one, run those cells again, and attach again."
+                )
+
+
+def _imports_all(source: str) -> bool:
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
+    return any(alias.name == "*" for node in nodes for alias in node.names)

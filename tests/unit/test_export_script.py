@@ -1,0 +1,118 @@
+"""The text of a script, from what is trained: rates, resuming, and what would clash or differ."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpumem_nb.export import refusals
+from gpumem_nb.export.order import Order, Source
+from gpumem_nb.export.script import script
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.exporting import Facts
+from gpumem_nb.shared.settings import Settings
+
+_EMPTY = {"int": 0, "bool": False, "str": "", "float": 0.1, "tuple[str, ...]": (), "dict[str, str]": {}}
+FACTS = Facts(**{field.name: _EMPTY[str(field.type)] for field in fields(Facts)})
+OWN = Source("functions", definitions="a = 1", names={"model": "make", "data": "rows", "optimizer": "opt"})
+
+
+def written(settings: Settings, source: Source = OWN, ddp: bool = True, **facts: Any) -> str:
+    told = {"stepped": True, "order": "in turn", "batch": "pair", "loss": "outputs", "own_optimizer": True, "groups": 1}
+    order = Order(source, settings, replace(FACTS, **told | facts), ddp, None, 0, 5, False, 0.1, "A script.", 100)
+    text = script(order)
+    ast.parse(text)
+    return text
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_rate_that_was_set_reaches_an_own_optimizer_however_many_groups_it_has(groups: int) -> None:
+    text = written(Settings(optimizer="own", learning_rate=0.5), groups=groups)
+    assert 'group["lr"] = args.learning_rate' in text.partition("start = resume")[2]
+    assert "default=0.5)" in text
+
+
+def test_resuming_keeps_the_rate_and_the_implementation_of_now(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(written(Settings(optimizer="sgd", learning_rate=0.5, optimizer_impl="foreach"), groups=1), names)
+    weight = torch.ones(2, requires_grad=True)
+    before, now = (
+        torch.optim.SGD([weight], lr=lr, momentum=momentum, foreach=foreach)
+        for lr, momentum, foreach in ((0.1, 0.9, False), (0.5, 0.9, True))
+    )
+    weight.grad = torch.ones(2)
+    before.step()
+    saved, own, content = before.state_dict(), io.BytesIO(), io.BytesIO()
+    version, words, gauss = __import__("random").getstate()
+    kind, keys, *rest = __import__("numpy").random.get_state()
+    numbers = {
+        "torch": torch.get_rng_state(),
+        "python": (version, torch.tensor(words), gauss),
+        "numpy": (kind, torch.tensor(keys.astype("int64")), *rest),
+        "cuda": None,
+    }
+    torch.save({"random": numbers, "buffers": {}}, own)
+    ranks = [torch.frombuffer(bytearray(own.getvalue()), dtype=torch.uint8)]
+    optimizer = {"state": saved["state"], "groups": saved["param_groups"]}
+    torch.save({"parameters": {"w": weight.detach()}, "optimizer": optimizer, "ranks": ranks}, content)
+    header = {"settings": {"optimizer": "sgd"}, "seed": 0, "ranks": 0, "steps": 1}
+    path = tmp_path / "a.state"
+    path.write_bytes(b"line\n" + json.dumps(header).encode() + b"\n" + content.getvalue() + b"\nend \n" + b"0" * 64)
+    names["dist"] = type("Alone", (), {"get_rank": staticmethod(lambda: 0)})
+    names["resume"](path, {"w": weight}, now)
+    assert (now.param_groups[0]["lr"], now.param_groups[0]["foreach"]) == (0.5, True)
+    assert now.state[weight]["momentum_buffer"].tolist() == [1, 1]
+
+
+def test_an_attached_optimizer_keeps_the_state_that_it_has() -> None:
+    text = written(Settings(optimizer="own", learning_rate=0.5), ddp=False)
+    assert (
+        text.index("state = optimizer.state") < text.index("DistributedOptimizer(") < text.index("state.update(state)")
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "message"),
+    [
+        (Settings(reduction="adasum", optimizer="sgd", compression="fp16"), {}, "adasum.*compression=none"),
+        (Settings(optimizer="own"), {"optimizer_keeps": ("lam",), "rate": 0.1, "asked_rate": 0.1}, "keeps lam.*--ddp"),
+    ],
+)
+def test_what_horovod_does_otherwise_in_a_script_is_refused(
+    settings: Settings, facts: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        refusals.check(settings, replace(FACTS, stepped=True, order="in turn", **facts), own=True, ddp=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (replace(OWN, imports=("from random import random",)), "both call something random"),
+        (replace(OWN, imports=("from lib import micro_batches",)), "both call something micro_batches"),
+        (replace(OWN, defines=frozenset({"torch"})), "both call something torch"),
+        (replace(OWN, imports=("import horovod.torch as hvd",)), "uses Horovod.*without --ddp"),
+        (replace(OWN, uses=frozenset({"hvd"})), "uses Horovod.*without --ddp"),
+    ],
+)
+def test_names_that_clash_are_refused(source: Source, message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        written(Settings(), source)
+    assert written(Settings(), replace(OWN, imports=("import random", "import torch")))
+
+
+def test_odd_names_are_quoted_and_weights_of_the_criterion_too_can_lack_gradients() -> None:
+    source = replace(OWN, names=OWN.names | {"loss": "criterion", "metric": 'partial(f, "x")'})
+    absent = ('a "b"', "loss.scale")
+    text = written(Settings(), source, absent=absent, metric="batch", criterion_weights=True, variables={"A": 'b"c'})
+    assert 'named["a \\"b\\""].requires_grad_(False)' in text
+    assert (
+        text.index("loss_of.named_parameters()") < text.index('named["loss.scale"]') < text.index("DataParallel(With")
+    )

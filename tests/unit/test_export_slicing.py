@@ -1,0 +1,115 @@
+"""What cells do to what is needed in less direct ways: kept in a script, or refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_nb.export.slicing import needed
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.exporting import Cell
+
+
+def sliced(*cells: Cell | str, names: tuple[str, ...] = ("net",)) -> str:
+    found = needed([Cell(one) if isinstance(one, str) else one for one in cells], names, 0, forgotten=False)
+    return "\n".join([*found.imports, found.text])
+
+
+def result(*cells: str) -> object:
+    """What ``net`` is in the end of a script."""
+    names: dict[str, object] = {}
+    exec(sliced(*cells), names)
+    return names["net"]
+
+
+def test_functions_use_what_their_names_stand_for_when_they_are_called() -> None:
+    define = "def make():\n    return scale"
+    assert result("scale = 1", define, "scale = 2", "net = make()", "scale = 3") == 2
+    assert result("def make():\n    return helper()", "def helper():\n    return 5", "net = make()") == 5
+    code = sliced("scale = 1", "class Net:\n    def forward(self): return scale", "net = Net()", "scale = 2")
+    assert code.rindex("scale = 2") > code.index("net = Net()")
+    assert "old" not in sliced(
+        "class Block:\n    old = 1",
+        "def make():\n    return Block()",
+        "net = make()",
+        "class Block:\n    new = 1",
+        "net = make()",
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "enc = net.encoder\nenc.freeze()",
+        "layers = [net.a, net.b]\nfor layer in layers:\n    layer.freeze()",
+        "enc = net.encoder\npart = enc.part\npart.requires_grad = False",
+        "print(net.load_state_dict(state))\n",
+        "len(change(net))",
+        "def freeze():\n    net.freeze()\nfreeze()",
+        "def swap():\n    global net\n    net = 3\nswap()",
+        "torch.set_default_dtype(torch.float64)",
+        "torch.backends.cudnn.deterministic = True",
+        "from torch.backends import cudnn\ncudnn.benchmark = False",
+        "_ = torch.set_default_device('cpu')",
+        "Net.width = 8",
+        "lib.Block.forward = print",
+        "setattr(Net, 'width', 8)",
+        "freeze(Net)",
+    ],
+)
+def test_changes_are_kept_however_they_are_made(change: str) -> None:
+    setup = "import lib\nimport torch\nfrom lib import freeze, change\nstate = 1\nclass Net:\n    pass\nnet = lib.wrap(Net())"
+    code = sliced(setup, change)
+    assert change.splitlines()[-1] in code
+
+
+def test_what_only_looks_or_names_is_left_out() -> None:
+    code = sliced("net = make_it.now()\nmake = 3", "print(net, len(net.layers))\nother = net.encoder", names=("make",))
+    assert code == "make = 3"
+    assert "other" not in sliced("net = 1", "print(net, len(net.layers))\nother = net.encoder")
+
+
+def test_all_that_may_have_drawn_is_kept_even_without_a_call() -> None:
+    cell = Cell("rows[0]\nb = a @ a\nprint(rows[1])\nprint(b)\nconstant = 4", drew=True)
+    code = sliced("a = 1\nrows = [1]", cell, Cell("net = torch.randn(2)", drew=True))
+    assert "rows[0]" in code and "b = a @ a" in code and "rows[1]" in code  # noqa: PT018
+    assert "print(b)" not in code and "constant" not in code  # noqa: PT018
+
+
+def test_definitions_that_may_not_happen_do_not_end_the_search() -> None:
+    assert sliced("net = 1", "net: int").startswith("net = 1")
+    code = sliced("net = 1", "with open('x') as file:\n    net = 2")
+    assert code.startswith("net = 1\n\nwith")
+    assert sliced("with open('x') as file:\n    net = 2")
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        (
+            (Cell("x = torch.randn(2)\n1 / 0", finished=False, drew=True), Cell("net = [1]", drew=True)),
+            "failed drew random",
+        ),
+        ((Cell("rand()", everywhere=False, drew=True), Cell("net = [1]", drew=True)), "some ranks only drew random"),
+        ((Cell(opaque=True, drew=True), Cell("net = [1]", drew=True)), r"session\.run brought.*%hvd_seed"),
+        ((Cell("net = []"), Cell("net.append(1)\n1 / 0", finished=False)), "What net is.*failed"),
+        (
+            (Cell("net = []"), Cell("part = net", everywhere=True), Cell("part.append(1)", everywhere=False)),
+            "some ranks",
+        ),
+        ((Cell("from a import x\nnet = x()"), Cell("from b import x\nnet.add(x)")), "import x"),
+        ((Cell("from a import *"), Cell("net = thing()")), r"needs thing.*imports \*"),
+    ],
+)
+def test_what_cannot_be_made_again_is_refused(cells: tuple[Cell, ...], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        sliced(*cells)
+
+
+def test_cells_that_failed_and_touched_nothing_do_not_matter() -> None:
+    assert (
+        sliced("net = 1", Cell("print(nett)", finished=False), Cell("other = 2", everywhere=False)) == "\nnet = 1"[1:]
+    )
+    assert sliced("net = 1", Cell("net = 2", finished=False), "net = 3") == "net = 3"
+    assert sliced(
+        Cell("rand()", finished=False, drew=True), Cell(seed=3), Cell("net = r()\nr = [1]", drew=True), names=("r",)
+    )
