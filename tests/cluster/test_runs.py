@@ -152,6 +152,7 @@ def test_magics_of_runs(
     assert session.runs[b].note == "small, but slow"
     run(shell, f"%hvd_runs --note {b} ''")
     assert session.runs[b].note == ""
+    capsys.readouterr()
     run(shell, f"%hvd_runs --note {b}")
     assert capsys.readouterr().out == f"There is no note on run {b}.\n"
     order = [row.number for row in run(shell, "%hvd_runs --sort batch_size")]
