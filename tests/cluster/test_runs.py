@@ -20,6 +20,7 @@ from gpumem_nb.shared.errors import InvalidInput, StateFileError
 from gpumem_nb.shared.step_times import PARTS
 from tests import internals
 from tests.cluster.test_magics import run
+from tests.cluster.test_snapshots import snapshots
 from tests.conftest import ranks
 from tests.internals import snapshots_of
 
@@ -121,6 +122,7 @@ def test_states_without_runs_are_as_good(session: Session, tmp_path: Path) -> No
     session.train(3)
     session.set(batch_size=8)  # a snapshot is taken before it
     session.train(1)
+    assert 3 in snapshots(session)  # which waits until it is written
     snapshot = snapshot_folder.newest_first(snapshots_of(session).folder)[0]
     count = len(session.runs)
     with pytest.raises(StateFileError, match="holds no runs"):
