@@ -129,7 +129,7 @@ class _Slicing:
             return True
         return not (unit.names or unit.defines) and relations.touches(place, live)
 
-    def _check_unclear(self, place: int, live: Collection[str]) -> None:
+    def _check_unclear(self, place: int, live: set[str]) -> None:
         """Refuse a statement that is no known cell's and concerns what is needed."""
         unit, relations = self._units[place], self._relations
         cell = self._cells[unit.cell]

@@ -45,8 +45,8 @@ def refuse_unclear(cell: Cell, name: str, defined: bool) -> None:
         else "is in a cell that failed"
     )
     raise WorkloadError(
-        f"What {name} is cannot be told: after its last cell it {how}. Run its %%hvd cell again on all ranks, and those "
-        "that use it, and attach again."
+        f"What {name} is cannot be told: after its last cell it {how}. Run its %%hvd cell again on all ranks, and "
+        "those that use it, and attach again."
     )
 
 
@@ -64,8 +64,8 @@ def refuse_drawing(cell: Cell) -> None:
         else "A cell that ran on some ranks only"
     )
     raise WorkloadError(
-        f"{how} drew random numbers, and what was made after it follows from them. Run %hvd_seed and the cells that made "
-        "model and data again, and attach again."
+        f"{how} drew random numbers, and what was made after it follows from them. Run %hvd_seed and the cells that "
+        "made model and data again, and attach again."
     )
 
 

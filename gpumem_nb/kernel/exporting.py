@@ -183,8 +183,8 @@ class Exporting:
         functions = sum(cell.opaque for cell in self._cells.before_load()) if self._origin.attached else 0
         if functions:
             told.append(
-                f"what {functions} function{'s' * (functions > 1)} that session.run brought to the ranks did there before "
-                "this was attached"
+                f"what {functions} function{'s' * (functions > 1)} that session.run brought to the ranks did there "
+                "before this was attached"
             )
         if since:
             told.append(f"what {since} cell{'s' * (since > 1)} did to the ranks since this was loaded")

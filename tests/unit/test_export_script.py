@@ -19,13 +19,20 @@ from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.exporting import Facts
 from gpumem_nb.shared.settings import Settings
 
-_EMPTY = {"int": 0, "bool": False, "str": "", "float": 0.1, "tuple[str, ...]": (), "dict[str, str]": {}}
+_EMPTY: dict[str, Any] = {"int": 0, "bool": False, "str": "", "float": 0.1, "tuple[str, ...]": (), "dict[str, str]": {}}
 FACTS = Facts(**{field.name: _EMPTY[str(field.type)] for field in fields(Facts)})
 OWN = Source("functions", definitions="a = 1", names={"model": "make", "data": "rows", "optimizer": "opt"})
 
 
 def written(settings: Settings, source: Source = OWN, ddp: bool = True, **facts: Any) -> str:
-    told = {"stepped": True, "order": "in turn", "batch": "pair", "loss": "outputs", "own_optimizer": True, "groups": 1}
+    told: dict[str, Any] = {
+        "stepped": True,
+        "order": "in turn",
+        "batch": "pair",
+        "loss": "outputs",
+        "own_optimizer": True,
+        "groups": 1,
+    }
     order = Order(source, settings, replace(FACTS, **told | facts), ddp, None, 0, 5, False, 0.1, "A script.", 100)
     text = script(order)
     ast.parse(text)

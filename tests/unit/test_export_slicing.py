@@ -57,7 +57,8 @@ def test_functions_use_what_their_names_stand_for_when_they_are_called() -> None
     ],
 )
 def test_changes_are_kept_however_they_are_made(change: str) -> None:
-    setup = "import lib\nimport torch\nfrom lib import freeze, change\nstate = 1\nclass Net:\n    pass\nnet = lib.wrap(Net())"
+    setup = "import lib\nimport torch\nfrom lib import freeze, change\nstate = 1\n"
+    setup += "class Net:\n    pass\nnet = lib.wrap(Net())"
     code = sliced(setup, change)
     assert change.splitlines()[-1] in code
 
