@@ -55,6 +55,7 @@ def test_functions_use_what_their_names_stand_for_when_they_are_called() -> None
         "setattr(Net, 'width', 8)",
         "freeze(Net)",
         "def part():\n    return 1\npart = net.part\npart.freeze()",
+        "parts = net.parts\nparts += [1]",
         "@net.register\ndef hook():\n    return 1",
     ],
 )
