@@ -21,12 +21,13 @@ class Relations:
     """Of the names of some statements, each by its version: every sure definition begins another.
 
     Attributes:
-        defined: names of functions, classes and modules: using one changes nothing.
+        defined: names that never stand for anything but functions, classes and modules: using one changes nothing.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self.defined = frozenset(name for unit in units if unit.defines or unit.imports for name in unit.binds)
+        others = {name for unit in units if not (unit.defines or unit.imports) for name in unit.binds}
+        self.defined = frozenset(name for unit in units for name in unit.binds) - others
         self._by_name: dict[str, list[Unit]] = defaultdict(list)
         for unit in units:
             for name in unit.binds if unit.late or unit.assigns_late else ():
@@ -69,7 +70,7 @@ class Relations:
         names, functions, waiting = (
             set[str](),
             list[Unit](),
-            list(unit.reads | (frozenset() if unit.plain else unit.late)),
+            list(unit.reads | (frozenset() if unit.plain or unit.defines else unit.late)),
         )
         while waiting:
             name = waiting.pop()

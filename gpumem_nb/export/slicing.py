@@ -122,12 +122,13 @@ class _Slicing:
         unit, relations = self._units[place], self._relations
         if (unit.looks and not self._shadowed) or (unit.plain and not unit.pokes):
             return False
+        defined = self._ever & relations.defined
         settings = frozenset[str]() if unit.defines else relations.settable(unit)
-        if relations.poked(place) & (self._ever | settings) or unit.given & self._ever & relations.defined:
+        if relations.poked(place) & (defined | settings) or unit.given & defined:
             return True
         if relations.assigned(place).intersection(live):
             return True
-        return not (unit.names or unit.defines) and relations.touches(place, live)
+        return not unit.names and relations.touches(place, live)
 
     def _check_unclear(self, place: int, live: set[str]) -> None:
         """Refuse a statement that is no known cell's and concerns what is needed."""
@@ -137,7 +138,7 @@ class _Slicing:
             return  # what it would import is missing, or imported by others
         concerned = (unit.binds | relations.assigned(place)) & live
         if not concerned and not (unit.looks and not self._shadowed):
-            concerned = relations.poked(place) & (self._ever - OFFERED)
+            concerned = relations.poked(place) & self._ever & relations.defined - OFFERED
             concerned |= relations.poked(place) & relations.settable(unit) if unit.sets else frozenset()
             if not unit.names and not unit.plain and relations.touches(place, live):
                 concerned |= (unit.reads | unit.binds) - OFFERED - _BUILTIN - relations.defined

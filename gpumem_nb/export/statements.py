@@ -89,6 +89,7 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int) -> Unit:
     table = symtable.symtable(text, "cell", "exec")
     binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
     reads = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
+    reads |= {name for node in nodes for name in _added_to(node)}
     late, assigns_late = set[str](), set[str]()
     for name, assigned, called_later in _inner(table, False):
         (late if called_later else reads).add(name)
@@ -214,6 +215,13 @@ def _pokes(node: ast.AST, inside: bool = False) -> Iterator[str]:
         if (isinstance(one, ast.Expr) and not _only_looks(one)) or _last(call.func).startswith(_SETTING):
             attributes = _last(call.func) in ("setattr", "delattr")
             yield from filter(None, map(_root, call.args[:1] if attributes else [call.func]))
+
+
+def _added_to(node: ast.AST) -> Iterator[str]:
+    """Names of what ``+=`` and the like use, and perhaps change in place."""
+    for one in _walk(node, False):
+        if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
+            yield one.target.id
 
 
 def _given(node: ast.AST) -> Iterator[str]:

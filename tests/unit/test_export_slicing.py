@@ -54,6 +54,9 @@ def test_functions_use_what_their_names_stand_for_when_they_are_called() -> None
         "lib.Block.forward = print",
         "setattr(Net, 'width', 8)",
         "freeze(Net)",
+        "def part():\n    return 1\npart = net.part\npart.freeze()",
+        "parts = net.parts\nparts += [1]",
+        "@net.register\ndef hook():\n    return 1",
     ],
 )
 def test_changes_are_kept_however_they_are_made(change: str) -> None:
@@ -111,6 +114,8 @@ def test_cells_that_failed_and_touched_nothing_do_not_matter() -> None:
         sliced("net = 1", Cell("print(nett)", finished=False), Cell("other = 2", everywhere=False)) == "\nnet = 1"[1:]
     )
     assert sliced("net = 1", Cell("net = 2", finished=False), "net = 3") == "net = 3"
+    made = "import lib\nnet = lib.made()"
+    assert sliced(made, "net.grow()", Cell("net.gro()", finished=False), made) == made
     assert sliced(
         Cell("rand()", finished=False, drew=True), Cell(seed=3), Cell("net = r()\nr = [1]", drew=True), names=("r",)
     )
