@@ -91,12 +91,11 @@ def main() -> int:
             limit = peaks[int(share * len(peaks))] + 2**20
             cases.append(tuned(name, grid, grid_s, limit, survive=share == QUARTILES[1]))
             say(f"  {words(cases[-1])}")
+        if not args.only:  # after each model: all of them take half an hour
+            REPORT.write_text(REPORT.read_text().partition(MARKER)[0] + MARKER + report(cases))
     if args.grids:
         Path(args.grids).write_text(json.dumps(kept))
-    text = report(cases)
-    print(text)
-    if not args.only:
-        REPORT.write_text(REPORT.read_text().partition(MARKER)[0] + MARKER + text)
+    print(report(cases))
     return 0
 
 

@@ -248,7 +248,7 @@ def test_a_session_that_is_over_can_be_reported(session: Session, tmp_path: Path
     assert len(session.runs)
 
 
-def test_without_a_step_there_is_nothing_to_draw(tmp_path: Path) -> None:
+def test_without_a_step_there_is_nothing_to_draw(two_ranks: Session, tmp_path: Path) -> None:
     internals.stop_running()
     session = ranks(2)
     session.report(tmp_path / "empty.html")
