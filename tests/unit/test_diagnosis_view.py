@@ -30,6 +30,7 @@ class Session:
 
     def __init__(self) -> None:
         self.history, self.settings, self.ended, self.refuses = History(1), Settings(), "", ""
+        self.workload = None
         self.history.begin(1, "net", self.settings)
 
     def set(self, **knobs: Any) -> Settings:
@@ -140,3 +141,11 @@ def test_closing_ends_the_watching(session: Session) -> None:
     buttons(view)[0].click()
     view.close()
     until(lambda: session.settings == AFTER)
+
+
+def test_a_flip_is_not_made_of_settings_that_were_not_examined(session: Session) -> None:
+    view = DiagnosisView(session, diagnosis(), lambda action: action())  # type: ignore[arg-type]
+    session.settings = session.settings.replace(batch_size=64)
+    buttons(view)[0].click()
+    assert "changed since this was found" in regions(view)
+    assert session.settings.precision == "fp32"
