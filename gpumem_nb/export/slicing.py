@@ -138,7 +138,7 @@ class _Slicing:
             return  # what it would import is missing, or imported by others
         concerned = (unit.binds | relations.assigned(place)) & live
         if not concerned and not (unit.looks and not self._shadowed):
-            concerned = relations.poked(place) & self._ever & relations.defined - OFFERED
+            concerned = relations.poked(place) & live & relations.defined - OFFERED
             concerned |= relations.poked(place) & relations.settable(unit) if unit.sets else frozenset()
             if not unit.names and not unit.plain and relations.touches(place, live):
                 concerned |= (unit.reads | unit.binds) - OFFERED - _BUILTIN - relations.defined

@@ -119,3 +119,10 @@ def test_cells_that_failed_and_touched_nothing_do_not_matter() -> None:
     assert sliced(
         Cell("rand()", finished=False, drew=True), Cell(seed=3), Cell("net = r()\nr = [1]", drew=True), names=("r",)
     )
+
+
+def test_what_some_ranks_did_to_an_object_of_that_name_before_it_was_made_anew_does_not_matter() -> None:
+    earlier = Cell("optimizer.groups[0]['lr'] = 0.5", everywhere=False)
+    assert "0.5" not in sliced("optimizer = list()", earlier, "optimizer = dict()", names=("optimizer",))
+    with pytest.raises(WorkloadError, match="some ranks only"):
+        sliced("optimizer = dict()", earlier, names=("optimizer",))
