@@ -24,16 +24,28 @@ class Written:
     __repr__ = __str__
 
 
+def check_over(target: Path, begin: bytes) -> None:
+    """Refuse to replace anything but a file that begins like this, before any work is done for it.
+
+    Raises:
+        InvalidInput: something else has that name, or it cannot be told.
+    """
+    try:
+        check_no_folder(target)
+        if target.exists() and not _begins(target, begin):
+            raise InvalidInput(f"{target} is there already and is of something else. Name another file.")
+    except OSError as error:
+        raise InvalidInput(f"{target} cannot be written: {why_not(error)}.") from None
+
+
 def write_over(target: Path, data: bytes, begin: bytes, holds: str) -> Written:
     """Write a whole file, in place of nothing but one that begins like this.
 
     Raises:
         InvalidInput: it cannot be written, or something else has that name.
     """
+    check_over(target, begin)
     try:
-        check_no_folder(target)
-        if target.exists() and not _begins(target, begin):
-            raise InvalidInput(f"{target} is there already and is of something else. Name another file.")
         with written_whole(target) as file:
             file.write(data)
     except OSError as error:

@@ -9,7 +9,7 @@ from ..install.versions import versions
 from ..report.leak_sentences import in_words
 from ..report.page import BEGIN
 from ..report.tables import notes_html
-from ..report.written import Written, write_over
+from ..report.written import Written, check_over, write_over
 from ..shared.errors import GpumemError, InvalidInput
 from ..shared.progress import Progress
 from ..shared.state_file import as_path
@@ -29,6 +29,7 @@ def write_report(session: Session, path: str | os.PathLike[str], progress: Progr
     target = as_path(path)
     if target.suffix.lower() not in (".html", ".htm"):
         raise InvalidInput(f"{target.name} cannot be written: a report is a page. Name a file such as report.html.")
+    check_over(target, BEGIN)  # before the ranks are asked
     text = report_page(session, _findings(session, progress), session.score(), versions())
     return write_over(target, text.encode(), BEGIN, "It opens in any browser, without a network and without a kernel.")
 

@@ -48,4 +48,9 @@ def test_the_page_is_written_and_says_why_nothing_was_examined(
     assert session.told == ["the ranks"]
     with pytest.raises(InvalidInput):
         reports.write_report(session, tmp_path / "x.pdf", lambda what, done: session.told.append(what))
+    (tmp_path / "theirs.html").write_text("something else")
+    for theirs in ("theirs.html", "no_folder"):
+        with pytest.raises(InvalidInput):
+            reports.write_report(session, tmp_path / theirs, lambda what, done: session.told.append(what))
     assert session.told == ["the ranks"], "nobody is asked for what cannot be written"
+    assert (tmp_path / "theirs.html").read_text() == "something else"
