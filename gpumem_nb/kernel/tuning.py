@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any
 
 from ..planning.prediction import Prediction
 from ..planning.score import Asked
-from ..planning.tuning.record import Candidate, Record, fits, speed_of
+from ..planning.tuning.record import Candidate, Record, may_fit, speed_of
 from ..planning.tuning.result import TuneResult
 from ..planning.tuning.search import search
 from ..planning.tuning.space import Space, space
@@ -29,7 +28,8 @@ from .training import Training
 from .unchanged import Changed, Unchanged
 
 LEAST_S, MOST_S = 1.0, 86400.0
-_HOPELESS, _HOPELESS_S = 4, 1.0  # times as long as other small steps for a sample, and so long in all at least
+_PROBE = 4  # samples of the first step in each precision: one that a device does not compute in takes very long
+_HOPELESS, _HOPELESS_S = 4, 1.0  # times as long as that of another precision, and so long at least
 
 
 class Tuning:
@@ -71,7 +71,8 @@ class Tuning:
             return settings
 
         choice = space(present, workload, ranks, ask, knobs, global_batch, same_mathematics)
-        trials = _Trials(self._predicting, self._history, choice, budget_bytes, seconds, progress)
+        probe = 0 if workload.data.batched else _PROBE
+        trials = _Trials(self._predicting, self._history, choice, probe, budget_bytes, seconds, progress)
         record, stopped = trials.record, ""
         try:
             search(choice, present, trials)
@@ -130,6 +131,7 @@ class _Trials:
         predicting: Predicting,
         history: History,
         choice: Space,
+        probe: int,
         budget_bytes: int | None,
         seconds: float,
         progress: Progress,
@@ -144,7 +146,9 @@ class _Trials:
         self._budget_bytes = budget_bytes
         self._seconds = seconds
         self._progress = progress
-        self._least_s: dict[int, float] = {}  # of small steps for a sample, by what their sizes follow from
+        self._probe = probe
+        self._probe_s: dict[str, float] = {}  # of the first step, by precision
+        self._hopeless: dict[str, str] = {}  # why it is not worth more, by precision
 
     def time_spent(self) -> float:
         """The share of the time that is gone."""
@@ -157,17 +161,17 @@ class _Trials:
             self._tell()
             splits = [one for one in self._space.other_splits(settings) if one not in known and _follows(one, settings)]
             try:
+                if slow := self._slow(settings):
+                    refused.update(dict.fromkeys(splits, slow))
+                    return False
                 found = self._small_steps(settings, splits)
-                if slow := self._hopeless(settings, found[0].seconds):
-                    found = self._small_steps(settings, splits)  # something may have come in between
-                    slow = self._hopeless(settings, found[0].seconds)
             except NotThisTime:
-                found, slow = self._small_steps(settings, splits), ""
+                found = self._small_steps(settings, splits)
             except WorkloadError as error:
                 refused.update(dict.fromkeys(splits, str(error)))
                 return False
             for one, prediction in zip(splits, found, strict=True):
-                known[one] = Candidate(one, prediction, fits(prediction), failed=slow)
+                known[one] = Candidate(one, prediction, may_fit(prediction))
         return settings in known and known[settings].fits and not known[settings].failed
 
     def measure(self, settings: Settings) -> None:
@@ -191,13 +195,21 @@ class _Trials:
         self._unchanged.check()
         return [replace(said.widened(*self._missed), settings=one) for one, said in zip(splits, found, strict=True)]
 
-    def _hopeless(self, settings: Settings, seconds: float) -> str:
-        """Why nothing that small steps took so long for is worth whole ones: some devices have no fast fp16, say."""
-        size = settings.batch_size if settings.batch_size <= max(SMALL) else 0  # those all follow from the same two
-        each_s = seconds / shortened(settings).accumulation_steps
-        least_s = self._least_s[size] = min(each_s, self._least_s.get(size, math.inf))
-        slow = each_s > _HOPELESS * least_s and seconds > _HOPELESS_S and bool(self.record.measured)
-        return f"small steps took {each_s / least_s:.0f} times as long as others" if slow else ""
+    def _slow(self, settings: Settings) -> str:
+        """Why this precision is not worth larger steps: some devices have no fast fp16, say."""
+        precision, probed = settings.precision, self._probe_s
+        if "precision" in self._space.knobs and precision not in probed:
+            size = min(self._probe or settings.batch_size, settings.batch_size)
+            few = settings.replace(batch_size=size, accumulation_steps=1)
+            for _ in range(2):  # something may have come in between
+                seconds = self._predicting.by_small_steps(few, [size], self._budget_bytes)[0].seconds
+                probed[precision] = min(seconds, probed.get(precision, seconds))
+                times = probed[precision] / min(probed.values())
+                if times <= _HOPELESS or seconds <= _HOPELESS_S:
+                    break
+            else:
+                self._hopeless[precision] = f"a small step took {times:.0f} times as long as in another precision"
+        return self._hopeless.get(precision, "")
 
     def _tell(self) -> None:
         """Say how far it is; ends tuning when what is tuned may be another model by now."""

@@ -39,7 +39,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     "checkpointing": ("none", "blocks", "sqrt"),
     "optimizer_impl": ("default", "foreach", "fused", "loop"),
 }
-GRID_S, WARM_UP = 0.6, 2  # of steps that are timed under each setting, and how many before
+GRID_S, WARM_UP = 1.0, 2  # of steps that are timed under each setting, and how many before
 QUARTILES = (0.2, 0.5, 0.8)  # of the grid's peaks, that are the limits
 SHARE = 0.25  # of the grid's time
 ROUNDS, ROUND_S = 5, 0.8  # in which the answer and the grid's best take turns

@@ -88,9 +88,34 @@ def test_a_budget_is_kept_to(two_ranks: Session, fresh: Callable[..., Session]) 
     assert budget < session.predict().reserved_peak_bytes
     result = session.tune(budget=budget, seconds=8)
     assert result.now is None
-    assert _best(result).predicted.high_bytes <= budget
-    assert all(one.predicted.high_bytes <= budget for one in result.measured)
+    assert all(one.predicted.reserved_peak_bytes <= budget for one in result.measured)
     assert "the present settings do not fit" in result.why
+
+
+SLOW = """
+import time, torch
+
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
+            time.sleep(1.2)
+        return super().forward(x)
+
+net = torch.nn.Sequential(Slow(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+rows = torch.utils.data.TensorDataset(torch.randn(256, 16), torch.randint(4, (256,)))
+criterion = torch.nn.functional.cross_entropy
+"""
+
+
+def test_a_precision_that_is_slow_is_left_after_its_first_step(two_ranks: Session) -> None:
+    two_ranks.run(f"torch.manual_seed(0)\n{SLOW}")
+    two_ranks.attach(model="net", data="rows", loss="criterion")
+    two_ranks.set(batch_size=16, accumulation_steps=2)
+    result = two_ranks.tune(seconds=8, knobs=["precision", "batch_size"], same_mathematics=False)
+    slow = [why for one, why in result.refused.items() if one.precision == "fp16"]
+    assert slow
+    assert all("times as long as in another precision" in why for why in slow)
+    assert {one.settings.precision for one in result.looked_at} == {"fp32", "bf16"}
 
 
 def test_where_nothing_fits_that_is_the_answer(two_ranks: Session, fresh: Callable[..., Session]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, Prediction
-from gpumem_nb.planning.tuning.record import Candidate, Record, fits, speed_of
+from gpumem_nb.planning.prediction import Prediction, verdict
+from gpumem_nb.planning.tuning.record import Candidate, Record, fits, may_fit, speed_of
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.planning.tuning.search import search
 from gpumem_nb.planning.tuning.space import Space, space
@@ -49,9 +49,10 @@ def _seconds(settings: Settings) -> float:
     return float(settings.accumulation_steps * micro + update)
 
 
-def _said(settings: Settings, reserved: int, limit: int | None) -> Prediction:
-    verdict = NO_LIMIT if limit is None else FITS if reserved <= limit else DOES_NOT_FIT
-    return Prediction(settings, reserved, reserved, None, reserved, reserved, limit, verdict, {}, "", "", "", 0.0)
+def _said(settings: Settings, reserved: int, limit: int | None, error: int = 0) -> Prediction:
+    low, high = reserved - error, reserved + error
+    said = verdict(low, high, limit, limit is None or reserved <= limit)
+    return Prediction(settings, reserved, reserved, None, low, high, limit, said, {}, "", "", "", 0.0)
 
 
 class Machine:
@@ -250,6 +251,39 @@ def test_what_whole_steps_do_not_fit_gives_way_to_smaller_micro_batches() -> Non
     large = [one for one in machine.measured if one.batch_size >= 32 and 3 * _bytes(one) > 600 * MIB]
     assert len(large) == len(set(large)), "what once did not fit is not measured again"
     assert all(one.settings.batch_size < 32 for one in result.measured if 3 * _bytes(one.settings) > 600 * MIB)
+
+
+def _candidate(reserved_mib: float, error_mib: float, *rates: float, **changes: Any) -> Candidate:
+    """What whole steps were taken under, of 100 MiB."""
+    settings = Settings(batch_size=8, accumulation_steps=8).replace(**changes)
+    said = _said(settings, round(MIB * reserved_mib), 100 * MIB, round(MIB * error_mib))
+    return Candidate(settings, said, may_fit(said), list(rates))
+
+
+def test_what_is_tight_was_measured_and_has_to_be_clearly_faster() -> None:
+    choice = _space(Settings(batch_size=8, accumulation_steps=8))
+    tight = _candidate(99, 2, 110.0, 111.0, 112.0, checkpointing="blocks")
+    slow, near = _candidate(50, 2, 90.0, 90.0, 91.0), _candidate(50, 2, 110.0, 110.0, 111.0)
+
+    def best(*looked_at: Candidate) -> TuneResult:
+        return TuneResult(choice.start, choice, looked_at, 100 * MIB, RANKS, 1.0, "", {}, lambda _: None)
+
+    assert best(slow, tight).best is tight
+    assert "tight: up to 101.0 MiB are possible" in best(slow, tight).why
+    assert best(near, tight).best is near
+    # The present settings are no better a choice for being the present ones, when they are tight.
+    present = _candidate(99, 2, 110.0, 111.0, 112.0)
+    roomy = _candidate(50, 2, 110.0, 110.0, 110.0, checkpointing="blocks")
+    assert best(present, roomy).best is roomy
+    assert best(present).best is present
+
+
+def test_only_a_small_error_may_reach_beyond_the_limit() -> None:
+    assert _candidate(98, 2).fits
+    assert not _candidate(98, 2).tight
+    assert _candidate(99, 2).tight
+    assert not _candidate(101, 2).fits  # it is not expected to
+    assert not _candidate(80, 40).fits  # what it needs hangs on the samples, so that steps that went well tell little
 
 
 def test_a_search_that_saw_little_says_so() -> None:

@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ...shared.forecast import BY_OPERATORS, ERRORS, SEGMENT_BYTES
 from ...shared.settings import Settings
-from ..prediction import FITS, NO_LIMIT, Prediction
+from ..prediction import FITS, NO_LIMIT, TIGHT, Prediction
 
 TURNS_WITH_AN_ERROR = 3  # from which on a spread can be told
 _MEDIAN_ERROR = 1.253  # standard errors of a mean are those of a median of normal values, of many
@@ -22,7 +23,7 @@ class Candidate:
     Attributes:
         settings: what it is about.
         predicted: what it needs; once whole steps were taken, that of those that needed most.
-        fits: whether that stays within the limit and the budget, its error included.
+        fits: whether that is expected to stay within the limit and the budget, see :func:`may_fit`.
         rates: samples/s of all ranks, in each turn that it had.
         failed: why no step was possible or none was tried, in words; empty otherwise.
     """
@@ -38,7 +39,7 @@ class Candidate:
         first = not self.rates
         if first or predicted.high_bytes > self.predicted.high_bytes:
             self.predicted = predicted
-        self.fits = self.fits and fits(predicted)
+        self.fits = self.fits and may_fit(predicted)
         if predicted.samples_per_s is not None:
             self.rates.append(predicted.samples_per_s)
 
@@ -51,6 +52,11 @@ class Candidate:
     def usable(self) -> bool:
         """Whether it was measured, and nothing speaks against it."""
         return bool(self.rates) and self.fits and not self.failed
+
+    @property
+    def tight(self) -> bool:
+        """Whether the limit lies within the error of what it needs."""
+        return self.fits and not fits(self.predicted)
 
     @property
     def samples_per_s(self) -> float | None:
@@ -120,3 +126,15 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
 def fits(predicted: Prediction) -> bool:
     """Whether settings fit all ranks, the error of the prediction included."""
     return predicted.verdict in (FITS, NO_LIMIT)
+
+
+def may_fit(predicted: Prediction) -> bool:
+    """Whether whole steps are worth a try: they are expected to fit, though the limit may lie within a small error.
+
+    What needs more or less with each batch, because samples differ in size, has a large error, and is none of these.
+    """
+    if fits(predicted):
+        return True
+    need, limit = predicted.reserved_peak_bytes, predicted.limit_bytes
+    small = max(round(ERRORS[BY_OPERATORS] * need), SEGMENT_BYTES)
+    return predicted.verdict == TIGHT and limit is not None and need <= limit and predicted.high_bytes - need <= small

@@ -59,12 +59,15 @@ class TuneResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fit; :attr:`now` if nothing is clearly faster, ``None`` where nothing was measured."""
-        best, now = fastest(self.measured), self.now
-        if best is None or now is None or best is now:
-            return best
-        doubt = 2 * math.hypot(best.doubt, now.doubt)
-        return best if speed_of(best) > max(_WORTH * speed_of(now), speed_of(now) + doubt) else now
+        """The fastest that fit; ``None`` where nothing was measured.
+
+        If nothing is clearly faster it is :attr:`now`, or if that is tight and others are not, the fastest of these.
+        """
+        roomy = [one for one in self.measured if not one.tight]
+        now = self.now
+        usual = now if now and (not now.tight or not roomy) else fastest(roomy)
+        best = fastest(self.measured)
+        return best if usual is None or best is None or _clearly_faster(best, usual) else usual
 
     def pareto(self) -> tuple[Candidate, ...]:
         """What was measured and nothing beats in both memory and samples/s; from the least memory to the most."""
@@ -127,14 +130,15 @@ class TuneResult:
             return f"{self.flip(best)}: {rate}. It is the only one that was measured: {others}."
         if best is now:
             others = f"None of {len(self.measured) - 1} others that were measured is clearly faster"
-            return f"Of what was measured, {present} are the fastest that fit: {rate}. {others}."
+            said = f"Of what was measured, {present} are the fastest that fit: {rate}. {others}."
+            return " ".join(filter(None, [said, self._tight(best)]))
         said = f"{self.flip(best)}: {rate}"
         if now:
             said += f", {speed_of(best) / speed_of(now):.2f} × the {_rate(now)} of {present}"
         elif (why_not := self._why_not_now) is not None:
             said += f"; {present} {why_not}"
         said += f". It {mathematics(self.present, best.settings)}."
-        return " ".join(filter(None, [said, self._parts(best), self._larger(best)]))
+        return " ".join(filter(None, [said, self._tight(best), self._parts(best), self._larger(best)]))
 
     @property
     def _why_not_now(self) -> str | None:
@@ -164,6 +168,10 @@ class TuneResult:
             if times and statistics.median(times) >= _WORTH:
                 each.append(f"{statistics.median(times):.2f} × by {typed(start, start.replace(**part))}")
         return f"Where that alone was changed: {', '.join(each)}." if each else ""
+
+    def _tight(self, best: Candidate) -> str:
+        """That there is little room."""
+        return f"That is tight: up to {format_bytes(best.predicted.high_bytes)} are possible." if best.tight else ""
 
     def _larger(self, best: Candidate) -> str:
         """Why the micro-batch is not larger."""
@@ -240,7 +248,7 @@ class TuneResult:
                 signs.get(id(one), one.failed and "failed"),
                 _rate(one),
                 format_bytes(one.predicted.reserved_peak_bytes),
-                "yes" if one.fits else "no",
+                "tight" if one.tight else "yes" if one.fits else "no",
                 str(len(one.rates)),
                 *([one.settings.mathematics(self.present)] if changes else []),
             )
@@ -259,6 +267,11 @@ class TuneResult:
             f"{len(self.space.candidates)} combinations were measured by steps that were undone, in "
             f"{self.seconds:.0f} s; ± is the standard error." + (f" {more} more: .frame()." if more > 0 else "")
         ]
+
+
+def _clearly_faster(one: Candidate, other: Candidate) -> bool:
+    least = max((_WORTH - 1) * speed_of(other), math.hypot(one.doubt, other.doubt))
+    return speed_of(one) - speed_of(other) > least
 
 
 def _rate(one: Candidate) -> str:

@@ -1,7 +1,7 @@
 """In which order settings are measured: first what should be fast, then knob by knob, then the best in turns.
 
-What fits is known before anything is measured, so nothing is tried that is not expected to fit. Measuring is noisy, and
-what comes over the machine meanwhile meets whatever is measured just then. So at last the best take turns with the
+What fits is foretold before anything is measured, so nothing is tried that is not expected to fit. Measuring is noisy,
+and what comes over the machine meanwhile meets whatever is measured just then. So at last the best take turns with the
 present settings, in alternating order, and half of them are left out after every few rounds (successive halving;
 Jamieson and Talwalkar 2016, "Non-stochastic best arm identification and hyperparameter optimization").
 """
@@ -18,6 +18,7 @@ from .record import Candidate, Record, speed_of
 from .space import SPLIT, Space
 
 _DECIDE = ("precision", "checkpointing")  # how large a micro-batch may be, and by how much time
+_FIRST = ("bf16", "fp16")  # where both can be used, the second needs its losses scaled
 _SEARCHING = 0.6  # of the time, before the best take turns
 _FINALISTS = 4
 _ROUNDS = 3  # before half of the finalists are left out, and in the end as many again
@@ -86,7 +87,8 @@ def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
 
 
 def _others(name: str, settings: Settings) -> list[object]:
-    return [value for value in KNOBS[name].choices if value != getattr(settings, name)]
+    others = [value for value in KNOBS[name].choices if value != getattr(settings, name)]
+    return sorted(others, key=lambda value: _FIRST.index(value) if value in _FIRST else -1)
 
 
 def _largest(space: Space, values: Mapping[str, object], base: Settings, trials: Trials) -> Iterator[Settings]:
