@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from gpumem_nb.shared.container import cores
-from tests.bench import autotune, figures
+from tests.bench import autotune, figures, tuning
 from tests.bench.figures import Figure, say
 from tests.bench.sides import Notebook
 
@@ -37,6 +37,9 @@ def main() -> int:
     began = time.monotonic()
     load = os.getloadavg()[0]  # of others: nothing of ours runs yet
     measured = measure(rounds, slot_s)
+    if not args.quick:  # half an hour
+        say("the tuner against exhaustive grids")
+        measured += tuning.figures()
     text = report(measured, load)
     print("\n" + text)
     if not args.no_report:
