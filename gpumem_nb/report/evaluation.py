@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..shared.means import total
 from ..shared.messages import ChunkReply
 from ..shared.units import format_bytes
 
@@ -44,7 +45,7 @@ class Evaluation:
         names = next(of_rank.sums for of_rank in found if of_rank.samples)
         # A number that some rank did not give is not known: the ranks' metrics differ.
         means = {
-            name: math.fsum(of_rank.sums.get(name, math.nan) for of_rank in found if of_rank.samples) / samples
+            name: total(of_rank.sums.get(name, math.nan) for of_rank in found if of_rank.samples) / samples
             for name in names
         }
         return cls(
