@@ -66,7 +66,7 @@ class Record:
     def bring(self, rows: Sequence[Row], came_from: str) -> int:
         """Take in rows of a session before; says how many were not there yet.
 
-        Of a row that is known from another file that of more steps stays.
+        Of a row that is known from another file that of more steps stays, and words of either where the other has none.
         """
         new = 0
         known = {row.key for row in self.rows()}  # all that are there get their numbers before those that come
@@ -78,16 +78,12 @@ class Record:
                     self._earlier[row.key] = replace(row, number=number, came_from=came_from, present=False)
                     known.add(row.key)
                     new += 1
-                elif self._goes_on(row):
-                    before = self._earlier[row.key]
+                elif before := self._earlier.get(row.key):
+                    goes_on = before.came_from != BEFORE_RESTART and row.steps > before.steps
                     more = replace(row, number=before.number, came_from=came_from, present=False)
-                    self._earlier[row.key] = replace(more, note=row.note or before.note)
+                    first, other = (more, before) if goes_on else (before, more)
+                    self._earlier[row.key] = replace(first, note=first.note or other.note)
         return new
-
-    def _goes_on(self, row: Row) -> bool:
-        """Whether it is a row of a file, with more steps than that file had. Under the lock."""
-        earlier = self._earlier.get(row.key)
-        return earlier is not None and earlier.came_from != BEFORE_RESTART and row.steps > earlier.steps
 
     def _number_of(self, key: str) -> int:
         return self._numbers.setdefault(key, len(self._numbers) + 1)
