@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from xml.etree import ElementTree
 
 from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.record import Record
@@ -62,3 +63,15 @@ def runs_of(*histories: History) -> tuple[Record, Runs]:
 def shown(record: Record) -> Runs:
     """As a session does."""
     return Runs(record.rows(), record.note)
+
+
+def table(runs: Runs) -> list[list[str]]:
+    """The headings and the rows of what a notebook shows."""
+    html = ElementTree.fromstring(runs._repr_html_().split("<script>")[0].removeprefix("<div>"))
+    return [["".join(cell.itertext()).replace("\u00a0", " ") for cell in row] for row in html.iter("tr")]
+
+
+def cells(runs: Runs, heading: str) -> list[str]:
+    """What stands below a heading."""
+    headings, *rows = table(runs)
+    return [row[headings.index(heading)] for row in rows]

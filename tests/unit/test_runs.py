@@ -13,7 +13,6 @@ import pytest
 
 from gpumem_nb.planning.prediction import FITS, Prediction
 from gpumem_nb.planning.score import Asked
-from gpumem_nb.report.runs import Runs
 from gpumem_nb.report.runs.curve import MOST_POINTS, Curve
 from gpumem_nb.report.runs.sorting import latest, order
 from gpumem_nb.report.runs.stored import packed, unpacked
@@ -22,21 +21,9 @@ from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui.runs_picture import picture
 from tests.ledgers import MIB, ledger
-from tests.runs import LIMITS, history_of, runs_of, shown, train
+from tests.runs import LIMITS, cells, history_of, runs_of, shown, table, train
 
 TEN = [2.0] * 10
-
-
-def table(runs: Runs) -> list[list[str]]:
-    """The headings and the rows of what a notebook shows."""
-    html = ElementTree.fromstring(runs._repr_html_().split("<script>")[0].removeprefix("<div>"))
-    return [["".join(cell.itertext()).replace("\u00a0", " ") for cell in row] for row in html.iter("tr")]
-
-
-def cells(runs: Runs, heading: str) -> list[str]:
-    """What stands below a heading."""
-    headings, *rows = table(runs)
-    return [row[headings.index(heading)] for row in rows]
 
 
 def test_only_what_varies_has_a_column_and_the_rest_is_told_once() -> None:

@@ -72,7 +72,9 @@ def test_of_two_files_that_of_more_steps_says_how_a_run_went_on(record: Record) 
     later.bring(short, "early.state")
     assert later.rows()[0].steps == 300
     later.bring([replace(row, note="written since") for row in long], "noted.state")
-    assert [row.note for row in later.rows()] == ["mine", " ".join(HOSTILE.split()), "written since"], "words of a file are kept"
+    assert [row.note for row in later.rows()] == ["mine", " ".join(HOSTILE.split()), "written since"], (
+        "words of a file are kept"
+    )
     assert [row.came_from for row in later.rows()] == ["late.state", "late.state", "early.state"]
     record.bring([replace(row, steps=row.steps + 1) for row in long], "other.state")
     assert record.rows()[0].steps == 300, "what this session measured itself stays"
