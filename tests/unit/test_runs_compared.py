@@ -37,6 +37,18 @@ def test_a_comparison_says_what_moved_and_which_flip_moves_it() -> None:
     assert runs.compare(1, 1).why == ["The live peak did not move.", "A step took as long, part by part."]
 
 
+def test_a_comparison_says_which_of_the_two_failed() -> None:
+    history = history_of()
+    train(history, Settings(), TEN)
+    for outcome in ("oom", "error"):
+        train(history, Settings(batch_size=640), [])
+        history.tried[-1].outcome = outcome
+    _, runs = runs_of(history)
+    assert "Run 2 ran out of memory." in str(runs.compare(1, 2))
+    assert "Run 3 failed with an error." in runs.compare(3, 1)._repr_html_()
+    assert " ran out of memory" not in str(runs.compare(1, 1))
+
+
 def test_steps_of_other_sizes_are_compared_by_the_time_that_as_many_samples_take() -> None:
     history = history_of()
     train(history, Settings(batch_size=16), TEN, backward_s=0.05)

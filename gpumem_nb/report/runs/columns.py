@@ -54,7 +54,7 @@ class Around:
                 samples[row.model] = min(row.samples, samples.get(row.model, row.samples))
             alike = (row.model, row.ranks, row.device)
             if (
-                row.outcome == "ok"
+                not row.failed
                 and not row.ran_away
                 and (row.samples_per_s or 0) > ((fastest[alike].samples_per_s or 0) if alike in fastest else 0)
             ):
@@ -104,7 +104,7 @@ def columns(rows: Sequence[Row], around: Around) -> list[Column]:
         found.append(Column("batch", batch, lambda row: row.global_batch))
     found += [_of_knob(name) for name in KNOBS if name in differ and name not in _OF_BATCH]
     found += _figures(around, there)
-    if varies(lambda row: row.outcome) or any(row.outcome != "ok" for row in rows):
+    if varies(lambda row: row.outcome) or any(row.failed for row in rows):
         found.append(_words("outcome", lambda row: row.outcome))
     if there(lambda row: row.note):
         found.append(_words("note", lambda row: row.note))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _MOST_NAMED = 3  # of what moved, in the sentence
 _WORTH_A_WORD = 0.01  # of the larger of both
 _MINUS = ("-", "−")
+_ENDED = {"oom": "ran out of memory", "error": "failed with an error"}
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,12 @@ class Comparison:
 
     @property
     def _notes(self) -> list[str]:
-        notes = [compared(self.a.speed, self.b.speed).join(("Throughput: ", "."))]
+        notes = [
+            f"Run {row.number} {_ENDED.get(row.outcome, f'ended: {row.outcome}')}."
+            for row in (self.a, self.b)
+            if row.failed
+        ]
+        notes.append(compared(self.a.speed, self.b.speed).join(("Throughput: ", ".")))
         notes += self.why
         if self.changed and self.a.settings != self.b.settings:
             does = mathematics(self.a.settings, self.b.settings)

@@ -104,6 +104,11 @@ class Row:
         return int(self.curve.samples[-1]) if len(self.curve) else 0
 
     @property
+    def failed(self) -> bool:
+        """Whether it could not be kept, whatever it did before."""
+        return self.outcome != "ok"
+
+    @property
     def ran_away(self) -> bool:
         """Whether the loss of its last step is infinite or not a number."""
         return self.loss is not None and not math.isfinite(self.loss)
@@ -116,7 +121,7 @@ class Row:
     @property
     def folds(self) -> bool:
         """Whether a table may leave it out: one step says little, unless it failed or is the latest."""
-        return self.steps <= 1 and self.outcome == "ok" and not self.present and not self.note
+        return self.steps <= 1 and not self.failed and not self.present and not self.note
 
     def saved(self) -> dict[str, Any]:
         """For json; without what depends on where it is shown."""
