@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from setup import LOG, ROOT, VENV, Ticker, run, set_up, venv_python
+from setup import LOG, QUIET, ROOT, VENV, Ticker, pip, run, set_up, venv_python
 from torch_choice import Trouble
 
 QUICKSTART = "notebooks/01_quickstart.ipynb"
@@ -117,6 +117,7 @@ def test() -> int:
     set_up()
     environment = dict(os.environ, CHROMIUM=find_chromium())
     prepare_two_hosts()
+    prepare_parquet()
     lint_too = [str(venv_python()), str(ROOT / ".ci" / "targets.py"), "lint"]
     codes = [
         run(pytest("tests/browser"), env=environment),
@@ -173,6 +174,12 @@ def prepare_two_hosts() -> None:
     there = all(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in programs)
     if not there and may_install() and not os.path.exists("/run/systemd/system"):
         install("Installing an ssh server for the tests of two hosts", "openssh-server", "openssh-client", "iproute2")
+
+
+def prepare_parquet() -> None:
+    """What writes Parquet files, for their tests alone: it takes 170 MB of disk, and 35 MB of each kernel."""
+    if run([str(venv_python()), "-c", "import pyarrow"], **QUIET):
+        pip("Installing pyarrow for the tests of Parquet files", "-c", "constraints.txt", "pyarrow")
 
 
 def may_install() -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
+import types
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from gpumem_nb.kernel.record import Record
 from gpumem_nb.report.runs.stored import Came, packed, readable, unpacked
 from gpumem_nb.shared.errors import InvalidInput, SetupError, StateFileError
+from gpumem_nb.shared.knobs import KNOBS, Knob, register
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui.runs_figure import comparison_figure
 from tests.ledgers import MIB, ledger
@@ -182,16 +185,52 @@ def test_html_is_a_page_of_its_own(record: Record, tmp_path: Path) -> None:
     assert "http" not in text, "nothing is fetched"
 
 
-def test_parquet_needs_pyarrow(record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = importlib.util.find_spec("pyarrow") is not None
-    if there:
+@pytest.fixture
+def own_knobs() -> Iterator[None]:
+    knobs = [Knob(name, default, "", parse=lambda value: value) for name, default in (("a", "all"), ("b", (1, "x")))]
+    for knob in knobs:
+        register(knob)
+    yield
+    for knob in knobs:
+        del KNOBS[knob.name]
+
+
+@pytest.mark.usefixtures("own_knobs")
+def test_parquet_has_what_the_frame_has_under_every_value_of_a_knob(record: Record, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="make test installs it")
+    history = history_of()
+    history.started_s += 1
+    record.follow(history, "virtual GPU")
+    for name, knob in KNOBS.items():
+        for value in knob.choices:
+            train(history, Settings(**{name: value}), [2.0, None])
+    train(history, Settings(a=2, b=(2, "y")), [1.0])
+    runs = shown(record)
+    runs.export(tmp_path / "runs.parquet")
+    read, frame = pd.read_parquet(tmp_path / "runs.parquet"), runs.frame()
+    assert list(read.columns) == list(frame.columns)
+    assert len(read) == len(frame) > 20
+    for name in frame.columns:
+        if pd.api.types.is_numeric_dtype(frame[name]):
+            pd.testing.assert_series_equal(read[name], frame[name])
+        else:
+            known = frame[name].notna()
+            assert list(read[name].notna()) == list(known), name
+            assert list(read[name][known]) == [str(value) for value in frame[name][known]], name
+    assert read.note[1] == " ".join(HOSTILE.split())
+    runs.export(tmp_path / "runs.parquet")  # its own file may be written over
+
+
+@pytest.mark.parametrize("why", ["missing", "too old"])
+def test_parquet_without_pyarrow_is_refused(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None if why == "missing" else types.ModuleType("pyarrow"))
+    if why == "too old":
+        monkeypatch.setattr(sys.modules["pyarrow"], "__version__", "1.0.0", raising=False)
+    with pytest.raises(SetupError, match=r"pip install -U pyarrow$"):
         shown(record).export(tmp_path / "runs.parquet")
-        read = pd.read_parquet(tmp_path / "runs.parquet")
-        assert list(read.columns) == list(shown(record).frame().columns)
-        assert list(read.live_peak_bytes[:2]) == [44 * MIB, 44 * MIB]
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SetupError, match=r"pip install pyarrow$"):
-        shown(record).export(tmp_path / "other.parquet")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 _CSV = b"run,workload,"
 _BEGINS = {".csv": _CSV, ".parquet": b"PAR1", ".html": HTML}
 """The kinds of files there are, and how a file begins that may be written over."""
+_PLAIN = {str, bool, int, float}
 
 
 def write(runs: Runs, path: str | os.PathLike[str]) -> Written:
@@ -26,7 +26,7 @@ def write(runs: Runs, path: str | os.PathLike[str]) -> Written:
 
     Raises:
         InvalidInput: another kind, nothing to write, or a file that cannot be written or is of something else.
-        SetupError: pyarrow is not installed.
+        SetupError: there is no pyarrow that pandas can use.
     """
     target = as_path(path)
     kind = target.suffix.lower()
@@ -34,8 +34,6 @@ def write(runs: Runs, path: str | os.PathLike[str]) -> Written:
         raise InvalidInput(f"{target.name} cannot be written: name a file that ends in .csv, .parquet or .html.")
     if not len(runs):
         raise InvalidInput(str(runs))
-    if kind == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise SetupError("Parquet files are written by pyarrow, which is not installed: pip install pyarrow")
     data = {".csv": _csv, ".parquet": _parquet, ".html": _html}[kind](runs)
     count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
     return write_over(target, data, _BEGINS[kind], f"It has {count}, and all that was measured of them.")
@@ -46,15 +44,20 @@ def _csv(runs: Runs) -> bytes:
 
 
 def _parquet(runs: Runs) -> bytes:
-    """A column of a Parquet file has one type: knobs that take words and numbers become words."""
+    """A column of a Parquet file has one type, and knobs of one's own any values: what is of several becomes words."""
     frame = runs.frame()
-    for name in frame.columns:
+    for name in [name for name in frame.columns if frame[name].dtype.kind == "O"]:
         known = [None if _unknown(value) else value for value in frame[name]]
-        kinds = {isinstance(value, str) for value in known if value is not None}
-        if len(kinds) > 1:
+        kinds = {type(value) for value in known if value is not None}
+        if len(kinds) > 1 or not kinds <= _PLAIN:
             frame[name] = [None if value is None else str(value) for value in known]
     stream = io.BytesIO()
-    frame.to_parquet(stream, index=False, engine="pyarrow")
+    try:
+        frame.to_parquet(stream, index=False, engine="pyarrow")
+    except ImportError:
+        raise SetupError(
+            "Parquet files are written by pyarrow, which is not installed, or too old: pip install -U pyarrow"
+        ) from None
     return stream.getvalue()
 
 

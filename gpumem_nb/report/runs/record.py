@@ -133,7 +133,7 @@ class Runs:
 
         Raises:
             InvalidInput: another kind of file, or one that cannot be written or is of something else.
-            SetupError: pyarrow is not installed.
+            SetupError: there is no pyarrow that pandas can use.
         """
         return write(self, path)
 
