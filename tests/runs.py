@@ -12,7 +12,7 @@ from gpumem_nb.report.runs import Runs
 from gpumem_nb.shared.messages import Ledger
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import BACKWARD, FORWARD, REDUCTION, StepTimes
-from tests.ledgers import MIB, reading, sample
+from tests.ledgers import MIB, info, reading, sample
 
 LIMITS = (96 * MIB, 80 * MIB)  # of two ranks
 
@@ -56,7 +56,7 @@ def runs_of(*histories: History) -> tuple[Record, Runs]:
     """The record of sessions' ranks, each after the one before it was restarted, and what it shows."""
     record = Record()
     for history in histories:
-        record.follow(history, "virtual GPU")
+        record.follow(history, info())
     return record, shown(record)
 
 

@@ -27,6 +27,7 @@ def of(device: Device) -> RankInfo:
         device_name=device.name,
         virtual=device.kind == "virtual",
         memory_limit=device.reading().limit_bytes,
+        driver=device.driver,
         threads=torch.get_num_threads(),
         note=device.note,
         allocator=device.allocator,

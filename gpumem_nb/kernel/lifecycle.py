@@ -102,7 +102,7 @@ class Lifecycle:
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
         self.history = history  # only now: a start that fails leaves what was measured before
-        self.record.follow(history, self.ranks.infos[0].device_name)
+        self.record.follow(history, self.ranks.infos[0])
         try:
             self._work_beside(history)
         except BaseException:

@@ -10,6 +10,7 @@ from ..cluster.shield import shielded
 from ..planning.score import score
 from ..report.configurations import Tried
 from ..report.runs.row import Foretold, Row
+from ..shared.messages import RankInfo
 from .history import History
 
 BEFORE_RESTART = "before a restart"
@@ -25,7 +26,7 @@ class Record:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._history: History | None = None
-        self._device = ""
+        self._rank: RankInfo | None = None
         self._earlier: dict[str, Row] = {}  # of histories and sessions that are over, by key
         self._settled: dict[str, Row] = {}  # of the history that is written
         self._numbers: dict[str, int] = {}
@@ -41,13 +42,13 @@ class Record:
         outcomes = tuple(one.outcome for one in history.tried[-_LATE:])
         return self._changes, history.started_s, history.steps, len(history.tried), outcomes
 
-    def follow(self, history: History, device: str) -> None:
-        """From now on the ranks' history is this one; ``device`` is what rank 0's is called."""
+    def follow(self, history: History, rank: RankInfo) -> None:
+        """From now on the ranks' history is this one; the first of them is ``rank``, whose device stands for all."""
         with shielded(), self._lock:
             for row in self._own():
                 self._earlier[row.key] = replace(row, came_from=BEFORE_RESTART, present=False)
             self._settled = {}
-            self._history, self._device = history, device
+            self._history, self._rank = history, rank
             self._changes += 1
 
     def rows(self) -> list[Row]:
@@ -123,6 +124,8 @@ class Record:
         return row_of
 
     def _made(self, history: History, tried: Tried, foretold: Foretold | None) -> Row:
+        rank = self._rank
+        assert rank is not None  # there is a history
         return Row(
             key=_key(history, tried),
             number=self._number_of(_key(history, tried)),
@@ -131,7 +134,9 @@ class Record:
             parameters=tried.parameters,
             settings=tried.settings,
             ranks=history.size,
-            device=self._device,
+            device=rank.device_name,
+            device_memory_bytes=rank.memory_limit,
+            driver=rank.driver,
             began_s=tried.began_s,
             steps=tried.steps,
             outcome=tried.outcome,

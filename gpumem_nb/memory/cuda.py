@@ -43,6 +43,7 @@ class CudaDevice:
         self._limit = self._total
         self._is_told = False  # its limit
         self._nvml = Nvml(str(properties.uuid))
+        self.driver = self._nvml.driver
         self.allocator, not_modelled = in_force()
         self.note = " ".join(filter(None, (self._nvml.note, not_modelled)))
         self._device_used = self.use().used_bytes

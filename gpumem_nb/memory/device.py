@@ -46,12 +46,14 @@ class Device(Listened, Protocol):
     Attributes:
         name: what people call it.
         torch_device: where models and batches go.
+        driver: the version of NVIDIA's; empty where there is none, or it cannot be read.
         note: one sentence on what its readings lack, or empty.
         allocator: how its caching allocator is set.
     """
 
     name: str
     torch_device: torch.device
+    driver: str
     note: str
     allocator: AllocatorSettings
 

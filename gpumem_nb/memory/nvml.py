@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 
 import psutil
@@ -22,14 +23,17 @@ class Nvml:
 
     Attributes:
         note: one sentence on why the device cannot be read, or empty.
+        driver: its version; empty where NVML does not tell.
     """
 
     def __init__(self, uuid: str) -> None:
-        self.note = ""
+        self.note = self.driver = ""
         self._unreadable = ""
         self._pid = os.getpid()
         try:
             pynvml.nvmlInit()
+            with suppress(*gpus.ERRORS):
+                self.driver = str(pynvml.nvmlSystemGetDriverVersion())
             self._device = gpus.find(uuid, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
             # Of a MIG instance NVML knows bytes and processes, the rest of its GPU only.
             self._gpu = gpus.whole(self._device)

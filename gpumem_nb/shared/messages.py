@@ -341,7 +341,8 @@ class RankInfo:
     """Who a rank is: shown by ``%hvd_status``.
 
     ``machine`` names the boot and the container that ``pid`` belongs to; ``cores`` are those that it may run on, by the
-    system's numbers; ``versions`` are those of what must be the same on all ranks, such as ``torch 2.13.0``.
+    system's numbers; ``versions`` are those of what must be the same on all ranks, such as ``torch 2.13.0``; ``driver``
+    is the version of NVIDIA's, empty where there is none.
     """
 
     rank: int
@@ -358,3 +359,4 @@ class RankInfo:
     allocator: AllocatorSettings = DEFAULT
     cores: tuple[int, ...] = ()
     versions: tuple[str, ...] = ()
+    driver: str = ""

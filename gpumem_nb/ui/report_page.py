@@ -90,9 +90,16 @@ def _runs(session: Steered) -> str:
 
 
 def _ranks(ranks: tuple[RankInfo, ...]) -> str:
-    headings = ("rank", "device", "memory limit", "threads")
+    headings = ("rank", "device", "memory limit", "driver", "threads")
     rows = tuple(
-        (str(info.rank), info.device_name, format_bytes(info.memory_limit), str(info.threads)) for info in ranks
+        (
+            str(info.rank),
+            info.device_name,
+            format_bytes(info.memory_limit),
+            info.driver or ("none" if info.virtual else "n/a"),
+            str(info.threads),
+        )
+        for info in ranks
     )
     hosts = len({info.host for info in ranks})
     title = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {hosts} host{'s' * (hosts > 1)}"

@@ -62,7 +62,7 @@ class FakeNvml:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Answer from now on, to whoever imported pynvml."""
-        for name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount"):
+        for name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount", "nvmlSystemGetDriverVersion"):
             monkeypatch.setattr(pynvml, name, getattr(self, name))
         for name in FUNCTIONS:
             monkeypatch.setattr(pynvml, name, self._guarded(name))
@@ -94,6 +94,11 @@ class FakeNvml:
 
     def nvmlShutdown(self) -> None:
         self.opened -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        if not self.opened:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+        return "580.65.06"
 
     def nvmlDeviceGetCount(self) -> int:
         return len(self.gpus)

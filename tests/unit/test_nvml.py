@@ -234,8 +234,10 @@ def test_without_a_driver_everything_is_missing_and_the_note_says_why(nvml: Fake
     nvml.broken = pynvml.NVMLError_LibraryNotFound
     reader = Nvml("aaaa")
     assert reader.note == "Device bytes are n/a: NVML cannot read this GPU (there is no NVIDIA driver here)."
+    assert reader.driver == ""
     assert set(reader.use(0).missing) == EVERYTHING
 
 
 def test_an_unknown_gpu_is_not_read_and_says_why() -> None:
+    assert Nvml("ffff").driver, "known all the same"
     assert Nvml("ffff").note == "Device bytes are n/a: NVML cannot read this GPU (NVML says Not Found)."

@@ -20,7 +20,7 @@ from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui.runs_picture import picture
-from tests.ledgers import MIB, ledger
+from tests.ledgers import MIB, info, ledger
 from tests.runs import LIMITS, cells, history_of, runs_of, shown, table, train
 
 TEN = [2.0] * 10
@@ -164,7 +164,7 @@ def test_numbers_stay_with_their_rows() -> None:
     train(history, Settings(batch_size=64), TEN)
     again = history_of()
     again.started_s = history.started_s + 1
-    record.follow(again, "virtual GPU")
+    record.follow(again, info())
     assert not any(row.present for row in record.rows())
     train(again, Settings(batch_size=4), TEN)
     found = [(row.number, row.settings.batch_size, row.came_from, row.present) for row in shown(record)]

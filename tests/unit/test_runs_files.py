@@ -15,14 +15,16 @@ import pandas as pd
 import pytest
 
 from gpumem_nb.kernel.record import Record
+from gpumem_nb.report.runs import Row, Runs
 from gpumem_nb.report.runs.stored import Came, packed, readable, unpacked
 from gpumem_nb.shared.errors import InvalidInput, SetupError, StateFileError
 from gpumem_nb.shared.knobs import KNOBS, Knob, register
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui.runs_figure import comparison_figure
-from tests.ledgers import MIB, ledger
-from tests.runs import history_of, runs_of, shown, train
+from tests.ledgers import MIB, info, ledger
+from tests.runs import cells, history_of, runs_of, shown, train
 
+GIB = 2**30
 HOSTILE = "best, \"so far\"\n<script>alert('x')</script> =1+1"
 
 
@@ -43,7 +45,7 @@ def test_a_later_session_has_the_same_figures(record: Record) -> None:
     later, _ = runs_of()
     assert later.bring(unpacked(packed(record.rows()))[0], "digits.state") == 3
     history = history_of()
-    later.follow(history, "virtual GPU")
+    later.follow(history, info())
     history.started_s += 1
     train(history, Settings(), [1.0] * 10)
     here = shown(later)
@@ -59,6 +61,31 @@ def test_a_later_session_has_the_same_figures(record: Record) -> None:
     assert list(b.curve.losses) == pytest.approx(list(a.curve.losses))
     assert there.compare(1, 2).why == here.compare(1, 2).why
     assert later.bring(record.rows(), "again.state") == 0, "they are there already"
+
+
+def test_a_real_gpu_is_kept_with_its_memory_and_driver() -> None:
+    gpu = info(device_name="NVIDIA H1", virtual=False, memory_limit=80 * GIB, driver="580.65.06")
+    record = Record()
+    for number, rank in enumerate((gpu, replace(gpu, driver="575.1"), info(device_name="virtual GPU (96.0 MiB)"))):
+        history = history_of()
+        history.started_s += number
+        record.follow(history, rank)
+        train(history, Settings(), [1.0] * 10)
+    later, _ = runs_of()
+    later.bring(unpacked(packed(record.rows()))[0], "a.state")
+    for runs in (shown(record), shown(later)):
+        frame = runs.frame()
+        assert list(frame.driver) == ["580.65.06", "575.1", ""]
+        assert list(frame.device_memory_bytes) == [80 * GIB, 80 * GIB, 96 * MIB]
+        assert cells(runs, "device") == [
+            *("NVIDIA H1, 80.0 GiB, driver 580.65.06", "NVIDIA H1, 80.0 GiB, driver 575.1", "virtual GPU (96.0 MiB)")
+        ]
+        assert "driver 580.65.06 → NVIDIA H1, 80.0 GiB, driver 575.1" in runs.compare(1, 2).changed
+    alone = Runs([record.rows()[0]])
+    assert "2 ranks, NVIDIA H1, 80.0 GiB, driver 580.65.06." in str(alone)
+    old = record.rows()[0].saved()
+    del old["driver"], old["device_memory_bytes"]
+    assert (Row.from_saved(old).on, Row.from_saved(old).device_memory_bytes) == ("NVIDIA H1", None)
 
 
 def test_of_two_files_that_of_more_steps_says_how_a_run_went_on(record: Record) -> None:
@@ -200,7 +227,7 @@ def test_parquet_has_what_the_frame_has_under_every_value_of_a_knob(record: Reco
     pytest.importorskip("pyarrow", reason="make test installs it")
     history = history_of()
     history.started_s += 1
-    record.follow(history, "virtual GPU")
+    record.follow(history, info())
     for name, knob in KNOBS.items():
         for value in knob.choices:
             train(history, Settings(**{name: value}), [2.0, None])

@@ -143,6 +143,7 @@ class VirtualGPU:
 
     def __init__(self, local_rank: int, memory_limit: int | None = None) -> None:
         self._library = library()
+        self.driver = ""
         self.allocator, self.note = in_force()
         self._library.gpumem_install(ctypes.byref(CConfig.of(self.allocator)))
         self._library.gpumem_enforce_on_this_thread(True)

@@ -97,8 +97,8 @@ def columns(rows: Sequence[Row], around: Around) -> list[Column]:
         found.append(_words("from", lambda row: row.came_from))
     if varies(lambda row: row.model):
         found.append(_words("workload", named(rows)))
-    if varies(lambda row: row.device):
-        found.append(_words("device", lambda row: row.device))
+    if varies(lambda row: row.on):
+        found.append(_words("device", lambda row: row.on))
     differ = varying(rows)
     if varies(lambda row: row.ranks) or differ & set(_OF_BATCH):
         found.append(Column("batch", batch, lambda row: row.global_batch))
@@ -126,8 +126,8 @@ def the_same(rows: Sequence[Row]) -> str:
             parts.append(f"{name}={knob.text(value)}")
     if len({row.ranks for row in rows}) == 1:
         parts.append(f"{first.ranks} rank{'s' * (first.ranks > 1)}")
-    if len({row.device for row in rows}) == 1:
-        parts.append(first.device)
+    if len({row.on for row in rows}) == 1:
+        parts.append(first.on)
     return ", ".join(filter(None, parts))
 
 

@@ -49,7 +49,7 @@ class Comparison:
             for what, before, after in (
                 ("workload", name_of(self.a), name_of(self.b)),
                 ("ranks", self.a.ranks, self.b.ranks),
-                ("device", self.a.device, self.b.device),
+                ("device", self.a.on, self.b.on),
             )
             if before != after
         ]

@@ -219,6 +219,8 @@ class Runs:
             **row.settings.as_dict(),
             "ranks": row.ranks,
             "device": row.device,
+            "device_memory_bytes": _number(row.device_memory_bytes),
+            "driver": row.driver,
             "global_batch": row.global_batch,
             "steps": row.steps,
             "samples": row.samples,

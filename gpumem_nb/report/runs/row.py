@@ -11,6 +11,7 @@ from ...shared.categories import CATEGORIES
 from ...shared.knobs import KNOBS
 from ...shared.settings import Settings
 from ...shared.step_times import PARTS
+from ...shared.units import format_bytes
 from ..speed import FEWEST_STEPS, Speed
 from .curve import Curve
 
@@ -42,6 +43,7 @@ class Row:
         key: its name in every session that ever loads it.
         number: its name in this session, from 1.
         workload, settings, ranks, device: what was trained, how, on how many ranks, and what rank 0's device is called.
+        device_memory_bytes, driver: that rank's limit, and the version of NVIDIA's driver; empty for a virtual GPU.
         options, parameters: of a ready-made workload by name, and how many parameters there were when it was loaded.
         came_from: the file that it was loaded from, or that it is of before a restart; empty for the ranks that run.
         began_s: when, in seconds since 1970.
@@ -69,6 +71,8 @@ class Row:
     steps: int
     outcome: str
     came_from: str = ""
+    device_memory_bytes: int | None = None
+    driver: str = ""
     options: tuple[tuple[str, float], ...] = ()
     parameters: int | None = None
     loss: float | None = None
@@ -87,6 +91,13 @@ class Row:
     def model(self) -> tuple[object, ...]:
         """What rows of the same model have in common: throughput, memory and loss are held against those only."""
         return self.workload, self.options, self.parameters
+
+    @property
+    def on(self) -> str:
+        """The device in words, with its memory and driver."""
+        memory = None if self.device_memory_bytes is None else format_bytes(self.device_memory_bytes)
+        more = [memory if memory and memory not in self.device else "", f"driver {self.driver}" if self.driver else ""]
+        return ", ".join(filter(None, (self.device, *more)))
 
     @property
     def samples_per_s(self) -> float | None:
@@ -133,6 +144,8 @@ class Row:
             "settings": self.settings.saved(),
             "ranks": self.ranks,
             "device": self.device,
+            "device_memory_bytes": self.device_memory_bytes,
+            "driver": self.driver,
             "began_s": self.began_s,
             "steps": self.steps,
             "outcome": self.outcome,
@@ -165,6 +178,8 @@ class Row:
             settings=Settings(**{name: KNOBS[name].retired.get(value, value) for name, value in known.items()}),
             ranks=_whole(saved["ranks"], 1),
             device=str(saved["device"]),
+            device_memory_bytes=_maybe(saved.get("device_memory_bytes"), _whole),
+            driver=str(saved.get("driver", "")),
             began_s=_finite(saved["began_s"]),
             steps=_whole(saved["steps"]),
             outcome=str(saved["outcome"]),
