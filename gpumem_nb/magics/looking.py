@@ -11,7 +11,7 @@ from IPython.display import display
 from ..completion import Offered
 from ..kernel.logging.logs import TARGETS
 from ..report.memory import VIEWS
-from ..session import current
+from ..session import current, latest
 from ..shared.allocator_settings import NAMES
 from ..ui.progress import progress_bar
 from .parsing import says_usage, unquoted
@@ -41,7 +41,7 @@ class LookingMagics(Magics):
     @says_usage
     def hvd_report(self, line: str) -> Any:
         """Write the session as one page to hand on: charts, runs, findings, versions; it opens without a network."""
-        args, session = parse_argstring(self.hvd_report, line), current()
+        args, session = parse_argstring(self.hvd_report, line), latest()
         with progress_bar("Examining") as progress:
             return session.report(unquoted(args.path), progress)
 

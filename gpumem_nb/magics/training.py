@@ -11,7 +11,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from ..completion import Offered
 from ..report.differences import arrows, mathematics
 from ..report.runs.record import FIGURES
-from ..session import current
+from ..session import current, latest
 from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS
 from ..ui.progress import progress_bar
@@ -103,7 +103,7 @@ class TrainingMagics(Magics):
     @says_usage
     def hvd_runs(self, line: str) -> Any:
         """Show every configuration tried, side by side; in a notebook a click on a heading sorts."""
-        args, session = parse_argstring(self.hvd_runs, line), current()
+        args, session = parse_argstring(self.hvd_runs, line), latest()
         if args.compare and args.export:
             raise InvalidInput("--export writes all runs, not a comparison: use --compare and --export one by one.")
         if args.pin or args.unpin:

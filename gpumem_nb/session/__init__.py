@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _current: Session | None = None
+_latest: Session | None = None
 
 
 def current() -> Session:
@@ -32,6 +33,14 @@ def current() -> Session:
     if _current is None:
         raise NoSession
     return _current
+
+
+def latest() -> Session:
+    """The running session, or until another is started that which was stopped last: what it measured is still there.
+
+    Raises ``NoSession`` when there was none.
+    """
+    return _latest if _current is None and _latest is not None else current()
 
 
 def start(n: int | None = None, *, progress: Progress = lambda what, done: None, **options: Any) -> Session:
@@ -58,11 +67,11 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
     """
 
     def __init__(self, plan: starting.Plan, progress: Progress) -> None:
-        global _current
+        global _current, _latest
         self._life = Lifecycle(plan)
         self._panel: Panel | None = None
         self._life.start(progress)
-        _current = self
+        _current = _latest = self
 
     @property
     def history(self) -> History:
@@ -136,9 +145,9 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
             StartError, SetupError: the ranks could not be started again; :meth:`restart` may be tried once more.
             WorkloadError, RankError: what was loaded cannot be loaded again.
         """
-        global _current
+        global _current, _latest
         _check_free(self)
-        _current = self
+        _current = _latest = self
         try:
             self._life.restart(progress)
         finally:

@@ -42,8 +42,8 @@ class ExportView(SearchView):
         return ""
 
     def _report(self, progress: Progress) -> str:
-        progress(f"writing {_REPORT}", 0.5)
-        self.show([_words(self._session.report(_REPORT))])
+        progress(f"writing {_REPORT}", 0.0)
+        self.show([_words(self._session.report(_REPORT, progress))])
         return ""
 
 

@@ -116,7 +116,7 @@ class Steered(Protocol):
     def doctor(self, progress: Progress = lambda what, done: None) -> Diagnosis:
         """What is wrong with it as it is."""
 
-    def report(self, path: str) -> Any:
+    def report(self, path: str, progress: Progress = lambda what, done: None) -> Any:
         """Write the session as one page."""
 
     def telling(self, progress: Progress) -> AbstractContextManager[None]:

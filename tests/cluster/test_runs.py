@@ -237,7 +237,7 @@ def test_a_report_is_one_page_of_what_is_known(
             session.report(path)
 
 
-def test_a_session_that_is_over_can_be_reported(session: Session, tmp_path: Path) -> None:
+def test_a_session_that_is_over_can_be_reported(session: Session, shell: InteractiveShell, tmp_path: Path) -> None:
     session.train(6)
     session.stop()
     session.report(tmp_path / "over.html")
@@ -246,6 +246,13 @@ def test_a_session_that_is_over_can_be_reported(session: Session, tmp_path: Path
     assert "plotly-graph-div" in page
     assert "Could not be examined: " in page
     assert len(session.runs)
+    run(shell, f"%hvd_report {tmp_path}/again.html")  # which was typed too late
+    run(shell, "%hvd_runs --note 1 kept")
+    assert run(shell, "%hvd_runs")[1].note == "kept"
+    assert run(shell, f"%hvd_runs --export {tmp_path}/runs.csv").size_bytes
+    for line in ("%hvd_train", f"%hvd_runs --load {tmp_path}/x.state", "%hvd_runs --pin"):
+        with pytest.raises(UsageError, match="No ranks are running"):
+            run(shell, line)
 
 
 def test_without_a_step_there_is_nothing_to_draw(two_ranks: Session, tmp_path: Path) -> None:
