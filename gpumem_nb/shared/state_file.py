@@ -110,7 +110,10 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     """What people type for a file; raises ``InvalidInput`` for what is no path."""
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise InvalidInput(f"{path!r} is not a file's path. Give one such as digits.state.")
-    return Path(path).expanduser().absolute()
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError:  # the home of somebody who is not known here
+        raise InvalidInput(f"{str(path).split('/')[0]} is nobody's folder here. Write ~/ for your own.") from None
 
 
 def check_target(path: Path) -> None:
