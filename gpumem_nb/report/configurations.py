@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..shared.knobs.communication import COMMUNICATION_KNOBS
-from ..shared.means import mean
 from ..shared.messages import Sample
 from ..shared.settings import Settings
 from ..shared.step_times import PARTS
@@ -92,7 +91,7 @@ class Tried:
         errors = [one.compression_error for one in samples if one.compression_error is not None]
         self.compression_error = max(errors, default=self.compression_error)
         losses = [sample.loss for sample in samples if sample.loss is not None]
-        self.loss = mean(losses) if losses else None
+        self.loss = statistics.fmean(losses) if losses else None
         self._add_for_the_record(samples, limits)
 
     def _add_for_the_record(self, samples: Sequence[Sample], limits: Sequence[int | None]) -> None:

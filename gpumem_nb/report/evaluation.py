@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..shared.means import total
 from ..shared.messages import ChunkReply
 from ..shared.units import format_bytes
 
@@ -45,7 +44,7 @@ class Evaluation:
         names = next(of_rank.sums for of_rank in found if of_rank.samples)
         # A number that some rank did not give is not known: the ranks' metrics differ.
         means = {
-            name: total(of_rank.sums.get(name, math.nan) for of_rank in found if of_rank.samples) / samples
+            name: _total(of_rank.sums.get(name, math.nan) for of_rank in found if of_rank.samples) / samples
             for name in names
         }
         return cls(
@@ -71,3 +70,11 @@ class Evaluation:
         )
 
     __repr__ = __str__
+
+
+def _total(values: Iterable[float]) -> float:
+    """The sum; not a number where ranks have infinite ones of both signs, of which fsum makes an error."""
+    try:
+        return math.fsum(values)
+    except ValueError:
+        return math.nan

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..shared.categories import CATEGORIES
-from ..shared.means import mean
 from ..shared.messages import Sample
 from ..shared.settings import Settings
 from ..shared.step_times import UNKNOWN
@@ -83,7 +83,7 @@ class Run:
         losses = [sample.loss for sample in last if sample.loss is not None]
         text = f"{self.steps} steps on {len(last)} ranks"
         if losses:
-            text += f": loss {mean(losses):.4g}"
+            text += f": loss {statistics.fmean(losses):.4g}"
         speed, peak = format_rate(self._samples_per_s), format_bytes(self._peak_bytes)
         measured = f"{text}, {speed} samples/s, live peak {peak}."
         return "\n".join([measured, *map(str, self.evaluations[-1:]), *self.notes])

@@ -109,6 +109,15 @@ def test_a_rank_that_cannot_evaluate_is_named_and_leaves_none_waiting(own: Sessi
     assert len(weights(own)) == 1
 
 
+def test_a_metric_that_runs_away_to_both_sides_is_not_a_number_and_training_goes_on(own: Session) -> None:
+    own.run("def metric(model, batch):\n    return (1 - 2 * rank) * float('inf')")
+    own.attach(model="net", loss="criterion", data="rows", eval_data="rows", metric="metric")
+    own.set(eval_every=2)
+    run = own.train(5)
+    assert run.steps == 5
+    assert [math.isnan(one.metrics["metric"]) for one in run.evaluations] == [True, True]
+
+
 def test_the_stop_button_ends_an_evaluation(own: Session, reached: Path) -> None:
     own.run("trouble = 'once'")
     stop = Stop(reached.exists)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Protocol
 
 from ...report.configurations import Tried
 from ...report.evaluation import Evaluation
-from ...shared.means import mean
 from ...shared.messages import Sample
 from ..history import Event
 
@@ -53,7 +53,7 @@ class Target(Protocol):
 def of_step(samples: Sequence[Sample]) -> dict[str, float]:
     """The numbers of one finished step by their tags: those of each rank, and one of all where one is wanted."""
     losses = [sample.loss for sample in samples if sample.loss is not None]
-    tags: dict[str, float] = {"loss/mean": mean(losses)} if losses else {}
+    tags: dict[str, float] = {"loss/mean": statistics.fmean(losses)} if losses else {}
     tags["samples_per_s/all"] = sum(sample.samples_per_s for sample in samples)
     tags["step_s/slowest"] = max(sample.step_s for sample in samples)
     for sample in samples:

@@ -33,7 +33,7 @@ class Around:
     """What can be said of a row only beside the others.
 
     Attributes:
-        best: by model, ranks and device the row with most samples/s, by its key; none whose loss ran away.
+        best: by model, ranks and device the row with most samples/s, by its key.
         samples: by model, how many samples all of its rows have seen that are compared.
         losses: by a row's key, what it lost after so many, see :func:`loss_after`; without those that are not known.
     """
@@ -53,10 +53,8 @@ class Around:
             if len(row.curve):
                 samples[row.model] = min(row.samples, samples.get(row.model, row.samples))
             alike = (row.model, row.ranks, row.device)
-            if (
-                not row.failed
-                and not row.ran_away
-                and (row.samples_per_s or 0) > ((fastest[alike].samples_per_s or 0) if alike in fastest else 0)
+            if not row.failed and (row.samples_per_s or 0) > (
+                (fastest[alike].samples_per_s or 0) if alike in fastest else 0
             ):
                 fastest[alike] = row
         losses = {row.key: loss_after(row, samples[row.model]) for row in rows if row.comparable and len(row.curve)}
@@ -73,12 +71,8 @@ class Around:
 
 
 def loss_after(row: Row, samples: int) -> float | None:
-    """The mean loss over the last quarter of the first ``samples`` samples that all ranks saw since the flip.
-
-    ``None`` where it is not known; not a number where it had run away by then.
-    """
-    mean = row.curve.mean_loss((1 - LOSS_WINDOW) * samples, samples)
-    return math.nan if mean is None and row.ran_away and row.samples >= samples else mean
+    """The mean loss over the last quarter of the first ``samples`` samples that all ranks saw since the flip."""
+    return row.curve.mean_loss((1 - LOSS_WINDOW) * samples, samples)
 
 
 def columns(rows: Sequence[Row], around: Around) -> list[Column]:
@@ -147,7 +141,7 @@ def rate(speed: Speed | None) -> str:
 
 def number(value: float | None) -> str:
     """Of a loss."""
-    return "n/a" if value is None else f"{value:.4g}"
+    return "n/a" if value is None or math.isnan(value) else f"{value:.4g}"
 
 
 def headroom(share: float | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -245,7 +244,7 @@ def _said(row: Row) -> int | None:
 
 
 def _change(name: str, before: Any, after: Any, unit: str) -> str:
-    if before is None or after is None or not math.isfinite(after - before):
+    if before is None or after is None:
         return ""
     if unit == "bytes":
         return _size(after - before)

@@ -7,8 +7,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...shared.means import total
-
 MOST_POINTS = 128
 _MOST_KEPT = 4 * MOST_POINTS  # before they are thinned
 _COLUMNS = ("steps", "samples", "losses", "rates", "live_peaks")
@@ -140,4 +138,4 @@ def _since(ends: Sequence[float], place: int) -> float:
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     if len(values) == 1:  # to the last bit
         return values[0]
-    return total(map(float.__mul__, values, weights)) / math.fsum(weights)
+    return math.fsum(map(float.__mul__, values, weights)) / math.fsum(weights)

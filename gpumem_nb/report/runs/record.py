@@ -31,8 +31,8 @@ _MARKS = {columns.BEST: "var(--jp-success-color0, #2e7d32)", "best, now": "var(-
 _ABOUT = (
     "batch = micro-batch × accumulation × ranks; live peak, reserved and headroom (what reserved bytes leave free of "
     "the limit): worst rank; samples/s: all ranks, median ± half of what lies between the quarters of steps; best: "
-    "most samples/s of a model on as many ranks of a device, the loss being a number; predicted: the live peak, by how "
-    "much it was too high, and samples/s."
+    "most samples/s of a model on as many ranks of a device; predicted: the live peak, by how much it was too high, "
+    "and samples/s."
 )
 FIGURES = (
     *("run", "workload", "ranks", "global_batch", "steps", "samples", "live_peak_bytes", "reserved_peak_bytes"),

@@ -120,11 +120,6 @@ class Row:
         return self.outcome != "ok"
 
     @property
-    def ran_away(self) -> bool:
-        """Whether the loss of its last step is infinite or not a number."""
-        return self.loss is not None and not math.isfinite(self.loss)
-
-    @property
     def comparable(self) -> bool:
         """Whether enough steps were done for a loss and a throughput that say something."""
         return self.steps >= FEWEST_STEPS
