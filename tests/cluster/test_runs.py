@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import ipywidgets
 import numpy as np
 import pytest
 from IPython.core.error import UsageError
@@ -18,6 +19,8 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared import snapshot_folder
 from gpumem_nb.shared.errors import InvalidInput, StateFileError
 from gpumem_nb.shared.step_times import PARTS
+from gpumem_nb.ui.controls import family
+from gpumem_nb.ui.export_view import ExportView
 from tests import internals
 from tests.cluster.test_magics import run
 from tests.cluster.test_snapshots import snapshots
@@ -235,6 +238,24 @@ def test_a_report_is_one_page_of_what_is_known(
     ):
         with pytest.raises(InvalidInput, match=sentence):
             session.report(path)
+
+
+def test_the_panels_button_says_what_is_examined_for_its_report_and_can_be_stopped(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.train(6)
+    monkeypatch.chdir(tmp_path)
+    view = ExportView(session, lambda ask: ask(), lambda ask: ask())
+    buttons = {one.description: one for one in family(view.widget) if isinstance(one, ipywidgets.Button)}
+    said: list[str] = []
+    region = next(one for one in family(view.widget) if "gpumem-searching" in one._dom_classes)
+    region.observe(lambda change: said.append(change.new), "html")
+    buttons["Write report.html"].click()
+    assert any("what ranks hold" in one for one in said)
+    assert "Not examined" not in (tmp_path / "report.html").read_text()
+    region.observe(lambda change: "the ranks" in change.new and buttons["Stop"].click(), "html")
+    buttons["Write report.html"].click()
+    assert "Not examined: interrupted." in (tmp_path / "report.html").read_text()
 
 
 def test_a_session_that_is_over_can_be_reported(session: Session, shell: InteractiveShell, tmp_path: Path) -> None:
