@@ -161,7 +161,8 @@ class DiagnosisView:
         """What was measured under the flip, beside what was predicted."""
         flip, now = one.finding.flip, self._session.history.now()
         assert flip
-        if any(getattr(self._session.settings, name) != value for name, value in _set(flip).items()):
+        # Beside what was predicted of these settings and this workload, what others came to would say nothing.
+        if (self._session.settings, self._session.workload) != (flip.after, self._workload):
             one.said.html, one.settled = "<p>Changed since.</p>", True
             return
         if now is None or now.settings != self._session.settings or not now.steps:
@@ -176,11 +177,6 @@ class DiagnosisView:
             if flip.will and flip.will.samples_per_s:
                 came += f" (predicted {format_rate(flip.will.samples_per_s)})"
         one.said.html = f"<p>Changed, measured: {escape(came)}. Look again for what is left.</p>"
-
-
-def _set(flip: Flip) -> dict[str, Any]:
-    """The values that the flip led to."""
-    return flip.after.changed_from(flip.before)
 
 
 def _flip(flip: Flip) -> str:

@@ -14,13 +14,14 @@ from gpumem_nb.planning.doctor.diagnosis import Diagnosis
 from gpumem_nb.planning.doctor.finding import MEMORY, TIME, Finding, Flip
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import WorkloadInfo
 from gpumem_nb.ui import diagnosis_view, threads
 from gpumem_nb.ui.diagnosis_view import DiagnosisView
 from gpumem_nb.ui.region import Region
 from tests.internals import widgets_in
 from tests.ledgers import MIB, sample
 from tests.timing import until
-from tests.unit.test_doctor import prediction
+from tests.unit.test_doctor import LOADED, prediction
 
 AFTER = Settings(precision="bf16")
 
@@ -30,7 +31,7 @@ class Session:
 
     def __init__(self) -> None:
         self.history, self.settings, self.ended, self.refuses = History(1), Settings(), "", ""
-        self.workload = None
+        self.workload: WorkloadInfo | None = None
         self.history.begin(1, "net", self.settings)
 
     def set(self, **knobs: Any) -> Settings:
@@ -107,12 +108,21 @@ def test_what_is_refused_is_said_and_may_be_tried_again(session: Session) -> Non
     assert not view.follow()
 
 
-def test_another_change_ends_the_waiting(session: Session) -> None:
+@pytest.mark.parametrize("what", ["taken back", "another knob", "another workload"])
+def test_another_change_ends_the_waiting_and_nothing_else_is_told_as_what_came(session: Session, what: str) -> None:
     view = DiagnosisView(session, diagnosis(), lambda action: action())  # type: ignore[arg-type]
     buttons(view)[0].click()
-    session.settings = Settings()
+    if what == "taken back":
+        session.settings = Settings()
+    elif what == "another knob":
+        session.set(batch_size=64)
+    else:
+        session.workload = LOADED
+    for number in range(1, 9):
+        session.step(number)
     assert not view.follow()
     assert "Changed since." in regions(view)
+    assert "measured: live peak" not in regions(view)
 
 
 def test_by_itself_it_uses_a_thread_that_ends(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
