@@ -187,6 +187,30 @@ def test_of_memory_that_ran_out_what_was_tried_out_on_the_ranks_is_offered_unles
     assert causes(rescue=failed("oom", goes_on=Settings())) == [], "training goes on with what fits"
 
 
+def test_a_step_that_runs_out_on_trial_is_not_said_to_leave_room_and_smaller_micro_batches_are_tried() -> None:
+    blind = prediction(live=1200, verdict=DOES_NOT_FIT, categories={c.OTHER: 1200 * MIB})
+    [found] = findings(evidence(needs=blind))
+    assert "predicted to run out of memory" in found.sentence
+    assert "most of it" not in found.sentence
+    assert {"batch_size": 16, "accumulation_steps": 2} in found.candidates
+    assert found.do == ""
+
+
+def test_what_a_cell_holds_alive_on_one_rank_is_not_free_memory() -> None:
+    held = dataclasses.replace(reading(400 * MIB, LIMIT), reserved_bytes=410 * MIB, live_bytes=400 * MIB)
+    assert causes(ranks=(rank(0), rank(1, reading=held))) == []
+
+
+def test_whole_numbers_of_one_micro_batch_do_not_speak_for_all() -> None:
+    def said(of: str, enough: str) -> str:
+        facts = ModelFacts(inputs=(InputFacts((4, 4), of, 8 * MIB, enough, 7 * MIB),))
+        [found] = findings(evidence(ranks=(rank(0, facts=facts),)))
+        return found.do
+
+    assert "all others are within uint8" in said("int64", "uint8")
+    assert "within" not in said("float64", "float32")
+
+
 def test_the_worst_comes_first() -> None:
     found = findings(
         evidence(

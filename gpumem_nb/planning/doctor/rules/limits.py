@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....report.differences import typed
+from ....shared import categories as c
 from ....shared.forecast import BY_OPERATORS, DRY, ERRORS
 from ....shared.units import format_bytes
 from ...prediction import DOES_NOT_FIT, TIGHT
@@ -84,14 +85,21 @@ def barely_fits(evidence: Evidence) -> Finding | None:
         return None
     if needs.verdict not in (TIGHT, DOES_NOT_FIT) and share <= BARELY:
         return None
-    candidates = evidence.lighter(peak.largest, peak.phase)
+    # Of a step that ran out on trial nobody knows what was in its memory; micro-batches, at least, can be smaller.
+    unknown = list(peak.categories) == [c.OTHER]
+    candidates = evidence.lighter(c.ACTIVATIONS if unknown else peak.largest, peak.phase)
     reserved, limit = format_bytes(needs.reserved_peak_bytes), format_bytes(needs.limit_bytes)
+    most = "" if unknown else f", most of it for {peak.largest}"
+    then = (
+        "it is predicted to run out of memory."
+        if needs.verdict == DOES_NOT_FIT
+        else "a longer sample, an evaluation or a cell may take what is left."
+    )
     return Finding(
         "barely fits",
         STOPS,
         1,
-        f"A step needs {reserved} of {limit} on the rank with least room, most of it for {peak.largest}: a longer "
-        "sample, an evaluation or a cell may take what is left.",
+        f"A step needs {reserved} of {limit} on the rank with least room{most}: {then}",
         {
             "reserved_peak_bytes": needs.reserved_peak_bytes,
             "limit_bytes": needs.limit_bytes,

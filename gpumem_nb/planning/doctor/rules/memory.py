@@ -120,7 +120,8 @@ def cached(evidence: Evidence) -> Finding | None:
     if needs is None or worst is None or worst.reading is None or fragmentation(evidence):
         return None
     held = worst.reading.reserved_bytes
-    needed = max(needs.reserved_peak_bytes, worst.live_peak_bytes or 0)
+    # The prediction is that of the rank with least room; this one may hold more, in a cell's variables say.
+    needed = max(needs.reserved_peak_bytes, worst.live_peak_bytes or 0, worst.reading.live_bytes)
     if not much_unused(held, needed, needs.limit_bytes):
         return None
     how = "start the ranks again: %hvd_restart" if worst.info.virtual else "torch.cuda.empty_cache() in a %%hvd cell"

@@ -12,6 +12,7 @@ from ..finding import MEMORY, Finding
 # saved.
 _LEAST = ERRORS[RECORDED]
 _CAST = "Keep the samples in {enough} and let the model or the loss convert what it computes with."
+_RANGE = "That is by the values of one micro-batch: look first whether all others are within {enough}, too."
 
 
 def state_of_frozen(evidence: Evidence) -> Finding | None:
@@ -72,7 +73,7 @@ def inputs(evidence: Evidence) -> Finding | None:
             "type": widest.dtype,
             "live_peak_bytes": rank.live_peak_bytes,
         },
-        do=_CAST.format(enough=widest.enough),
+        do=" ".join([_CAST, *([] if widest.dtype == "float64" else [_RANGE])]).format(enough=widest.enough),
     )
 
 
