@@ -17,7 +17,7 @@ from ..planning.score import foretold
 from ..report.critical_path import FEWEST_STEPS
 from ..report.speed import WARM_UP_STEPS
 from ..report.verdict import Changes
-from ..shared.errors import InvalidInput, NotThisTime, WorkloadError
+from ..shared.errors import InvalidInput, NotThisTime, RankError, WorkloadError
 from ..shared.messages import RankInfo, Sample
 from ..shared.model_facts import ModelFacts
 from ..shared.progress import Progress
@@ -86,13 +86,22 @@ class Doctoring:
         self._foreground.check_alive()
         progress("packages of this machine", 0.0)
         installed = environment.check()
-        sync = None
+        sync, why_not = None, ""
         if self._training.workload:
             progress("weights, gradients and samples", 0.5)
-            sync = self._inspection.sync(None, None)
+            try:
+                sync = self._inspection.sync(None, None)
+            except (RankError, WorkloadError) as error:  # a model whose steps fail is what the list is for
+                why_not = str(error)
         history, workload = self._history, self._training.workload
         return checklist(
-            self._ranks, installed, sync, list(history.leaks.values()), history.steps, workload.name if workload else ""
+            self._ranks,
+            installed,
+            sync,
+            list(history.leaks.values()),
+            history.steps,
+            workload.name if workload else "",
+            why_not,
         )
 
     def _evidence(self, progress: Progress, notes: list[str]) -> Evidence:

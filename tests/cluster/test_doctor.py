@@ -137,6 +137,13 @@ def test_the_checklist_says_what_is_wrong_and_what_to_do(patient: Session, shell
     assert "torch 2." in str(found)
 
 
+def test_the_checklist_is_gone_through_where_steps_fail(patient: Session) -> None:
+    planted(patient, PLANTS["a step that raises"])
+    found = patient.checklist()
+    assert [check.ok for check in found.checks] == [True, True, None, None, None, None], found
+    assert "planted" in str(found)
+
+
 def test_the_magic_gives_text_where_there_is_no_notebook(
     patient: Session, shell: InteractiveShell, fresh: Callable[..., Session]
 ) -> None:

@@ -70,6 +70,7 @@ def checklist(
     leaks: Sequence[Sequence[Leak]],
     steps: int,
     workload: str,
+    why_not: str = "",
 ) -> Checklist:
     """From what was found out.
 
@@ -80,13 +81,14 @@ def checklist(
         leaks: by holder, what ranks keep from step to step.
         steps: done since it was loaded.
         workload: its name; empty if nothing is loaded.
+        why_not: why weights, gradients and samples of what is loaded could not be compared.
     """
     return Checklist(
         (
             _machine(installed),
             _builds(ranks),
-            _synchronised(sync),
-            _split(sync),
+            _synchronised(sync, why_not),
+            _split(sync, why_not),
             _grows(leaks, steps),
             _simpler(workload, steps),
         )
@@ -119,8 +121,13 @@ def _versions(ranks: Sequence[RankInfo]) -> list[tuple[str, ...]]:
 _LOAD = "load something, then look again: %hvd_load digits-resnet"
 
 
-def _synchronised(sync: SyncReport | None) -> Check:
+_MEND = "mend what fails, then look again: %hvd_check --sync"
+
+
+def _synchronised(sync: SyncReport | None, why_not: str) -> Check:
     question = "are weights and gradients synchronised?"
+    if why_not:
+        return Check(question, None, why_not, _MEND)
     if sync is None:
         return Check(question, None, "nothing is loaded", f"{_LOAD}; of your own loop: %hvd_check --sync model=net")
     found = [sync.weights, sync.gradients]
@@ -128,8 +135,10 @@ def _synchronised(sync: SyncReport | None) -> Check:
     return Check(question, not wrong, "\n".join(said for said, _ in found), "%hvd_sync" if wrong else "")
 
 
-def _split(sync: SyncReport | None) -> Check:
+def _split(sync: SyncReport | None, why_not: str) -> Check:
     question = "is the data split without overlap?"
+    if why_not:
+        return Check(question, None, "not looked at, for the same reason", _MEND)
     if sync is None:
         own = "%hvd_check --sync model=net data=loader"
         return Check(question, None, "nothing is loaded", f"{_LOAD}; of your own loop: {own}")
