@@ -266,12 +266,12 @@ PLANTS: dict[str, Plant] = {
     ),
     "a rank that sleeps": Plant(
         "a slow rank",
-        train=timed("hook = net[0].register_forward_hook(lambda *_: time.sleep(0.05))", [1]),
+        train=timed("hook = net[0].register_forward_hook(lambda *_: time.sleep(0.02))", [1]),
         words="Rank 1 is slow",
     ),
     "ranks that sleep in turn": Plant(
         "uneven steps",
-        "turn = [0]\ndef loss(model, batch):\n    turn[0] += 1\n    time.sleep(0.05 * (turn[0] % 2 == rank))\n"
+        "turn = [0]\ndef loss(model, batch):\n    turn[0] += 1\n    time.sleep(0.03 * (turn[0] % 2 == rank))\n"
         "    return model(batch[0]).square().mean()",
         train=timed(),
     ),
@@ -283,14 +283,14 @@ PLANTS: dict[str, Plant] = {
     ),
     "an optimizer that takes long": Plant(
         "a long update",
-        "own = torch.optim.SGD(net.parameters(), lr=1e-3)\nown.register_step_pre_hook(lambda *_: time.sleep(0.05))",
+        "own = torch.optim.SGD(net.parameters(), lr=1e-3)\nown.register_step_pre_hook(lambda *_: time.sleep(0.02))",
         optimizer="own",
         train=timed(),
     ),
     "single samples, whatever a step costs": Plant(
         "a small batch",
         "rows = torch.utils.data.TensorDataset(torch.randn(512, 64))\n"
-        "def loss(model, batch):\n    time.sleep(0.05)\n    return model(batch[0]).square().mean()",
+        "def loss(model, batch):\n    time.sleep(0.03)\n    return model(batch[0]).square().mean()",
         {"batch_size": 1},
         train=timed(),
         flip={"batch_size": 4},
@@ -309,14 +309,14 @@ def freeze(session: Session) -> None:
 TRANSFORMERS = {
     "GPT-2": """
 from transformers import GPT2Config, GPT2LMHeadModel
-net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=128, n_head=4, vocab_size=500, n_positions=32))
+net = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=128, n_head=4, vocab_size=500, n_positions=32))
 tokens = torch.randint(0, 500, (512, 32))
 rows = [{"input_ids": row, "labels": row} for row in tokens]
 """,
     "BERT": """
 from transformers import BertConfig, BertForSequenceClassification
 net = BertForSequenceClassification(BertConfig(
-    vocab_size=500, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512,
+    vocab_size=500, hidden_size=128, num_hidden_layers=1, num_attention_heads=4, intermediate_size=512,
     max_position_embeddings=32))
 rows = [{"input_ids": row, "labels": row[0] % 2} for row in torch.randint(0, 500, (512, 32))]
 """,
