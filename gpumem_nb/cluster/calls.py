@@ -6,6 +6,7 @@ import concurrent.futures
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any, NamedTuple, cast
 
 import cloudpickle
@@ -83,7 +84,7 @@ class Call:
     def first_error(self) -> Exception | None:
         """What the first rank that failed had to say, as soon as it did, or why nobody will."""
         if self._aborted:
-            return ClusterDied(self._aborted.cause)
+            return copy(self._aborted)
         for rank, result in zip(self.ranks, self._results, strict=True):
             if result.done() and (error := self._outcome(rank, result).error):
                 return error

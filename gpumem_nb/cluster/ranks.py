@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import cloudpickle
@@ -123,7 +124,7 @@ class Ranks:
         deadline = time.monotonic() + patience_s
         while self._joining or self._separated():
             if self._death:
-                raise ClusterDied(self._death.cause)
+                raise copy(self._death)
             if joining := self._joining or self._begin_joining():
                 self._await_joined(joining)
             elif not all(call.finished(max(0.0, deadline - time.monotonic())) for call in list(self._calls)):
@@ -164,11 +165,11 @@ class Ranks:
         frozen = self._watch.stopped() if self._watch else []
         return {rank: f"{who.shell}kill -CONT {who.pid}" for rank, who in enumerate(self._identities) if who in frozen}
 
-    def stop(self) -> None:
-        """End everything; whoever still waits for an answer is told so."""
+    def stop(self, why: ClusterDied | None = None) -> None:
+        """End everything; whoever still waits for an answer is told so, or ``why``."""
         if self._watch:
             self._watch.stop()
-        self._abort(ClusterDied("The ranks were ended."))
+        self._abort(why or ClusterDied("The ranks were ended."))
         self._launched.stop()
 
     def _abort(self, error: ClusterDied) -> None:
@@ -188,7 +189,7 @@ class Ranks:
         client = self._launched.client
         with shielded(), self._sending:
             if self._death:
-                raise ClusterDied(self._death.cause)
+                raise copy(self._death)
             results = [client[rank].apply_async(function, *arguments) for rank in ranks]
             call = Call(list(ranks), results, self._entry.PULSE)
             self._calls.append(call)

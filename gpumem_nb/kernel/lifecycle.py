@@ -14,7 +14,7 @@ from ..report.speed import STEPS_JUDGED
 from ..report.status import Status, describe_ledger
 from ..report.step_time import TimeReport
 from ..shared import snapshot_folder
-from ..shared.errors import Interrupted, InvalidInput, nearest
+from ..shared.errors import ClusterDied, Interrupted, InvalidInput, nearest
 from ..shared.knobs import KNOBS
 from ..shared.progress import Progress
 from ..shared.settings import Settings
@@ -257,7 +257,8 @@ class Lifecycle:
 
     def _shut_down(self) -> None:
         self.training.close()
-        self.ranks.stop()
+        again = ClusterDied("The ranks were started again meanwhile.", "Ask once more when they are ready.")
+        self.ranks.stop(again if self.ended == RESTARTING else None)
 
     def _shut_down_for_good(self) -> None:
         try:

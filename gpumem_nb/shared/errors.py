@@ -96,10 +96,13 @@ class ClusterDied(GpumemError):
 
     Attributes:
         cause: what ended and why, as a sentence.
+
+    Args:
+        remedy: what to do about it, as another one.
     """
 
-    def __init__(self, cause: str) -> None:
-        super().__init__(f"{cause} Start again with %hvd_restart.")
+    def __init__(self, cause: str, remedy: str = "Start again with %hvd_restart.") -> None:
+        super().__init__(f"{cause} {remedy}")
         self.cause = cause
 
 

@@ -170,6 +170,23 @@ def test_a_cell_in_between_ends_it(two_ranks: Session, fresh: Callable[..., Sess
     assert len(result.measured) == 1
 
 
+def test_a_restart_in_between_ends_it_and_is_told_as_one(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=16)
+
+    def restart(what: str, done: float) -> None:
+        if what.startswith("1 of"):
+            session.restart()
+
+    result = session.tune(seconds=60, progress=restart)
+    assert result.stopped == (
+        "It ended early: The ranks were started again meanwhile. Ask once more when they are ready."
+    )
+    assert len(result.measured) == 1
+    assert not session.ended
+    session.train(1)
+
+
 def test_an_optimizer_without_a_fused_way_is_left_out(two_ranks: Session) -> None:
     two_ranks.run(
         "import torch\n"
