@@ -7,7 +7,7 @@ from typing import Any
 
 from ..planning.tuning.record import fits
 from ..planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
-from ..shared.errors import InvalidInput, WorkloadError
+from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ..shared.knobs import KNOBS
 from ..shared.progress import Progress
 from ..shared.settings import Settings
@@ -30,11 +30,14 @@ class Fitting:
         self._history = history
 
     def what_fits(self, progress: Progress, apply: Callable[[dict[str, Any]], object]) -> WhatFits:
-        """All cells; those that cannot be used with what is loaded are left out. An interrupt ends it with those found.
+        """All cells; those that cannot be used with what is loaded are left out.
+
+        An interrupt ends it with those found, and so does the end of the ranks.
 
         Raises:
             InvalidInput: the data bring micro-batches of their own.
-            WorkloadError: nothing is loaded, or no small step was possible under any of them.
+            WorkloadError: nothing is loaded, or no small step was possible under any of them; ``NotThisTime`` if
+                something was loaded meanwhile or a cell ran.
         """
         _, most = self._predicting.of_any_batch({})
         now, workload, unchanged = self._training.settings, self._training.workload, Unchanged(self._history)
@@ -59,10 +62,12 @@ class Fitting:
                 unchanged.check()
             except (InvalidInput, WorkloadError) as error:
                 failed[place] = str(error)
-            except (KeyboardInterrupt, Changed) as why:
+            except (KeyboardInterrupt, Changed, GpumemError) as why:
                 cells = cells[: number - len(failed)]  # the latest may be of another model
+                if not cells and isinstance(why, Changed):
+                    raise NotThisTime(f"Meanwhile {why} Look again.") from None
                 if not cells:
-                    raise KeyboardInterrupt(str(why)) from None
+                    raise
                 failed[place] = f"not looked at, nor what follows it{': ' * bool(str(why))}{why}"
                 break
         if not cells:

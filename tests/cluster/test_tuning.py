@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from gpumem_nb.planning.tuning.record import Candidate, speed_of
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from gpumem_nb.shared.errors import InvalidInput, NotThisTime, WorkloadError
 from tests.cluster.test_ledger import STATE
 from tests.conftest import weights
 
@@ -267,6 +267,27 @@ def test_what_is_loaded_meanwhile_is_not_mixed_in(two_ranks: Session, fresh: Cal
     assert "something was loaded" in str(found)
     with pytest.raises(InvalidInput, match="something else is loaded now"):
         found.apply("fp32", "none")
+
+
+def test_what_fits_keeps_what_was_found_before_a_restart(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=16)
+    restarted: list[str] = []
+
+    def restart(what: str, done: float) -> None:
+        if what.startswith("fp32, checkpointing blocks") and not restarted:
+            restarted.append(what)
+            session.restart()
+
+    found = session.what_fits(progress=restart)
+    assert [(cell.precision, cell.checkpointing) for cell in found.cells] == [("fp32", "none")]
+    assert "The ranks were started again meanwhile" in str(found)
+
+
+def test_a_cell_before_anything_was_found_is_no_interrupt(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    with pytest.raises(NotThisTime, match="a cell ran on the ranks and may have changed the model. Look again."):
+        session.what_fits(progress=lambda what, done: session.run("1"))
 
 
 def test_knobs_that_were_not_tuned_stay_as_they_are(two_ranks: Session, fresh: Callable[..., Session]) -> None:
