@@ -13,6 +13,7 @@ from ..planning.tuning.record import Candidate, Record, may_fit, speed_of
 from ..planning.tuning.result import TuneResult
 from ..planning.tuning.search import search
 from ..planning.tuning.space import Space, space
+from ..planning.tuning.trial_times import TrialTimes
 from ..report.differences import typed
 from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ..shared.forecast import SMALL
@@ -94,6 +95,8 @@ class Tuning:
             budget_bytes=min((limit for limit in limits if limit is not None), default=None),
             ranks=ranks,
             seconds=time.monotonic() - trials.began_s,
+            given_s=seconds,
+            longest_s=trials.times.longest_s,
             stopped=stopped,
             refused=dict(record.refused),
             _set=apply,
@@ -122,6 +125,7 @@ class _Trials:
 
     Attributes:
         record: what came of it.
+        times: what each of its trials took.
         began_s: when the time began, on the monotonic clock.
         model_version: of what is tuned; see ``History``.
     """
@@ -137,6 +141,7 @@ class _Trials:
         progress: Progress,
     ) -> None:
         self.record = Record()
+        self.times = TrialTimes()
         self.began_s = time.monotonic()
         self.model_version = history.model_version
         self._unchanged = Unchanged(history)
@@ -153,6 +158,12 @@ class _Trials:
     def time_spent(self) -> float:
         """The share of the time that is gone."""
         return (time.monotonic() - self.began_s) / self._seconds
+
+    def time_for(self, settings: Settings) -> bool:
+        """Whether they can be measured before the time is over; until something was, whether it is not over yet."""
+        known = settings in self.record.candidates
+        ahead_s = self.times.ahead_s(settings, known) if self.record.measured else 0.0
+        return self._left_s > ahead_s
 
     def fits(self, settings: Settings) -> bool:
         """Whether these settings fit, by small steps; asked once, for all splits of the batch that follow from them."""
@@ -177,21 +188,28 @@ class _Trials:
     def measure(self, settings: Settings) -> None:
         """Take whole steps under them."""
         self._tell()
-        candidate = self.record.candidates[settings]
+        candidate, began_s, step_s = self.record.candidates[settings], time.monotonic(), None
         try:
             found = self._predicting.by_whole_steps(settings, self._budget_bytes)
+            step_s = found.step_s
         except NotThisTime:
             return
         except WorkloadError as error:
             candidate.failed = str(error)
             return
         finally:
+            self.times.turn(settings, time.monotonic() - began_s, step_s)
             self._unchanged.check()
         candidate.took_steps(found)
 
+    @property
+    def _left_s(self) -> float:
+        return self.began_s + self._seconds - time.monotonic()
+
     def _small_steps(self, settings: Settings, splits: list[Settings]) -> list[Prediction]:
-        sizes = [one.batch_size for one in splits]
+        sizes, began_s = [one.batch_size for one in splits], time.monotonic()
         found = self._predicting.by_small_steps(settings, sizes, self._budget_bytes)
+        self.times.small_steps(time.monotonic() - began_s)
         self._unchanged.check()
         return [replace(said.widened(*self._missed), settings=one) for one, said in zip(splits, found, strict=True)]
 

@@ -16,6 +16,7 @@ from gpumem_nb.planning.tuning.record import Candidate, Record, fits, may_fit, s
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.planning.tuning.search import search
 from gpumem_nb.planning.tuning.space import Space, space
+from gpumem_nb.planning.tuning.trial_times import TrialTimes
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import DataInfo, WorkloadInfo
@@ -70,6 +71,7 @@ class Machine:
         self.limit_bytes = limit_bytes
         self.seconds = seconds
         self.spent_s = 0.0
+        self.times = TrialTimes()
         self.measured: list[Settings] = []
         self._noise = random.Random(0)
         self._share = noise
@@ -77,10 +79,15 @@ class Machine:
     def time_spent(self) -> float:
         return self.spent_s / self.seconds
 
+    def time_for(self, settings: Settings) -> bool:
+        ahead_s = self.times.ahead_s(settings, settings in self.record.candidates) if self.record.measured else 0.0
+        return self.seconds - self.spent_s > ahead_s
+
     def fits(self, settings: Settings) -> bool:
         known = self.record.candidates
         if settings not in known:
             self.spent_s += 0.1
+            self.times.small_steps(0.1)
             reserved = _bytes(settings)
             said = _said(settings, reserved, self.limit_bytes)
             known[settings] = Candidate(settings, said, fits(said))
@@ -90,6 +97,7 @@ class Machine:
         assert self.record.candidates[settings].fits, "nothing is measured that is not expected to fit"
         self.measured.append(settings)
         self.spent_s += 3 * _seconds(settings)
+        self.times.turn(settings, 3 * _seconds(settings), _seconds(settings))
         noise = 1 + self._noise.gauss(0, self._share)
         rate = settings.samples_per_rank * RANKS / _seconds(settings) * noise
         reserved = round(_bytes(settings) * self.more(settings))
@@ -97,7 +105,7 @@ class Machine:
         self.record.candidates[settings].took_steps(replace(said, samples_per_s=rate if fits(said) else None))
 
 
-def _tuned(
+def tuned(
     present: Settings,
     limit_mib: float | None,
     seconds: float = 100.0,
@@ -109,15 +117,17 @@ def _tuned(
     machine = Machine(None if limit_mib is None else round(MIB * limit_mib), seconds, noise, more)
     search(choice, present, machine)
     result = TuneResult(
-        present,
-        choice,
-        tuple(machine.record.candidates.values()),
-        machine.limit_bytes,
-        RANKS,
-        1.0,
-        "",
-        {},
-        lambda _: None,
+        present=present,
+        space=choice,
+        looked_at=tuple(machine.record.candidates.values()),
+        budget_bytes=machine.limit_bytes,
+        ranks=RANKS,
+        seconds=machine.spent_s,
+        given_s=seconds,
+        longest_s=machine.times.longest_s,
+        stopped="",
+        refused={},
+        _set=lambda _: None,
     )
     return result, machine, choice
 
@@ -134,7 +144,7 @@ def test_what_is_found_is_nearly_as_fast_as_the_fastest_of_all(
     limit_mib: float, same: bool, start: dict[str, Any]
 ) -> None:
     present = Settings(**{"batch_size": 64, **start})
-    result, machine, choice = _tuned(present, limit_mib, noise=0.03, same_mathematics=same)
+    result, machine, choice = tuned(present, limit_mib, noise=0.03, same_mathematics=same)
     assert result.best is not None
     rate = result.best.settings.samples_per_rank * RANKS / _seconds(result.best.settings)
     assert rate >= 0.95 * _best_rate(choice, limit_mib)
@@ -143,7 +153,7 @@ def test_what_is_found_is_nearly_as_fast_as_the_fastest_of_all(
 
 def test_what_is_measured_fits_and_keeps_the_global_batch_and_the_mathematics() -> None:
     present = Settings(batch_size=16, accumulation_steps=3)
-    result, machine, choice = _tuned(present, 150)
+    result, machine, choice = tuned(present, 150)
     assert choice.knobs == ("checkpointing", "batch_size", "accumulation_steps", "optimizer_impl")
     assert {one.samples_per_rank for one in machine.measured} == {48}
     assert {one.precision for one in machine.measured} == {"fp32"}
@@ -153,7 +163,7 @@ def test_what_is_measured_fits_and_keeps_the_global_batch_and_the_mathematics() 
 
 def test_the_best_take_turns_with_the_present_settings() -> None:
     present = Settings(batch_size=8, accumulation_steps=8)
-    result, machine, _ = _tuned(present, 600)
+    result, machine, _ = tuned(present, 600)
     last = machine.measured[-6:]
     assert set(last) == {present, result.best.settings}
     assert last[:3] != last[3:] or len(set(last[:2])) == 2
@@ -161,13 +171,13 @@ def test_the_best_take_turns_with_the_present_settings() -> None:
 
 
 def test_nothing_clearly_faster_leaves_the_present_settings() -> None:
-    result, _, _ = _tuned(Settings(batch_size=64, optimizer_impl="fused"), 1000)
+    result, _, _ = tuned(Settings(batch_size=64, optimizer_impl="fused"), 1000)
     assert result.best is result.now
     assert result.why.startswith("Of what was measured, the present settings are the fastest that fit")
 
 
 def test_where_nothing_fits_the_least_is_named() -> None:
-    result, machine, _ = _tuned(Settings(batch_size=64), 21)
+    result, machine, _ = tuned(Settings(batch_size=64), 21)
     assert machine.measured == []
     assert result.best is None
     assert result.why.startswith("Nothing fits 21.0 MiB: the least is 23.0 MiB")
@@ -179,15 +189,33 @@ def test_where_nothing_fits_the_least_is_named() -> None:
 def test_an_answer_comes_however_early_it_ends() -> None:
     present = Settings(batch_size=64)
     for seconds in (0.05, 0.5, 2, 5, 20):
-        result, machine, _ = _tuned(present, 600, seconds=seconds)
+        result, machine, _ = tuned(present, 600, seconds=seconds)
         assert result.why
         assert str(result)
         if machine.measured:
             assert result.best is not None
 
 
+@pytest.mark.parametrize("seconds", [3, 6, 10, 20])
+@pytest.mark.parametrize("start", [{}, {"batch_size": 4, "accumulation_steps": 16}])
+def test_no_trial_is_begun_that_would_end_too_late(seconds: float, start: dict[str, Any]) -> None:
+    """Each turn takes a second or so; that of settings which were not measured yet is only known roughly."""
+    result, machine, _ = tuned(Settings(**{"batch_size": 64, **start}), 600, seconds=seconds)
+    assert result.measured
+    longest_s = max(3 * _seconds(one) for one in machine.measured)
+    assert machine.spent_s <= seconds + 0.2 * longest_s
+    assert "were given" not in str(result)
+
+
+def test_an_answer_that_took_longer_says_so_and_why() -> None:
+    result, machine, _ = tuned(Settings(batch_size=1, accumulation_steps=64), 600, seconds=2)
+    assert len(machine.measured) == 1
+    assert "in 7 s, for 2 s that were given: one trial took up to 6.6 s" in str(result)
+    assert "more were not looked at. Give it more time: %hvd_tune --seconds 60." in result.why
+
+
 def test_the_pareto_front_has_no_setting_that_another_one_beats() -> None:
-    result, _, _ = _tuned(Settings(batch_size=64), 700, same_mathematics=False)
+    result, _, _ = tuned(Settings(batch_size=64), 700, same_mathematics=False)
     front = result.pareto()
     for one, other in itertools.permutations(front, 2):
         less = other.predicted.reserved_peak_bytes <= one.predicted.reserved_peak_bytes
@@ -238,14 +266,14 @@ def test_what_cannot_be_tuned_is_refused_in_a_sentence(options: dict[str, Any], 
 
 
 def test_what_each_change_gives_is_told() -> None:
-    result, _, _ = _tuned(Settings(batch_size=8, accumulation_steps=8, checkpointing="sqrt"), 1000)
+    result, _, _ = tuned(Settings(batch_size=8, accumulation_steps=8, checkpointing="sqrt"), 1000)
     assert "× by checkpointing=none" in result.why
     assert "× by batch_size=" in result.why
 
 
 def test_what_whole_steps_do_not_fit_gives_way_to_smaller_micro_batches() -> None:
     """Small steps say that all fit; whole ones of 32 samples and more take three times as much."""
-    result, machine, _ = _tuned(Settings(batch_size=64), 600, more=lambda one: 3.0 if one.batch_size >= 32 else 1.0)
+    result, machine, _ = tuned(Settings(batch_size=64), 600, more=lambda one: 3.0 if one.batch_size >= 32 else 1.0)
     assert result.best is not None
     assert result.best.settings.batch_size == 16
     large = [one for one in machine.measured if one.batch_size >= 32 and 3 * _bytes(one) > 600 * MIB]
@@ -266,7 +294,7 @@ def test_what_is_tight_was_measured_and_has_to_be_clearly_faster() -> None:
     slow, near = _candidate(50, 2, 90.0, 90.0, 91.0), _candidate(50, 2, 110.0, 110.0, 111.0)
 
     def best(*looked_at: Candidate) -> TuneResult:
-        return TuneResult(choice.start, choice, looked_at, 100 * MIB, RANKS, 1.0, "", {}, lambda _: None)
+        return TuneResult(choice.start, choice, looked_at, 100 * MIB, RANKS, 1.0, 60.0, 1.0, "", {}, lambda _: None)
 
     assert best(slow, tight).best is tight
     assert "tight: up to 101.0 MiB are possible" in best(slow, tight).why
@@ -287,17 +315,17 @@ def test_only_a_small_error_may_reach_beyond_the_limit() -> None:
 
 
 def test_a_search_that_saw_little_says_so() -> None:
-    result, _, _ = _tuned(Settings(batch_size=64), 44, seconds=0.25)
+    result, _, _ = tuned(Settings(batch_size=64), 44, seconds=0.25)
     assert result.best is None
     assert "settings that were looked at" in result.why
     assert "Give it more time" in result.why
-    result, _, _ = _tuned(Settings(batch_size=64), 600, seconds=0.11)
+    result, _, _ = tuned(Settings(batch_size=64), 600, seconds=0.11)
     assert len(result.measured) == 1
     assert "It is the only one that was measured" in result.why
 
 
 def test_no_error_is_told_of_few_turns() -> None:
-    result, _, _ = _tuned(Settings(batch_size=8, accumulation_steps=8), 600, noise=0.02)
+    result, _, _ = tuned(Settings(batch_size=8, accumulation_steps=8), 600, noise=0.02)
     for one in result.looked_at:
         assert math.isnan(one.error) == (len(one.rates) < 3)
     frame = result.frame()
@@ -305,7 +333,7 @@ def test_no_error_is_told_of_few_turns() -> None:
 
 
 def test_another_global_batch_is_compared_with_what_it_begins_with() -> None:
-    result, _, choice = _tuned(Settings(batch_size=8), 600, global_batch=128)
+    result, _, choice = tuned(Settings(batch_size=8), 600, global_batch=128)
     assert choice.start.samples_per_rank == 64
     assert result.now.settings == choice.start
     assert "do not fit" not in result.why
@@ -314,7 +342,7 @@ def test_another_global_batch_is_compared_with_what_it_begins_with() -> None:
 
 
 def test_applying_leaves_other_knobs_alone() -> None:
-    result, _, _ = _tuned(Settings(batch_size=8, accumulation_steps=8), 600)
+    result, _, _ = tuned(Settings(batch_size=8, accumulation_steps=8), 600)
     applied: list[dict[str, Any]] = []
     replace(result, _set=applied.append).apply()
     assert applied == [result.best.settings.changed_from(result.present)]

@@ -19,6 +19,7 @@ from .space import SPLIT, Space
 
 PRESENT = "as it is"
 _WORTH = 1.02  # times the present samples/s: less is not worth a flip
+_LATE = 1.1  # times what was given: that is told
 _ROWS = 12  # of a table in words; the frame has all
 
 
@@ -33,6 +34,8 @@ class TuneResult:
         budget_bytes: what may be reserved on a rank; ``None`` without a limit.
         ranks: how many train.
         seconds: what tuning took.
+        given_s: what it was asked to take at most.
+        longest_s: what the longest of its trials took, which are not left half way.
         stopped: why it ended early, in a sentence; empty if it came to its end.
         refused: what no step was possible under, and why.
     """
@@ -43,6 +46,8 @@ class TuneResult:
     budget_bytes: int | None
     ranks: int
     seconds: float
+    given_s: float
+    longest_s: float
     stopped: str
     refused: Mapping[Settings, str]
     _set: Callable[[dict[str, Any]], object] = field(repr=False, compare=False)
@@ -127,7 +132,8 @@ class TuneResult:
         if len(self.measured) == 1:
             left = len(self.space.candidates) - len(self.looked_at) - len(self.refused)
             others = f"{left} more were not looked at" if left else "no other one fits and could be measured"
-            return f"{self.flip(best)}: {rate}. It is the only one that was measured: {others}."
+            more = f" {self._more_time}" if left and not self.stopped else ""
+            return f"{self.flip(best)}: {rate}. It is the only one that was measured: {others}.{more}"
         if best is now:
             others = f"None of {len(self.measured) - 1} others that were measured is clearly faster"
             said = f"Of what was measured, {present} are the fastest that fit: {rate}. {others}."
@@ -197,8 +203,7 @@ class TuneResult:
         if known < len(self.space.candidates):
             return (
                 f"None of {known} of {len(self.space.candidates)} settings that were looked at in {self.seconds:.0f} s "
-                f"fits {limit}; the least of them is {needs}, with {settings}. Give it more time: %hvd_tune --seconds "
-                f"{max(60, round(4 * self.seconds))}."
+                f"fits {limit}; the least of them is {needs}, with {settings}. {self._more_time}"
             )
         more = (
             "" if "precision" in self.space.knobs else ", and so may what changes the mathematics (--any-mathematics)"
@@ -207,6 +212,10 @@ class TuneResult:
             f"Nothing fits {limit}: the least is {needs}, the error included, with {settings}. A smaller global batch "
             f"needs less{more}."
         )
+
+    @property
+    def _more_time(self) -> str:
+        return f"Give it more time: %hvd_tune --seconds {max(60, round(4 * self.seconds))}."
 
     @property
     def _limit(self) -> str:
@@ -262,10 +271,12 @@ class TuneResult:
     def _notes(self) -> list[str]:
         more = len(self.looked_at) - _ROWS
         settings = self.space.start
+        late = f", for {self.given_s:g} s that were given: one trial took up to {self.longest_s:.1f} s"
+        took = f"{self.seconds:.0f} s{late if self.seconds > _LATE * self.given_s else ''}"
         return [
             f"Global batch {settings.samples_per_rank * self.ranks}; {len(self.measured)} of "
             f"{len(self.space.candidates)} combinations were measured by steps that were undone, in "
-            f"{self.seconds:.0f} s; ± is the standard error." + (f" {more} more: .frame()." if more > 0 else "")
+            f"{took}; ± is the standard error." + (f" {more} more: .frame()." if more > 0 else "")
         ]
 
 

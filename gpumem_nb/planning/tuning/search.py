@@ -42,12 +42,16 @@ class Trials(Protocol):
     def time_spent(self) -> float:
         """The share of the time that is gone."""
 
+    def time_for(self, settings: Settings) -> bool:
+        """Whether they can be measured before the time is over, as far as can be told from what others took."""
+
 
 def search(space: Space, present: Settings, trials: Trials) -> None:
     """Measure until the fastest is known or the time is over; what is found is in the record of ``trials``."""
     for settings in _screening(space, trials):
         measured = len(trials.record.measured)
-        if measured and trials.time_spent() >= (_SEARCHING if measured > 1 else 1):
+        over = measured > 1 and trials.time_spent() >= _SEARCHING
+        if measured and (over or not trials.time_for(settings)):  # one answer comes in any case
             break
         trials.measure(settings)
     if not trials.record.measured:
@@ -121,7 +125,7 @@ def _size(settings: Settings) -> int:
 def _fitting(candidates: Iterable[Settings], trials: Trials) -> Iterator[Settings]:
     """Those that fit, as long as there is time to ask."""
     for settings in candidates:
-        if trials.time_spent() >= 1:
+        if not trials.time_for(settings):
             return
         if trials.fits(settings):
             yield settings
@@ -137,7 +141,7 @@ def _decide(present: Settings, trials: Trials) -> None:
     while len(left) > 1:
         for _ in range(_ROUNDS):
             for one in list(left):
-                if trials.time_spent() >= 1:
+                if not trials.time_for(one.settings):
                     return
                 trials.measure(one.settings)
             left = [one for one in reversed(left) if one.usable]
