@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ipywidgets.widgets import widget
 
 from gpumem_nb import session as session_module
 from gpumem_nb.cluster.hosts import parsing
@@ -268,6 +269,12 @@ def ranks_without_processes(calls: list[Any], post: Callable[..., Any]) -> Ranks
     ranks._launched = SimpleNamespace(stop=lambda: None)  # type: ignore[assignment]
     ranks._post = post  # type: ignore[method-assign]
     return ranks
+
+
+def shown_widget(bundle: dict[str, Any]) -> Any:
+    """The widget that an output refers to."""
+    model = bundle["application/vnd.jupyter.widget-view+json"]["model_id"]
+    return widget._instances[model]
 
 
 def widgets_in(view: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from IPython.display import display
 from .. import predict
 from ..completion import Offered
 from ..planning import gpu_table
+from ..planning.tuning.result import TuneResult
 from ..planning.tuning.space import TUNABLE
 from ..session import current
 from ..shared.errors import InvalidInput
@@ -150,6 +151,18 @@ class PlanningMagics(Magics):
             from ..ui.tune_figure import show_tuned  # plotly takes long to import
 
             show_tuned(result)
-        if args.apply and result.best and not result.stopped:
-            result.apply()
+        if result.typed:
+            self._apply(result, at_once=args.apply)
         return result
+
+    def _apply(self, result: TuneResult, at_once: bool) -> None:
+        """Train with the best settings, or say how."""
+        if at_once and not result.stopped:
+            result.apply()
+            return
+        if at_once:
+            print(f"Nothing was applied, because tuning ended early. To apply it: %hvd_set {result.typed}")
+        if getattr(shell_of(self), "kernel", None) is not None:
+            from ..ui.apply_view import ApplyView  # widgets take long to import
+
+            display(ApplyView(result))

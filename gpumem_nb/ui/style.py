@@ -191,7 +191,6 @@ CSS = """<style>
 .gpumem-panel .gpumem-form .widget-checkbox { width: auto; }
 .gpumem-panel .gpumem-searching { min-height: 1.4em; }
 .gpumem-panel .gpumem-searching p { margin: 0.2em 0; }
-.gpumem-panel .gpumem-apply { width: auto; max-width: 100%; font-weight: 600; }
 .gpumem-panel .gpumem-fits-map { display: grid; gap: 3px; max-width: 48em; margin: 0.3em 0; align-items: center; }
 .gpumem-panel .gpumem-fits-map button { width: 100%; height: 3.4em; margin: 0; line-height: 1.3; white-space: pre-line;
   font-variant-numeric: tabular-nums; }

@@ -9,6 +9,7 @@ import ipywidgets
 from ..planning.tuning.result import TuneResult
 from ..shared.errors import InvalidInput
 from ..shared.progress import Progress
+from .apply_view import ApplyView
 from .fits_view import fits_view
 from .search_view import Ask, SearchView
 from .steered import Steered
@@ -64,10 +65,7 @@ class TuneView(SearchView):
 
             parts.insert(0, tuned_widget(result))
         if result.typed:
-            apply = ipywidgets.Button(description=f"Apply {result.typed}", tooltip="train with the best settings")
-            apply.add_class("gpumem-apply")
-            apply.on_click(lambda _: self.ask(result.apply))
-            parts.insert(0, apply)
+            parts.insert(0, ApplyView(result, self.ask).view)
         return parts
 
     def _what_fits(self, progress: Progress) -> str:

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
 from gpumem_nb.planning.tuning.record import Candidate, speed_of
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, NotThisTime, WorkloadError
+from gpumem_nb.ui import threads
 from tests.cluster.test_ledger import STATE
 from tests.conftest import weights
+from tests.internals import shown_widget, widgets_in
+from tests.timing import until
 
 pytestmark = pytest.mark.cluster
 DIGITS = {"width": 8, "depth": 2, "resolution": 8}
@@ -252,6 +256,22 @@ def test_the_magics_say_the_same(two_ranks: Session, fresh: Callable[..., Sessio
     assert set(result.space.knobs) <= {"batch_size", "accumulation_steps", "checkpointing"}
     with pytest.raises(UsageError, match="changes the mathematics"):
         shell.run_line_magic("hvd_tune", "--knobs precision")
+
+
+def test_in_a_notebook_there_is_a_button_that_applies_it(
+    two_ranks: Session, fresh: Callable[..., Session], shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=1, accumulation_steps=32)
+    monkeypatch.setattr(shell, "kernel", object(), raising=False)
+    monkeypatch.setattr(threads, "speak_for_no_request", lambda kernel: None)
+    with capture_output() as output:
+        result = shell.run_line_magic("hvd_tune", "--seconds 3 --knobs batch_size")
+    assert session.settings == result.present, "nothing is changed before it is pressed"
+    [bundle] = [one.data for one in output.outputs if "application/vnd.jupyter.widget-view+json" in one.data]
+    [button] = [one for one in widgets_in(shown_widget(bundle)) if type(one).__name__ == "Button"]
+    button.click()
+    until(lambda: session.settings == _best(result).settings)
 
 
 def test_what_is_loaded_meanwhile_is_not_mixed_in(two_ranks: Session, fresh: Callable[..., Session]) -> None:
