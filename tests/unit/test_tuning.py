@@ -345,8 +345,18 @@ def test_applying_leaves_other_knobs_alone() -> None:
     result, _, _ = tuned(Settings(batch_size=8, accumulation_steps=8), 600)
     applied: list[dict[str, Any]] = []
     replace(result, _set=applied.append).apply()
-    assert applied == [result.best.settings.changed_from(result.present)]
-    assert "learning_rate" not in applied[0]
+    [knobs] = applied
+    assert result.present.replace(**knobs) == result.best.settings
+    assert set(knobs) == set(result.space.knobs)
+
+
+def test_applying_brings_back_tuned_knobs_that_were_changed_meanwhile() -> None:
+    """What was measured is applied, and no mixture of it with something that nobody has measured."""
+    result, _, _ = tuned(Settings(batch_size=64), 1000)
+    assert set(result.best.settings.changed_from(result.present)) == {"optimizer_impl"}
+    applied: list[dict[str, Any]] = []
+    replace(result, _set=applied.append).apply()
+    assert Settings(batch_size=256, checkpointing="sqrt").replace(**applied[0]) == result.best.settings
 
 
 def test_models_without_blocks_are_not_checkpointed() -> None:

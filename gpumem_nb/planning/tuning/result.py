@@ -81,13 +81,16 @@ class TuneResult:
     def apply(self) -> None:
         """Change to the best settings, from the next chunk on; knobs that were not tuned stay as they are by then.
 
+        Those that were tuned become what was measured, also where somebody changed them meanwhile.
+
         Raises:
             WorkloadError: there are none.
             InvalidInput: they cannot be used by now, or something else is loaded.
         """
         if self.best is None:
             raise WorkloadError(f"There is nothing to apply. {self.why}")
-        self._set(self.best.settings.changed_from(self.present))
+        best = self.best.settings
+        self._set({name: getattr(best, name) for name in self.space.knobs} | best.changed_from(self.present))
 
     def frame(self) -> Any:
         """A pandas DataFrame with a row for everything that was looked at: what was measured on top, fastest first."""
