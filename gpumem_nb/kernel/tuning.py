@@ -76,7 +76,7 @@ class Tuning:
         trials = _Trials(self._predicting, self._history, choice, probe, budget_bytes, seconds, progress)
         record, stopped = trials.record, ""
         try:
-            search(choice, present, trials)
+            search(choice, trials)
         except KeyboardInterrupt as interrupt:
             stopped = f"It was interrupted. {interrupt}".rstrip()
         except Changed as why:

@@ -115,7 +115,7 @@ def tuned(
 ) -> Any:
     choice = _space(present, **options)
     machine = Machine(None if limit_mib is None else round(MIB * limit_mib), seconds, noise, more)
-    search(choice, present, machine)
+    search(choice, machine)
     result = TuneResult(
         present=present,
         space=choice,
@@ -336,6 +336,7 @@ def test_another_global_batch_is_compared_with_what_it_begins_with() -> None:
     result, _, choice = tuned(Settings(batch_size=8), 600, global_batch=128)
     assert choice.start.samples_per_rank == 64
     assert result.now.settings == choice.start
+    assert len(result.now.rates) == len(result.best.rates), "the first turn alone is that of a cold machine"
     assert "do not fit" not in result.why
     assert "of these settings" in result.why
     assert speed_of(result.best) > speed_of(result.now)

@@ -46,7 +46,7 @@ class Trials(Protocol):
         """Whether they can be measured before the time is over, as far as can be told from what others took."""
 
 
-def search(space: Space, present: Settings, trials: Trials) -> None:
+def search(space: Space, trials: Trials) -> None:
     """Measure until the fastest is known or the time is over; what is found is in the record of ``trials``."""
     for settings in _screening(space, trials):
         measured = len(trials.record.measured)
@@ -56,7 +56,7 @@ def search(space: Space, present: Settings, trials: Trials) -> None:
         trials.measure(settings)
     if not trials.record.measured:
         _rest(space, trials)
-    _decide(present, trials)
+    _decide(space.start, trials)
 
 
 def _rest(space: Space, trials: Trials) -> None:
@@ -131,11 +131,11 @@ def _fitting(candidates: Iterable[Settings], trials: Trials) -> Iterator[Setting
             yield settings
 
 
-def _decide(present: Settings, trials: Trials) -> None:
-    """Let the best take turns with the present settings, and half of them at a time leave."""
+def _decide(start: Settings, trials: Trials) -> None:
+    """Let the best take turns with what they are compared with, and half of them at a time leave."""
     record = trials.record
     left = sorted(record.measured, key=speed_of, reverse=True)[:_FINALISTS]
-    now = record.candidates.get(present)
+    now = record.candidates.get(start)
     if now in record.measured and now not in left:
         left[-1:] = [now]
     while len(left) > 1:
