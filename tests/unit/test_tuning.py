@@ -322,6 +322,9 @@ def test_a_search_that_saw_little_says_so() -> None:
     result, _, _ = tuned(Settings(batch_size=64), 600, seconds=0.11)
     assert len(result.measured) == 1
     assert "It is the only one that was measured" in result.why
+    result, _, _ = tuned(Settings(batch_size=64), 300, seconds=1.0)
+    assert len(result.measured) == 1
+    assert "; the present settings do not fit. It is the only one that was measured" in result.why
 
 
 def test_no_error_is_told_of_few_turns() -> None:

@@ -132,11 +132,12 @@ class TuneResult:
         reserved = f"{format_bytes(best.predicted.reserved_peak_bytes)} reserved{self._limit}"
         rate = f"{_rate(best)} samples/s with {reserved}"
         present = "these settings" if self.space.start != self.present else "the present settings"
+        why_not = f"; {present} {self._why_not_now.rstrip('.')}" if now is None and self._why_not_now else ""
         if len(self.measured) == 1:
             left = len(self.space.candidates) - len(self.looked_at) - len(self.refused)
             others = f"{left} more were not looked at" if left else "no other one fits and could be measured"
             more = f" {self._more_time}" if left and not self.stopped else ""
-            return f"{self.flip(best)}: {rate}. It is the only one that was measured: {others}.{more}"
+            return f"{self.flip(best)}: {rate}{why_not}. It is the only one that was measured: {others}.{more}"
         if best is now:
             others = f"None of {len(self.measured) - 1} others that were measured is clearly faster"
             said = f"Of what was measured, {present} are the fastest that fit: {rate}. {others}."
@@ -144,21 +145,19 @@ class TuneResult:
         said = f"{self.flip(best)}: {rate}"
         if now:
             said += f", {speed_of(best) / speed_of(now):.2f} × the {_rate(now)} of {present}"
-        elif (why_not := self._why_not_now) is not None:
-            said += f"; {present} {why_not}"
-        said += f". It {mathematics(self.present, best.settings)}."
+        said += f"{why_not}. It {mathematics(self.present, best.settings)}."
         return " ".join(filter(None, [said, self._tight(best), self._parts(best), self._larger(best)]))
 
     @property
-    def _why_not_now(self) -> str | None:
-        """Why the present settings were not measured; ``None`` if there was no time."""
+    def _why_not_now(self) -> str:
+        """Why the present settings were not measured; empty if there was no time."""
         start = self.space.start
         if start in self.refused:
             return f"could not be tried: {self.refused[start]}"
         one = next((one for one in self.looked_at if one.settings == start), None)
         if one and one.failed:
             return f"could not be tried: {one.failed}"
-        return "do not fit" if one and not one.fits else None
+        return "do not fit" if one and not one.fits else ""
 
     def _parts(self, best: Candidate) -> str:
         """What each knob has to do with it."""
