@@ -17,6 +17,8 @@ from .region import Region
 
 # The theme's variables, so that a change of theme shows at once; the panel has a style of its own.
 _CSS = """<style>
+.gpumem-tuned { display: flex; flex-wrap: wrap; align-items: center; gap: 0.2em 0.8em; overflow: visible; }
+.gpumem-tuned .gpumem-css { display: none; }
 .gpumem-tuned .gpumem-apply { width: auto; max-width: 100%; height: auto; min-height: 2.1em; line-height: 1.4;
   padding: 0.2em 0.8em; white-space: normal; font-weight: 600; }
 .gpumem-tuned button:focus-visible { outline: 3px solid #E69F00; outline-offset: 1px; }
@@ -54,7 +56,9 @@ class ApplyView:
         self._button.on_click(lambda _: self._press())
         self._said = Region(role="status", label="what came of it")
         self._said.add_class("gpumem-came")
-        return box([ipywidgets.HTML(_CSS), self._button, self._said], "gpumem-tuned")
+        css = ipywidgets.HTML(_CSS)
+        css.add_class("gpumem-css")
+        return box([css, self._button, self._said], "gpumem-tuned")
 
     def _press(self) -> None:
         self._button.disabled = True
