@@ -115,7 +115,7 @@ def test_a_precision_that_is_slow_is_left_after_its_first_step(two_ranks: Sessio
     two_ranks.run(f"torch.manual_seed(0)\n{SLOW}")
     two_ranks.attach(model="net", data="rows", loss="criterion")
     two_ranks.set(batch_size=16, accumulation_steps=2)
-    result = two_ranks.tune(seconds=8, knobs=["precision", "batch_size"], same_mathematics=False)
+    result = two_ranks.tune(seconds=20, knobs=["precision", "batch_size"], same_mathematics=False)
     slow = [why for one, why in result.refused.items() if one.precision == "fp16"]
     assert slow
     assert all("times as long as in another precision" in why for why in slow)
@@ -266,7 +266,7 @@ def test_in_a_notebook_there_is_a_button_that_applies_it(
     monkeypatch.setattr(shell, "kernel", object(), raising=False)
     monkeypatch.setattr(threads, "speak_for_no_request", lambda kernel: None)
     with capture_output() as output:
-        result = shell.run_line_magic("hvd_tune", "--seconds 3 --knobs batch_size")
+        result = shell.run_line_magic("hvd_tune", "--seconds 12 --knobs batch_size")
     assert session.settings == result.present, "nothing is changed before it is pressed"
     [bundle] = [one.data for one in output.outputs if "application/vnd.jupyter.widget-view+json" in one.data]
     [button] = [one for one in widgets_in(shown_widget(bundle)) if type(one).__name__ == "Button"]
