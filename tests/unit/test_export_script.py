@@ -123,3 +123,10 @@ def test_odd_names_are_quoted_and_weights_of_the_criterion_too_can_lack_gradient
     assert (
         text.index("loss_of.named_parameters()") < text.index('named["loss.scale"]') < text.index("DataParallel(With")
     )
+
+
+def test_the_process_group_ends_when_nothing_holds_it_any_more() -> None:
+    text = written(Settings())
+    # Functions of this module keep the group for good, as their defaults, where they are defined after it.
+    assert text.index("import torch.distributed.nn\n") < text.index("dist.init_process_group(")
+    assert text.index("main(make, rows, opt)\n") < text.index("    dist.destroy_process_group()")
