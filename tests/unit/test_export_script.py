@@ -18,6 +18,7 @@ from gpumem_nb.export.script import script
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.exporting import Facts
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.workloads import catalog
 
 _EMPTY: dict[str, Any] = {"int": 0, "bool": False, "str": "", "float": 0.1, "tuple[str, ...]": (), "dict[str, str]": {}}
 FACTS = Facts(**{field.name: _EMPTY[str(field.type)] for field in fields(Facts)})
@@ -130,3 +131,14 @@ def test_the_process_group_ends_when_nothing_holds_it_any_more() -> None:
     # Functions of this module keep the group for good, as their defaults, where they are defined after it.
     assert text.index("import torch.distributed.nn\n") < text.index("dist.init_process_group(")
     assert text.index("main(make, rows, opt)\n") < text.index("    dist.destroy_process_group()")
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize("name", ["digits-resnet", "digits-separable", "text-gpt"])
+def test_ready_made_workloads_under_default_settings_have_at_most_200_lines(name: str, ddp: bool) -> None:
+    entry = catalog.find(name)
+    source = Source("ready", entry.task, dict(entry.values({})), separable=name == "digits-separable")
+    facts = replace(FACTS, stepped=True, order="shuffled")
+    header = "\n" * 8
+    order = Order(source, Settings(), facts, ddp, 1, 0, 1000, True, None, header, 10**6)
+    assert script(order).count("\n") <= 200
