@@ -39,6 +39,12 @@ def stop_running() -> None:
         session.stop()
 
 
+def forget_sessions() -> None:
+    """Make this process one in which none was started."""
+    stop_running()
+    session_module._latest = None
+
+
 def end_by(monkeypatch: pytest.MonkeyPatch, session: Session, instead: Callable[[Callable[[], None]], None]) -> None:
     """Let the session's ranks be ended by something else, which is given the usual way."""
     usual = session._life._shut_down

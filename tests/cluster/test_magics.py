@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cluster
 
 MAGICS = (
     "start status push pull load attach seed sync set train play pause eval panel memory time scaling trace runs "
-    "report log save resume interrupt restart stop check predict what_if"
+    "report log save resume interrupt restart stop check predict what_if what_fits tune doctor export"
 )
 
 
@@ -51,8 +51,9 @@ def test_any_magic_before_start_says_how_to_start(shell: InteractiveShell, capsy
         "seed": "1",
         "trace": "a.json",
         "report": "a.html",
+        "export": "a.py",
     }
-    internals.stop_running()
+    internals.forget_sessions()
     for name in sorted(needing):
         with pytest.raises(UsageError, match="%hvd_start 4"):
             run(shell, f"%hvd_{name} {arguments.get(name, '')}")
