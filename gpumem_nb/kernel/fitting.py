@@ -13,6 +13,7 @@ from ..shared.progress import Progress
 from ..shared.settings import Settings
 from .history import History
 from .predicting import Predicting
+from .slow_precisions import SlowPrecisions
 from .training import Training
 from .unchanged import Changed, Unchanged
 
@@ -41,6 +42,7 @@ class Fitting:
         """
         _, most = self._predicting.of_any_batch({})
         now, workload, unchanged = self._training.settings, self._training.workload, Unchanged(self._history)
+        slow = SlowPrecisions(self._predicting, batched=False)
         cells: list[Cell] = []
         failed: dict[tuple[str, str], str] = {}
         places = [
@@ -54,12 +56,14 @@ class Fitting:
 
             def tell(place: tuple[str, str] = place, done: float = number / len(places)) -> None:
                 unchanged.check()
+                if changed := self._changed_since(now):
+                    raise Changed(f"{changed} changed.")
                 progress(f"{place[0]}, checkpointing {place[1]}", done)
 
             try:
                 tell()
-                cells.append(self._cell(now, place, most, rates, tell))
-                unchanged.check()
+                cells.append(self._cell(now, place, most, rates, slow, tell))
+                tell()
             except (InvalidInput, WorkloadError) as error:
                 failed[place] = str(error)
             except (KeyboardInterrupt, Changed, GpumemError) as why:
@@ -73,12 +77,31 @@ class Fitting:
         if not cells:
             raise WorkloadError(next(iter(failed.values())))
         limit = next((cell.predicted.limit_bytes for cell in cells if cell.predicted), None)
-        return WhatFits(tuple(cells), now, limit, failed, apply)
+
+        def apply_unchanged(changes: dict[str, Any]) -> object:
+            if self._training.workload == workload and (changed := self._changed_since(now)):
+                raise InvalidInput(f"What fits was found before {changed} changed: look again with %hvd_what_fits.")
+            return apply(changes)
+
+        return WhatFits(tuple(cells), now, limit, failed, apply_unchanged)
+
+    def _changed_since(self, now: Settings) -> str:
+        """Knobs that memory hangs on besides those of a cell, and that somebody has changed; empty without any."""
+        changed = self._training.settings.changed_from(now).keys() - {ROWS, COLUMNS, "batch_size"}
+        return ", ".join(name for name in KNOBS if name in changed and KNOBS[name].moves)
 
     def _cell(
-        self, now: Settings, place: tuple[str, str], most: int, rates: dict[str, float], tell: Callable[[], None]
+        self,
+        now: Settings,
+        place: tuple[str, str],
+        most: int,
+        rates: dict[str, float],
+        slow: SlowPrecisions,
+        tell: Callable[[], None],
     ) -> Cell:
         changes = dict(zip((ROWS, COLUMNS), place, strict=True))
+        if why := slow.why(now.replace(**changes)):
+            raise WorkloadError(why)
         largest = self._predicting.largest_batch(changes)
         tell()
         for _ in range(_ATTEMPTS):

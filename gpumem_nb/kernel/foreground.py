@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -33,6 +34,7 @@ from .policy import Policy
 from .stop_button import InterruptTracker
 from .surroundings import Followed
 from .training import Training
+from .training.training import PAUSE_PATIENCE_S
 
 RESUMING = "gpumem_nb resuming"
 """Names the thread that puts a state in place, or settles what a failed load has left: nothing else may overtake it."""
@@ -221,8 +223,9 @@ class Foreground:
             RankError: the first error of a rank; ``Stalled`` if ranks had waited for others in it.
             ClusterDied: a rank that others wait for cannot be freed.
         """
+        ahead = self._training.under_way()
         self._training.make_way()
-        with self.interruptible(lambda: self._ranks.interrupt_until(call.finished), call.pending):
+        with self.interruptible(lambda: self._interrupt(call, ahead), call.pending):
             try:
                 for finished in call.slices(timeout):
                     if finished:
@@ -241,6 +244,13 @@ class Foreground:
                     raise Stalled(error, what) from None
                 raise
         return call
+
+    def _interrupt(self, call: Call, ahead: Sequence[Call]) -> bool:
+        """Interrupt ranks in a call, but not in steps that come before it: training would pause for that."""
+        deadline = time.monotonic() + PAUSE_PATIENCE_S
+        for steps in ahead:
+            steps.finished(max(0.0, deadline - time.monotonic()))
+        return call.finished(0.0) or self._ranks.interrupt_until(call.finished)
 
     def mark_notes(self, call: Call) -> None:
         """Keep what ranks said of their surroundings, for the panel."""

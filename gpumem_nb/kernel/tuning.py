@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +26,11 @@ from . import compatibility
 from .foreground import Foreground
 from .history import History
 from .predicting import Predicting
+from .slow_precisions import SlowPrecisions
 from .training import Training
 from .unchanged import Changed, Unchanged
 
 LEAST_S, MOST_S = 1.0, 86400.0
-_PROBE = 4  # samples of the first step in each precision: one that a device does not compute in takes very long
-_HOPELESS, _HOPELESS_S = 4, 1.0  # times as long as that of another precision, and so long at least
 
 
 class Tuning:
@@ -72,8 +72,8 @@ class Tuning:
             return settings
 
         choice = space(present, workload, ranks, ask, knobs, global_batch, same_mathematics)
-        probe = 0 if workload.data.batched else _PROBE
-        trials = _Trials(self._predicting, self._history, choice, probe, budget_bytes, seconds, progress)
+        slow = SlowPrecisions(self._predicting, workload.data.batched, budget_bytes)
+        trials = _Trials(self._predicting, self._history, choice, slow, budget_bytes, seconds, progress)
         record, stopped = trials.record, ""
         try:
             search(choice, trials)
@@ -99,6 +99,7 @@ class Tuning:
             longest_s=trials.times.longest_s,
             stopped=stopped,
             refused=dict(record.refused),
+            batch_norm=workload.batch_norm,
             _set=apply,
         )
         if best := result.best:
@@ -135,7 +136,7 @@ class _Trials:
         predicting: Predicting,
         history: History,
         choice: Space,
-        probe: int,
+        slow: SlowPrecisions,
         budget_bytes: int | None,
         seconds: float,
         progress: Progress,
@@ -151,9 +152,7 @@ class _Trials:
         self._budget_bytes = budget_bytes
         self._seconds = seconds
         self._progress = progress
-        self._probe = probe
-        self._probe_s: dict[str, float] = {}  # of the first step, by precision
-        self._hopeless: dict[str, str] = {}  # why it is not worth more, by precision
+        self._slow = slow
 
     def time_spent(self) -> float:
         """The share of the time that is gone."""
@@ -172,12 +171,7 @@ class _Trials:
             self._tell()
             splits = [one for one in self._space.other_splits(settings) if one not in known and _follows(one, settings)]
             try:
-                if slow := self._slow(settings):
-                    refused.update(dict.fromkeys(splits, slow))
-                    return False
-                found = self._small_steps(settings, splits)
-            except NotThisTime:
-                found = self._small_steps(settings, splits)
+                found = self._looked_at(settings, splits)
             except WorkloadError as error:
                 refused.update(dict.fromkeys(splits, str(error)))
                 return False
@@ -200,11 +194,25 @@ class _Trials:
         finally:
             self.times.turn(settings, time.monotonic() - began_s, step_s)
             self._unchanged.check()
-        candidate.took_steps(found)
+        candidate.took_steps(found.widened(*self._missed))
 
     @property
     def _left_s(self) -> float:
         return self.began_s + self._seconds - time.monotonic()
+
+    def _looked_at(self, settings: Settings, splits: list[Settings]) -> list[Prediction]:
+        with suppress(NotThisTime):
+            return self._look(settings, splits)
+        return self._look(settings, splits)  # what was in the way may be gone
+
+    def _look(self, settings: Settings, splits: list[Settings]) -> list[Prediction]:
+        if "precision" in self._space.knobs and (why := self._slow.why(settings, self._again)):
+            raise WorkloadError(why)
+        return self._small_steps(settings, splits)
+
+    def _again(self, took_s: float) -> bool:
+        self.times.first_step(took_s)
+        return self._left_s > took_s
 
     def _small_steps(self, settings: Settings, splits: list[Settings]) -> list[Prediction]:
         sizes, began_s = [one.batch_size for one in splits], time.monotonic()
@@ -212,22 +220,6 @@ class _Trials:
         self.times.small_steps(time.monotonic() - began_s)
         self._unchanged.check()
         return [replace(said.widened(*self._missed), settings=one) for one, said in zip(splits, found, strict=True)]
-
-    def _slow(self, settings: Settings) -> str:
-        """Why this precision is not worth larger steps: some devices have no fast fp16, say."""
-        precision, probed = settings.precision, self._probe_s
-        if "precision" in self._space.knobs and precision not in probed:
-            size = min(self._probe or settings.batch_size, settings.batch_size)
-            few = settings.replace(batch_size=size, accumulation_steps=1)
-            for _ in range(2):  # something may have come in between
-                seconds = self._predicting.by_small_steps(few, [size], self._budget_bytes)[0].seconds
-                probed[precision] = min(seconds, probed.get(precision, seconds))
-                times = probed[precision] / min(probed.values())
-                if times <= _HOPELESS or seconds <= _HOPELESS_S:
-                    break
-            else:
-                self._hopeless[precision] = f"a small step took {times:.0f} times as long as in another precision"
-        return self._hopeless.get(precision, "")
 
     def _tell(self) -> None:
         """Say how far it is; ends tuning when what is tuned may be another model by now."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import gpumem_nb
 from gpumem_nb.planning.tuning.result import TuneResult
+from gpumem_nb.report.differences import short
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError
 from gpumem_nb.shared.settings import Settings
@@ -62,6 +63,7 @@ class Case:
     model: str
     limit_bytes: int
     best: Measured
+    bests: str
     found: str
     ratio: float
     seconds: float
@@ -156,17 +158,26 @@ def tuned(name: str, grid: Sequence[Measured], grid_s: float, limit: int, surviv
             event.kind != "load" for event in session.history.events if event.kind in ("oom", "error", "stall")
         )
         if result.best is None:
-            return Case(name, limit, best, result.why, 0.0, result.seconds, grid_s, failures, "")
+            return Case(name, limit, best, "", result.why, 0.0, result.seconds, grid_s, failures, "")
+        bests = flip(result, best.settings)
         ratio = compared(session, result, best)
         survived = ""
         if survive:
             session.set(**result.best.settings.as_dict())
             try:
                 session.train(SURVIVES)
-                survived = "yes" if session.settings == result.best.settings else "no"
-            except GpumemError:
-                survived = "no"
-        return Case(name, limit, best, result.typed or "as it is", ratio, result.seconds, grid_s, failures, survived)
+                survived = (
+                    "yes" if session.settings == result.best.settings else f"no: {session.history.events[-1].text}"
+                )
+            except GpumemError as error:
+                survived = f"no: {error}"
+        found = flip(result, result.best.settings)
+        return Case(name, limit, best, bests, found, ratio, result.seconds, grid_s, failures, survived)
+
+
+def flip(result: TuneResult, settings: Settings) -> str:
+    """What differs from the settings that tuning began with, in a few letters."""
+    return short(result.present, settings) or "as it is"
 
 
 def compared(session: Session, result: TuneResult, best: Measured) -> float:
@@ -189,15 +200,16 @@ def compared(session: Session, result: TuneResult, best: Measured) -> float:
 
 def words(case: Case) -> str:
     """One line of the log."""
-    return f"{format_bytes(case.limit_bytes)}: {case.found}, {case.ratio:.2f} of the best in {case.seconds:.0f} s"
+    limit = format_bytes(case.limit_bytes)
+    return f"{limit}: {case.found}; {case.ratio:.2f} of {case.bests} in {case.seconds:.0f} s {case.survived}"
 
 
 def report(cases: Sequence[Case]) -> str:
     """The figures as Markdown."""
-    headings = "model | limit | found | ÷ best of the grid | time ÷ grid's | failed steps | 500 steps"
-    rows = [f"| {headings} |", f"|{' --- |' * 7}"]
+    headings = "model | limit | found | best of the grid | ratio | time ÷ grid's | failed steps | 500 steps"
+    rows = [f"| {headings} |", f"|{' --- |' * 8}"]
     rows += [
-        f"| {one.model} | {format_bytes(one.limit_bytes)} | {one.found} | {one.ratio:.2f} | "
+        f"| {one.model} | {format_bytes(one.limit_bytes)} | {one.found} | {one.bests} | {one.ratio:.2f} | "
         f"{one.seconds / one.grid_s:.2f} | {one.failures} | {one.survived or 'not run'} |"
         for one in cases
     ]

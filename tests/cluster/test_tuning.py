@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +17,11 @@ from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, NotThisTime, WorkloadError
 from gpumem_nb.ui import threads
+from tests.cluster.stop_button import Stop
 from tests.cluster.test_ledger import STATE
 from tests.conftest import weights
-from tests.internals import shown_widget, widgets_in
-from tests.timing import until
+from tests.internals import shown_widget, wait_for_steps, widgets_in
+from tests.timing import HANG_S, until
 
 pytestmark = pytest.mark.cluster
 DIGITS = {"width": 8, "depth": 2, "resolution": 8}
@@ -96,6 +99,14 @@ def test_a_budget_is_kept_to(two_ranks: Session, fresh: Callable[..., Session]) 
     assert "the present settings do not fit" in result.why
 
 
+SLOW_STEPS = """
+import time
+net = torch.nn.Linear(16, 4)
+rows = torch.utils.data.TensorDataset(torch.randn(256, 16), torch.randint(4, (256,)))
+def slow(model, batch):
+    time.sleep(0.15)
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
 SLOW = """
 import time, torch
 
@@ -120,6 +131,10 @@ def test_a_precision_that_is_slow_is_left_after_its_first_step(two_ranks: Sessio
     assert slow
     assert all("times as long as in another precision" in why for why in slow)
     assert {one.settings.precision for one in result.looked_at} == {"fp32", "bf16"}
+    assert "times as long as in another precision" in str(result)
+    found = two_ranks.what_fits()
+    assert {cell.precision for cell in found.cells} == {"fp32", "bf16"}
+    assert "times as long as in another precision" in str(found)
 
 
 def test_where_nothing_fits_that_is_the_answer(two_ranks: Session, fresh: Callable[..., Session]) -> None:
@@ -160,6 +175,32 @@ def test_training_goes_on_in_between(two_ranks: Session, fresh: Callable[..., Se
     finally:
         session.pause()
     assert len(weights(session)) == 1
+
+
+def _set(event: threading.Event, what: str, done: float) -> None:
+    event.set()
+
+
+def test_stopping_it_does_not_pause_training(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    """The signal comes while its trial waits for the step under way: that is not what somebody stops."""
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=16)
+    session.run(SLOW_STEPS)
+    session.attach(model="net", data="rows", loss="slow")
+    session.play()
+    try:
+        wait_for_steps(session, 3)
+        for _ in range(3):
+            steps = session.history.steps
+            begun = threading.Event()
+            stop = Stop(begun.is_set)
+            result = session.tune(seconds=60, progress=functools.partial(_set, begun))
+            assert "It was interrupted" in result.why
+            assert stop.took_s() < HANG_S
+            assert session.playing
+            wait_for_steps(session, steps + 2)
+    finally:
+        session.pause()
 
 
 def test_a_cell_in_between_ends_it(two_ranks: Session, fresh: Callable[..., Session]) -> None:
@@ -287,6 +328,27 @@ def test_what_is_loaded_meanwhile_is_not_mixed_in(two_ranks: Session, fresh: Cal
     assert "something was loaded" in str(found)
     with pytest.raises(InvalidInput, match="something else is loaded now"):
         found.apply("fp32", "none")
+
+
+def test_what_fits_is_not_mixed_with_settings_that_come_meanwhile_or_later(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=16)
+
+    def flip(what: str, done: float) -> None:
+        if what.startswith("fp32, checkpointing blocks"):
+            session.set(accumulation_steps=2)
+
+    found = session.what_fits(progress=flip)
+    assert [(cell.precision, cell.checkpointing) for cell in found.cells] == [("fp32", "none")]
+    assert "nor what follows it: accumulation_steps changed." in str(found)
+    session.set(accumulation_steps=1, optimizer="sgd", learning_rate=0.1)
+    with pytest.raises(InvalidInput, match="found before optimizer changed: look again with %hvd_what_fits"):
+        found.apply("fp32", "none")
+    session.set(optimizer="adamw", learning_rate=1e-3)
+    found.apply("fp32", "none")
+    assert session.settings.batch_size == found.cells[0].largest
 
 
 def test_what_fits_keeps_what_was_found_before_a_restart(two_ranks: Session, fresh: Callable[..., Session]) -> None:

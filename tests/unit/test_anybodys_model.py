@@ -212,6 +212,40 @@ def test_what_cannot_be_trained_is_refused_when_it_is_attached(
         attached(made, optimizer=optimizer(made))
 
 
+@pytest.mark.parametrize("trials", [1, 3])
+def test_trials_leave_no_trace_in_the_state_that_an_optimizer_shares_with_the_one_in_it(trials: int) -> None:
+    ours, plain = twins(linear)
+    wrapper = Wrapper(Adam(ours.parameters(), lr=0.1))
+    trainer = attached(ours, lambda model, batch: loss(model, [ONES]), wrapper)
+    for number in range(trials):
+        assert trainer.run(Chunk(OWN, 100 + number, 1, trial=True)).failure is None
+    assert not wrapper.inner.state
+    trainer.run(Chunk(OWN, 1, 3))
+    optimizer = Adam(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(plain, [ONES]).backward()
+        optimizer.step()
+    assert torch.equal(ours.weight, plain.weight)  # type: ignore[arg-type]
+
+
+class Remembering(SGD):
+    """Keeps gradients where nobody looks for them."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.seen: list[Tensor] = []
+        self.steps = 0
+
+
+def test_what_an_optimizer_keeps_beside_its_state_is_told_of_once() -> None:
+    model = linear()
+    said = " ".join(attached(model, optimizer=Remembering(model.parameters(), 0.1)).info().notes)
+    assert "The optimizer keeps values outside of its state (seen)" in said
+    plain = linear()
+    assert "outside of its state" not in " ".join(attached(plain, optimizer=Adam(plain.parameters())).info().notes)
+
+
 def test_an_optimizer_around_another_one_trains_if_it_keeps_nothing_of_its_own() -> None:
     ours, plain = twins(lambda: nn.Linear(4, 2))
     trainer = attached(ours, optimizer=Wrapper(SGD(ours.parameters(), lr=0.1)))

@@ -89,6 +89,19 @@ def test_the_first_step_of_a_size_is_the_ranks_own_because_it_may_be_a_trial(mak
     assert take(stream)[1] == second, "the workers are where they were"
 
 
+def test_trials_are_the_ranks_own_and_leave_the_workers_where_they_are(make: Make) -> None:
+    plain, stream = make(), make(num_workers=1)
+    workers = [take(one)[1] for one in (stream, stream)][1]
+    take(plain), take(plain)
+    expected = take(plain, done=False)[0]
+    stream.make_ready(2, 2, trial=True)
+    batches = list(stream.micro_batches(2, 2))
+    assert {int(pid) for batch in batches for pid in batch[2]} == {os.getpid()}
+    assert [float(value) for batch in batches for value in batch[0]] == expected
+    assert not stream.foreign
+    assert take(stream) == (expected, workers)
+
+
 def test_a_step_that_was_undone_comes_again(make: Make) -> None:
     plain, stream = make(), make(num_workers=2)
     for done in (True, True, False, False, True, False, True):

@@ -65,8 +65,10 @@ class Machine:
         seconds: float,
         noise: float = 0.0,
         more: Callable[[Settings], float] = lambda settings: 1.0,
+        step_s: Callable[[Settings], float] = _seconds,
     ) -> None:
         self.more = more  # memory that whole steps take, times what small ones say
+        self.step_s = step_s
         self.record = Record()
         self.limit_bytes = limit_bytes
         self.seconds = seconds
@@ -96,10 +98,11 @@ class Machine:
     def measure(self, settings: Settings) -> None:
         assert self.record.candidates[settings].fits, "nothing is measured that is not expected to fit"
         self.measured.append(settings)
-        self.spent_s += 3 * _seconds(settings)
-        self.times.turn(settings, 3 * _seconds(settings), _seconds(settings))
+        step_s = self.step_s(settings)
+        self.spent_s += 3 * step_s
+        self.times.turn(settings, 3 * step_s, step_s)
         noise = 1 + self._noise.gauss(0, self._share)
-        rate = settings.samples_per_rank * RANKS / _seconds(settings) * noise
+        rate = settings.samples_per_rank * RANKS / step_s * noise
         reserved = round(_bytes(settings) * self.more(settings))
         said = _said(settings, reserved, self.limit_bytes)
         self.record.candidates[settings].took_steps(replace(said, samples_per_s=rate if fits(said) else None))
@@ -111,10 +114,11 @@ def tuned(
     seconds: float = 100.0,
     noise: float = 0.0,
     more: Callable[[Settings], float] = lambda settings: 1.0,
+    step_s: Callable[[Settings], float] = _seconds,
     **options: Any,
 ) -> Any:
     choice = _space(present, **options)
-    machine = Machine(None if limit_mib is None else round(MIB * limit_mib), seconds, noise, more)
+    machine = Machine(None if limit_mib is None else round(MIB * limit_mib), seconds, noise, more, step_s)
     search(choice, machine)
     result = TuneResult(
         present=present,
@@ -127,6 +131,7 @@ def tuned(
         longest_s=machine.times.longest_s,
         stopped="",
         refused={},
+        batch_norm=False,
         _set=lambda _: None,
     )
     return result, machine, choice
@@ -294,7 +299,9 @@ def test_what_is_tight_was_measured_and_has_to_be_clearly_faster() -> None:
     slow, near = _candidate(50, 2, 90.0, 90.0, 91.0), _candidate(50, 2, 110.0, 110.0, 111.0)
 
     def best(*looked_at: Candidate) -> TuneResult:
-        return TuneResult(choice.start, choice, looked_at, 100 * MIB, RANKS, 1.0, 60.0, 1.0, "", {}, lambda _: None)
+        return TuneResult(
+            choice.start, choice, looked_at, 100 * MIB, RANKS, 1.0, 60.0, 1.0, "", {}, False, lambda _: None
+        )
 
     assert best(slow, tight).best is tight
     assert "tight: up to 101.0 MiB are possible" in best(slow, tight).why
@@ -379,3 +386,68 @@ def test_a_global_batch_beyond_all_bounds_is_refused_at_once() -> None:
         _space(
             Settings(batch_size=16), replace(WORKLOAD, data=DataInfo(batch_size=16, batched=True)), knobs=["batch_size"]
         )
+
+
+def test_other_knobs_are_measured_where_it_is_fastest() -> None:
+    def small_is_fast(settings: Settings) -> float:
+        """Larger micro-batches than 8 leave the cache."""
+        update = {"default": 0.2, "foreach": 0.2, "loop": 0.3, "fused": 0.1}[settings.optimizer_impl]
+        return update + (1.0 if settings.batch_size <= 8 else 1.5)
+
+    result, machine, _ = tuned(Settings(batch_size=8, accumulation_steps=8), 600, step_s=small_is_fast)
+    assert result.best is not None
+    assert result.best.settings.optimizer_impl == "fused"
+    assert result.best.settings.batch_size <= 8
+    assert Settings(batch_size=8, accumulation_steps=8, optimizer_impl="loop") in machine.measured
+
+
+def test_of_batch_norm_it_is_said_that_other_micro_batches_change_it() -> None:
+    result, _, _ = tuned(Settings(batch_size=2, accumulation_steps=32), 600)
+    of_batches = replace(result, batch_norm=True)
+    size = result.best.settings.batch_size
+    assert size != 2
+    assert f"but for batch norm, whose statistics come from micro-batches of {size} samples then, not of 2." in (
+        of_batches.why
+    )
+    assert "batch norm" not in result.why
+    kept, _, _ = tuned(Settings(batch_size=2, accumulation_steps=32), 600, knobs=["optimizer_impl"])
+    assert "batch norm" not in replace(kept, batch_norm=True).why
+
+
+def test_what_could_not_be_tried_is_told_with_the_reason() -> None:
+    present = Settings(batch_size=8, accumulation_steps=8)
+    result, _, _ = tuned(present, 600)
+    fused = [present.replace(optimizer_impl="fused", checkpointing=mode) for mode in ("none", "blocks")]
+    told = replace(result, refused=dict.fromkeys(fused, "it has no fused implementation."))
+    assert "Left out: optimizer_impl default → fused and 1 more: it has no fused implementation." in str(told)
+    frame = told.frame()
+    assert len(frame) == len(result.frame()) + 2
+    assert list(frame.failed)[-2:] == ["it has no fused implementation."] * 2
+    assert not frame.fits.iloc[-1]
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ({"batch_size": 8, "accumulation_steps": 8}, "Less may be needed with what changes the mathematics"),
+        ({"batch_size": 8, "checkpointing": "none"}, "Less may be needed with a smaller global batch or"),
+    ],
+)
+def test_where_nothing_fits_what_helps_is_named(start: dict[str, Any], said: str) -> None:
+    knobs = ["batch_size"] if "accumulation_steps" in start else ["optimizer_impl"]
+    result, _, _ = tuned(Settings(**start), 10, knobs=knobs)
+    assert said in result.why
+
+
+def test_what_cannot_become_the_fastest_is_not_measured() -> None:
+    def slow_fp16(settings: Settings) -> float:
+        return _seconds(settings) * (10 if settings.precision == "fp16" else 1)
+
+    result, machine, _ = tuned(
+        Settings(batch_size=8, accumulation_steps=8), 250, step_s=slow_fp16, same_mathematics=False
+    )
+    fp16 = [one for one in machine.record.candidates if one.precision == "fp16"]
+    assert fp16
+    assert all(one.checkpointing == "none" for one in fp16), "which only adds to a step"
+    assert {one.checkpointing for one in machine.measured if one.precision == "bf16"} == {"none", "blocks", "sqrt"}
+    assert result.best.settings.precision == "bf16"

@@ -81,7 +81,7 @@ class Stream:
         """Epochs seen so far; ``None`` where their length is not known."""
         return self.position / self.length if self.length else None
 
-    def make_ready(self, batch_size: int, count: int) -> None:
+    def make_ready(self, batch_size: int, count: int, trial: bool = False) -> None:
         """What the next step needs and must not begin within it, such as new processes."""
 
     def micro_batches(self, batch_size: int, count: int) -> Iterator[Any]:
@@ -158,15 +158,20 @@ class ShardedStream(Stream):
         self.handed_on = handed_on or {}
         self._epochs: dict[tuple[int, int], Sequence[Any]] = {}
         self._workers: Workers | None = None
+        self._by_itself = False
         self._begun_with: tuple[Any, ...] = ()
         self._done: tuple[int, int] | None = None
 
-    def make_ready(self, batch_size: int, count: int) -> None:
+    def make_ready(self, batch_size: int, count: int, trial: bool = False) -> None:
         """Let the workers that the settings ask for fetch the next step, and those after it.
 
-        The first step of another size is fetched by the rank itself, because it may be a trial. A worker has the
-        dataset as it was when the worker began: after somebody's code has run, new ones begin.
+        The rank itself fetches the first step of another size, and every trial: what all trials take can be compared
+        then, and workers stay where they are. A worker has the dataset as it was when the worker began: after
+        somebody's code has run, new ones begin.
         """
+        self._by_itself = trial
+        if trial:
+            return
         loading = self._loading
         wanted = (loading, self.seed, self.draws, cells.ran())
         if self._workers and (self._workers.closed or self._begun_with != wanted):
@@ -182,7 +187,8 @@ class ShardedStream(Stream):
     def micro_batches(self, batch_size: int, count: int) -> Iterator[Any]:
         """The ``count`` collated micro-batches of this rank's next step. The position stays until :meth:`advance`."""
         at = (self.position, batch_size, count)
-        by_workers = self._workers if self._workers and self._workers.at == at else None
+        at_hand = self._workers is not None and self._workers.at == at and not self._by_itself
+        by_workers = self._workers if at_hand else None
         self.foreign = by_workers is not None and self._loading.num_workers > 0
         fetcher = self._fetcher()
         for index in range(count):

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from ...internals.torch_internals import has_step_hooks
 from .live_model import LiveModel
+from .optimizers import from_torch
 from .parts import as_given, in_groups
 from .python_state import PythonState
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
+def has_batch_norm(live: LiveModel) -> bool:
+    """Whether the model takes statistics from micro-batches."""
+    return any(isinstance(module, _BATCH_NORMS) for module in live.parts.modules())
+
+
 def notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[str, ...]:
     """Sentences about this model and its loss on that many ranks."""
     said = []
-    if ranks > 1 and any(isinstance(module, _BATCH_NORMS) for module in live.parts.modules()):
+    if ranks > 1 and has_batch_norm(live):
         said.append(
             "Batch norm takes its statistics from each rank's own micro-batches, so running means and variances differ "
-            "from rank to rank; weights do not."
+            "from rank to rank; weights do not. Another batch_size changes them, also where accumulation_steps makes "
+            "up for it."
         )
     trained = set(map(id, live.parts.parameters()))
     given = as_given(loss)
@@ -40,9 +49,27 @@ def notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[str, .
         if left_out:
             others = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
             said.append(f"The optimizer does not hold {left_out[0]}{others}: what it does not hold is not trained.")
+        if kept := _beside_state(live.own_optimizer):
+            said.append(
+                f"The optimizer keeps values outside of its state ({', '.join(kept)}): a step that is undone, such as "
+                "a trial of %hvd_tune or %hvd_predict, may leave its mark there. Keep them in state[param]."
+            )
         if has_step_hooks(live.own_optimizer):
             said.append(
                 "The optimizer has step hooks: they run for updates that count, and what they keep is in no saved "
                 "state. A scheduler is saved when it is named: scheduler=."
             )
     return tuple(said)
+
+
+def _beside_state(optimizer: Optimizer) -> list[str]:
+    """Names of what an optimizer, or one in it, keeps beside its state and groups, and what a step may change."""
+    usual = vars(SGD([nn.Parameter()], lr=1.0)).keys()
+    inner = (one for one in vars(optimizer).values() if isinstance(one, Optimizer))
+    return [
+        name
+        for one in (optimizer, *inner)
+        if not from_torch(one)
+        for name, value in vars(one).items()
+        if name not in usual and isinstance(value, (Tensor, list, dict, set, deque))
+    ]

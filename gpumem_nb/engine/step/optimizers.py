@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -70,7 +69,9 @@ def set_implementation(optimizer: Optimizer, name: str) -> None:
 
 def put_state(optimizer: Optimizer, state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
     """``load_state_dict`` without its casts: it would turn fp32 state of bf16 parameters into bf16."""
-    optimizer.state = defaultdict(dict, state)
+    filled = dict(state)
+    optimizer.state.clear()  # in place: an optimizer around another one shares its state with that
+    optimizer.state.update(filled)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: value for name, value in saved.items() if name != "params"})
 

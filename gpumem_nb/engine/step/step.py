@@ -148,7 +148,7 @@ class Stepper:
         self._clock.begin()
         self.began_s = time.monotonic()
         self.record = None
-        failure = failure or self._data_ready()
+        failure = failure or self._data_ready(order.trial)
         for _ in range(MOST_ATTEMPTS):
             with (
                 Recorder(self._device, *self._live.parts.named.values()).watching() if order.recorded else nullcontext()
@@ -163,12 +163,13 @@ class Stepper:
                 return outcome
         return self.take(order, self.failure(WorkloadError(_RESTLESS)))
 
-    def _data_ready(self) -> Failure | None:
+    def _data_ready(self, trial: bool) -> Failure | None:
         """Let workers begin outside of what is recorded: they must not inherit the recorder."""
         self._begin(DATA)
         try:
             with interruptible():
-                self._stream.make_ready(self._live.settings.batch_size, self._live.settings.accumulation_steps)
+                settings = self._live.settings
+                self._stream.make_ready(settings.batch_size, settings.accumulation_steps, trial)
         except BaseException as error:
             return self.failure(error)
         finally:

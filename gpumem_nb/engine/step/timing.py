@@ -14,6 +14,7 @@ from ..together.agreement import any_rank
 MOST_STEPS = 5  # after one that warms up
 LONGEST_S = 0.3  # no further step is begun after that, but for the second
 LONGEST_FIRST_S = 2.0  # nor after a first one that took so long, of which warming up is a small part
+MULTIPLIED = 2  # steps at least, of two micro-batches that stand for many: what warming up takes would count as often
 LEAST_SHARE = 0.25  # of two micro-batches that the second one takes, whatever noise says
 
 Trying = Callable[[Chunk], AbstractContextManager[Failure | None]]
@@ -32,12 +33,12 @@ def timed(trying: Trying, step: Step, chunk: Chunk) -> tuple[tuple[float, ...], 
         chunk: a trial of the settings to time.
     """
 
-    def times(accumulation_steps: int) -> tuple[list[float], Failure | None]:
+    def times(accumulation_steps: int, fewest: int = 1) -> tuple[list[float], Failure | None]:
         settings = chunk.settings.replace(accumulation_steps=accumulation_steps)
-        return _times(trying, step, replace(chunk, settings=settings))
+        return _times(trying, step, replace(chunk, settings=settings), fewest)
 
     count = chunk.settings.accumulation_steps
-    two, failure = times(min(count, 2))
+    two, failure = times(min(count, 2), MULTIPLIED if count > 2 else 1)
     if not two or count <= 2:
         return tuple(two), failure
     one, failure = times(1)
@@ -47,7 +48,7 @@ def timed(trying: Trying, step: Step, chunk: Chunk) -> tuple[tuple[float, ...], 
     return tuple(of_two + (count - 2) * max(LEAST_SHARE * of_two, of_two - least) for of_two in two), None
 
 
-def _times(trying: Trying, step: Step, chunk: Chunk) -> tuple[list[float], Failure | None]:
+def _times(trying: Trying, step: Step, chunk: Chunk, fewest: int) -> tuple[list[float], Failure | None]:
     """Each step with what the first waited for data: later ones get the same samples, which are there already."""
     found: list[float] = []
     data_s = 0.0
@@ -61,5 +62,6 @@ def _times(trying: Trying, step: Step, chunk: Chunk) -> tuple[list[float], Failu
             found.append(work_s + data_s)
             took_s = time.monotonic() - began_s
             longest_s = LONGEST_S if len(found) > 1 else LONGEST_FIRST_S
-            if any_rank(len(found) > MOST_STEPS or took_s > longest_s, "timing on"):
+            enough = len(found) > MOST_STEPS or (took_s > longest_s and len(found) >= fewest)
+            if any_rank(enough, "timing on"):
                 return found[1:] or found, None

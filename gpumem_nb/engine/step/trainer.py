@@ -28,6 +28,7 @@ from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
 from .live_model import LiveModel, RatesMemory
 from .noise import NoiseScale
+from .notes import has_batch_norm
 from .notes import notes as model_notes
 from .rates import Course, named_rate
 from .reduction import Travel
@@ -135,6 +136,7 @@ class Trainer:
             eval_len=self.evaluator.length if self.evaluator else None,
             own_scheduler=type(self.live.scheduler).__name__ if self.live.scheduler else None,
             why_flat=horovod_settings.why_flat(),
+            batch_norm=has_batch_norm(self.live),
         )
 
     def doing(self) -> tuple[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -154,7 +153,7 @@ class KeptState:
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._own = {name: value for name, value in vars(optimizer).items() if type(value) in _PLAIN}
         if release:
-            optimizer.state = defaultdict(dict)
+            optimizer.state.clear()
 
     def restore(self) -> None:
         """Put state and options back."""

@@ -69,6 +69,11 @@ class InFlight:
         return sum(chunk.steps for chunk, _ in self._chunks)
 
     @property
+    def calls(self) -> list[Call]:
+        """All of them."""
+        return [call for _, call in self._chunks]
+
+    @property
     def leftover(self) -> Call | None:
         """A chunk given up on that some rank has yet to answer: its reductions would meet those of another chunk."""
         return next((call for call in self._given_up if call.pending()), None)

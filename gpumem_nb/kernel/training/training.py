@@ -111,6 +111,11 @@ class Training:
             call = self._in_flight.oldest
             return call.pending() if call else []
 
+    def under_way(self) -> list[Call]:
+        """The chunks that ranks were sent and have not answered, oldest first."""
+        with self._state.locked():
+            return self._in_flight.calls
+
     def describe(self) -> str:
         """What is happening, in words."""
         waiting, failure = self.waiting_for(), self._state.failure

@@ -38,6 +38,7 @@ class TuneResult:
         longest_s: what the longest of its trials took, which are not left half way.
         stopped: why it ended early, in a sentence; empty if it came to its end.
         refused: what no step was possible under, and why.
+        batch_norm: whether the model takes statistics from micro-batches.
     """
 
     present: Settings
@@ -50,6 +51,7 @@ class TuneResult:
     longest_s: float
     stopped: str
     refused: Mapping[Settings, str]
+    batch_norm: bool
     _set: Callable[[dict[str, Any]], object] = field(repr=False, compare=False)
 
     @property
@@ -93,7 +95,10 @@ class TuneResult:
         self._set({name: getattr(best, name) for name in self.space.knobs} | best.changed_from(self.present))
 
     def frame(self) -> Any:
-        """A pandas DataFrame with a row for everything that was looked at: what was measured on top, fastest first."""
+        """A pandas DataFrame with a row for everything that was looked at: what was measured on top, fastest first.
+
+        At its end is what no step was possible under; ``failed`` says why.
+        """
         import pandas as pd  # takes long to import
 
         best, front = self.best, self.pareto()
@@ -113,7 +118,18 @@ class TuneResult:
             }
             for one in self._rows
         ]
-        return pd.DataFrame(rows)
+        refused = [
+            {
+                "flip": arrows(self.present, settings) or PRESENT,
+                **{name: getattr(settings, name) for name in self.space.knobs},
+                **dict.fromkeys(("fits", "pareto", "best"), False),
+                "turns": 0,
+                "mathematics": settings.mathematics(self.present),
+                "failed": why,
+            }
+            for settings, why in self.refused.items()
+        ]
+        return pd.DataFrame(rows + refused)
 
     def flip(self, one: Candidate) -> str:
         """What is changed from the present settings, in words."""
@@ -145,7 +161,7 @@ class TuneResult:
         said = f"{self.flip(best)}: {rate}"
         if now:
             said += f", {speed_of(best) / speed_of(now):.2f} × the {_rate(now)} of {present}"
-        said += f"{why_not}. It {mathematics(self.present, best.settings)}."
+        said += f"{why_not}. It {mathematics(self.present, best.settings)}{self._but_for_batch_norm(best)}."
         return " ".join(filter(None, [said, self._tight(best), self._parts(best), self._larger(best)]))
 
     @property
@@ -158,6 +174,13 @@ class TuneResult:
         if one and one.failed:
             return f"could not be tried: {one.failed}"
         return "do not fit" if one and not one.fits else ""
+
+    def _but_for_batch_norm(self, best: Candidate) -> str:
+        """What other micro-batches do to a model whose samples look at each other."""
+        size, before = best.settings.batch_size, self.space.start.batch_size
+        if not self.batch_norm or size == before:
+            return ""
+        return f", but for batch norm, whose statistics come from micro-batches of {size} samples then, not of {before}"
 
     def _parts(self, best: Candidate) -> str:
         """What each knob has to do with it."""
@@ -207,13 +230,14 @@ class TuneResult:
                 f"None of {known} of {len(self.space.candidates)} settings that were looked at in {self.seconds:.0f} s "
                 f"fits {limit}; the least of them is {needs}, with {settings}. {self._more_time}"
             )
-        more = (
-            "" if "precision" in self.space.knobs else ", and so may what changes the mathematics (--any-mathematics)"
-        )
-        return (
-            f"Nothing fits {limit}: the least is {needs}, the error included, with {settings}. A smaller global batch "
-            f"needs less{more}."
-        )
+        split = least.settings.batch_size > 1 and least.settings.accumulation_steps == 1
+        ways = [
+            *(["a smaller global batch"] if split else []),
+            *([] if "precision" in self.space.knobs else ["what changes the mathematics (--any-mathematics)"]),
+            "a smaller model",
+        ]
+        helps = f"Less may be needed with {' or '.join(ways)}."
+        return f"Nothing fits {limit}: the least is {needs}, the error included, with {settings}. {helps}"
 
     @property
     def _more_time(self) -> str:
@@ -278,8 +302,19 @@ class TuneResult:
         return [
             f"Global batch {settings.samples_per_rank * self.ranks}; {len(self.measured)} of "
             f"{len(self.space.candidates)} combinations were measured by steps that were undone, in "
-            f"{took}; ± is the standard error." + (f" {more} more: .frame()." if more > 0 else "")
+            f"{took}; ± is the standard error." + (f" {more} more: .frame()." if more > 0 else ""),
+            *self._left_out,
         ]
+
+    @property
+    def _left_out(self) -> list[str]:
+        """What no step was possible under: a sentence for each reason."""
+        said = []
+        for why in dict.fromkeys(self.refused.values()):
+            settings = [one for one, reason in self.refused.items() if reason == why]
+            others = f" and {len(settings) - 1} more" if len(settings) > 1 else ""
+            said.append(f"Left out: {arrows(self.present, settings[0]) or PRESENT}{others}: {why.rstrip('.')}.")
+        return said
 
 
 def _clearly_faster(one: Candidate, other: Candidate) -> bool:

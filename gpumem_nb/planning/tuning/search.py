@@ -76,12 +76,14 @@ def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
         yield space.start
     together = [name for name in space.knobs if name in _DECIDE]
     for values in itertools.product(*([getattr(space.start, name), *_others(name, space.start)] for name in together)):
-        yield from _largest(space, dict(zip(together, values, strict=True)), space.start, trials)
+        wanted = dict(zip(together, values, strict=True))
+        if not _too_slow(space, wanted, trials.record):
+            yield from _largest(space, wanted, space.start, trials)
     for name in space.knobs:
         base = trials.record.fastest
         if base and name not in (*_DECIDE, *SPLIT):
             for value in _others(name, base.settings):
-                yield from _largest(space, {name: value}, base.settings, trials)
+                yield from _largest(space, {name: value}, base.settings, trials, fastest=True)
     if base := trials.record.fastest:
         most = base.settings.batch_size
         smaller = [one for one in space.other_splits(base.settings) if most / 4 <= one.batch_size < most]
@@ -90,18 +92,35 @@ def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
                 yield one
 
 
+def _too_slow(space: Space, wanted: Mapping[str, object], record: Record) -> bool:
+    """Whether nothing with these values can become the fastest, going by the same precision without checkpointing.
+
+    Checkpointing only adds to a step, and micro-batches n times as large are at most n times as fast.
+    """
+    best, most = record.fastest, max(map(_size, space.candidates))
+    if best is None or wanted.get("checkpointing", "none") == "none":
+        return False
+    plain = {**wanted, "checkpointing": "none"}
+    alike = [one for one in record.measured if _matches(one.settings, plain)]
+    return any(speed_of(one) * most / _size(one.settings) < speed_of(best) for one in alike)
+
+
 def _others(name: str, settings: Settings) -> list[object]:
     others = [value for value in KNOBS[name].choices if value != getattr(settings, name)]
     return sorted(others, key=lambda value: _FIRST.index(value) if value in _FIRST else -1)
 
 
-def _largest(space: Space, values: Mapping[str, object], base: Settings, trials: Trials) -> Iterator[Settings]:
+def _largest(
+    space: Space, values: Mapping[str, object], base: Settings, trials: Trials, fastest: bool = False
+) -> Iterator[Settings]:
     """The largest micro-batch that fits with these values, everything else as in ``base``; nothing if none does.
 
-    Where whole steps of it do not go well, the next smaller one.
+    That of ``base`` comes first if that is the ``fastest`` so far. Where whole steps of one do not go well, the next
+    smaller one.
     """
     like = [one for one in space.candidates if _matches(one, values) and _near(one, base, values)]
-    for one in _fitting(sorted(like, key=_size, reverse=True), trials):
+    first = base.batch_size if fastest else None
+    for one in _fitting(sorted(like, key=lambda one: (_size(one) == first, _size(one)), reverse=True), trials):
         candidate = trials.record.candidates[one]
         if candidate.untried:
             yield one

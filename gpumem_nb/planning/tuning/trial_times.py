@@ -27,6 +27,10 @@ class TrialTimes:
         self._small_s = seconds
         self.longest_s = max(self.longest_s, seconds)
 
+    def first_step(self, seconds: float) -> None:
+        """The first step in a precision took so long, which says nothing of others."""
+        self.longest_s = max(self.longest_s, seconds)
+
     def turn(self, settings: Settings, seconds: float, step_s: float | None) -> None:
         """A turn took so long, and one of its steps ``step_s``; ``None`` where it was not possible."""
         self._turns_s[settings] = seconds

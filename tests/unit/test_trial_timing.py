@@ -1,0 +1,42 @@
+"""How long steps of many micro-batches are said to take, from a few steps of one and two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from gpumem_nb.engine.step import timing
+from gpumem_nb.shared.messages import Chunk, Failure
+from gpumem_nb.shared.settings import Settings
+
+
+@contextmanager
+def _trying(chunk: Chunk) -> Iterator[Failure | None]:
+    yield None
+
+
+@pytest.mark.parametrize(("micro_batch_s", "count"), [(0.01, 16), (0.9, 16), (3.0, 4)])
+def test_warming_up_counts_once_however_many_micro_batches_there_are(
+    micro_batch_s: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    taken: list[int] = []
+
+    def step(failure: Failure | None, chunk: Chunk) -> tuple[float, float, Failure | None]:
+        nonlocal now_s
+        warming_up_s = 0.0 if taken else 0.4
+        taken.append(chunk.settings.accumulation_steps)
+        took_s = 0.002 + chunk.settings.accumulation_steps * micro_batch_s + warming_up_s
+        now_s += took_s
+        return took_s, 0.0, None
+
+    monkeypatch.setattr(timing, "any_rank", lambda here, what: here)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: now_s))
+    chunk = Chunk(Settings(accumulation_steps=count), 1, 1, trial=True)
+    seconds, failure = timing.timed(_trying, step, chunk)
+    assert failure is None
+    assert seconds == pytest.approx([0.002 + count * micro_batch_s] * len(seconds))
+    assert set(taken) == {1, 2}, "no whole step was taken"
