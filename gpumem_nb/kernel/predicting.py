@@ -16,7 +16,7 @@ from ..shared.allocator_settings import DEFAULT, USUAL, AllocatorSettings, varia
 from ..shared.errors import InvalidInput, NotThisTime, WorkloadError
 from ..shared.forecast import MOST_BATCH, SMALL, VARYING, Forecasts, Rehearsal
 from ..shared.knobs.batch import shortened
-from ..shared.messages import Failure, RankInfo
+from ..shared.messages import RankInfo
 from ..shared.settings import Settings
 from . import compatibility
 from .foreground import Foreground
@@ -77,7 +77,7 @@ class Predicting:
         answers = self._ask(settings, small, list(batch_sizes), 0)
         seconds = max(answer.seconds for answer in answers)  # without the waiting for what was under way
         sized = [settings.replace(batch_size=size) for size in batch_sizes]
-        if answer := self._ran_out(settings, answers):
+        if answer := self._ran_out(answers):
             return [self._too_large(answer, one, seconds) for one in sized]
         answers = [_limited(answer, budget_bytes) for answer in answers]
         each = [[replace(answer, of=answer.of[at:]) for answer in answers] for at in range(len(sized))]
@@ -99,7 +99,7 @@ class Predicting:
         if answer := next((answer for answer in answers if answer.failure and answer.failure.kind == "oom"), None):
             return self._too_large(answer, settings, seconds)
         if not all(answer.of for answer in answers):
-            kind = NotThisTime if any(_passes(failure, settings) for failure in failures) else WorkloadError
+            kind = NotThisTime if any(failure.kind in _PASSING for failure in failures) else WorkloadError
             raise kind(failures[0].message if failures else "a step could not be taken")
         answers = [_limited(answer, budget_bytes) for answer in answers]
         found = self._prediction(settings, answers, [settings.batch_size], seconds)
@@ -168,7 +168,7 @@ class Predicting:
         for small in [[settings.batch_size], *(sizes for sizes in fewer if max(sizes) < settings.batch_size)]:
             call = self._training.ask_alone("forecast_allocators", shortened(settings), small, wanted)
             answers: list[Forecasts] = self._foreground.finish(call).get()
-            if not self._ran_out(settings, answers):
+            if not self._ran_out(answers):
                 break
         else:
             raise WorkloadError("Not even a small step fits, so none can be followed: %hvd_what_if says what would.")
@@ -194,7 +194,7 @@ class Predicting:
         for small in (list(SMALL), FEWEST, [2], [1]):
             answers = self._ask(settings, small, [], most)
             try:
-                failed = self._ran_out(settings, answers)
+                failed = self._ran_out(answers)
             except WorkloadError as error:
                 if not ran_out or isinstance(error, NotThisTime):
                     raise
@@ -216,9 +216,9 @@ class Predicting:
         middle = min(most, self._training.settings.replace(**knobs).batch_size)
         sizes = sorted({min(most, max(1, round(middle * 2.0**power))) for power in range(-HALVED, DOUBLED + 1)})
         answers = self._ask(settings, list(SMALL), sizes, 0)
-        if self._ran_out(settings, answers):
+        if self._ran_out(answers):
             answers = self._ask(settings, FEWEST, sizes, 0)
-        if failed := self._ran_out(settings, answers):
+        if failed := self._ran_out(answers):
             raise WorkloadError(f"Not even a step with batch_size={failed.failed_batch} fits.")
         peaks = [[one.reserved_peak_bytes for one in answer.of] for answer in answers]
         return {size: max(of_size) for size, *of_size in zip(sizes, *peaks, strict=True)}
@@ -257,12 +257,12 @@ class Predicting:
         answers: list[Forecasts] = self._foreground.finish(call).get()
         return answers
 
-    def _ran_out(self, settings: Settings, answers: list[Forecasts]) -> Forecasts | None:
+    def _ran_out(self, answers: list[Forecasts]) -> Forecasts | None:
         """The answer of a rank that ran out of memory in a small step; raises if any failed for another reason."""
         failed = [answer for answer in answers if answer.failure]
         for answer in failed:
             if answer.failure and answer.failure.kind != "oom":
-                raise (NotThisTime if _passes(answer.failure, settings) else WorkloadError)(
+                raise (NotThisTime if answer.failure.kind in _PASSING else WorkloadError)(
                     f"A step with batch_size={answer.failed_batch}, from which larger ones follow, failed: "
                     f"{answer.failure.message}"
                 )
@@ -285,9 +285,3 @@ def _limited(answer: Forecasts, budget_bytes: int | None) -> Forecasts:
     """The same with a budget, if that is less than the rank's limit."""
     limits = [limit for limit in (answer.limit_bytes, budget_bytes) if limit is not None]
     return replace(answer, limit_bytes=min(limits, default=None))
-
-
-def _passes(failure: Failure, settings: Settings) -> bool:
-    """Whether another try may go well: an interrupt, ranks that came apart or differ, a data worker that has ended."""
-    of_a_worker = failure.phase == "data" and settings.num_workers > 0
-    return failure.kind in _PASSING or of_a_worker

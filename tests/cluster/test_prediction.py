@@ -272,8 +272,7 @@ def test_what_may_go_well_the_next_time_is_told_from_what_will_not(own: Session)
     own.attach(model="mixed", loss="criterion", data="dying")
     own.set(batch_size=2, num_workers=1)
     own.train(1)  # the first step of a size is fetched by the ranks themselves
-    with pytest.raises(NotThisTime, match="data worker"):
-        own.predict()
+    assert own.predict().samples_per_s, "so is what is undone"
 
 
 def test_ranks_that_are_made_alike_may_be_others(own: Session) -> None:
