@@ -163,7 +163,8 @@ def _source(role: str, name: str, value: Any) -> str:
             "it. Define it at the top level of a cell."
         )
     try:
-        return textwrap.dedent(inspect.getsource(value)).rstrip()
+        source = inspect.getsource(value).rstrip()
+        return textwrap.dedent(source) if source[:1].isspace() else source  # which changes blank lines in strings
     except (OSError, TypeError):
         raise WorkloadError(
             f"The workload's {role} uses {name}, whose source is not known. Define it in a notebook cell or a module, "

@@ -19,7 +19,7 @@ def with_sorted_imports(text: str) -> str:
         nodes.append(node)
     if not nodes:
         return text
-    lines = text.splitlines()
+    lines = text.removesuffix("\n").split("\n")  # as ast counts them
     begin, end = nodes[0].lineno - 1, nodes[-1].end_lineno or 0
     sections = "\n\n".join(filter(None, map("\n".join, _sections(nodes))))
     rest = "\n".join(lines[end:]).lstrip("\n")

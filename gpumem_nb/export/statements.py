@@ -68,7 +68,7 @@ def units_of(source: str, cell: int = 0) -> list[Unit]:
         tree = ast.parse(source)
     except SyntaxError:
         return []
-    lines = source.splitlines()
+    lines = source.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # as ast counts them
     groups: list[list[ast.stmt]] = []
     for node in tree.body:
         first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from gpumem_nb.export.functions import Collector
 from gpumem_nb.export.imports import with_sorted_imports
 from gpumem_nb.export.slicing import needed
+from gpumem_nb.export.templating import render
 from gpumem_nb.kernel.cell_record import MOST_CELLS, CellRecord
 from gpumem_nb.kernel.foreground import fingerprint
 from gpumem_nb.shared.errors import WorkloadError
@@ -148,6 +150,14 @@ def test_imports_are_sorted_and_stand_there_once() -> None:
         '"""A."""\nimport torch\nimport json\nfrom torch import nn\nfrom torch import optim, nn\nimport json\n\nx = 1\n'
     )
     assert with_sorted_imports(text) == '"""A."""\nimport json\n\nimport torch\nfrom torch import nn, optim\n\nx = 1\n'
+
+
+def test_strings_keep_their_lines() -> None:
+    text = 'net = """a\n\n\n\n\nb\x0cc\u2028d"""'
+    assert sliced(f"{text}\nother = 2") == text
+    assert text in with_sorted_imports(f"import torch\nimport json\n\n{text}\n")
+    flags, values = frozenset({"own", "cells"}), defaultdict(lambda: "x", definitions=text, header="A script.")
+    assert f"\n\n{text}\n\n\ndef micro_batches" in render("train", flags, values)
 
 
 def test_every_knob_says_what_a_script_does_with_it() -> None:
