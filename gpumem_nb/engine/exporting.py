@@ -82,6 +82,7 @@ def _facts(trainer: Trainer) -> Facts:
             for one in VARIABLES.values()
             if os.environ.get(one.name, one.default) != one.default
         },
+        hash_seed=os.environ.get("PYTHONHASHSEED", "random"),
         torch=torch.__version__,
         horovod=horovod.__version__,
     )

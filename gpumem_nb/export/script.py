@@ -158,6 +158,7 @@ class Values:
             "imports": "\n".join(source.imports),
             "join": "\n".join(self._join()),
             "cell_seed": source.cell_seed,
+            "hash_seed": quoted(facts.hash_seed),
             "definitions": self._ready_made(flags) if ready else source.definitions,
             "rank": self._rank,
             "size": self._size,

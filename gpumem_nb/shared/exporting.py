@@ -41,6 +41,7 @@ class Facts:
         rate: of the optimizer's first group just now.
         asked_rate: what the settings asked for last.
         variables: Horovod's, by name, where they are not its own defaults.
+        hash_seed: ``PYTHONHASHSEED``, which is alike on all ranks.
         torch, horovod: versions.
     """
 
@@ -78,6 +79,7 @@ class Facts:
     rate: float
     asked_rate: float
     variables: dict[str, str]
+    hash_seed: str
     torch: str
     horovod: str
 

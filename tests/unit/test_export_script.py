@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +134,20 @@ def test_the_process_group_ends_when_nothing_holds_it_any_more() -> None:
     # Functions of this module keep the group for good, as their defaults, where they are defined after it.
     assert text.index("import torch.distributed.nn\n") < text.index("dist.init_process_group(")
     assert text.index("main(make, rows, opt)\n") < text.index("    dist.destroy_process_group()")
+
+
+def test_text_hashes_as_in_the_session_before_anything_is_imported(tmp_path: Path) -> None:
+    text = written(Settings(), hash_seed="7")
+    head, _, rest = text.partition("import argparse\n")
+    assert 'os.environ.get("PYTHONHASHSEED") != "7"' in head
+    path = tmp_path / "train.py"
+    path.write_text(head + 'print(hash("a"), *sys.argv[1:])')
+    run = [sys.executable, path, "--steps", "3"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    said = {subprocess.run(run, env=environment, capture_output=True, check=True).stdout for _ in range(3)}
+    assert len(said) == 1
+    assert said.pop().endswith(b" --steps 3\n")
+    assert rest.count("import sys") == 0
 
 
 @pytest.mark.parametrize("ddp", [False, True])
