@@ -82,6 +82,17 @@ def test_resuming_keeps_the_rate_and_the_implementation_of_now(tmp_path: Path) -
     assert now.state[weight]["momentum_buffer"].tolist() == [1, 1]
 
 
+def test_what_is_left_out_in_some_steps_is_looked_for_in_each() -> None:
+    assert "find_unused_parameters=True" in written(Settings(), sometimes=("extra.weight",))
+    assert "find_unused_parameters" not in written(Settings(), absent=("extra.weight",))
+
+
+def test_a_state_that_is_there_already_is_told_apart_from_one_to_go_on_from() -> None:
+    text = written(Settings())
+    stops = text.index('sys.exit(f"{args.resume} is at step')
+    assert text.index("start = resume(") < stops < text.index("for step in range(")
+
+
 def test_an_attached_optimizer_keeps_the_state_that_it_has() -> None:
     text = written(Settings(optimizer="own", learning_rate=0.5), ddp=False)
     assert (
@@ -93,6 +104,7 @@ def test_an_attached_optimizer_keeps_the_state_that_it_has() -> None:
     ("settings", "facts", "message"),
     [
         (Settings(reduction="adasum", optimizer="sgd", compression="fp16"), {}, "adasum.*compression=none"),
+        (Settings(), {"sometimes": ("extra.weight",)}, r"extra\.weight has a gradient on no rank.*--ddp"),
         (Settings(optimizer="own"), {"optimizer_keeps": ("lam",), "rate": 0.1, "asked_rate": 0.1}, "keeps lam.*--ddp"),
     ],
 )
