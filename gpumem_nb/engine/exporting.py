@@ -41,11 +41,11 @@ def _facts(trainer: Trainer) -> Facts:
     loss, given = workload.loss, as_given(workload.loss)
     names = {id(param): name for name, param in live.parts.named_parameters()}
     named = (*live.parts.named_parameters(), *live.parts.named_buffers())
-    absent, partial = trainer.stepper.voting.lacking or ((), False)
+    had = trainer.stepper.voting.had
     modules = {id(module): name for name, module in live.model.named_modules()}
     return Facts(
         seed=stream.seed,
-        stepped=trainer.stepper.voting.lacking is not None,
+        stepped=had.any_step,
         order=_order(stream),
         iterable=stream.info.iterable,
         batched=stream.info.batched,
@@ -69,8 +69,9 @@ def _facts(trainer: Trainer) -> Facts:
         dtypes=tuple(sorted({str(param.dtype).removeprefix("torch.") for param in in_groups(live.optimizer)})),
         uncommon=any(tensor.dtype not in _COMMON or not tensor.numel() for _, tensor in named),
         sparse=bool(live.sparse_places()),
-        absent=tuple(names[id(param)] for param in absent if param.requires_grad),
-        partial=partial,
+        absent=tuple(names[id(param)] for param in had.never(live.parameters)),
+        sometimes=tuple(names[id(param)] for param in had.sometimes(live.parameters)),
+        partial=had.partial,
         evaluating=bool(live.evaluating()),
         buffers=any(True for _ in live.model.buffers()),
         blocks=tuple(modules.get(id(block), "") for block in live.blocks),

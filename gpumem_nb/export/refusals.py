@@ -61,7 +61,7 @@ def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
         what = "what the loss and the metric are called with, and which weights get a gradient"
         yield f"{_AGAIN}{' and evaluate (%hvd_eval)' * (facts.metric == 'unknown')}: that shows {what}."
     yield from _data(facts)
-    yield from _weights(facts)
+    yield from _weights(facts, ddp)
     yield from _optimizer(facts, settings, ddp)
     count = len(facts.blocks)
     if settings.checkpointing != "none" and (
@@ -93,7 +93,13 @@ def _data(facts: Facts) -> Iterator[str]:
         )
 
 
-def _weights(facts: Facts) -> Iterator[str]:
+def _weights(facts: Facts, ddp: bool) -> Iterator[str]:
+    if facts.sometimes and not ddp:
+        yield (
+            f"In some steps {facts.sometimes[0]} has a gradient on no rank. A session leaves it alone then, and "
+            "hvd.DistributedOptimizer makes zeros of that, which weight decay and momentum act on. Export with --ddp "
+            "(ddp=True)."
+        )
     if odd := [dtype for dtype in facts.dtypes if dtype not in _DTYPES]:
         yield (
             f"Weights are in {odd[0]}, whose gradients Horovod and DistributedDataParallel do not add up as a session "

@@ -281,7 +281,8 @@ class Values:
         module = "WithLoss(model, loss_of)" if "with_loss" in flags else "model"
         options = [module, f"bucket_cap_mb={self._settings.bucket_mib:g}", "gradient_as_bucket_view=True"]
         options += ["broadcast_buffers=False"] if self._facts.buffers else []
-        options += ["find_unused_parameters=True"] if self._facts.partial else []
+        unused = self._facts.partial or self._facts.sometimes
+        options += ["find_unused_parameters=True"] if unused else []
         yield from wrapped("ddp = DistributedDataParallel(", options, 4)
 
     def _optimizer(self, flags: frozenset[str]) -> str:

@@ -32,8 +32,9 @@ class Facts:
         dtypes: of what is trained.
         uncommon: whether there are weights or buffers whose type Horovod's broadcast does not take, or empty ones.
         sparse: whether there are sparse gradients.
-        absent: weights that have a gradient on no rank, though they are not frozen.
-        partial: whether some have one on some ranks only.
+        absent: weights that had a gradient on no rank in any step since it was loaded, though they are not frozen.
+        sometimes: those that had one in some of these steps, and in others on no rank.
+        partial: whether some ever had one on some ranks only.
         evaluating: whether modules train in evaluation mode.
         buffers: whether the model has any.
         blocks: names of those that checkpointing wraps.
@@ -71,6 +72,7 @@ class Facts:
     uncommon: bool
     sparse: bool
     absent: tuple[str, ...]
+    sometimes: tuple[str, ...]
     partial: bool
     evaluating: bool
     buffers: bool
