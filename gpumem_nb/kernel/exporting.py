@@ -180,6 +180,13 @@ class Exporting:
                 f"the {steps} steps that were done: the script begins with the first, under the settings of now. "
                 "%hvd_save FILE writes a state from which it goes on with --resume FILE"
             )
+        earlier = self._origin.trained_before if self._origin.attached else 0
+        if earlier:
+            told.append(
+                f"the {earlier:,} step{'s' * (earlier > 1)} of earlier training that the weights had behind them when "
+                "they were attached: the script begins with initial weights. %hvd_save FILE writes a state from which "
+                "it goes on with --resume FILE"
+            )
         functions = sum(cell.opaque for cell in self._cells.before_load()) if self._origin.attached else 0
         if functions:
             told.append(

@@ -72,6 +72,7 @@ class WorkloadInfo:
     ``own_scheduler`` are the classes of those that it brings. ``notes`` are sentences that are said once, when it was
     loaded; ``eval_len`` is ``None`` where nothing was given to validate on. ``why_flat`` is why Horovod cannot reduce
     in stages here, inside of hosts and between them; empty where it can. ``options``: of a ready-made workload.
+    ``trained_before``: steps that its weights were trained for before it was attached.
     """
 
     name: str
@@ -87,6 +88,7 @@ class WorkloadInfo:
     own_scheduler: str | None = None
     why_flat: str = ""
     options: tuple[tuple[str, float], ...] = ()
+    trained_before: int = 0
 
     def samples_per_micro_batch(self, ranks: int, accumulation_steps: int) -> int | None:
         """As many as an epoch has for each micro-batch of one step; ``None`` when that is not known."""

@@ -28,6 +28,7 @@ from .checks import check_modules, check_precision, check_tensors, checked_model
 from .modes import Modes
 from .parts import Parts, in_groups
 from .rates import Course, Rates, named_rate
+from .trained import note_steps, steps_before
 from .undo import KeptState
 
 RatesMemory = Mapping[str, dict[str, Any] | None]
@@ -51,6 +52,7 @@ class LiveModel:
             scale.
         settings: what it is under now. In the middle of a change that failed, they say what had been applied.
         instead_of: what was asked for where autotune tries something else.
+        trained_before: how many steps its weights were trained for when it was made of them.
     """
 
     def __init__(self, workload: Workload, device: Device, ranks: int = 1) -> None:
@@ -91,6 +93,7 @@ class LiveModel:
         self._known = {id(param): weakref.ref(param) for param in self.parts.parameters()}
         self._checkpointing: Checkpointing | None = None
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
+        self.trained_before, self._steps = steps_before(self.parts.parameters()), 0
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -282,6 +285,7 @@ class LiveModel:
         in a loop that calls both.
         """
         self._parked = None
+        self._steps += 1
         self._rates.settle()
         self.course.step_counted(skipped)
         if self.settings.lr_schedule != OWN:
@@ -339,6 +343,7 @@ class LiveModel:
             self._checkpointing.remove()
         if self._own_rates:
             self._own_rates.leave()
+        note_steps(self.parts.parameters(), self._steps)
         self.zero_grad()
 
     def zero_grad(self) -> None:

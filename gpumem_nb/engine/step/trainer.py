@@ -119,8 +119,7 @@ class Trainer:
 
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
-        own = self.live.own_optimizer
-        params = list(self.live.parts.parameters())
+        own, params = self.live.own_optimizer, list(self.live.parts.parameters())
         data, notes = self.stream.described(self._device.kind == "cuda")
         return WorkloadInfo(
             name=self.workload.name,
@@ -135,6 +134,7 @@ class Trainer:
             eval_len=self.evaluator.length if self.evaluator else None,
             own_scheduler=type(self.live.scheduler).__name__ if self.live.scheduler else None,
             why_flat=horovod_settings.why_flat(),
+            trained_before=self.live.trained_before,
         )
 
     def doing(self) -> tuple[str, float]:
