@@ -45,7 +45,7 @@ def _filled(lines: Iterator[str], values: Mapping[str, str]) -> Iterator[str]:
     for line in lines:
         alone = _VALUE.fullmatch(line.strip())
         if alone:
-            indent, value = line[: len(line) - len(line.lstrip())], values[alone[1]]
+            indent, value = line[: len(line) - len(line.lstrip())], values[alone[1]].strip("\n")
             if value:  # as a whole: strings in it keep their lines
                 yield "\n".join(indent + one if one else "" for one in value.split("\n"))
         else:

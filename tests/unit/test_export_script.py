@@ -154,7 +154,7 @@ def test_text_hashes_as_in_the_session_before_anything_is_imported(tmp_path: Pat
     assert 'os.environ.get("PYTHONHASHSEED") != "7"' in head
     path = tmp_path / "train.py"
     path.write_text(head + 'print(hash("a"), *sys.argv[1:])')
-    run = [sys.executable, path, "--steps", "3"]
+    run = [sys.executable, str(path), "--steps", "3"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     said = {subprocess.run(run, env=environment, capture_output=True, check=True).stdout for _ in range(3)}
     assert len(said) == 1
