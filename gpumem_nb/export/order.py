@@ -36,6 +36,7 @@ class Source:
         cell_seed: where the random numbers of cells began.
         uses: names that ranks offer to cells, and the code uses.
         defines: names that the code defines.
+        left_out: statements of cells that are not in it.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Source:
     cell_seed: int = 0
     uses: frozenset[str] = frozenset()
     defines: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

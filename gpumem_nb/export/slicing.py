@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..shared.exporting import Cell
-from .relations import OFFERED, Relations
+from .relations import BUILTIN, OFFERED, Relations
 from .statements import LOOKS, Unit, units_of
-from .unclear import check_imports, missing, refuse_drawing, refuse_unclear
-
-_BUILTIN = frozenset(dir(builtins)) | {"__name__", "__doc__"}
+from .unclear import check_imports, missing, refuse_drawing, refuse_odd_save, refuse_setting, refuse_unclear
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +21,7 @@ class Slice:
         seed: where random numbers of cells began, before what is in it.
         uses: names of :data:`OFFERED` that it uses.
         binds: names that it defines, and does not only import.
+        left_out: statements that do something outside of the script, such as writing files, and are not in it.
     """
 
     imports: tuple[str, ...]
@@ -31,6 +29,7 @@ class Slice:
     seed: int
     uses: frozenset[str]
     binds: frozenset[str]
+    left_out: tuple[str, ...] = ()
 
 
 def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: bool) -> Slice:
@@ -47,7 +46,8 @@ def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: 
     Raises:
         WorkloadError: a name is not defined by cells that ran well on all ranks, or what it is cannot be told.
     """
-    kept, lacking, uses = _Slicing(cells, frozenset(names)).kept()
+    slicing = _Slicing(cells, frozenset(names))
+    kept, lacking, uses = slicing.kept()
     if lacking:
         raise missing(cells, lacking, forgotten)
     check_imports(kept)
@@ -56,7 +56,8 @@ def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: 
     imports = tuple(dict.fromkeys(unit.text for unit in kept if unit.imports))
     binds = frozenset(name for unit in kept if not unit.imports for name in unit.binds | unit.assigns_late)
     text = "\n".join(_joined([unit for unit in kept if not unit.imports], cells))
-    return Slice(imports, text, seeds[-1] if seeds else seed, uses, binds)
+    left_out = tuple(dict.fromkeys(unit.text for unit in reversed(slicing.left_out)))
+    return Slice(imports, text, seeds[-1] if seeds else seed, uses, binds, left_out)
 
 
 class _Slicing:
@@ -75,6 +76,7 @@ class _Slicing:
         self._shadowed = bool(LOOKS & {name for unit in self._units for name in unit.binds})
         self._late: dict[str, int] = {}  # names that kept functions use, and the place of the first of these
         self._ever = names  # names that are needed anywhere
+        self.left_out: list[Unit] = []
 
     def kept(self) -> tuple[list[Unit], frozenset[str], frozenset[str]]:
         """What is kept, names that are needed and defined nowhere, and names of :data:`OFFERED` that are used."""
@@ -85,10 +87,11 @@ class _Slicing:
                 break
         units = [self._units[place] for place in places]
         bound = {name for unit in units for name in unit.binds | unit.assigns_late}
-        return units, frozenset(live - bound - OFFERED - _BUILTIN), frozenset(self._ever & OFFERED - bound)
+        return units, frozenset(live - bound - OFFERED - BUILTIN), frozenset(self._ever & OFFERED - bound)
 
     def _pass(self) -> tuple[list[int], set[str]]:
         live, kept = set(self._names | self._late.keys()), list[int]()
+        self.left_out.clear()
         drawing = -1  # the earliest cell so far that is needed and draws random numbers
         ever = set(self._ever)
         for place in reversed(range(len(self._units))):
@@ -99,9 +102,15 @@ class _Slicing:
             if not cell.known:
                 if draws:
                     refuse_drawing(cell)
-                self._check_unclear(place, live)
+                self._check_unclear(place, live, kept)
                 continue
             if not (unit.binds & live or self._changes(place, live) or draws):
+                self.left_out += [unit] if unit.magic else []
+                continue
+            if unit.odd_save and not unit.binds & live:
+                refuse_odd_save(unit.text)
+            if unit.saves and not unit.binds & live:
+                self.left_out.append(unit)
                 continue
             kept.append(place)
             live -= unit.surely
@@ -123,15 +132,14 @@ class _Slicing:
         if (unit.looks and not self._shadowed) or (unit.plain and not unit.pokes):
             return False
         defined = self._ever & relations.defined
-        settings = frozenset[str]() if unit.defines else relations.settable(unit)
-        if relations.poked(place) & (defined | settings) or unit.given & defined:
+        if relations.poked(place) & defined or unit.given & defined or (relations.settings(place) and not unit.defines):
             return True
         if relations.assigned(place).intersection(live):
             return True
         return not unit.names and relations.touches(place, live)
 
-    def _check_unclear(self, place: int, live: set[str]) -> None:
-        """Refuse a statement that is no known cell's and concerns what is needed."""
+    def _check_unclear(self, place: int, live: set[str], kept: Sequence[int]) -> None:
+        """Refuse a statement that is no known cell's and concerns what is needed, with what is kept after it."""
         unit, relations = self._units[place], self._relations
         cell = self._cells[unit.cell]
         if unit.imports:
@@ -139,12 +147,23 @@ class _Slicing:
         concerned = (unit.binds | relations.assigned(place)) & live
         if not concerned and not (unit.looks and not self._shadowed):
             concerned = relations.poked(place) & live & relations.defined - OFFERED
-            concerned |= relations.poked(place) & relations.settable(unit) if unit.sets else frozenset()
-            if not unit.names and not unit.plain and relations.touches(place, live):
-                concerned |= (unit.reads | unit.binds) - OFFERED - _BUILTIN - relations.defined
+            if relations.settings(place) and not (unit.seeds or unit.defines or self._said_again(place, kept)):
+                refuse_setting(cell, unit.text)  # what is drawn after a seeding is asked for elsewhere
+            if not (unit.names or unit.plain or unit.saves) and relations.touches(place, live):
+                concerned |= (unit.reads | unit.binds) - OFFERED - BUILTIN - relations.defined
         if concerned:
             defined = {name for one in self._units if self._cells[one.cell].known for name in one.binds}
             refuse_unclear(cell, min(concerned), bool(concerned & defined))
+
+    def _said_again(self, place: int, kept: Sequence[int]) -> bool:
+        """Whether a known cell says the same before anything acts that is kept."""
+        for later in reversed(kept):
+            unit = self._units[later]
+            if unit.text == self._units[place].text:
+                return True
+            if not unit.plain:
+                return False
+        return False
 
 
 def _units(cell: Cell, number: int) -> list[Unit]:

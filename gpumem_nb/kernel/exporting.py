@@ -14,6 +14,7 @@ from ..export.functions import Collector
 from ..export.order import ROLES, Order, Source
 from ..export.script import script
 from ..export.slicing import needed
+from ..export.unclear import in_short
 from ..report.exported import ExportedScript, commands
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.exporting import Facts
@@ -77,10 +78,11 @@ class Exporting:
         own = self._origin.options is None
         try:
             refusals.check(settings, facts, own, ddp)
-            text = script(self._order(target, self._source(workload, settings), settings, facts, workload, ddp))
+            source = self._source(workload, settings)
+            text = script(self._order(target, source, settings, facts, workload, ddp))
         except WorkloadError as error:
             raise WorkloadError(f"No script was written. {error}") from None
-        left_out = (*self._left_out(), *refusals.left_out(settings, ddp))
+        left_out = (*self._left_out(), *_of_statements(source), *refusals.left_out(settings, ddp))
         try:
             with written_whole(target) as file:
                 file.write(text.encode())
@@ -146,6 +148,7 @@ class Exporting:
             cell_seed=found.seed,
             uses=found.uses,
             defines=found.binds,
+            left_out=found.left_out,
         )
 
     def _of_functions(self, settings: Settings) -> Source:
@@ -196,6 +199,14 @@ class Exporting:
         if since:
             told.append(f"what {since} cell{'s' * (since > 1)} did to the ranks since this was loaded")
         return told
+
+
+def _of_statements(source: Source) -> list[str]:
+    """What is told of statements that are not in a script."""
+    return [
+        f"`{in_short(text)}`: a script writes no files of yours, and has no lines of IPython's"
+        for text in source.left_out
+    ]
 
 
 def _used(roles: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
