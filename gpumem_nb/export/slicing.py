@@ -22,6 +22,7 @@ class Slice:
         uses: names of :data:`OFFERED` that it uses.
         binds: names that it defines, and does not only import.
         left_out: statements that do something outside of the script, such as writing files, and are not in it.
+        settings: statements in it that set something of the whole process.
     """
 
     imports: tuple[str, ...]
@@ -30,6 +31,17 @@ class Slice:
     uses: frozenset[str]
     binds: frozenset[str]
     left_out: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+
+def settings_in(cells: Sequence[Cell]) -> list[str]:
+    """The statements of these cells that set something of whole processes, apart from seeds, or of what they import."""
+    units = [unit for number, cell in enumerate(cells) for unit in units_of(cell.source, number)]
+    relations = Relations(units)
+    imported = {name for unit in units if unit.imports for name in unit.binds}
+    places = [place for place, unit in enumerate(units) if not (unit.seeds or unit.defines)]
+    found = [units[place] for place in places if relations.settings(place) or units[place].sets & imported]
+    return list(dict.fromkeys(unit.text for unit in found))
 
 
 def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: bool) -> Slice:
@@ -57,7 +69,8 @@ def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: 
     binds = frozenset(name for unit in kept if not unit.imports for name in unit.binds | unit.assigns_late)
     text = "\n".join(_joined([unit for unit in kept if not unit.imports], cells))
     left_out = tuple(dict.fromkeys(unit.text for unit in reversed(slicing.left_out)))
-    return Slice(imports, text, seeds[-1] if seeds else seed, uses, binds, left_out)
+    settings = tuple(settings_in([Cell(unit.text) for unit in kept]))
+    return Slice(imports, text, seeds[-1] if seeds else seed, uses, binds, left_out, settings)
 
 
 class _Slicing:
@@ -71,7 +84,7 @@ class _Slicing:
     def __init__(self, cells: Sequence[Cell], names: frozenset[str]) -> None:
         self._cells = cells
         self._names = names
-        self._units = [unit for number, cell in enumerate(cells) for unit in _units(cell, number)]
+        self._units = [*_all_units(cells)]
         self._relations = Relations(self._units)
         self._shadowed = bool(LOOKS & {name for unit in self._units for name in unit.binds})
         self._late: dict[str, int] = {}  # names that kept functions use, and the place of the first of these
@@ -166,10 +179,18 @@ class _Slicing:
         return False
 
 
-def _units(cell: Cell, number: int) -> list[Unit]:
-    if cell.opaque:
-        return [Unit("", number, frozenset())]
-    return [Unit("", number, frozenset(cell.pushed))] if cell.pushed else units_of(cell.source, number)
+def _all_units(cells: Sequence[Cell]) -> Iterator[Unit]:
+    held = set[str]()  # names that people hold themselves, which ranks do not offer anything under
+    for number, cell in enumerate(cells):
+        for name, variable in cell.offered:
+            if variable not in ("", name) and name not in held:
+                yield from units_of(f"{name} = {variable}", number)
+            elif not variable and name not in held:
+                yield Unit("", number, frozenset({name}))
+        units = [Unit("", number, frozenset(cell.pushed))] if cell.opaque or cell.pushed else []
+        units = units or units_of(cell.source, number)
+        held |= {name for unit in units for name in unit.binds | unit.assigns_late}
+        yield from units
 
 
 def _joined(units: Sequence[Unit], cells: Sequence[Cell]) -> Iterator[str]:

@@ -27,7 +27,7 @@ def missing(cells: Sequence[Cell], names: Collection[str], forgotten: bool) -> W
     where = (
         "it was pushed from the notebook"
         if any(name in cell.pushed for cell in cells)
-        else "the cells that did are too long ago"
+        else "the cells that did are too long ago, or ran before the ranks were started again"
         if forgotten
         else "a cell imports * from a module, and that does not say what. Import it by its name"
         if any(cell.known and _imports_all(cell.source) for cell in cells)
@@ -45,6 +45,11 @@ def refuse_unclear(cell: Cell, name: str, defined: bool) -> None:
     Raises:
         WorkloadError: always.
     """
+    if cell.offered:
+        raise WorkloadError(
+            f"The script needs {name}, which was what the ranks offer of something that no cell made. Make it in a "
+            "%%hvd cell, run those after it again, and attach again."
+        )
     if cell.pushed and not defined:
         raise missing([cell], [name], False)
     how = (

@@ -13,7 +13,7 @@ from ..export import refusals
 from ..export.functions import Collector
 from ..export.order import ROLES, Order, Source
 from ..export.script import script
-from ..export.slicing import needed
+from ..export.slicing import needed, settings_in
 from ..export.unclear import in_short
 from ..report.exported import ExportedScript, commands
 from ..shared.errors import InvalidInput, WorkloadError
@@ -139,7 +139,12 @@ class Exporting:
     def _of_cells(self, settings: Settings) -> Source:
         names = {role: name for role, name in _used(self._origin.attached or {}, settings).items() if name}
         cells = self._cells
-        found = needed(cells.before_load(), names.values(), cells.seed, cells.forgotten)
+        found = needed(cells.before_load(), names.values(), cells.seed, cells.gone)
+        if found.settings and any(cell.started for cell in cells.since_load()):
+            raise WorkloadError(
+                f"`{in_short(found.settings[0])}` was for the ranks before they were started again, and holds there no "
+                "more. Run the cells that made model and data again, and attach again."
+            )
         return Source(
             "cells",
             imports=found.imports,
@@ -172,7 +177,8 @@ class Exporting:
 
     def _left_out(self) -> list[str]:
         """What is the session's and not the script's."""
-        policy, steps, since = self._policy(), self._history.steps, self._cells.since_load()
+        policy, steps, before = self._policy(), self._history.steps, self._cells.before_load()
+        since = sum(not cell.started for cell in self._cells.since_load())
         told = [
             f"{name}={option.text(getattr(policy, name))}: what a session does by itself"
             for name, option in RULES.items()
@@ -190,12 +196,14 @@ class Exporting:
                 "they were attached: the script begins with initial weights. %hvd_save FILE writes a state from which "
                 "it goes on with --resume FILE"
             )
-        functions = sum(cell.opaque for cell in self._cells.before_load()) if self._origin.attached else 0
+        functions = sum(cell.opaque for cell in before)
         if functions:
             told.append(
                 f"what {functions} function{'s' * (functions > 1)} that session.run brought to the ranks did there "
-                "before this was attached"
+                "before this was loaded"
             )
+        if not self._origin.attached:
+            told += [f"`{in_short(text)}`: a cell set that before this was loaded" for text in settings_in(before)]
         if since:
             told.append(f"what {since} cell{'s' * (since > 1)} did to the ranks since this was loaded")
         return told

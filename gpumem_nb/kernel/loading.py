@@ -152,7 +152,7 @@ class Loading:
         info = self._begin("attach", names, self._seed(seed))
         self._origin.workload, self._origin.attached, self._origin.unrestored = None, names, None
         self._origin.trained_before = info.trained_before
-        self._cells.loaded()
+        self._cells.loaded(names)
         self._origin.not_kept = "the ranks ended before they were written"
         self._origin.not_kept = self._keep_attached(names)
         return info

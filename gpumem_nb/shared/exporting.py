@@ -98,6 +98,9 @@ class Cell:
         seed: what these begin at from here on, for a seeding or a start of the ranks.
         pushed: variables that were defined from the notebook.
         opaque: whether it was a function of the notebook, whose code is not known.
+        started: whether the ranks are new processes from here on.
+        offered: names under which cells find what was attached, each with the variable that holds it; or with none, for
+            what no cell has made.
     """
 
     source: str = ""
@@ -107,8 +110,11 @@ class Cell:
     seed: int | None = None
     pushed: tuple[str, ...] = ()
     opaque: bool = False
+    started: bool = False
+    offered: tuple[tuple[str, str], ...] = ()
 
     @property
     def known(self) -> bool:
         """Whether doing it again gives what it gave: its code is there, and ran well on all ranks."""
-        return self.everywhere and self.finished and not self.pushed and not self.opaque
+        unmade = self.pushed or self.opaque or any(not variable for _, variable in self.offered)
+        return self.everywhere and self.finished and not unmade
