@@ -30,7 +30,8 @@ class Source:
         kind: ``ready`` for a ready-made workload, ``functions`` for those of a ``Workload``, ``cells``.
         template, options: of a ready-made workload.
         separable: whether its convolutions are.
-        imports: lines.
+        imports: lines that come first.
+        later: those that the code has.
         definitions: the code.
         names: what somebody's own code calls each role.
         cell_seed: where the random numbers of cells began.
@@ -44,6 +45,7 @@ class Source:
     options: dict[str, Any] = field(default_factory=dict)
     separable: bool = False
     imports: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
     definitions: str = ""
     names: dict[str, str] = field(default_factory=dict)
     cell_seed: int = 0

@@ -14,7 +14,7 @@ OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})
 NOTEBOOK = frozenset({"get_ipython", "display"})
 """What IPython adds to Python's own names."""
 BUILTIN = frozenset(dir(builtins)) - NOTEBOOK | {"__name__", "__doc__"}
-_SETTABLE = {"torch", "horovod", "numpy", "random", "os", "sys"}
+_SETTABLE = {"torch", "horovod", "numpy", "random"}
 
 _Version = tuple[str, int]
 
@@ -24,6 +24,7 @@ class Relations:
 
     Attributes:
         defined: names that never stand for anything but functions, classes and modules: using one changes nothing.
+        outer: modules whose settings are of the environment, and of where modules are found.
         settable: modules whose settings a script needs whether it names them or not.
     """
 
@@ -35,7 +36,8 @@ class Relations:
         for unit in units:
             for name in unit.binds if unit.late or unit.assigns_late else ():
                 self._by_name[name].append(unit)
-        self.settable = _settings(units)
+        self.outer = _names_of(units, {"os", "sys"})
+        self.settable = _names_of(units, _SETTABLE) | self.outer | {"torch", "hvd"}
         self._reached = [self._reach(unit) for unit in units]
         self._parent: dict[_Version, _Version] = {}
         self._before: list[dict[str, int]] = []
@@ -111,15 +113,14 @@ class Relations:
         return version
 
 
-def _settings(units: Sequence[Unit]) -> frozenset[str]:
-    """Names of modules that compute, and of the environment."""
-    found = {"torch", "hvd"}
+def _names_of(units: Sequence[Unit], modules: Collection[str]) -> frozenset[str]:
+    """Names that stand for these modules, or for parts of them."""
+    found = set[str]()
     for unit in units:
         for node in ast.parse(unit.text).body if unit.imports else ():
             assert isinstance(node, ast.Import | ast.ImportFrom)
             for alias in node.names:
                 module = alias.name if isinstance(node, ast.Import) else node.module or ""
-                name = alias.asname or alias.name.partition(".")[0]
-                if module.partition(".")[0] in _SETTABLE:
-                    found.add(name)
+                if module.partition(".")[0] in modules:
+                    found.add(alias.asname or alias.name.partition(".")[0])
     return frozenset(found)

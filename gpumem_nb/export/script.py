@@ -47,7 +47,7 @@ def script(order: Order) -> str:
 def _check_names(order: Order, bare: str) -> None:
     """Refuse names that mean one thing in somebody's own code and another in the rest of the script, or nothing."""
     source = order.source
-    own = dict(imported_in("\n".join(source.imports)))
+    own = dict(imported_in("\n".join([*source.imports, *source.later])))
     if order.ddp and ("hvd" in source.uses or any(what.partition(".")[0] == "horovod" for what in own.values())):
         raise WorkloadError(
             "Your code uses Horovod, which is not started beside DistributedDataParallel. Export without --ddp "

@@ -16,7 +16,8 @@ class Slice:
     """What is left of the cells.
 
     Attributes:
-        imports: lines.
+        imports: lines that come first.
+        later: those that come in the text, after what they may depend on: the environment, and paths of modules.
         text: everything else, in order.
         seed: where random numbers of cells began, before what is in it.
         uses: names of :data:`OFFERED` that it uses.
@@ -32,6 +33,7 @@ class Slice:
     binds: frozenset[str]
     left_out: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
 
 
 def settings_in(cells: Sequence[Cell]) -> list[str]:
@@ -59,18 +61,20 @@ def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: 
         WorkloadError: a name is not defined by cells that ran well on all ranks, or what it is cannot be told.
     """
     slicing = _Slicing(cells, frozenset(names))
-    kept, lacking, uses = slicing.kept()
+    kept, lacking, uses, outer = slicing.kept()
     if lacking:
         raise missing(cells, lacking, forgotten)
     check_imports(kept)
-    first = min((unit.cell for unit in kept if not unit.imports), default=0)
+    imports = tuple(dict.fromkeys(unit.text for unit in kept[:outer] if unit.imports))
+    later = tuple(unit.text for unit in kept[outer:] if unit.imports and unit.text not in imports)
+    stays = [unit for place, unit in enumerate(kept) if not unit.imports or (place >= outer and unit.text in later)]
+    first = min((unit.cell for unit in stays), default=0)
     seeds = [cell.seed for cell in cells[: first + 1] if cell.seed is not None]
-    imports = tuple(dict.fromkeys(unit.text for unit in kept if unit.imports))
     binds = frozenset(name for unit in kept if not unit.imports for name in unit.binds | unit.assigns_late)
-    text = "\n".join(_joined([unit for unit in kept if not unit.imports], cells))
+    text = "\n".join(_joined(stays, cells))
     left_out = tuple(dict.fromkeys(unit.text for unit in reversed(slicing.left_out)))
     settings = tuple(settings_in([Cell(unit.text) for unit in kept]))
-    return Slice(imports, text, seeds[-1] if seeds else seed, uses, binds, left_out, settings)
+    return Slice(imports, text, seeds[-1] if seeds else seed, uses, binds, left_out, settings, later)
 
 
 class _Slicing:
@@ -91,8 +95,11 @@ class _Slicing:
         self._ever = names  # names that are needed anywhere
         self.left_out: list[Unit] = []
 
-    def kept(self) -> tuple[list[Unit], frozenset[str], frozenset[str]]:
-        """What is kept, names that are needed and defined nowhere, and names of :data:`OFFERED` that are used."""
+    def kept(self) -> tuple[list[Unit], frozenset[str], frozenset[str], int]:
+        """What is kept, names that are needed and defined nowhere, and names of :data:`OFFERED` that are used.
+
+        Last, how many of what is kept come before anything that imports may depend on.
+        """
         while True:
             before = dict(self._late), self._ever
             places, live = self._pass()
@@ -100,7 +107,9 @@ class _Slicing:
                 break
         units = [self._units[place] for place in places]
         bound = {name for unit in units for name in unit.binds | unit.assigns_late}
-        return units, frozenset(live - bound - OFFERED - BUILTIN), frozenset(self._ever & OFFERED - bound)
+        outer = [bool(self._relations.settings(place) & self._relations.outer) for place in places]
+        lacking, uses = frozenset(live - bound - OFFERED - BUILTIN), frozenset(self._ever & OFFERED - bound)
+        return units, lacking, uses, [*outer, True].index(True)
 
     def _pass(self) -> tuple[list[int], set[str]]:
         live, kept = set(self._names | self._late.keys()), list[int]()

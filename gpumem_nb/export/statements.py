@@ -17,6 +17,7 @@ _SURE = _FUNCTIONS | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
 _ACTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
 _SETTING = ("set_", "use_", "enable_", "manual_seed", "seed", "register_", "setdefault", "seterr", "add_safe", "update")
 _SHOWING = {"set_printoptions", "set_option", "set_verbosity", "set_verbosity_error"}  # settings of what is shown
+_PLACING = {"chdir", "putenv"}
 _SEEDING = ("manual_seed", "seed")
 _SHOWN = ast.Name | ast.Attribute | ast.Constant | ast.JoinedStr | ast.FormattedValue | ast.keyword | ast.expr_context
 
@@ -271,6 +272,8 @@ def _sets(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
         last = _last(call.func) if isinstance(call, ast.Call) else ""
         if isinstance(call, ast.Call) and last in ("setattr", "delattr"):
             yield from ((_root(one), False) for one in call.args[:1])
+        elif isinstance(call, ast.Call) and (last in _PLACING or _last(getattr(call.func, "value", call)) == "path"):
+            yield _root(call.func), False
         elif isinstance(call, ast.Call) and last.startswith(_SETTING) and last not in _SHOWING:
             yield _root(call.func), last.startswith(_SEEDING)
 

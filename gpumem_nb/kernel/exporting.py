@@ -148,6 +148,7 @@ class Exporting:
         return Source(
             "cells",
             imports=found.imports,
+            later=found.later,
             definitions=found.text,
             names=names,
             cell_seed=found.seed,

@@ -145,6 +145,21 @@ def test_lines_of_ipython_that_show_something_are_left_out_and_others_refused() 
             sliced(cell, made)
 
 
+@pytest.mark.parametrize(
+    "setting", ["sys.path.insert(0, 'src')", "os.environ['HF_HOME'] = where", "os.environ.setdefault('HF_HOME', where)"]
+)
+def test_what_imports_depend_on_comes_before_them(setting: str) -> None:
+    cells = [
+        Cell("import os, sys\nimport math\nwhere = 'here'"),
+        Cell(f"{setting}\nimport lib\nnet = lib.made(math)"),
+    ]
+    found = needed(cells, ["net"], 0, forgotten=False)
+    assert found.imports == ("import os, sys", "import math")
+    assert found.text.endswith(f"{setting}\nimport lib\nnet = lib.made(math)")
+    assert found.later == ("import lib",)
+    assert found.binds <= {"net", "where"}
+
+
 def test_definitions_that_may_not_happen_do_not_end_the_search() -> None:
     assert sliced("net = 1", "net: int").startswith("net = 1")
     code = sliced("net = 1", "with open('x') as file:\n    net = 2")
