@@ -23,6 +23,7 @@ _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW({}, lr={}{})",
 }
 _IMPLEMENTATIONS = {"foreach": ", foreach=True", "fused": ", fused=True", "loop": ", foreach=False", "default": ""}
+_HELD = '[weight for group in {}.param_groups for weight in group["params"]]'
 _GROUP_FLAGS = {
     "foreach": "foreach=True, fused=False",
     "fused": "foreach=False, fused=True",
@@ -202,11 +203,7 @@ class Values:
             "train_batch": self._batches.moved("next(batches)"),
             "loss": self._batches.loss(flags),
             "to_float": ".float()" if self._own else "",
-            "clipped": '[weight for group in optimizer.param_groups for weight in group["params"]]'
-            if settings.optimizer == OWN
-            else "named.values()"
-            if self._own
-            else "model.parameters()",
+            "clipped": _HELD.format("optimizer") if self._own else "model.parameters()",
         }
         return {name: str(text) for name, text in (settings.as_dict() | texts).items()}
 
@@ -290,8 +287,9 @@ class Values:
         if settings.optimizer == OWN:
             return "make_optimizer(named.values())"
         weights = "named.values()" if self._own else "model.parameters()"
-        if "optimizer" in self._source.names and self._source.kind == "cells":  # whose order it keeps
-            weights = '[weight for group in optimizer.param_groups for weight in group["params"]]'
+        if "optimizer" in self._source.names:  # whose order it keeps, and whose choice
+            made = self._source.kind == "functions"
+            weights = _HELD.format("make_optimizer(named.values())" if made else "optimizer")
         rate = "learning_rate(args, 0)" if "rated" in flags else "args.learning_rate"
         return _OPTIMIZERS[settings.optimizer].format(weights, rate, _IMPLEMENTATIONS[settings.optimizer_impl])
 

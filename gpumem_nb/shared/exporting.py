@@ -27,10 +27,14 @@ class Facts:
         own_optimizer, own_scheduler: whether it came with one.
         groups: of parameters, in the optimizer.
         optimizer_hooks: whether somebody registered hooks around the optimizer's update.
+        optimizer_needs: names of what an optimizer's class must be given besides weights.
+        own_rate: the learning rate that people knew the own optimizer by when it was loaded.
         optimizer_keeps: names of what an optimizer that is not torch's keeps beside its groups and state.
         loose: how many weights only the optimizer knows.
         dtypes: of what is trained.
         uncommon: whether there are weights or buffers whose type Horovod's broadcast does not take, or empty ones.
+        unsent: a weight, frozen or not, whose type Horovod's broadcast does not take; empty without any.
+        strided: a weight or buffer that is not contiguous in memory; empty without any.
         sparse: whether there are sparse gradients.
         absent: weights that had a gradient on no rank in any step since it was loaded, though they are not frozen.
         sometimes: those that had one in some of these steps, and in others on no rank.
@@ -66,10 +70,14 @@ class Facts:
     groups: int
     own_scheduler: bool
     optimizer_hooks: bool
+    optimizer_needs: tuple[str, ...]
+    own_rate: float
     optimizer_keeps: tuple[str, ...]
     loose: int
     dtypes: tuple[str, ...]
     uncommon: bool
+    unsent: str
+    strided: str
     sparse: bool
     absent: tuple[str, ...]
     sometimes: tuple[str, ...]

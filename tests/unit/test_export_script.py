@@ -87,6 +87,15 @@ def test_what_is_left_out_in_some_steps_is_looked_for_in_each() -> None:
     assert "find_unused_parameters" not in written(Settings(), absent=("extra.weight",))
 
 
+@pytest.mark.parametrize("kind", ["functions", "cells"])
+def test_another_optimizer_trains_and_clips_what_the_own_one_held(kind: str) -> None:
+    text = written(Settings(optimizer="sgd", clip_norm=1.0), replace(OWN, kind=kind))
+    held = 'for group in {}.param_groups for weight in group["params"]]'
+    made = "make_optimizer(named.values())" if kind == "functions" else "optimizer"
+    assert f"SGD([weight {held.format(made)}" in text
+    assert f"clip_grad_norm_([weight {held.format('optimizer')}, 1.0)" in text
+
+
 def test_a_state_that_is_there_already_is_told_apart_from_one_to_go_on_from() -> None:
     text = written(Settings())
     stops = text.index('sys.exit(f"{args.resume} is at step')
@@ -105,6 +114,10 @@ def test_an_attached_optimizer_keeps_the_state_that_it_has() -> None:
     [
         (Settings(reduction="adasum", optimizer="sgd", compression="fp16"), {}, "adasum.*compression=none"),
         (Settings(), {"sometimes": ("extra.weight",)}, r"extra\.weight has a gradient on no rank.*--ddp"),
+        (Settings(), {"unsent": "base.weight"}, r"base\.weight is of a type.*--ddp"),
+        (Settings(), {"strided": "conv.weight"}, r"conv\.weight is not contiguous.*--ddp"),
+        (Settings(optimizer="own"), {"optimizer_needs": ("decay",)}, "without decay.*--ddp"),
+        (Settings(optimizer="own", lr_schedule="own", learning_rate=0.5), {}, r"0\.5 was set over.*learning_rate=0\.1"),
         (Settings(optimizer="own"), {"optimizer_keeps": ("lam",), "rate": 0.1, "asked_rate": 0.1}, "keeps lam.*--ddp"),
     ],
 )

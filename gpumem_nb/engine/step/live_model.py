@@ -45,6 +45,7 @@ class LiveModel:
         parts: the model, and what is trained besides it.
         optimizer: the one in use.
         own_optimizer: the one that the workload brought, in use or not.
+        own_rate: the learning rate that people knew it by then.
         scheduler: what sets the own optimizer's learning rates with ``lr_schedule=own``, if the workload brought one.
         course: where training is in the schedule that the knobs name.
         parameters: what is trained, in the optimizer's order.
@@ -73,13 +74,15 @@ class LiveModel:
             part.to(device.torch_device)
         self._modes = [Modes(part) for part in self.parts.named.values()]
         self.own_optimizer: Optimizer | None = None
+        self.own_rate = 0.0
         self.scheduler: LRScheduler | None = None
         if workload.optimizer:
             self.own_optimizer = checked_optimizer(workload.optimizer(self.parts.parameters()), self.parts)
         if workload.scheduler:
             self.scheduler = checked_scheduler(workload.scheduler(self.own_optimizer), self.own_optimizer)
         if self.own_optimizer:
-            self.settings = Settings(optimizer="own", learning_rate=named_rate(self.own_optimizer))
+            self.own_rate = named_rate(self.own_optimizer)
+            self.settings = Settings(optimizer="own", learning_rate=self.own_rate)
         if self.scheduler:
             self.settings = self.settings.replace(lr_schedule=OWN)
         self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.parts.parameters(), self.settings)
