@@ -179,6 +179,50 @@ def test_functions_of_a_notebook_bring_what_they_use_and_modules_are_imported() 
     assert namespace["loss_of_workload"](abs, -1) == 4
 
 
+NET = """
+import torch
+width = 3
+@torch.no_grad
+def still(): return 1
+class Base:
+    def size(self): return width
+class Net(Base):
+    depth = 2
+    layers: int = 4
+
+    @property
+    def area(self):
+        return self.size() * self.depth
+    def double(self):
+        return 2 * self.area
+    def twice(self): return self.double()
+"""
+
+
+def test_classes_of_a_notebook_are_written_out_with_what_they_use() -> None:
+    names = notebook(f"{NET}\ndef model(): return Net().double()")
+    collector = Collector()
+    collector.add("model", names["model"])
+    namespace: dict[str, Any] = {}
+    exec("\n".join([*collector.imports, *collector.definitions]), namespace)
+    assert namespace["model"]() == 12
+    assert set(collector.defined) == {"model", "Net", "Base", "width"}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [("Net.depth = 3", "depth"), ("Net.double = print", "double"), ("Net.new = 1", "new")]
+)
+def test_a_class_that_was_changed_after_it_was_defined_is_refused(change: str, name: str) -> None:
+    names = notebook(f"{NET}\ndef model(): return Net()\n{change}")
+    with pytest.raises(WorkloadError, match=f"Net, whose {name} was changed after it was defined"):
+        Collector().add("model", names["model"])
+
+
+def test_a_class_without_functions_has_no_known_source() -> None:
+    with pytest.raises(WorkloadError, match="Define it in a module"):
+        Collector().add("model", notebook("class Net: pass\ndef model(): return Net()")["model"])
+
+
 def around(value: int) -> Callable[[], int]:
     return lambda: value
 
