@@ -56,14 +56,15 @@ def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
             same = isinstance(now, types.FunctionType) and now.__code__.co_filename == file and _is_in(now, part)
             if not same and not isinstance(now, classmethod | staticmethod):  # as some are by themselves
                 yield name
-    for part in node.body:
-        if isinstance(part, ast.Assign) and len(part.targets) == 1 and isinstance(part.targets[0], ast.Name):
-            name = part.targets[0].id
+    for one in node.body:
+        if isinstance(one, ast.Assign) and len(one.targets) == 1 and isinstance(one.targets[0], ast.Name):
+            name = one.targets[0].id
             try:
-                if name not in last and ast.literal_eval(part.value) != vars(value).get(name, _NONE):
-                    yield name
+                then, now = ast.literal_eval(one.value), vars(value).get(name, _NONE)
             except ValueError:  # it is no plain value
                 continue
+            if name not in last and (type(then) is not type(now) or then != now):
+                yield name
 
 
 def _is_in(function: types.FunctionType, node: ast.ClassDef | ast.FunctionDef) -> bool:
