@@ -69,7 +69,8 @@ def run(
     alone.write_text(_ALONE)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment |= mpi.environment(1, "cpu") | variables
-    environment.pop("HOROVOD_FUSION_THRESHOLD")  # the script says it
+    for name in ("HOROVOD_FUSION_THRESHOLD", "PYTHONHASHSEED"):  # the script says them
+        environment.pop(name)
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths))} if paths else {}
     environment |= {"PEAK": str(Path(__file__).parents[1])} if peaks else {}
     starter = [str(require_tool("mpiexec")), "-n", str(ranks), sys.executable]

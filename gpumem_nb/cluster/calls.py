@@ -70,9 +70,7 @@ class Call:
 
     def apart(self) -> dict[int, Apart]:
         """The ranks that have answered that they came apart from the others."""
-        for rank, result in zip(self.ranks, self._results, strict=True):
-            if result.done() and rank not in self._apart:
-                self._open(rank, result)
+        self._open_all()
         return {rank: apart for rank, apart in list(self._apart.items()) if apart}
 
     def pulses(self) -> dict[int, Pulse]:
@@ -129,8 +127,10 @@ class Call:
         return [note if len(of) == everywhere else f"{name_ranks(of)}: {note}" for note, of in said.items()]
 
     def drew(self) -> bool:
-        """Whether a rank that has answered has moved the random numbers that cells draw."""
-        return bool(self._drew)
+        """Whether a rank has moved the random numbers that cells draw, or may have: it did not answer."""
+        late = self.pending()  # before one of them answers unnoticed
+        self._open_all()
+        return bool(self._drew or late)
 
     def outputs(self) -> list[str]:
         """What each rank has printed so far, standard output and error together, in rank order."""
@@ -152,6 +152,12 @@ class Call:
             self._outcomes[rank] = _read(rank, answer) if isinstance(answer, Answer) else _Outcome(error=answer)
         return self._outcomes[rank]
 
+    def _open_all(self) -> None:
+        """Look at what has come."""
+        for rank, result in zip(self.ranks, self._results, strict=True):
+            if result.done() and rank not in self._apart:
+                self._open(rank, result)
+
     def _open(self, rank: int, result: AsyncResult) -> Answer | Exception:
         """What came from a rank, its content still packed; an exception stands for the failure to get there."""
         error = result.exception(0)
@@ -161,6 +167,7 @@ class Call:
             self._drew |= {rank} if answer.drew else set()
             return answer
         self._apart[rank] = None
+        self._drew.add(rank)  # nobody can say that it did not
         if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":
             return ClusterDied(f"Rank {rank} ended while it was working.")
         if isinstance(error, RemoteError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -41,11 +42,11 @@ def _facts(trainer: Trainer) -> Facts:
     loss, given = workload.loss, as_given(workload.loss)
     names = {id(param): name for name, param in live.parts.named_parameters()}
     named = (*live.parts.named_parameters(), *live.parts.named_buffers())
-    absent, partial = trainer.stepper.voting.lacking or ((), False)
+    had = trainer.stepper.voting.had
     modules = {id(module): name for name, module in live.model.named_modules()}
     return Facts(
         seed=stream.seed,
-        stepped=trainer.stepper.voting.lacking is not None,
+        stepped=had.any_step,
         order=_order(stream),
         iterable=stream.info.iterable,
         batched=stream.info.batched,
@@ -65,12 +66,17 @@ def _facts(trainer: Trainer) -> Facts:
         own_scheduler=live.scheduler is not None,
         optimizer_hooks=has_step_hooks(live.optimizer),
         optimizer_keeps=_kept_beside(live.own_optimizer) if live.own_optimizer else (),
+        optimizer_needs=_needed_besides_weights(live.own_optimizer) if live.own_optimizer else (),
+        own_rate=live.own_rate,
         loose=sum(name.startswith(LOOSE) for name in names.values()),
         dtypes=tuple(sorted({str(param.dtype).removeprefix("torch.") for param in in_groups(live.optimizer)})),
         uncommon=any(tensor.dtype not in _COMMON or not tensor.numel() for _, tensor in named),
+        unsent=next((name for name, param in live.parts.named_parameters() if param.dtype not in _COMMON), ""),
+        strided=next((name for name, tensor in named if not tensor.is_contiguous()), ""),
         sparse=bool(live.sparse_places()),
-        absent=tuple(names[id(param)] for param in absent if param.requires_grad),
-        partial=partial,
+        absent=tuple(names[id(param)] for param in had.never(live.parameters)),
+        sometimes=tuple(names[id(param)] for param in had.sometimes(live.parameters)),
+        partial=had.partial,
         evaluating=bool(live.evaluating()),
         buffers=any(True for _ in live.model.buffers()),
         blocks=tuple(modules.get(id(block), "") for block in live.blocks),
@@ -82,6 +88,7 @@ def _facts(trainer: Trainer) -> Facts:
             for one in VARIABLES.values()
             if os.environ.get(one.name, one.default) != one.default
         },
+        hash_seed=os.environ.get("PYTHONHASHSEED", "random"),
         torch=torch.__version__,
         horovod=horovod.__version__,
     )
@@ -93,6 +100,13 @@ def _kept_beside(optimizer: Optimizer) -> tuple[str, ...]:
         return ()
     usual = vars(SGD([torch.zeros(1)], lr=0.1)).keys() | {"step"}  # which schedulers wrap
     return tuple(sorted(name for name in vars(optimizer) if name not in usual and not name.startswith("_")))
+
+
+def _needed_besides_weights(optimizer: Optimizer) -> tuple[str, ...]:
+    """Names of arguments without which an optimizer's class makes none."""
+    _, *others = inspect.signature(type(optimizer)).parameters.values()
+    many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(one.name for one in others if one.default is inspect.Parameter.empty and one.kind not in many)
 
 
 def _kind_of_batch(stream: Stream) -> str:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from ..shared.errors import WorkloadError
+from .classes import class_source, functions_of
 from .statements import units_of
 
 _OURS = "gpumem_nb"
@@ -153,6 +154,8 @@ def _importable(value: Any) -> str:
 def _globals(value: Any) -> dict[str, Any]:
     if isinstance(value, types.FunctionType):
         return value.__globals__
+    if value.__module__ == "__main__" and (functions := functions_of(value)):
+        return functions[0].__globals__
     return vars(importlib.import_module(value.__module__))
 
 
@@ -163,11 +166,19 @@ def _source(role: str, name: str, value: Any) -> str:
             "it. Define it at the top level of a cell."
         )
     try:
-        return textwrap.dedent(inspect.getsource(value)).rstrip()
-    except (OSError, TypeError):
+        of_cell = isinstance(value, type) and value.__module__ == "__main__"
+        source = (class_source(value) if of_cell and isinstance(value, type) else inspect.getsource(value)).rstrip()
+        return textwrap.dedent(source) if source[:1].isspace() else source  # which changes blank lines in strings
+    except ValueError as error:
         raise WorkloadError(
-            f"The workload's {role} uses {name}, whose source is not known. Define it in a notebook cell or a module, "
-            "and load the workload again."
+            f"The workload's {role} uses {name}, whose {error} was changed after it was defined. Define {name} as it "
+            "shall be in one cell, and load the workload again."
+        ) from None
+    except (OSError, TypeError):
+        where = "a module that the script can import" if isinstance(value, type) else "a notebook cell or a module"
+        raise WorkloadError(
+            f"The workload's {role} uses {name}, whose source is not known. Define it in {where}, and load the "
+            "workload again."
         ) from None
 
 

@@ -9,21 +9,22 @@ from collections.abc import Iterator
 
 
 def with_sorted_imports(text: str) -> str:
-    """A module whose first block of imports, after its docstring, is sorted by section and name."""
-    tree = ast.parse(text)
-    first = 1 if ast.get_docstring(tree) is not None else 0
-    nodes = []
-    for node in tree.body[first:]:
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            break
-        nodes.append(node)
+    """A module whose longest block of imports is sorted by section and name."""
+    tree, blocks = ast.parse(text), [list[ast.Import | ast.ImportFrom]()]
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            blocks[-1].append(node)
+        elif blocks[-1]:
+            blocks.append([])
+    nodes = max(blocks, key=len)
     if not nodes:
         return text
-    lines = text.splitlines()
+    lines = text.removesuffix("\n").split("\n")  # as ast counts them
     begin, end = nodes[0].lineno - 1, nodes[-1].end_lineno or 0
     sections = "\n\n".join(filter(None, map("\n".join, _sections(nodes))))
     rest = "\n".join(lines[end:]).lstrip("\n")
-    defined = isinstance(tree.body[first + len(nodes)], ast.FunctionDef | ast.ClassDef)
+    after = tree.body.index(nodes[-1]) + 1
+    defined = isinstance(tree.body[after], ast.FunctionDef | ast.ClassDef)
     return "\n".join([*lines[:begin], sections]) + "\n" * (3 if defined else 2) + rest + "\n"
 
 

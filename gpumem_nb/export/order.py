@@ -30,12 +30,14 @@ class Source:
         kind: ``ready`` for a ready-made workload, ``functions`` for those of a ``Workload``, ``cells``.
         template, options: of a ready-made workload.
         separable: whether its convolutions are.
-        imports: lines.
+        imports: lines that come first.
+        later: those that the code has.
         definitions: the code.
         names: what somebody's own code calls each role.
         cell_seed: where the random numbers of cells began.
         uses: names that ranks offer to cells, and the code uses.
         defines: names that the code defines.
+        left_out: statements of cells that are not in it.
     """
 
     kind: str
@@ -43,11 +45,13 @@ class Source:
     options: dict[str, Any] = field(default_factory=dict)
     separable: bool = False
     imports: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
     definitions: str = ""
     names: dict[str, str] = field(default_factory=dict)
     cell_seed: int = 0
     uses: frozenset[str] = frozenset()
     defines: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

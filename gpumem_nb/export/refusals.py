@@ -61,7 +61,7 @@ def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
         what = "what the loss and the metric are called with, and which weights get a gradient"
         yield f"{_AGAIN}{' and evaluate (%hvd_eval)' * (facts.metric == 'unknown')}: that shows {what}."
     yield from _data(facts)
-    yield from _weights(facts)
+    yield from _weights(facts, ddp)
     yield from _optimizer(facts, settings, ddp)
     count = len(facts.blocks)
     if settings.checkpointing != "none" and (
@@ -93,11 +93,27 @@ def _data(facts: Facts) -> Iterator[str]:
         )
 
 
-def _weights(facts: Facts) -> Iterator[str]:
+def _weights(facts: Facts, ddp: bool) -> Iterator[str]:
+    if facts.sometimes and not ddp:
+        yield (
+            f"In some steps {facts.sometimes[0]} has a gradient on no rank. A session leaves it alone then, and "
+            "hvd.DistributedOptimizer makes zeros of that, which weight decay and momentum act on. Export with --ddp "
+            "(ddp=True)."
+        )
     if odd := [dtype for dtype in facts.dtypes if dtype not in _DTYPES]:
         yield (
             f"Weights are in {odd[0]}, whose gradients Horovod and DistributedDataParallel do not add up as a session "
             "does. Keep the weights in float32 and set precision=bf16 or fp16."
+        )
+    if facts.unsent and not ddp:
+        yield (
+            f"{facts.unsent} is of a type that Horovod's broadcast does not take. Export with --ddp (ddp=True), or "
+            "keep it in float32."
+        )
+    if facts.strided and not ddp:
+        yield (
+            f"{facts.strided} is not contiguous in memory (channels_last, for example), which Horovod's broadcast does "
+            "not take. Export with --ddp (ddp=True), or leave the model as it is and give its inputs that layout."
         )
     if facts.sparse:
         yield "Gradients of an embedding are sparse, which a plain script averages otherwise. Set sparse=False in it."
@@ -111,10 +127,21 @@ def _optimizer(facts: Facts, settings: Settings, ddp: bool) -> Iterator[str]:
             "Hooks are registered around the optimizer's update, which hvd.DistributedOptimizer does not take over. "
             "Export with --ddp (ddp=True), or remove them first."
         )
+    if facts.optimizer_needs and settings.optimizer == OWN and not ddp:
+        yield (
+            f"The optimizer's class cannot be made without {facts.optimizer_needs[0]}, which hvd.DistributedOptimizer "
+            "does not give it. Export with --ddp (ddp=True), or give it a default."
+        )
     if facts.optimizer_keeps and settings.optimizer == OWN and not ddp:
         yield (
             f"The optimizer keeps {facts.optimizer_keeps[0]} beside its groups and state, which "
             "hvd.DistributedOptimizer does not take over. Export with --ddp (ddp=True), or keep it in the groups."
+        )
+    if settings.lr_schedule == OWN and not _alike(settings.learning_rate, facts.own_rate):
+        yield (
+            f"learning_rate={settings.learning_rate:g} was set over that of the own scheduler, which begins at "
+            f"{facts.own_rate:g} in a script. Make the optimizer with that rate and attach again, or "
+            f"%hvd_set learning_rate={facts.own_rate:g}."
         )
     if settings.lr_schedule != "own" and not _alike(facts.rate, facts.asked_rate):
         yield (

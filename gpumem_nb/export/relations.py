@@ -11,7 +11,9 @@ from .statements import Unit
 
 OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})
 """What cells find defined when the ranks start."""
-_BUILTIN = frozenset(dir(builtins))
+NOTEBOOK = frozenset({"get_ipython", "display"})
+"""What IPython adds to Python's own names."""
+BUILTIN = frozenset(dir(builtins)) - NOTEBOOK | {"__name__", "__doc__"}
 _SETTABLE = {"torch", "horovod", "numpy", "random"}
 
 _Version = tuple[str, int]
@@ -22,6 +24,8 @@ class Relations:
 
     Attributes:
         defined: names that never stand for anything but functions, classes and modules: using one changes nothing.
+        outer: modules whose settings are of the environment, and of where modules are found.
+        settable: modules whose settings a script needs whether it names them or not.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -32,7 +36,8 @@ class Relations:
         for unit in units:
             for name in unit.binds if unit.late or unit.assigns_late else ():
                 self._by_name[name].append(unit)
-        self._settable, self._environment = _settings(units)
+        self.outer = _names_of(units, {"os", "sys"})
+        self.settable = _names_of(units, _SETTABLE) | self.outer | {"torch", "hvd"}
         self._reached = [self._reach(unit) for unit in units]
         self._parent: dict[_Version, _Version] = {}
         self._before: list[dict[str, int]] = []
@@ -50,9 +55,11 @@ class Relations:
         none: frozenset[str] = frozenset()
         return none if unit.plain or unit.names else none.union(*(one.assigns_late for one in functions))
 
-    def settable(self, unit: Unit) -> frozenset[str]:
-        """Modules whose settings a script needs whether it names them or not."""
-        return self._settable | self._environment if unit.sets else self._settable
+    def settings(self, place: int) -> frozenset[str]:
+        """Modules among :attr:`settable` of which a statement sets something, in functions that it calls too."""
+        unit, (_, functions) = self._units[place], self._reached[place]
+        late = [] if unit.plain or unit.defines or unit.names else [one.sets_late for one in functions]
+        return self.settable.intersection(unit.sets.union(*late))
 
     def touches(self, place: int, live: Collection[str]) -> bool:
         """Whether a statement uses something that may be part of what is needed after it."""
@@ -63,7 +70,8 @@ class Relations:
 
     def _stands(self, name: str) -> bool:
         """Whether a name may stand for an object that changes."""
-        return name not in self.defined and name not in OFFERED and name not in _BUILTIN and name not in self._constant
+        given = OFFERED | BUILTIN | NOTEBOOK
+        return name not in self.defined and name not in given and name not in self._constant
 
     def _reach(self, unit: Unit) -> tuple[frozenset[str], list[Unit]]:
         """Names that a statement uses, and those of functions that it may call; and the definitions of these."""
@@ -91,7 +99,7 @@ class Relations:
             for name in unit.surely:
                 now[name] = now.get(name, 0) + 1
             self._after.append(dict(now))
-            if unit.plain or unit.looks:
+            if unit.plain or unit.looks or unit.saves:
                 continue
             before, after = self._before[-1], self._after[-1]
             same = [(name, before.get(name, 0)) for name in self._reached[place][0] if self._stands(name)]
@@ -105,17 +113,14 @@ class Relations:
         return version
 
 
-def _settings(units: Sequence[Unit]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of modules that compute, and of the environment."""
-    computes, environment = {"torch", "hvd"}, set[str]()
+def _names_of(units: Sequence[Unit], modules: Collection[str]) -> frozenset[str]:
+    """Names that stand for these modules, or for parts of them."""
+    found = set[str]()
     for unit in units:
         for node in ast.parse(unit.text).body if unit.imports else ():
             assert isinstance(node, ast.Import | ast.ImportFrom)
             for alias in node.names:
                 module = alias.name if isinstance(node, ast.Import) else node.module or ""
-                name = alias.asname or alias.name.partition(".")[0]
-                if module.partition(".")[0] in _SETTABLE:
-                    computes.add(name)
-                elif module == "os":
-                    environment.add(name)
-    return frozenset(computes), frozenset(environment)
+                if module.partition(".")[0] in modules:
+                    found.add(alias.asname or alias.name.partition(".")[0])
+    return frozenset(found)

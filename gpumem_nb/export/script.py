@@ -23,6 +23,7 @@ _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW({}, lr={}{})",
 }
 _IMPLEMENTATIONS = {"foreach": ", foreach=True", "fused": ", fused=True", "loop": ", foreach=False", "default": ""}
+_HELD = '[weight for group in {}.param_groups for weight in group["params"]]'
 _GROUP_FLAGS = {
     "foreach": "foreach=True, fused=False",
     "fused": "foreach=False, fused=True",
@@ -47,7 +48,7 @@ def script(order: Order) -> str:
 def _check_names(order: Order, bare: str) -> None:
     """Refuse names that mean one thing in somebody's own code and another in the rest of the script, or nothing."""
     source = order.source
-    own = dict(imported_in("\n".join(source.imports)))
+    own = dict(imported_in("\n".join([*source.imports, *source.later])))
     if order.ddp and ("hvd" in source.uses or any(what.partition(".")[0] == "horovod" for what in own.values())):
         raise WorkloadError(
             "Your code uses Horovod, which is not started beside DistributedDataParallel. Export without --ddp "
@@ -158,6 +159,7 @@ class Values:
             "imports": "\n".join(source.imports),
             "join": "\n".join(self._join()),
             "cell_seed": source.cell_seed,
+            "hash_seed": quoted(facts.hash_seed),
             "definitions": self._ready_made(flags) if ready else source.definitions,
             "rank": self._rank,
             "size": self._size,
@@ -201,11 +203,7 @@ class Values:
             "train_batch": self._batches.moved("next(batches)"),
             "loss": self._batches.loss(flags),
             "to_float": ".float()" if self._own else "",
-            "clipped": '[weight for group in optimizer.param_groups for weight in group["params"]]'
-            if settings.optimizer == OWN
-            else "named.values()"
-            if self._own
-            else "model.parameters()",
+            "clipped": _HELD.format("optimizer") if self._own else "model.parameters()",
         }
         return {name: str(text) for name, text in (settings.as_dict() | texts).items()}
 
@@ -280,7 +278,8 @@ class Values:
         module = "WithLoss(model, loss_of)" if "with_loss" in flags else "model"
         options = [module, f"bucket_cap_mb={self._settings.bucket_mib:g}", "gradient_as_bucket_view=True"]
         options += ["broadcast_buffers=False"] if self._facts.buffers else []
-        options += ["find_unused_parameters=True"] if self._facts.partial else []
+        unused = self._facts.partial or self._facts.sometimes
+        options += ["find_unused_parameters=True"] if unused else []
         yield from wrapped("ddp = DistributedDataParallel(", options, 4)
 
     def _optimizer(self, flags: frozenset[str]) -> str:
@@ -288,8 +287,9 @@ class Values:
         if settings.optimizer == OWN:
             return "make_optimizer(named.values())"
         weights = "named.values()" if self._own else "model.parameters()"
-        if "optimizer" in self._source.names and self._source.kind == "cells":  # whose order it keeps
-            weights = '[weight for group in optimizer.param_groups for weight in group["params"]]'
+        if "optimizer" in self._source.names:  # whose order it keeps, and whose choice
+            made = self._source.kind == "functions"
+            weights = _HELD.format("make_optimizer(named.values())" if made else "optimizer")
         rate = "learning_rate(args, 0)" if "rated" in flags else "args.learning_rate"
         return _OPTIMIZERS[settings.optimizer].format(weights, rate, _IMPLEMENTATIONS[settings.optimizer_impl])
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..shared.exporting import Cell
-from .relations import OFFERED, Relations
+from .relations import BUILTIN, OFFERED, Relations
 from .statements import LOOKS, Unit, units_of
-from .unclear import check_imports, missing, refuse_drawing, refuse_unclear
-
-_BUILTIN = frozenset(dir(builtins)) | {"__name__", "__doc__"}
+from .unclear import check_imports, missing, refuse_drawing, refuse_odd_save, refuse_setting, refuse_unclear
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +16,14 @@ class Slice:
     """What is left of the cells.
 
     Attributes:
-        imports: lines.
+        imports: lines that come first.
+        later: those that come in the text, after what they may depend on: the environment, and paths of modules.
         text: everything else, in order.
         seed: where random numbers of cells began, before what is in it.
         uses: names of :data:`OFFERED` that it uses.
         binds: names that it defines, and does not only import.
+        left_out: statements that do something outside of the script, such as writing files, and are not in it.
+        settings: statements in it that set something of the whole process.
     """
 
     imports: tuple[str, ...]
@@ -31,6 +31,19 @@ class Slice:
     seed: int
     uses: frozenset[str]
     binds: frozenset[str]
+    left_out: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
+
+
+def settings_in(cells: Sequence[Cell]) -> list[str]:
+    """The statements of these cells that set something of whole processes, apart from seeds, or of what they import."""
+    units = [unit for number, cell in enumerate(cells) for unit in units_of(cell.source, number)]
+    relations = Relations(units)
+    imported = {name for unit in units if unit.imports for name in unit.binds}
+    places = [place for place, unit in enumerate(units) if not (unit.seeds or unit.defines)]
+    found = [units[place] for place in places if relations.settings(place) or units[place].sets & imported]
+    return list(dict.fromkeys(unit.text for unit in found))
 
 
 def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: bool) -> Slice:
@@ -47,16 +60,21 @@ def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: 
     Raises:
         WorkloadError: a name is not defined by cells that ran well on all ranks, or what it is cannot be told.
     """
-    kept, lacking, uses = _Slicing(cells, frozenset(names)).kept()
+    slicing = _Slicing(cells, frozenset(names))
+    kept, lacking, uses, outer = slicing.kept()
     if lacking:
         raise missing(cells, lacking, forgotten)
     check_imports(kept)
-    first = min((unit.cell for unit in kept if not unit.imports), default=0)
+    imports = tuple(dict.fromkeys(unit.text for unit in kept[:outer] if unit.imports))
+    later = tuple(unit.text for unit in kept[outer:] if unit.imports and unit.text not in imports)
+    stays = [unit for place, unit in enumerate(kept) if not unit.imports or (place >= outer and unit.text in later)]
+    first = min((unit.cell for unit in stays), default=0)
     seeds = [cell.seed for cell in cells[: first + 1] if cell.seed is not None]
-    imports = tuple(dict.fromkeys(unit.text for unit in kept if unit.imports))
     binds = frozenset(name for unit in kept if not unit.imports for name in unit.binds | unit.assigns_late)
-    text = "\n".join(_joined([unit for unit in kept if not unit.imports], cells))
-    return Slice(imports, text, seeds[-1] if seeds else seed, uses, binds)
+    text = "\n".join(_joined(stays, cells))
+    left_out = tuple(dict.fromkeys(unit.text for unit in reversed(slicing.left_out)))
+    settings = tuple(settings_in([Cell(unit.text) for unit in kept]))
+    return Slice(imports, text, seeds[-1] if seeds else seed, uses, binds, left_out, settings, later)
 
 
 class _Slicing:
@@ -70,14 +88,18 @@ class _Slicing:
     def __init__(self, cells: Sequence[Cell], names: frozenset[str]) -> None:
         self._cells = cells
         self._names = names
-        self._units = [unit for number, cell in enumerate(cells) for unit in _units(cell, number)]
+        self._units = [*_all_units(cells)]
         self._relations = Relations(self._units)
         self._shadowed = bool(LOOKS & {name for unit in self._units for name in unit.binds})
         self._late: dict[str, int] = {}  # names that kept functions use, and the place of the first of these
         self._ever = names  # names that are needed anywhere
+        self.left_out: list[Unit] = []
 
-    def kept(self) -> tuple[list[Unit], frozenset[str], frozenset[str]]:
-        """What is kept, names that are needed and defined nowhere, and names of :data:`OFFERED` that are used."""
+    def kept(self) -> tuple[list[Unit], frozenset[str], frozenset[str], int]:
+        """What is kept, names that are needed and defined nowhere, and names of :data:`OFFERED` that are used.
+
+        Last, how many of what is kept come before anything that imports may depend on.
+        """
         while True:
             before = dict(self._late), self._ever
             places, live = self._pass()
@@ -85,10 +107,13 @@ class _Slicing:
                 break
         units = [self._units[place] for place in places]
         bound = {name for unit in units for name in unit.binds | unit.assigns_late}
-        return units, frozenset(live - bound - OFFERED - _BUILTIN), frozenset(self._ever & OFFERED - bound)
+        outer = [bool(self._relations.settings(place) & self._relations.outer) for place in places]
+        lacking, uses = frozenset(live - bound - OFFERED - BUILTIN), frozenset(self._ever & OFFERED - bound)
+        return units, lacking, uses, [*outer, True].index(True)
 
     def _pass(self) -> tuple[list[int], set[str]]:
         live, kept = set(self._names | self._late.keys()), list[int]()
+        self.left_out.clear()
         drawing = -1  # the earliest cell so far that is needed and draws random numbers
         ever = set(self._ever)
         for place in reversed(range(len(self._units))):
@@ -99,9 +124,15 @@ class _Slicing:
             if not cell.known:
                 if draws:
                     refuse_drawing(cell)
-                self._check_unclear(place, live)
+                self._check_unclear(place, live, kept)
                 continue
             if not (unit.binds & live or self._changes(place, live) or draws):
+                self.left_out += [unit] if unit.magic else []
+                continue
+            if unit.odd_save and not unit.binds & live:
+                refuse_odd_save(unit.text)
+            if unit.saves and not unit.binds & live:
+                self.left_out.append(unit)
                 continue
             kept.append(place)
             live -= unit.surely
@@ -123,15 +154,14 @@ class _Slicing:
         if (unit.looks and not self._shadowed) or (unit.plain and not unit.pokes):
             return False
         defined = self._ever & relations.defined
-        settings = frozenset[str]() if unit.defines else relations.settable(unit)
-        if relations.poked(place) & (defined | settings) or unit.given & defined:
+        if relations.poked(place) & defined or unit.given & defined or (relations.settings(place) and not unit.defines):
             return True
         if relations.assigned(place).intersection(live):
             return True
         return not unit.names and relations.touches(place, live)
 
-    def _check_unclear(self, place: int, live: set[str]) -> None:
-        """Refuse a statement that is no known cell's and concerns what is needed."""
+    def _check_unclear(self, place: int, live: set[str], kept: Sequence[int]) -> None:
+        """Refuse a statement that is no known cell's and concerns what is needed, with what is kept after it."""
         unit, relations = self._units[place], self._relations
         cell = self._cells[unit.cell]
         if unit.imports:
@@ -139,18 +169,37 @@ class _Slicing:
         concerned = (unit.binds | relations.assigned(place)) & live
         if not concerned and not (unit.looks and not self._shadowed):
             concerned = relations.poked(place) & live & relations.defined - OFFERED
-            concerned |= relations.poked(place) & relations.settable(unit) if unit.sets else frozenset()
-            if not unit.names and not unit.plain and relations.touches(place, live):
-                concerned |= (unit.reads | unit.binds) - OFFERED - _BUILTIN - relations.defined
+            if relations.settings(place) and not (unit.seeds or unit.defines or self._said_again(place, kept)):
+                refuse_setting(cell, unit.text)  # what is drawn after a seeding is asked for elsewhere
+            if not (unit.names or unit.plain or unit.saves) and relations.touches(place, live):
+                concerned |= (unit.reads | unit.binds) - OFFERED - BUILTIN - relations.defined
         if concerned:
             defined = {name for one in self._units if self._cells[one.cell].known for name in one.binds}
             refuse_unclear(cell, min(concerned), bool(concerned & defined))
 
+    def _said_again(self, place: int, kept: Sequence[int]) -> bool:
+        """Whether a known cell says the same before anything acts that is kept."""
+        for later in reversed(kept):
+            unit = self._units[later]
+            if unit.text == self._units[place].text:
+                return True
+            if not unit.plain:
+                return False
+        return False
 
-def _units(cell: Cell, number: int) -> list[Unit]:
-    if cell.opaque:
-        return [Unit("", number, frozenset())]
-    return [Unit("", number, frozenset(cell.pushed))] if cell.pushed else units_of(cell.source, number)
+
+def _all_units(cells: Sequence[Cell]) -> Iterator[Unit]:
+    held = set[str]()  # names that people hold themselves, which ranks do not offer anything under
+    for number, cell in enumerate(cells):
+        for name, variable in cell.offered:
+            if variable not in ("", name) and name not in held:
+                yield from units_of(f"{name} = {variable}", number)
+            elif not variable and name not in held:
+                yield Unit("", number, frozenset({name}))
+        units = [Unit("", number, frozenset(cell.pushed))] if cell.opaque or cell.pushed else []
+        units = units or units_of(cell.source, number)
+        held |= {name for unit in units for name in unit.binds | unit.assigns_late}
+        yield from units
 
 
 def _joined(units: Sequence[Unit], cells: Sequence[Cell]) -> Iterator[str]:

@@ -7,13 +7,18 @@ import symtable
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from .outside import is_idle, magics, only_saves, saves
+
 LOOKS = frozenset({"print", "display", "len", "type", "help", "dir", "repr", "id"})
 """Functions that only show something."""
 _COMPREHENSIONS = {"listcomp", "setcomp", "dictcomp", "genexpr"}
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _SURE = _FUNCTIONS | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
 _ACTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
-_SETTING = ("set_", "use_", "enable_", "manual_seed", "seed", "register_")
+_SETTING = ("set_", "use_", "enable_", "manual_seed", "seed", "register_", "setdefault", "seterr", "add_safe", "update")
+_SHOWING = {"set_printoptions", "set_option", "set_verbosity", "set_verbosity_error"}  # settings of what is shown
+_PLACING = {"chdir", "putenv"}
+_SEEDING = ("manual_seed", "seed")
 _SHOWN = ast.Name | ast.Attribute | ast.Constant | ast.JoinedStr | ast.FormattedValue | ast.keyword | ast.expr_context
 
 
@@ -39,7 +44,12 @@ class Unit:
         pokes: names of what it sets attributes or items of, or calls for its effect.
         pokes_late: the same of its functions.
         given: names of what it gives to that.
-        sets: whether it sets attributes or items, or calls something whose name says that it sets.
+        sets: names of what it sets attributes or items of, or calls something of whose name says that it sets.
+        sets_late: the same of its functions.
+        seeds: whether all that it sets are random numbers.
+        saves: whether it only writes files of what is there.
+        odd_save: whether it writes files, and calls other things for that, which may act.
+        magic: whether it is a line of IPython's own that may act.
     """
 
     text: str
@@ -59,7 +69,12 @@ class Unit:
     pokes: frozenset[str] = frozenset()
     pokes_late: frozenset[str] = frozenset()
     given: frozenset[str] = frozenset()
-    sets: bool = False
+    sets: frozenset[str] = frozenset()
+    sets_late: frozenset[str] = frozenset()
+    seeds: bool = False
+    saves: bool = False
+    odd_save: bool = False
+    magic: bool = False
 
 
 def units_of(source: str, cell: int = 0) -> list[Unit]:
@@ -68,7 +83,7 @@ def units_of(source: str, cell: int = 0) -> list[Unit]:
         tree = ast.parse(source)
     except SyntaxError:
         return []
-    lines = source.splitlines()
+    lines = source.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # as ast counts them
     groups: list[list[ast.stmt]] = []
     for node in tree.body:
         first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
@@ -98,6 +113,8 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int) -> Unit:
     sure = all(isinstance(node, _SURE) or (isinstance(node, ast.AnnAssign) and node.value) for node in nodes)
     constant = all(map(_names_constants, nodes))
     imports = all(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes)
+    if saving := all(map(saves, nodes)):  # what a block has open is of no use after it
+        binds -= {name for node in nodes for name in _open_in(node)}
     return Unit(
         text=text,
         cell=cell,
@@ -116,8 +133,22 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int) -> Unit:
         pokes=frozenset(name for node in nodes for name in _pokes(node)),
         pokes_late=frozenset(name for node in nodes for name in _pokes(node, inside=True)),
         given=frozenset(name for node in nodes for name in _given(node)),
-        sets=any(map(_sets, nodes)),
+        sets=frozenset(name for node in nodes for name, _ in _sets(node)),
+        sets_late=frozenset(name for node in nodes for name, _ in _sets(node, inside=True)),
+        seeds=all(seeds for node in nodes for _, seeds in _sets(node)),
+        saves=saving and all(map(only_saves, nodes)),
+        odd_save=saving and not all(map(only_saves, nodes)),
+        magic=any(next(magics(node), "") for node in nodes) and not all(map(is_idle, nodes)),
     )
+
+
+def _open_in(node: ast.AST) -> Iterator[str]:
+    """Names that ``with`` and ``for`` give."""
+    for one in ast.walk(node):
+        target = (
+            one.optional_vars if isinstance(one, ast.withitem) else one.target if isinstance(one, ast.For) else None
+        )
+        yield from (name.id for name in ast.walk(target or ast.Pass()) if isinstance(name, ast.Name))
 
 
 def _inner(table: symtable.SymbolTable, later: bool) -> Iterator[tuple[str, bool, bool]]:
@@ -183,6 +214,8 @@ def _only_looks(node: ast.stmt) -> bool:
     """Whether a statement only shows something: a print, or a value at the end of a cell."""
     if not isinstance(node, ast.Expr):
         return False
+    if is_idle(node):
+        return True
     inner = [one for one in ast.walk(node) if isinstance(one, _ACTS)]
     return all(isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in LOOKS for one in inner)
 
@@ -232,9 +265,17 @@ def _given(node: ast.AST) -> Iterator[str]:
             yield from (_root(part) for part in arguments if isinstance(part, ast.Name | ast.Attribute))
 
 
-def _sets(node: ast.AST) -> bool:
-    calls = (one for one in _walk(node, False) if isinstance(one, ast.Call))
-    return any(_set_places(node, False)) or any(_last(one.func).startswith(_SETTING) for one in calls)
+def _sets(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """Names of what gets attributes or items, or is told by a call to set something; and whether that only seeds."""
+    yield from ((_root(place), False) for place in _set_places(node, inside))
+    for call in _walk(node, inside):
+        last = _last(call.func) if isinstance(call, ast.Call) else ""
+        if isinstance(call, ast.Call) and last in ("setattr", "delattr"):
+            yield from ((_root(one), False) for one in call.args[:1])
+        elif isinstance(call, ast.Call) and (last in _PLACING or _last(getattr(call.func, "value", call)) == "path"):
+            yield _root(call.func), False
+        elif isinstance(call, ast.Call) and last.startswith(_SETTING) and last not in _SHOWING:
+            yield _root(call.func), last.startswith(_SEEDING)
 
 
 def _set_places(node: ast.AST, inside: bool) -> Iterator[ast.AST]:

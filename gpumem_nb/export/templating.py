@@ -14,14 +14,14 @@ from importlib.resources import files
 _MARK = "#? "
 _IF, _END = _MARK + "if ", _MARK + "end"
 _VALUE = re.compile(r"\{\{(\w+)\}\}")
-_BLANK_LINES = re.compile(r"\n{4,}")
+_MOST_BLANK = 2  # lines in a row
 
 
 def render(name: str, flags: Collection[str], values: Mapping[str, str]) -> str:
     """The template of that name in ``templates/``, with these flags set; ends with a newline."""
     template = files(__package__).joinpath("templates", f"{name}.py.txt").read_text(encoding="utf-8")
-    text = "\n".join(_filled(_chosen(template.splitlines(), frozenset(flags)), values))
-    return _BLANK_LINES.sub("\n\n\n", text).strip("\n") + "\n"
+    parts = _filled(_chosen(template.splitlines(), frozenset(flags)), values)
+    return "\n".join(_fewer_blank(parts)).strip("\n") + "\n"
 
 
 def _chosen(lines: list[str], flags: frozenset[str]) -> Iterator[str]:
@@ -45,10 +45,20 @@ def _filled(lines: Iterator[str], values: Mapping[str, str]) -> Iterator[str]:
     for line in lines:
         alone = _VALUE.fullmatch(line.strip())
         if alone:
-            indent = line[: len(line) - len(line.lstrip())]
-            yield from (indent + one if one else "" for one in values[alone[1]].splitlines())
+            indent, value = line[: len(line) - len(line.lstrip())], values[alone[1]].strip("\n")
+            if value:  # as a whole: strings in it keep their lines
+                yield "\n".join(indent + one if one else "" for one in value.split("\n"))
         else:
             yield _VALUE.sub(lambda found: values[found[1]], line)
+
+
+def _fewer_blank(parts: Iterator[str]) -> Iterator[str]:
+    """What is left out leaves no gaps."""
+    blank = 0
+    for part in parts:
+        blank = 0 if part else blank + 1
+        if blank <= _MOST_BLANK:
+            yield part
 
 
 def _true(condition: str, flags: frozenset[str]) -> bool:

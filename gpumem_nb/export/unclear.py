@@ -8,16 +8,26 @@ from collections.abc import Collection, Sequence
 from ..shared.errors import WorkloadError
 from ..shared.exporting import Cell
 from .imports import imported_in
+from .relations import NOTEBOOK
 from .statements import Unit
+
+_SHOWN = 70  # characters
 
 
 def missing(cells: Sequence[Cell], names: Collection[str], forgotten: bool) -> WorkloadError:
     """Names that are needed, and that no known cell defines."""
     name = min(names)
+    if name in NOTEBOOK:
+        what = "display() is" if name == "display" else "lines with % and ! are"
+        return WorkloadError(
+            f"A cell that made what is trained has something that a script cannot do: {what} IPython's own. Write that "
+            "in plain Python, or in a cell of its own that draws no random numbers. Run %hvd_seed and the cells that "
+            "made model and data again, and attach again."
+        )
     where = (
         "it was pushed from the notebook"
         if any(name in cell.pushed for cell in cells)
-        else "the cells that did are too long ago"
+        else "the cells that did are too long ago, or ran before the ranks were started again"
         if forgotten
         else "a cell imports * from a module, and that does not say what. Import it by its name"
         if any(cell.known and _imports_all(cell.source) for cell in cells)
@@ -35,6 +45,11 @@ def refuse_unclear(cell: Cell, name: str, defined: bool) -> None:
     Raises:
         WorkloadError: always.
     """
+    if cell.offered:
+        raise WorkloadError(
+            f"The script needs {name}, which was what the ranks offer of something that no cell made. Make it in a "
+            "%%hvd cell, run those after it again, and attach again."
+        )
     if cell.pushed and not defined:
         raise missing([cell], [name], False)
     how = (
@@ -48,6 +63,39 @@ def refuse_unclear(cell: Cell, name: str, defined: bool) -> None:
         f"What {name} is cannot be told: after its last cell it {how}. Run its %%hvd cell again on all ranks, and "
         "those that use it, and attach again."
     )
+
+
+def refuse_setting(cell: Cell, text: str) -> None:
+    """Refuse a setting of the whole process of which nobody can tell whether it was made on all ranks.
+
+    Raises:
+        WorkloadError: always.
+    """
+    how = "that ran on some ranks only" if not cell.everywhere else "that failed"
+    raise WorkloadError(
+        f"Whether `{in_short(text)}` holds cannot be told: it is in a cell {how}. Run it again on all ranks, in a cell "
+        "that ends well, then the cells that made model and data, and attach again."
+    )
+
+
+def refuse_odd_save(text: str) -> None:
+    """Refuse to write files again that were written while a model was made, with what was done for that.
+
+    Raises:
+        WorkloadError: always.
+    """
+    raise WorkloadError(
+        f"`{in_short(text)}` writes a file, which a script shall not do again, and calls something that may change "
+        "model, data or random numbers. Do that in a statement of its own: run %hvd_seed and those cells again, and "
+        "attach again."
+    )
+
+
+def in_short(text: str) -> str:
+    """A statement as it is shown in a sentence: its first line that is no comment."""
+    lines = [line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")]
+    shown = lines[0].strip()
+    return shown if len(lines) == 1 and len(shown) <= _SHOWN else f"{shown[:_SHOWN]} …"
 
 
 def refuse_drawing(cell: Cell) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ..shared.exporting import Cell
 from ..shared.seeds import DEFAULT_SEED
@@ -37,26 +37,47 @@ class CellRecord:
         self._add(Cell(everywhere=everywhere, drew=drew, opaque=True))
 
     def seeded(self, seed: int) -> None:
-        """Random numbers of cells begin anew on all ranks: they were seeded, or started."""
+        """Random numbers of cells begin anew on all ranks."""
         self._add(Cell(seed=seed))
+
+    def started(self, seed: int) -> None:
+        """The ranks are new processes, where nothing is of what cells did before; their random numbers begin here."""
+        self._add(Cell(seed=seed, started=True))
 
     def pushed(self, names: Iterable[str], everywhere: bool) -> None:
         """Variables were defined from the notebook."""
         self._add(Cell(everywhere=everywhere, pushed=tuple(names)))
 
-    def loaded(self) -> None:
-        """Something is trained now, perhaps what the cells so far have defined."""
+    def loaded(self, attached: Mapping[str, str | None] | None = None) -> None:
+        """Something is trained now: these variables by their roles, or what no cell has made.
+
+        Cells after this find it under the names that the ranks offer.
+        """
         self._loaded = self._ever
+        for role in ("model", "optimizer"):
+            self._add(Cell(offered=((role, (attached or {}).get(role) or ""),)))
 
     def before_load(self) -> list[Cell]:
-        """Those that are kept and had run when something was loaded or attached last."""
+        """Those that are kept and had run on these processes when something was loaded or attached last.
+
+        Where the ranks were started again since, those that had run on the processes of that time.
+        """
+        cells = self._all_before()
+        return cells[max((place for place, cell in enumerate(cells) if cell.started), default=0) :]
+
+    def since_load(self) -> list[Cell]:
+        """Cells and functions that have run since, and starts of the ranks, of those that are kept."""
+        later = list(self._cells)[len(self._all_before()) :]
+        return [cell for cell in later if cell.source or cell.opaque or cell.started]
+
+    @property
+    def gone(self) -> bool:
+        """Whether cells that had run before what :meth:`before_load` gives are not there any more."""
+        return self.forgotten or len(self.before_load()) < len(self._all_before())
+
+    def _all_before(self) -> list[Cell]:
         cells = list(self._cells)
         return cells[: max(0, len(cells) - (self._ever - self._loaded))]
-
-    def since_load(self) -> int:
-        """How many cells and functions have run since, of those that are kept."""
-        later = list(self._cells)[len(self.before_load()) :]
-        return sum(bool(cell.source) or cell.opaque for cell in later)
 
     def _add(self, cell: Cell) -> None:
         self._cells.append(cell)

@@ -13,7 +13,8 @@ from ..export import refusals
 from ..export.functions import Collector
 from ..export.order import ROLES, Order, Source
 from ..export.script import script
-from ..export.slicing import needed
+from ..export.slicing import needed, settings_in
+from ..export.unclear import in_short
 from ..report.exported import ExportedScript, commands
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.exporting import Facts
@@ -77,10 +78,11 @@ class Exporting:
         own = self._origin.options is None
         try:
             refusals.check(settings, facts, own, ddp)
-            text = script(self._order(target, self._source(workload, settings), settings, facts, workload, ddp))
+            source = self._source(workload, settings)
+            text = script(self._order(target, source, settings, facts, workload, ddp))
         except WorkloadError as error:
             raise WorkloadError(f"No script was written. {error}") from None
-        left_out = (*self._left_out(), *refusals.left_out(settings, ddp))
+        left_out = (*self._left_out(), *_of_statements(source), *refusals.left_out(settings, ddp))
         try:
             with written_whole(target) as file:
                 file.write(text.encode())
@@ -137,15 +139,22 @@ class Exporting:
     def _of_cells(self, settings: Settings) -> Source:
         names = {role: name for role, name in _used(self._origin.attached or {}, settings).items() if name}
         cells = self._cells
-        found = needed(cells.before_load(), names.values(), cells.seed, cells.forgotten)
+        found = needed(cells.before_load(), names.values(), cells.seed, cells.gone)
+        if found.settings and any(cell.started for cell in cells.since_load()):
+            raise WorkloadError(
+                f"`{in_short(found.settings[0])}` was for the ranks before they were started again, and holds there no "
+                "more. Run the cells that made model and data again, and attach again."
+            )
         return Source(
             "cells",
             imports=found.imports,
+            later=found.later,
             definitions=found.text,
             names=names,
             cell_seed=found.seed,
             uses=found.uses,
             defines=found.binds,
+            left_out=found.left_out,
         )
 
     def _of_functions(self, settings: Settings) -> Source:
@@ -169,7 +178,8 @@ class Exporting:
 
     def _left_out(self) -> list[str]:
         """What is the session's and not the script's."""
-        policy, steps, since = self._policy(), self._history.steps, self._cells.since_load()
+        policy, steps, before = self._policy(), self._history.steps, self._cells.before_load()
+        since = sum(not cell.started for cell in self._cells.since_load())
         told = [
             f"{name}={option.text(getattr(policy, name))}: what a session does by itself"
             for name, option in RULES.items()
@@ -180,15 +190,32 @@ class Exporting:
                 f"the {steps} steps that were done: the script begins with the first, under the settings of now. "
                 "%hvd_save FILE writes a state from which it goes on with --resume FILE"
             )
-        functions = sum(cell.opaque for cell in self._cells.before_load()) if self._origin.attached else 0
+        earlier = self._origin.trained_before if self._origin.attached else 0
+        if earlier:
+            told.append(
+                f"the {earlier:,} step{'s' * (earlier > 1)} of earlier training that the weights had behind them when "
+                "they were attached: the script begins with initial weights. %hvd_save FILE writes a state from which "
+                "it goes on with --resume FILE"
+            )
+        functions = sum(cell.opaque for cell in before)
         if functions:
             told.append(
                 f"what {functions} function{'s' * (functions > 1)} that session.run brought to the ranks did there "
-                "before this was attached"
+                "before this was loaded"
             )
+        if not self._origin.attached:
+            told += [f"`{in_short(text)}`: a cell set that before this was loaded" for text in settings_in(before)]
         if since:
             told.append(f"what {since} cell{'s' * (since > 1)} did to the ranks since this was loaded")
         return told
+
+
+def _of_statements(source: Source) -> list[str]:
+    """What is told of statements that are not in a script."""
+    return [
+        f"`{in_short(text)}`: a script writes no files of yours, and has no lines of IPython's"
+        for text in source.left_out
+    ]
 
 
 def _used(roles: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

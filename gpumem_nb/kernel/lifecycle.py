@@ -120,7 +120,7 @@ class Lifecycle:
             lambda: self.idle.touch(),
             self._cells,
         )
-        self._cells.seeded(self._origin.default_seed)
+        self._cells.started(self._origin.default_seed)
         self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
         self.fitting = Fitting(self.predicting, self.training, history)

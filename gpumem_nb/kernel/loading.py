@@ -66,6 +66,7 @@ class Origin:
         workload: what was loaded, with ``sent`` what it was made of then.
         options: those of a ready-made workload; ``None`` for any other.
         attached: the variables of what was attached instead, by their roles.
+        trained_before: steps that their weights had been trained for then.
         not_kept: why the attached objects cannot be brought back.
         resumed_from: the file that training went on from.
         named: that file, if somebody named it and no restart took it.
@@ -78,6 +79,7 @@ class Origin:
     sent: bytes = b""
     options: dict[str, float] | None = None
     attached: dict[str, str | None] | None = None
+    trained_before: int = 0
     not_kept: str = ""
     resumed_from: Path | None = None
     named: Path | None = None
@@ -149,7 +151,8 @@ class Loading:
         """Train objects that live on the ranks."""
         info = self._begin("attach", names, self._seed(seed))
         self._origin.workload, self._origin.attached, self._origin.unrestored = None, names, None
-        self._cells.loaded()
+        self._origin.trained_before = info.trained_before
+        self._cells.loaded(names)
         self._origin.not_kept = "the ranks ended before they were written"
         self._origin.not_kept = self._keep_attached(names)
         return info

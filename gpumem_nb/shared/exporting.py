@@ -27,13 +27,18 @@ class Facts:
         own_optimizer, own_scheduler: whether it came with one.
         groups: of parameters, in the optimizer.
         optimizer_hooks: whether somebody registered hooks around the optimizer's update.
+        optimizer_needs: names of what an optimizer's class must be given besides weights.
+        own_rate: the learning rate that people knew the own optimizer by when it was loaded.
         optimizer_keeps: names of what an optimizer that is not torch's keeps beside its groups and state.
         loose: how many weights only the optimizer knows.
         dtypes: of what is trained.
         uncommon: whether there are weights or buffers whose type Horovod's broadcast does not take, or empty ones.
+        unsent: a weight, frozen or not, whose type Horovod's broadcast does not take; empty without any.
+        strided: a weight or buffer that is not contiguous in memory; empty without any.
         sparse: whether there are sparse gradients.
-        absent: weights that have a gradient on no rank, though they are not frozen.
-        partial: whether some have one on some ranks only.
+        absent: weights that had a gradient on no rank in any step since it was loaded, though they are not frozen.
+        sometimes: those that had one in some of these steps, and in others on no rank.
+        partial: whether some ever had one on some ranks only.
         evaluating: whether modules train in evaluation mode.
         buffers: whether the model has any.
         blocks: names of those that checkpointing wraps.
@@ -41,6 +46,7 @@ class Facts:
         rate: of the optimizer's first group just now.
         asked_rate: what the settings asked for last.
         variables: Horovod's, by name, where they are not its own defaults.
+        hash_seed: ``PYTHONHASHSEED``, which is alike on all ranks.
         torch, horovod: versions.
     """
 
@@ -64,12 +70,17 @@ class Facts:
     groups: int
     own_scheduler: bool
     optimizer_hooks: bool
+    optimizer_needs: tuple[str, ...]
+    own_rate: float
     optimizer_keeps: tuple[str, ...]
     loose: int
     dtypes: tuple[str, ...]
     uncommon: bool
+    unsent: str
+    strided: str
     sparse: bool
     absent: tuple[str, ...]
+    sometimes: tuple[str, ...]
     partial: bool
     evaluating: bool
     buffers: bool
@@ -78,6 +89,7 @@ class Facts:
     rate: float
     asked_rate: float
     variables: dict[str, str]
+    hash_seed: str
     torch: str
     horovod: str
 
@@ -94,6 +106,9 @@ class Cell:
         seed: what these begin at from here on, for a seeding or a start of the ranks.
         pushed: variables that were defined from the notebook.
         opaque: whether it was a function of the notebook, whose code is not known.
+        started: whether the ranks are new processes from here on.
+        offered: names under which cells find what was attached, each with the variable that holds it; or with none, for
+            what no cell has made.
     """
 
     source: str = ""
@@ -103,8 +118,11 @@ class Cell:
     seed: int | None = None
     pushed: tuple[str, ...] = ()
     opaque: bool = False
+    started: bool = False
+    offered: tuple[tuple[str, str], ...] = ()
 
     @property
     def known(self) -> bool:
         """Whether doing it again gives what it gave: its code is there, and ran well on all ranks."""
-        return self.everywhere and self.finished and not self.pushed and not self.opaque
+        unmade = self.pushed or self.opaque or any(not variable for _, variable in self.offered)
+        return self.everywhere and self.finished and not unmade

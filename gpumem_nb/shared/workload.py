@@ -73,6 +73,7 @@ class WorkloadInfo:
     loaded; ``eval_len`` is ``None`` where nothing was given to validate on. ``why_flat`` is why Horovod cannot reduce
     in stages here, inside of hosts and between them; empty where it can. ``options``: of a ready-made workload.
     ``batch_norm``: whether the model takes statistics from micro-batches.
+    ``trained_before``: steps that its weights were trained for before it was attached.
     """
 
     name: str
@@ -89,6 +90,7 @@ class WorkloadInfo:
     why_flat: str = ""
     options: tuple[tuple[str, float], ...] = ()
     batch_norm: bool = False
+    trained_before: int = 0
 
     def samples_per_micro_batch(self, ranks: int, accumulation_steps: int) -> int | None:
         """As many as an epoch has for each micro-batch of one step; ``None`` when that is not known."""

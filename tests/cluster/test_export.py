@@ -171,7 +171,8 @@ def test_a_workload_of_functions_is_imported_or_written_out(
         rate = 0.05
         namespace: dict[str, Any] = {"nn": nn, "torch": torch, "__name__": "__main__", "rate": rate}
         source = (
-            "def model():\n    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))\n"
+            "class Head(nn.Linear):\n    def forward(self, features):\n        return 2 * super().forward(features)\n"
+            "def model():\n    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), Head(8, 3))\n"
             "def loss(net, batch):\n    return nn.functional.cross_entropy(net(batch[0]), batch[1])\n"
             "optimizer = lambda params: torch.optim.SGD(params, lr=rate)\n"
         )

@@ -61,6 +61,16 @@ def test_waiting_for_an_answer_ends_at_the_time_limit() -> None:
         Call([0], [JustAnswered()], pulse="pulse").get(0.01)
 
 
+def test_ranks_that_have_not_answered_may_have_drawn_random_numbers() -> None:
+    drew, plain = (replace(returned(1, apart=None), drew=drew) for drew in (True, False))
+    assert answered(plain, drew).drew()  # though nobody has looked at it
+    assert not answered(plain, plain).drew()
+    late, gone = JustAnswered(), JustAnswered()
+    assert Call([0], [late], pulse="pulse").drew()
+    gone.set_exception(OSError("gone"))
+    assert Call([0], [gone], pulse="pulse").drew()
+
+
 def test_an_answer_that_cannot_be_read_here_is_an_error_of_that_call_alone() -> None:
     call = answered(returned(1, apart=None), of_the_ranks_alone(lambda module: module.Thing()))
     with pytest.raises(RankError, match=r"1: ModuleNotFoundError: .*only_on_ranks\.Thing.*cannot be read") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from gpumem_nb.export.functions import Collector
 from gpumem_nb.export.imports import with_sorted_imports
-from gpumem_nb.export.slicing import needed
+from gpumem_nb.export.slicing import needed, settings_in
+from gpumem_nb.export.templating import render
 from gpumem_nb.kernel.cell_record import MOST_CELLS, CellRecord
 from gpumem_nb.kernel.foreground import fingerprint
 from gpumem_nb.shared.errors import WorkloadError
@@ -84,10 +86,66 @@ def test_a_record_forgets_the_oldest_and_keeps_where_their_numbers_began() -> No
     record.loaded()
     assert record.before_load()[-1] == Cell(drew=True, opaque=True)
     record.ran("later = 1", everywhere=True, finished=True, drew=False)
-    assert (len(record.before_load()), record.since_load(), record.seed) == (MOST_CELLS - 1, 1, 5)
+    assert (len(record.since_load()), record.seed) == (1, 5)
+    assert len(record.before_load()) == MOST_CELLS - 3  # and the names that are offered since
     assert record.forgotten
     with pytest.raises(WorkloadError, match="too long ago"):
         needed(record.before_load(), ["net"], record.seed, record.forgotten)
+
+
+def of(record: CellRecord, name: str = "net") -> str:
+    found = needed(record.before_load(), [name], record.seed, record.gone)
+    return "\n".join([*found.imports, found.text])
+
+
+def ran(record: CellRecord, *sources: str) -> None:
+    for source in sources:
+        record.ran(source, everywhere=True, finished=True, drew=False)
+
+
+def test_cells_that_use_the_names_that_ranks_offer_are_kept() -> None:
+    record = CellRecord()
+    ran(record, "net = list()")
+    record.loaded({"model": "net", "optimizer": None})
+    ran(record, "model.append(1)", "optimizer.lr = 3")
+    record.loaded({"model": "net", "optimizer": None})
+    assert of(record) == "net = list()\n\nmodel = net\n\nmodel.append(1)"
+    record.loaded()
+    ran(record, "net = [model]")
+    record.loaded({"model": "net"})
+    with pytest.raises(WorkloadError, match=r"needs model, which was what the ranks offer.*no cell made"):
+        of(record)
+
+
+def test_a_name_that_somebody_holds_is_not_one_that_ranks_offer() -> None:
+    record = CellRecord()
+    ran(record, "model = dict()\nnet = list()")
+    record.loaded({"model": "net", "optimizer": None})
+    ran(record, "model.update(a=1)\nnet.append(2)")
+    record.loaded({"model": "net"})
+    assert of(record) == "net = list()\n\nnet.append(2)"
+
+
+def test_what_cells_did_before_the_ranks_were_started_again_is_gone() -> None:
+    record = CellRecord()
+    record.started(3)
+    ran(record, "import torch\ntorch.set_default_dtype(torch.float64)", "old = list()")
+    record.started(4)
+    ran(record, "net = list()")
+    record.loaded({"model": "net"})
+    assert of(record) == "net = list()"
+    with pytest.raises(WorkloadError, match="before the ranks were started again"):
+        of(record, "old")
+    record.started(5)  # which brings back what is attached
+    assert of(record) == "net = list()"
+    assert [cell.started for cell in record.since_load()] == [True]
+
+
+def test_settings_of_the_whole_process_are_found_in_cells() -> None:
+    set_here = ["torch.set_float32_matmul_precision('high')", "lib.Block.forward = print", "os.environ['A'] = '1'"]
+    source = "import torch, os\nimport lib\nx = {}\nx[1] = 2\ntorch.manual_seed(3)\n" + "\n".join(set_here)
+    assert settings_in([Cell(source)]) == set_here
+    assert needed([Cell(source), Cell("net = 1")], ["net"], 0, forgotten=False).settings == (set_here[0], set_here[2])
 
 
 def notebook(source: str) -> dict[str, Any]:
@@ -121,6 +179,50 @@ def test_functions_of_a_notebook_bring_what_they_use_and_modules_are_imported() 
     assert namespace["loss_of_workload"](abs, -1) == 4
 
 
+NET = """
+import torch
+width = 3
+@torch.no_grad
+def still(): return 1
+class Base:
+    def size(self): return width
+class Net(Base):
+    depth = 2
+    layers: int = 4
+
+    @property
+    def area(self):
+        return self.size() * self.depth
+    def double(self):
+        return 2 * self.area
+    def twice(self): return self.double()
+"""
+
+
+def test_classes_of_a_notebook_are_written_out_with_what_they_use() -> None:
+    names = notebook(f"{NET}\ndef model(): return Net().double()")
+    collector = Collector()
+    collector.add("model", names["model"])
+    namespace: dict[str, Any] = {}
+    exec("\n".join([*collector.imports, *collector.definitions]), namespace)
+    assert namespace["model"]() == 12
+    assert set(collector.defined) == {"model", "Net", "Base", "width"}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [("Net.depth = 3", "depth"), ("Net.double = print", "double"), ("Net.new = 1", "new")]
+)
+def test_a_class_that_was_changed_after_it_was_defined_is_refused(change: str, name: str) -> None:
+    names = notebook(f"{NET}\ndef model(): return Net()\n{change}")
+    with pytest.raises(WorkloadError, match=f"Net, whose {name} was changed after it was defined"):
+        Collector().add("model", names["model"])
+
+
+def test_a_class_without_functions_has_no_known_source() -> None:
+    with pytest.raises(WorkloadError, match="Define it in a module"):
+        Collector().add("model", notebook("class Net: pass\ndef model(): return Net()")["model"])
+
+
 def around(value: int) -> Callable[[], int]:
     return lambda: value
 
@@ -148,6 +250,14 @@ def test_imports_are_sorted_and_stand_there_once() -> None:
         '"""A."""\nimport torch\nimport json\nfrom torch import nn\nfrom torch import optim, nn\nimport json\n\nx = 1\n'
     )
     assert with_sorted_imports(text) == '"""A."""\nimport json\n\nimport torch\nfrom torch import nn, optim\n\nx = 1\n'
+
+
+def test_strings_keep_their_lines() -> None:
+    text = 'net = """a\n\n\n\n\nb\x0cc\u2028d"""'
+    assert sliced(f"{text}\nother = 2") == text
+    assert text in with_sorted_imports(f"import torch\nimport json\n\n{text}\n")
+    flags, values = frozenset({"own", "cells"}), defaultdict(lambda: "x", definitions=text, header="A script.")
+    assert f"\n\n{text}\n\n\ndef micro_batches" in render("train", flags, values)
 
 
 def test_every_knob_says_what_a_script_does_with_it() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +82,26 @@ def test_resuming_keeps_the_rate_and_the_implementation_of_now(tmp_path: Path) -
     assert now.state[weight]["momentum_buffer"].tolist() == [1, 1]
 
 
+def test_what_is_left_out_in_some_steps_is_looked_for_in_each() -> None:
+    assert "find_unused_parameters=True" in written(Settings(), sometimes=("extra.weight",))
+    assert "find_unused_parameters" not in written(Settings(), absent=("extra.weight",))
+
+
+@pytest.mark.parametrize("kind", ["functions", "cells"])
+def test_another_optimizer_trains_and_clips_what_the_own_one_held(kind: str) -> None:
+    text = written(Settings(optimizer="sgd", clip_norm=1.0), replace(OWN, kind=kind))
+    held = 'for group in {}.param_groups for weight in group["params"]]'
+    made = "make_optimizer(named.values())" if kind == "functions" else "optimizer"
+    assert f"SGD([weight {held.format(made)}" in text
+    assert f"clip_grad_norm_([weight {held.format('optimizer')}, 1.0)" in text
+
+
+def test_a_state_that_is_there_already_is_told_apart_from_one_to_go_on_from() -> None:
+    text = written(Settings())
+    stops = text.index('sys.exit(f"{args.resume} is at step')
+    assert text.index("start = resume(") < stops < text.index("for step in range(")
+
+
 def test_an_attached_optimizer_keeps_the_state_that_it_has() -> None:
     text = written(Settings(optimizer="own", learning_rate=0.5), ddp=False)
     assert (
@@ -90,6 +113,11 @@ def test_an_attached_optimizer_keeps_the_state_that_it_has() -> None:
     ("settings", "facts", "message"),
     [
         (Settings(reduction="adasum", optimizer="sgd", compression="fp16"), {}, "adasum.*compression=none"),
+        (Settings(), {"sometimes": ("extra.weight",)}, r"extra\.weight has a gradient on no rank.*--ddp"),
+        (Settings(), {"unsent": "base.weight"}, r"base\.weight is of a type.*--ddp"),
+        (Settings(), {"strided": "conv.weight"}, r"conv\.weight is not contiguous.*--ddp"),
+        (Settings(optimizer="own"), {"optimizer_needs": ("decay",)}, "without decay.*--ddp"),
+        (Settings(optimizer="own", lr_schedule="own", learning_rate=0.5), {}, r"0\.5 was set over.*learning_rate=0\.1"),
         (Settings(optimizer="own"), {"optimizer_keeps": ("lam",), "rate": 0.1, "asked_rate": 0.1}, "keeps lam.*--ddp"),
     ],
 )
@@ -131,6 +159,20 @@ def test_the_process_group_ends_when_nothing_holds_it_any_more() -> None:
     # Functions of this module keep the group for good, as their defaults, where they are defined after it.
     assert text.index("import torch.distributed.nn\n") < text.index("dist.init_process_group(")
     assert text.index("main(make, rows, opt)\n") < text.index("    dist.destroy_process_group()")
+
+
+def test_text_hashes_as_in_the_session_before_anything_is_imported(tmp_path: Path) -> None:
+    text = written(Settings(), hash_seed="7")
+    head, _, rest = text.partition("import argparse\n")
+    assert 'os.environ.get("PYTHONHASHSEED") != "7"' in head
+    path = tmp_path / "train.py"
+    path.write_text(head + 'print(hash("a"), *sys.argv[1:])')
+    run = [sys.executable, str(path), "--steps", "3"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    said = {subprocess.run(run, env=environment, capture_output=True, check=True).stdout for _ in range(3)}
+    assert len(said) == 1
+    assert said.pop().endswith(b" --steps 3\n")
+    assert rest.count("import sys") == 0
 
 
 @pytest.mark.parametrize("ddp", [False, True])

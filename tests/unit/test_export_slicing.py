@@ -79,6 +79,87 @@ def test_all_that_may_have_drawn_is_kept_even_without_a_call() -> None:
     assert "print(b)" not in code and "constant" not in code  # noqa: PT018
 
 
+SAVES = [
+    "torch.save(net.state_dict(), 'exp1.pt')",
+    "if rank == 0:\n    torch.save(net.state_dict(), 'exp1.pt')",
+    "with open('net.json', 'w') as file:\n    json.dump(net.state_dict(), file)",
+    "net.save_pretrained('here')",
+    "frame.to_csv(net.path)",
+    "if hvd.rank() == 0:\n    os.makedirs('out')\n    save_checkpoint(net)\n    print('saved')",
+]
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_what_writes_files_is_left_out_and_named(save: str) -> None:
+    made = "import torch, json, os\nfrom lib import Net, frame, save_checkpoint\nnet = Net()"
+    assert sliced(made, save) == made[made.index("from") :]
+    cells = [Cell(made), Cell(save, drew=True), Cell("net.grow()", drew=True)]
+    found = needed(cells, ["net"], 0, forgotten=False)
+    assert found.left_out == (save,)
+    assert save not in found.text
+    assert "net.grow()" in sliced(made, Cell(save, finished=False), "net.grow()")
+
+
+def test_a_file_that_is_read_later_under_the_same_name_is_not_written_for_that() -> None:
+    write = "with open('net.json', 'w') as file:\n    json.dump(net, file)"
+    read = "with open('words.txt') as file:\n    words = file.read()\nnet = list(words)"
+    assert "dump" not in sliced("import json\nnet = [1]", write, read)
+
+
+def test_a_file_that_is_written_with_something_else_is_refused() -> None:
+    with pytest.raises(WorkloadError, match=r"`torch\.save\(change\(net\), 'x'\)` writes a file"):
+        sliced("import torch\nfrom lib import change\nnet = [1]", "torch.save(change(net), 'x')")
+
+
+def test_an_earlier_object_of_that_name_is_not_kept_for_what_only_calls_torch_or_horovod() -> None:
+    first = "net = First()\nhvd.barrier()\nhvd.rank()\ntorch.save(net.state_dict(), 'x')"
+    found = needed([Cell(first), Cell("net = list()")], ["net"], 0, forgotten=False)
+    assert (found.text, found.uses) == ("net = list()", frozenset())
+
+
+def test_what_functions_set_of_the_process_is_kept() -> None:
+    code = sliced("import torch\ndef prepare():\n    torch.set_default_dtype(torch.float64)", "prepare()", "net = [1]")
+    assert "prepare()\n" in code
+    assert "prepare" not in sliced("def prepare():\n    torch.empty(3)", "prepare()", "net = [1]")
+
+
+def test_settings_of_cells_that_failed_do_not_matter_where_they_were_made_again() -> None:
+    failed = Cell("torch.set_default_dtype(torch.float64)\nnet = Lsit()", finished=False)
+    again = "torch.set_default_dtype(torch.float64)\nnet = list()"
+    assert sliced(failed, again) == again
+    with pytest.raises(WorkloadError, match=r"Whether `torch\.set_default_dtype.*` holds.*in a cell that failed"):
+        sliced(failed, "net = list()", again.partition("\n")[0])
+    seeded = Cell("torch.manual_seed(0)\nnet = Lsit()", finished=False, drew=True)
+    assert "Lsit" not in sliced(seeded, Cell(seed=3), Cell("torch.manual_seed(0)\nnet = list()", drew=True))
+    assert sliced(Cell("torch.set_printoptions(precision=2)", everywhere=False), "net = [1]") == "net = [1]"
+
+
+def test_lines_of_ipython_that_show_something_are_left_out_and_others_refused() -> None:
+    shown = "get_ipython().run_line_magic('matplotlib', 'inline')\nget_ipython().system('ls')\ndisplay(3)"
+    timed = "get_ipython().run_line_magic('time', 'x = 3')"
+    made = Cell("net = torch.randn(3)", drew=True)
+    assert sliced(Cell(f"{shown}\nx = 1", drew=True), made) == "net = torch.randn(3)"
+    assert needed([Cell(timed), made], ["net"], 0, forgotten=False).left_out == (timed,)
+    for cell in (Cell(timed, drew=True), Cell("display(torch.randn(3))", drew=True)):
+        with pytest.raises(WorkloadError, match=r"IPython's own.*%hvd_seed"):
+            sliced(cell, made)
+
+
+@pytest.mark.parametrize(
+    "setting", ["sys.path.insert(0, 'src')", "os.environ['HF_HOME'] = where", "os.environ.setdefault('HF_HOME', where)"]
+)
+def test_what_imports_depend_on_comes_before_them(setting: str) -> None:
+    cells = [
+        Cell("import os, sys\nimport math\nwhere = 'here'"),
+        Cell(f"{setting}\nimport lib\nnet = lib.made(math)"),
+    ]
+    found = needed(cells, ["net"], 0, forgotten=False)
+    assert found.imports == ("import os, sys", "import math")
+    assert found.text.endswith(f"{setting}\nimport lib\nnet = lib.made(math)")
+    assert found.later == ("import lib",)
+    assert found.binds <= {"net", "where"}
+
+
 def test_definitions_that_may_not_happen_do_not_end_the_search() -> None:
     assert sliced("net = 1", "net: int").startswith("net = 1")
     code = sliced("net = 1", "with open('x') as file:\n    net = 2")

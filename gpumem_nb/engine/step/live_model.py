@@ -28,6 +28,7 @@ from .checks import check_modules, check_precision, check_tensors, checked_model
 from .modes import Modes
 from .parts import Parts, in_groups
 from .rates import Course, Rates, named_rate
+from .trained import note_steps, steps_before
 from .undo import KeptState
 
 RatesMemory = Mapping[str, dict[str, Any] | None]
@@ -44,6 +45,7 @@ class LiveModel:
         parts: the model, and what is trained besides it.
         optimizer: the one in use.
         own_optimizer: the one that the workload brought, in use or not.
+        own_rate: the learning rate that people knew it by then.
         scheduler: what sets the own optimizer's learning rates with ``lr_schedule=own``, if the workload brought one.
         course: where training is in the schedule that the knobs name.
         parameters: what is trained, in the optimizer's order.
@@ -51,6 +53,7 @@ class LiveModel:
             scale.
         settings: what it is under now. In the middle of a change that failed, they say what had been applied.
         instead_of: what was asked for where autotune tries something else.
+        trained_before: how many steps its weights were trained for when it was made of them.
     """
 
     def __init__(self, workload: Workload, device: Device, ranks: int = 1) -> None:
@@ -71,13 +74,15 @@ class LiveModel:
             part.to(device.torch_device)
         self._modes = [Modes(part) for part in self.parts.named.values()]
         self.own_optimizer: Optimizer | None = None
+        self.own_rate = 0.0
         self.scheduler: LRScheduler | None = None
         if workload.optimizer:
             self.own_optimizer = checked_optimizer(workload.optimizer(self.parts.parameters()), self.parts)
         if workload.scheduler:
             self.scheduler = checked_scheduler(workload.scheduler(self.own_optimizer), self.own_optimizer)
         if self.own_optimizer:
-            self.settings = Settings(optimizer="own", learning_rate=named_rate(self.own_optimizer))
+            self.own_rate = named_rate(self.own_optimizer)
+            self.settings = Settings(optimizer="own", learning_rate=self.own_rate)
         if self.scheduler:
             self.settings = self.settings.replace(lr_schedule=OWN)
         self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.parts.parameters(), self.settings)
@@ -91,6 +96,7 @@ class LiveModel:
         self._known = {id(param): weakref.ref(param) for param in self.parts.parameters()}
         self._checkpointing: Checkpointing | None = None
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
+        self.trained_before, self._steps = steps_before(self.parts.parameters()), 0
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -282,6 +288,7 @@ class LiveModel:
         in a loop that calls both.
         """
         self._parked = None
+        self._steps += 1
         self._rates.settle()
         self.course.step_counted(skipped)
         if self.settings.lr_schedule != OWN:
@@ -339,6 +346,7 @@ class LiveModel:
             self._checkpointing.remove()
         if self._own_rates:
             self._own_rates.leave()
+        note_steps(self.parts.parameters(), self._steps)
         self.zero_grad()
 
     def zero_grad(self) -> None:

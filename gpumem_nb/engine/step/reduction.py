@@ -148,13 +148,10 @@ class GradientReduction:
         self._early, self.torn = False, False
 
     @property
-    def lacking(self) -> tuple[list[Tensor], bool] | None:
-        """The weights with a gradient on no rank in the latest step, and whether any had one on some ranks only.
-
-        ``None`` before a step.
-        """
-        presence, partial, absent = self._learned
-        return ([param for param in self._params if id(param) in absent], bool(partial)) if presence else None
+    def gradients(self) -> tuple[list[Tensor], set[int], bool]:
+        """What takes part, and of the latest step: which had a gradient on no rank, did any on some ranks only."""
+        _, partial, absent = self._learned
+        return self._params, absent, bool(partial)
 
     def begin(self, travel: Travel, rounding_measured: bool, squares_measured: bool) -> None:
         """A step begins, perhaps for another time.

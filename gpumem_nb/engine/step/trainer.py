@@ -120,8 +120,7 @@ class Trainer:
 
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
-        own = self.live.own_optimizer
-        params = list(self.live.parts.parameters())
+        own, params = self.live.own_optimizer, list(self.live.parts.parameters())
         data, notes = self.stream.described(self._device.kind == "cuda")
         return WorkloadInfo(
             name=self.workload.name,
@@ -137,6 +136,7 @@ class Trainer:
             own_scheduler=type(self.live.scheduler).__name__ if self.live.scheduler else None,
             why_flat=horovod_settings.why_flat(),
             batch_norm=has_batch_norm(self.live),
+            trained_before=self.live.trained_before,
         )
 
     def doing(self) -> tuple[str, float]:

@@ -17,6 +17,7 @@ from ..together import nudge
 from .ballot import Ballot, Votes
 from .blame import nonfinite_loss
 from .finite import GradientNorms
+from .gradients_had import GradientsHad
 from .live_model import LiveModel
 from .noise import is_measured
 from .reduction import GradientReduction, Travel
@@ -63,6 +64,7 @@ class Voting:
 
     Attributes:
         watch: compares the ranks' weights.
+        had: which weights had gradients in the steps that counted.
         squares: of the latest step, if it was measured, the squared norms of a rank's gradient (the mean of all ranks)
             and of the averaged one, which is still on the device.
     """
@@ -76,6 +78,7 @@ class Voting:
         self._reduction = self._reduce_all()
         self._partial: tuple[Tensor, ...] = ()
         self._told_partial: set[int] = set()
+        self.had = GradientsHad()
         self.watch = WeightWatch(live.parts)
         self.squares: tuple[float, Tensor] | None = None
         self._measured_at = -_MEASURED_EVERY
@@ -102,11 +105,6 @@ class Voting:
     def lost(self) -> Tensor | None:
         """The share of this rank's gradients that compression took in the latest step, where that was measured."""
         return self._reduction.lost
-
-    @property
-    def lacking(self) -> tuple[list[Tensor], bool] | None:
-        """As of :class:`GradientReduction`."""
-        return self._reduction.lacking
 
     def attempt_begins(self, order: StepOrder) -> None:
         """A step begins, perhaps for another time."""
@@ -196,6 +194,10 @@ class Voting:
         except BaseException as error:  # a rank that left here would keep the others waiting in the next try
             return step.failure(error)
         return None
+
+    def counted(self) -> None:
+        """The step counts."""
+        self.had.note(*self._reduction.gradients)
 
     def newly_partial(self) -> tuple[str, ...]:
         """A sentence on weights that got a gradient on some ranks only, if it was not said before."""

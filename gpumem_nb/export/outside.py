@@ -1,0 +1,85 @@
+"""Statements whose effect lies outside of the script: files that they write, and IPython's own lines."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+_SAVING = {
+    "dump",
+    "push_to_hub",
+    "write_text",
+    "write_bytes",
+    "tofile",
+    "imsave",
+    "imwrite",
+    "write_image",
+    "write_html",
+}
+_SAVING |= {"to_csv", "to_json", "to_parquet", "to_pickle", "to_excel", "to_feather", "to_html", "to_markdown"}
+_BESIDE = {"state_dict", "cpu", "detach", "clone", "numpy", "tolist", "to_dict", "items", "keys", "values", "getvalue"}
+_BESIDE |= {"dict", "list", "tuple", "str", "int", "float", "len", "print", "open", "close", "Path", "join", "format"}
+_BESIDE |= {"makedirs", "mkdir", "rank", "get_rank", "size", "get_world_size", "barrier", "time", "strftime", "exists"}
+_IDLE_MAGICS = {"matplotlib", "config", "load_ext", "reload_ext", "autoreload", "pwd", "ls", "who", "whos", "pip"}
+
+
+def saves(node: ast.stmt) -> bool:
+    """Whether a statement writes a file of what is there, or does so in a block that does nothing else."""
+    parts = [*_parts(node)]
+    return any(map(_is_saving, parts)) and all(_is_saving(part) or _is_beside(part) for part in parts)
+
+
+def only_saves(node: ast.stmt) -> bool:
+    """Whether a statement that saves calls nothing that could do something else."""
+    calls = (_last(one.func) for one in ast.walk(node) if isinstance(one, ast.Call))
+    return all(name in _BESIDE or _names_saving(name) for name in calls)
+
+
+def magics(node: ast.stmt) -> Iterator[str]:
+    """IPython's own lines in a statement, by the names of magics; ``!`` for shell commands."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.Call) and _is_ipython(one.func):
+            told = one.args[0] if one.args else None
+            known = isinstance(told, ast.Constant) and _last(one.func) == "run_line_magic"
+            yield str(told.value) if known and isinstance(told, ast.Constant) else "!"
+
+
+def is_idle(node: ast.stmt) -> bool:
+    """Whether a statement is one of IPython's own lines that does nothing to the program: a shell command, plots."""
+    alone = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _is_ipython(node.value.func)
+    return alone and all(name == "!" or name in _IDLE_MAGICS for name in magics(node))
+
+
+def _parts(node: ast.stmt) -> Iterator[ast.stmt]:
+    """The statements in a block, or a statement itself."""
+    if isinstance(node, ast.If | ast.With | ast.For):
+        for part in [*node.body, *getattr(node, "orelse", [])]:
+            yield from _parts(part)
+    else:
+        yield node
+
+
+def _is_saving(node: ast.stmt) -> bool:
+    value = node.value if isinstance(node, ast.Expr | ast.Assign) else None
+    return isinstance(value, ast.Call) and _names_saving(_last(value.func))
+
+
+def _is_beside(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Pass | ast.Import | ast.ImportFrom) or (
+        isinstance(node, ast.Expr) and (not isinstance(node.value, ast.Call) or _last(node.value.func) in _BESIDE)
+    )
+
+
+def _names_saving(name: str) -> bool:
+    return name.startswith("save") or name in _SAVING
+
+
+def _is_ipython(function: ast.expr) -> bool:
+    """Whether a call is one of a method of what ``get_ipython()`` gives."""
+    if not isinstance(function, ast.Attribute):
+        return False
+    return isinstance(function.value, ast.Call) and _last(function.value.func) == "get_ipython"
+
+
+def _last(function: ast.AST) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")

@@ -1,0 +1,85 @@
+"""What cells do around attached objects, in scripts that run without the toolkit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import WorkloadError
+from tests import exported
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 6
+WORDS = """
+import torch
+from torch import nn
+words = "every rank must number these words of a set in one and the same order or it learns another language".split()
+places = {word: place for place, word in enumerate(set(words))}
+rows = torch.utils.data.TensorDataset(torch.tensor([places[word] for word in words]), torch.arange(len(words)) % 3)
+net = nn.Sequential(nn.Embedding(len(places), 4), nn.Linear(4, 3))
+def loss(model, batch): return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+NOW_AND_THEN = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.extra, self.calls = nn.Linear(4, 3), nn.Linear(4, 3), 0
+    def forward(self, features):
+        self.calls += 1
+        return self.always(features) + (self.extra(features) if self.calls % 2 == 0 else 0)
+net = Net()
+rows = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.arange(40) % 3)
+def loss(model, batch): return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+def test_words_of_a_set_are_numbered_as_in_the_session_and_cells_may_use_the_offered_names(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.run(WORDS)
+    session.attach("net", "rows", "loss")
+    session.set(batch_size=4)
+    run = session.train(STEPS)
+    session.export(tmp_path / "train.py")
+    ran = exported.run(tmp_path / "train.py", steps=STEPS)
+    assert ran.losses == exported.mean_losses(run)
+
+    session.run("for weight in model[0].parameters(): weight.requires_grad_(False)")
+    session.run(f"if rank == 0: torch.save(net.state_dict(), {str(tmp_path / 'mine.pt')!r})")
+    session.attach("net", "rows", "loss")
+    run = session.train(2)
+    written = session.export(tmp_path / "train.py")
+    told = "\n".join(written.left_out)
+    assert f"the {STEPS} steps of earlier training" in told
+    assert "`if rank == 0: torch.save(net.state_dict()" in told
+    session.save(tmp_path / "here.state")
+    run = session.train(STEPS)
+    (tmp_path / "mine.pt").unlink()
+    ran = exported.run(tmp_path / "train.py", "--resume", "here.state", steps=2 + STEPS)
+    assert ran.losses == exported.mean_losses(run)
+    assert exported.differing(session, ran) == []
+    assert not (tmp_path / "mine.pt").exists()
+    assert "requires_grad_(False)" in (tmp_path / "train.py").read_text()
+
+
+def test_a_layer_that_is_left_out_in_some_steps_is_trained_in_the_others(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.run(NOW_AND_THEN)
+    session.attach("net", "rows", "loss")
+    session.set(optimizer="adamw", batch_size=4)
+    run = session.train(STEPS - 1)
+    with pytest.raises(WorkloadError, match=r"extra\.weight has a gradient on no rank.*--ddp"):
+        session.export(tmp_path / "train.py")
+    session.export(tmp_path / "train.py", ddp=True)
+    ran = exported.run(tmp_path / "train.py", steps=STEPS - 1, ddp=True)
+    assert ran.losses == pytest.approx(exported.mean_losses(run))
+    assert exported.differing(session, ran) == []
