@@ -176,8 +176,13 @@ def failed(kind: str, **of: Any) -> Rescue:
     ("kind", "cause"), [("oom", "does not fit"), ("error", "a step fails"), ("diverged", "ranks differ")]
 )
 def test_a_step_that_was_discarded_comes_first(kind: str, cause: str) -> None:
-    assert causes(rescue=failed(kind), leaks=((LEAK,),)) == [cause, "leak"]
-    assert causes(rescue=failed("interrupted")) == []
+    assert causes(rescue=failed(kind), leaks=((LEAK,),), steps=6) == [cause, "leak"]
+    assert causes(rescue=failed("interrupted"), steps=6) == []
+
+
+def test_a_step_that_failed_is_no_finding_once_it_was_done_after_all() -> None:
+    assert causes(rescue=failed("error"), steps=7) == []
+    assert causes(rescue=failed("diverged"), steps=7) == ["ranks differ"], "until %hvd_sync"
 
 
 def test_of_memory_that_ran_out_what_was_tried_out_on_the_ranks_is_offered_unless_it_is_in_use() -> None:

@@ -49,9 +49,9 @@ def does_not_fit(evidence: Evidence) -> Finding | None:
 
 
 def step_fails(evidence: Evidence) -> Finding | None:
-    """The latest step raised something else."""
+    """The latest step raised something else, and none was done since."""
     rescue = evidence.rescue
-    if rescue is None or rescue.failure.kind != "error":
+    if rescue is None or rescue.failure.kind != "error" or evidence.steps >= rescue.step:
         return None
     return Finding(
         "a step fails",
