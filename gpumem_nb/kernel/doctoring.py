@@ -118,7 +118,7 @@ class Doctoring:
         needs = self._predict({}, notes)
         rows = history.asked_for(STEPS_LOOKED_AT)
         progress("what ranks hold", 0.3)
-        facts = self._facts(needs, now is not None, notes)
+        facts = self._facts(needs, notes)
         ranks = tuple(
             OnRank(info, _under(row, now.settings_id if now else None), reading, use, of_model)
             for info, row, (reading, use), of_model in zip(self._ranks, rows, looks, facts, strict=True)
@@ -160,7 +160,7 @@ class Doctoring:
             largest = None
         return dataclasses.replace(evidence, largest_batch=largest)
 
-    def _facts(self, needs: Prediction | None, trained: bool, notes: list[str]) -> Sequence[ModelFacts | None]:
+    def _facts(self, needs: Prediction | None, notes: list[str]) -> Sequence[ModelFacts | None]:
         """What each rank holds for nothing; of inputs, where the step for it does not take long."""
         takes_long = needs is None or needs.step_s is None or needs.step_s > LONGEST_S
         if takes_long:

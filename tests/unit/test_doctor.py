@@ -216,6 +216,20 @@ def test_whole_numbers_of_one_micro_batch_do_not_speak_for_all() -> None:
     assert "within" not in said("float64", "float32")
 
 
+def test_what_is_held_for_nothing_is_measured_by_the_predicted_peak_before_a_step_was_done() -> None:
+    def before_a_step(one: OnRank, **of: Any) -> list[str]:
+        return causes(ranks=(dataclasses.replace(one, samples=()),), now=None, **of)
+
+    for one, cause in (
+        (frozen, "state of frozen weights"),
+        (wide, "weights in float64"),
+        (typed, "inputs in needless types"),
+    ):
+        assert before_a_step(one(5)) == [cause]
+        assert before_a_step(one(1)) == []
+        assert before_a_step(one(5), needs=None) == [], "nobody knows whether it matters"
+
+
 def test_the_worst_comes_first() -> None:
     found = findings(
         evidence(
