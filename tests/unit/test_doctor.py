@@ -244,6 +244,8 @@ def test_the_worst_comes_first() -> None:
         *("a long update", "waiting for data"),
     ]
     assert [one.level for one in found] == [STOPS, WRONG, MEMORY, MEMORY, TIME, TIME]
+    pieces = prediction(live=400, reserved=1100, verdict=DOES_NOT_FIT)
+    assert causes(needs=pieces, rescue=failed("oom")) == ["does not fit", "fragmentation"]
 
 
 def test_other_ranks_of_the_session_are_no_other_processes() -> None:
