@@ -32,6 +32,7 @@ from .training import Training
 from .unchanged import Changed, Unchanged
 
 STEPS_LOOKED_AT = 200  # the latest, for peaks and losses
+_TIMED_STEPS = FEWEST_STEPS + WARM_UP_STEPS
 _TRIED_FLIPS = 3  # of those that may mend a finding, as many are predicted
 
 
@@ -125,8 +126,11 @@ class Doctoring:
         )
         if now is None:
             notes.append("No step was done under these settings yet: only what they need was judged. %hvd_train 20")
-        elif now.steps < FEWEST_STEPS + WARM_UP_STEPS:
-            notes.append(f"Time is judged from {FEWEST_STEPS + WARM_UP_STEPS} steps on: %hvd_train 20")
+        elif min(now.steps, history.steps - history.changed_after) < _TIMED_STEPS:
+            notes.append(
+                f"Time is judged from {_TIMED_STEPS} steps on, counted from the last flip or cell on the ranks: "
+                "%hvd_train 20"
+            )
         tried = tuple(one for one in list(history.tried) if one.settings_id >= history.loaded_as)
         effect = history.effect()
         evidence = Evidence(
