@@ -192,7 +192,7 @@ class Doctoring:
             after = will.settings if will else self._after(changes)
             if after is None or after == evidence.settings:
                 continue
-            flip = Flip(evidence.settings, after, changes, evidence.needs, will, evidence.samples_per_s)
+            flip = Flip(evidence.settings, after, changes, evidence.needs, will, evidence.now_per_s(changes))
             if _brings(flip, finding.wants):
                 return dataclasses.replace(finding, flip=flip)
             in_vain.append(flip.typed)

@@ -271,6 +271,10 @@ def test_larger_micro_batches_keep_the_samples_of_a_step_where_they_can() -> Non
     assert larger(evidence(needs=prediction(live=600))) == {}, "they would not fit"
     assert larger(evidence(verdicts=(Verdict("no core", 0.2, "Others."),))) == {}, "nobody knows how fast it would be"
     assert larger(evidence(now=tried(steps=4))) == {}, "nobody knows how fast it is now"
+    waits = (Verdict("data", 0.2, "Waits."),)
+    assert larger(evidence(verdicts=waits)) == {"batch_size": 128}, "steps on trial wait as well"
+    by_workers = evidence(verdicts=waits, settings=Settings(num_workers=2))
+    assert larger(by_workers) == {}, "steps on trial do not wait for workers"
     assert larger(evidence(workload=dataclasses.replace(LOADED, dataset_len=200))) == {}
 
 
@@ -287,6 +291,12 @@ def test_a_flip_is_offered_only_for_what_it_must_bring() -> None:
     assert not brings(FASTER, samples_per_s=90.0)
     assert not brings(FASTER, samples_per_s=110.0, verdict=DOES_NOT_FIT)
     assert not _brings(Flip(Settings(), MORE, {}), FIT), "nobody knows"
+
+
+def test_a_flip_to_workers_says_that_they_must_keep_up() -> None:
+    after = Settings(num_workers=2)
+    flip = Flip(Settings(), after, {"num_workers": 2}, prediction(), prediction(after, samples_per_s=180.0), 100.0)
+    assert flip.brings.endswith("180 samples/s (+80) if workers keep up")
 
 
 def example() -> Diagnosis:

@@ -16,13 +16,18 @@ from gpumem_nb.shared.model_facts import ModelFacts
 from gpumem_nb.shared.settings import Settings
 from tests.ledgers import MIB, info, reading
 from tests.runs import history_of, train
-from tests.unit.test_doctor import LIMIT, LOADED, prediction
+from tests.unit.test_doctor import DEFAULT, LIMIT, LOADED, prediction
 
 Predict = Callable[[Settings], Prediction]
 
 
 class Session:
-    """Of two ranks that did 30 steps of 100 MiB and lose no time, but for what a test changes.
+    """Of two ranks that did some steps of 100 MiB and lose no time, but for what a test changes.
+
+    Args:
+        steps: that were done.
+        settings: under which.
+        rate: samples/s of each rank.
 
     Attributes:
         predicts: what is predicted of settings, or raised.
@@ -30,12 +35,13 @@ class Session:
         failure: why training stopped by itself.
     """
 
-    def __init__(self, steps: int = 30) -> None:
+    def __init__(self, steps: int = 30, settings: Settings = DEFAULT, rate: float = 50.0) -> None:
+        self.settings = settings
         self.history: History = history_of()
         self.predicts: Predict = prediction
         self.verdicts: list[Verdict] = []
         self.failure: Exception | None = None
-        train(self.history, Settings(), [1.0] * steps, peak=100 * MIB)
+        train(self.history, settings, [1.0] * steps, peak=100 * MIB, rates=(rate,))
 
     def examine(self) -> Diagnosis:
         """What the doctor finds."""
@@ -52,11 +58,11 @@ class Session:
             return [(reading(104 * MIB, LIMIT), None)] * 2
 
         def predict(changes: Mapping[str, Any]) -> Prediction:
-            return self.predicts(Settings().replace(**changes))
+            return self.predicts(self.settings.replace(**changes))
 
         facts = SimpleNamespace(get=lambda: [ModelFacts()] * 2)
         answers: Any = SimpleNamespace(
-            settings=Settings(),
+            settings=self.settings,
             workload=LOADED,
             call=call,
             finish=lambda call: call,
@@ -82,3 +88,17 @@ def test_time_is_judged_of_steps_since_a_cell_may_have_changed_what_is_trained()
     assert note.startswith("Time is judged from 14 steps on, counted from the last flip or cell on the ranks")
     assert Session(13).examine().notes == (note,)
     assert Session(14).examine().notes == ()
+
+
+def test_a_flip_of_workers_is_offered_whatever_steps_on_trial_that_do_not_wait_for_them_bring() -> None:
+    def bound(before: Settings, changes: dict[str, int]) -> Finding:
+        session = Session(settings=before, rate=50.0)  # a rank
+        session.verdicts = [Verdict("data", 0.4, "Waits.", changes)]
+        session.predicts = lambda settings: prediction(settings, samples_per_s=160.0)
+        return session.finding()
+
+    more = bound(Settings(num_workers=2), {"num_workers": 4})
+    assert more.flip, "by steps that do not wait it brings nothing"
+    assert more.flip.gains_samples_per_s == 60, "beside what was measured, with the waiting"
+    assert "160 samples/s (+60) if workers keep up" in more.helps
+    assert bound(Settings(), {"num_workers": 2}).flip

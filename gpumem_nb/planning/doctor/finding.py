@@ -83,7 +83,7 @@ class Flip:
         if gains is None:
             return f"predicted: {fits}{memory}, samples/s n/a"
         speed = f"{format_rate(self.will.samples_per_s)} samples/s ({'+' if gains >= 0 else '−'}{_rate(gains)})"
-        return f"predicted: {fits}{memory}, {speed}"
+        return f"predicted: {fits}{memory}, {speed}{' if workers keep up' if self.after.num_workers else ''}"
 
     @property
     def numbers(self) -> dict[str, Any]:
