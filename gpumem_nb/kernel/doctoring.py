@@ -237,6 +237,7 @@ def _came(evidence: Evidence) -> str:
         return ""
     came = effect.after
     words = f"The latest flip, {effect.flip}: predicted a live peak of {format_bytes(said.live_peak_bytes)}"
-    words += f" and {said.samples_per_s:.0f} samples/s" if said.samples_per_s else ""
+    if said.samples_per_s and said.settings == came.settings:  # others of the same memory may be faster or slower
+        words += f" and {said.samples_per_s:.0f} samples/s"
     words += f"; came {format_bytes(came.foreseeable_peak_bytes)}"
     return f"{words} and {came.samples_per_s:.0f} samples/s." if came.samples_per_s else f"{words}."
