@@ -231,12 +231,13 @@ def _under(samples: Sequence[Sample], settings_id: int | None) -> tuple[Sample, 
 
 
 def _came(evidence: Evidence) -> str:
-    """What the latest flip did, beside what had been predicted of it."""
+    """What the latest flip did, or all since the pinned settings, beside what had been predicted of it."""
     effect, said = evidence.effect, evidence.foretold
     if effect is None or said is None or not effect.after.steps:
         return ""
     came = effect.after
-    words = f"The latest flip, {effect.flip}: predicted a live peak of {format_bytes(said.live_peak_bytes)}"
+    what = "What differs from the pinned settings" if effect.pinned else "The latest flip"
+    words = f"{what}, {effect.flip}: predicted a live peak of {format_bytes(said.live_peak_bytes)}"
     if said.samples_per_s and said.settings == came.settings:  # others of the same memory may be faster or slower
         words += f" and {said.samples_per_s:.0f} samples/s"
     words += f"; came {format_bytes(came.foreseeable_peak_bytes)}"

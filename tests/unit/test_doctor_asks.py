@@ -11,6 +11,7 @@ from gpumem_nb.kernel.history import History
 from gpumem_nb.planning.doctor.diagnosis import Diagnosis
 from gpumem_nb.planning.doctor.finding import Finding
 from gpumem_nb.planning.prediction import Prediction
+from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.verdict import Verdict
 from gpumem_nb.shared.model_facts import ModelFacts
 from gpumem_nb.shared.settings import Settings
@@ -42,6 +43,11 @@ class Session:
         self.verdicts: list[Verdict] = []
         self.failure: Exception | None = None
         train(self.history, settings, [1.0] * steps, peak=100 * MIB, rates=(rate,))
+
+    def flip(self, settings: Settings) -> None:
+        """Train under others."""
+        self.settings = settings
+        train(self.history, settings, [1.0] * 30, peak=100 * MIB, rates=(50.0,))
 
     def examine(self) -> Diagnosis:
         """What the doctor finds."""
@@ -102,3 +108,27 @@ def test_a_flip_of_workers_is_offered_whatever_steps_on_trial_that_do_not_wait_f
     assert more.flip.gains_samples_per_s == 60, "beside what was measured, with the waiting"
     assert "160 samples/s (+60) if workers keep up" in more.helps
     assert bound(Settings(), {"num_workers": 2}).flip
+
+
+def test_what_came_of_a_flip_stands_beside_the_speed_that_was_predicted_of_it_and_of_no_other() -> None:
+    def came(foreseen: Settings) -> str:
+        session = Session()
+        now, history = session.settings, session.history
+        said = prediction(foreseen, live=104, samples_per_s=150.0)
+        history.predicted(Asked(said, history.model_version, now, history.begun))
+        session.flip(Settings(num_workers=2))
+        return session.examine().came
+
+    same = came(Settings(num_workers=2))
+    assert same.startswith("The latest flip, num_workers 0 → 2: predicted a live peak of 104.0 MiB and 150 samples/s;")
+    assert "predicted a live peak of 104.0 MiB; came" in came(Settings(num_workers=4))
+
+
+def test_what_came_of_several_flips_since_a_pin_is_not_said_of_the_latest() -> None:
+    session = Session()
+    session.history.pin(True)
+    session.flip(Settings(num_workers=2))
+    session.flip(Settings(num_workers=4))
+    history = session.history
+    history.predicted(Asked(prediction(live=104), history.model_version, Settings(), 1))
+    assert session.examine().came.startswith("What differs from the pinned settings, num_workers 0 → 4: predicted")
