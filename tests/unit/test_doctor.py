@@ -14,7 +14,7 @@ from gpumem_nb.kernel.doctoring import _brings
 from gpumem_nb.planning.doctor.checklist import checklist
 from gpumem_nb.planning.doctor.diagnosis import NOTHING, Diagnosis
 from gpumem_nb.planning.doctor.evidence import Evidence, OnRank
-from gpumem_nb.planning.doctor.finding import FASTER, FIT, LESS, MEMORY, PAGE, STOPS, TIME, WRONG, Finding, Flip
+from gpumem_nb.planning.doctor.finding import FASTER, FIT, LESS, MEMORY, PAGE, ROOM, STOPS, TIME, WRONG, Finding, Flip
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.doctor.rules.time import CAUSES, larger
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
@@ -285,6 +285,9 @@ def test_a_flip_is_offered_only_for_what_it_must_bring() -> None:
 
     assert brings(FIT)
     assert not brings(FIT, verdict=TIGHT)
+    assert brings(ROOM, live=90)
+    assert not brings(ROOM, live=101), "more than now"
+    assert not brings(ROOM, live=99, reserved=98, limit_bytes=100 * MIB), "it would barely fit again"
     assert brings(LESS, live=80)
     assert not brings(LESS, live=98), "less is not worth a button"
     assert brings(FASTER, samples_per_s=110.0)

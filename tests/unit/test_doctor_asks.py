@@ -10,9 +10,10 @@ from gpumem_nb.kernel.doctoring import Doctoring
 from gpumem_nb.kernel.history import History
 from gpumem_nb.planning.doctor.diagnosis import Diagnosis
 from gpumem_nb.planning.doctor.finding import Finding
-from gpumem_nb.planning.prediction import Prediction
+from gpumem_nb.planning.prediction import FITS, TIGHT, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.verdict import Verdict
+from gpumem_nb.shared.errors import NotThisTime, WorkloadError
 from gpumem_nb.shared.model_facts import ModelFacts
 from gpumem_nb.shared.settings import Settings
 from tests.ledgers import MIB, info, reading
@@ -132,3 +133,55 @@ def test_what_came_of_several_flips_since_a_pin_is_not_said_of_the_latest() -> N
     history = session.history
     history.predicted(Asked(prediction(live=104), history.model_version, Settings(), 1))
     assert session.examine().came.startswith("What differs from the pinned settings, num_workers 0 → 4: predicted")
+
+
+def test_of_what_barely_fits_a_flip_is_offered_that_leaves_room() -> None:
+    def offered(after_mib: int, verdict: str = FITS) -> Finding:
+        session = Session()
+        now = prediction(live=960)
+        session.predicts = lambda settings: (
+            now if settings == DEFAULT else prediction(settings, live=after_mib, verdict=verdict)
+        )
+        return session.finding()
+
+    for mib in (970, 955):  # what more accumulation takes may be more than what smaller micro-batches save
+        found = offered(mib)
+        assert found.flip is None
+        assert "Predicted not to bring enough: " in found.do
+    assert offered(900, TIGHT).flip is None
+    flip = offered(900).flip
+    assert flip
+    assert flip.saves_bytes == 60 * MIB
+
+
+def test_a_flip_whose_step_fails_on_trial_is_not_offered_and_it_is_said_why() -> None:
+    def offered(why: Exception) -> Finding:
+        session = Session()
+        session.verdicts = [Verdict("update", 0.3, "Long.", {"optimizer_impl": "fused"})]
+
+        def predicts(settings: Settings) -> Prediction:
+            if settings != DEFAULT:
+                raise why
+            return prediction()
+
+        session.predicts = predicts
+        return session.finding()
+
+    found = offered(WorkloadError("A step failed: not this optimizer."))
+    assert found.flip is None
+    assert found.do == "Not possible: optimizer_impl=fused (A step failed: not this optimizer.)."
+    passing = offered(NotThisTime("Interrupted.")).flip
+    assert passing
+    assert passing.will is None
+
+
+def test_while_somebody_else_waits_for_the_ranks_no_speed_is_promised() -> None:
+    session = Session()
+    session.predicts = lambda settings: prediction(settings, cut_short=True, samples_per_s=None, step_s=None)
+    session.verdicts = [Verdict("update", 0.3, "Long.", {"optimizer_impl": "fused"})]
+    found = session.examine()
+    assert found.findings[0].flip is None
+    assert found.findings[0].do == "Not timed: optimizer_impl=fused."
+    [note] = found.notes
+    assert note.startswith("Somebody else waits for the ranks, such as a cell that trains")
+    assert note.endswith("Look again when that is over.")
