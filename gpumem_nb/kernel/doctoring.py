@@ -9,12 +9,14 @@ from ..install import environment
 from ..planning.doctor.checklist import Checklist, checklist
 from ..planning.doctor.diagnosis import Diagnosis
 from ..planning.doctor.evidence import Evidence, OnRank
-from ..planning.doctor.finding import FASTER, FIT, LESS, Finding, Flip
+from ..planning.doctor.finding import FASTER, FIT, LESS, ROOM, Finding, Flip
 from ..planning.doctor.rules import findings
+from ..planning.doctor.rules.limits import BARELY
 from ..planning.doctor.rules.time import larger, small_batch
 from ..planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from ..planning.score import foretold
 from ..report.critical_path import FEWEST_STEPS
+from ..report.differences import typed
 from ..report.speed import WARM_UP_STEPS
 from ..report.verdict import Changes
 from ..shared.errors import InvalidInput, NotThisTime, RankError, WorkloadError
@@ -32,6 +34,11 @@ from .training import Training
 from .unchanged import Changed, Unchanged
 
 STEPS_LOOKED_AT = 200  # the latest, for peaks and losses
+_TIMED_STEPS = FEWEST_STEPS + WARM_UP_STEPS
+_WAITED_FOR = (
+    "Somebody else waits for the ranks, such as a cell that trains: inputs were not looked at, and steps on trial are "
+    "not timed meanwhile. Look again when that is over."
+)
 _TRIED_FLIPS = 3  # of those that may mend a finding, as many are predicted
 
 
@@ -118,15 +125,18 @@ class Doctoring:
         needs = self._predict({}, notes)
         rows = history.asked_for(STEPS_LOOKED_AT)
         progress("what ranks hold", 0.3)
-        facts = self._facts(needs, now is not None, notes)
+        facts = self._facts(needs, notes)
         ranks = tuple(
             OnRank(info, _under(row, now.settings_id if now else None), reading, use, of_model)
             for info, row, (reading, use), of_model in zip(self._ranks, rows, looks, facts, strict=True)
         )
         if now is None:
             notes.append("No step was done under these settings yet: only what they need was judged. %hvd_train 20")
-        elif now.steps < FEWEST_STEPS + WARM_UP_STEPS:
-            notes.append(f"Time is judged from {FEWEST_STEPS + WARM_UP_STEPS} steps on: %hvd_train 20")
+        elif min(now.steps, history.steps - history.changed_after) < _TIMED_STEPS:
+            notes.append(
+                f"Time is judged from {_TIMED_STEPS} steps on, counted from the last flip or cell on the ranks: "
+                "%hvd_train 20"
+            )
         tried = tuple(one for one in list(history.tried) if one.settings_id >= history.loaded_as)
         effect = history.effect()
         evidence = Evidence(
@@ -160,42 +170,55 @@ class Doctoring:
             largest = None
         return dataclasses.replace(evidence, largest_batch=largest)
 
-    def _facts(self, needs: Prediction | None, trained: bool, notes: list[str]) -> Sequence[ModelFacts | None]:
+    def _facts(self, needs: Prediction | None, notes: list[str]) -> Sequence[ModelFacts | None]:
         """What each rank holds for nothing; of inputs, where the step for it does not take long."""
-        takes_long = needs is None or needs.step_s is None or needs.step_s > LONGEST_S
-        if takes_long:
+        quick = needs is not None and needs.step_s is not None and needs.step_s <= LONGEST_S
+        if needs is None:
+            notes.append("Inputs were not looked at, either.")
+        elif needs.cut_short:
+            notes.append(_WAITED_FOR)
+        elif not quick:
             notes.append("Inputs were not looked at, because steps take long or do not fit.")
-        call = self._training.ask_alone("look_at_model", not takes_long)
+        call = self._training.ask_alone("look_at_model", quick)
         found: list[ModelFacts] = self._foreground.finish(call).get()
         return found
 
     def _predict(self, changes: Changes, notes: list[str]) -> Prediction | None:
-        """What was predicted of these changes, now or before; ``None`` where nothing can be said."""
-        before = self._training.settings
+        """What is predicted of these changes; ``None`` where nothing can be said."""
         try:
-            wanted = compatibility.asked(before, changes, len(self._ranks))
-            known = self._history.foreseen.get(wanted) if changes else None
-            return self._predicting.predict(dict(changes)) if known is None or known.cut_short else known
+            return self._foreseen(changes)
         except (InvalidInput, WorkloadError) as error:
             notes.append(f"What these settings need could not be predicted: {error}")
             return None
 
+    def _foreseen(self, changes: Changes) -> Prediction:
+        """What was predicted of these changes, now or before."""
+        wanted = compatibility.asked(self._training.settings, changes, len(self._ranks))
+        known = self._history.foreseen.get(wanted) if changes else None
+        return self._predicting.predict(dict(changes)) if known is None or known.cut_short else known
+
     def _with_flip(self, finding: Finding, evidence: Evidence) -> Finding:
-        """The same with the first of its candidates that brings what it must, or with those that do not."""
-        in_vain: list[str] = []
+        """The same with the first of its candidates that brings what it must, or with those that do not, and why."""
+        in_vain: dict[str, list[str]] = {}
         for changes in finding.candidates[:_TRIED_FLIPS]:
-            will = self._predict(changes, [])
-            after = will.settings if will else self._after(changes)
+            after = self._after(changes)
             if after is None or after == evidence.settings:
                 continue
-            flip = Flip(evidence.settings, after, changes, evidence.needs, will, evidence.samples_per_s)
+            try:
+                will: Prediction | None = self._foreseen(changes)
+            except NotThisTime:
+                will = None
+            except (InvalidInput, WorkloadError) as error:
+                in_vain.setdefault("Not possible", []).append(f"{typed(evidence.settings, after)} ({error})")
+                continue
+            flip = Flip(evidence.settings, after, changes, evidence.needs, will, evidence.now_per_s(changes))
             if _brings(flip, finding.wants):
                 return dataclasses.replace(finding, flip=flip)
-            in_vain.append(flip.typed)
-        if not in_vain:
-            return finding
-        said = f"Predicted not to bring enough: {'; '.join(in_vain)}."
-        return dataclasses.replace(finding, do=" ".join(filter(None, (said, finding.do))))
+            untimed = finding.wants == FASTER and will is not None and will.cut_short
+            why_not = "Not timed" if untimed else "Predicted not to bring enough"
+            in_vain.setdefault(why_not, []).append(flip.typed)
+        said = [f"{why_not}: {'; '.join(flips)}." for why_not, flips in in_vain.items()]
+        return dataclasses.replace(finding, do=" ".join(filter(None, (*said, finding.do))))
 
     def _after(self, changes: Changes) -> Settings | None:
         try:
@@ -208,14 +231,18 @@ def _brings(flip: Flip, wants: str) -> bool:
     """Whether a flip is worth a button: as far as is known, it fits and does what it is for."""
     will, saves, gains = flip.will, flip.saves_bytes, flip.gains_samples_per_s
     if will is None:
-        return wants != FIT
+        return wants not in (FIT, ROOM)
     if wants == FIT:
         return will.verdict == FITS
+    if wants == ROOM:
+        leaves_room = will.limit_bytes is not None and will.reserved_peak_bytes <= BARELY * will.limit_bytes
+        less = flip.was is not None and will.reserved_peak_bytes < flip.was.reserved_peak_bytes
+        return will.verdict == FITS and leaves_room and less
     if will.verdict == DOES_NOT_FIT:
         return False
     if wants == LESS:
         return saves is not None and saves >= _LEAST_SAVED * will.live_peak_bytes
-    return wants != FASTER or gains is None or gains > 0
+    return wants != FASTER or (not will.cut_short if gains is None else gains > 0)
 
 
 _LEAST_SAVED = 0.05  # of what is left; a button for less is not worth pressing
@@ -227,12 +254,14 @@ def _under(samples: Sequence[Sample], settings_id: int | None) -> tuple[Sample, 
 
 
 def _came(evidence: Evidence) -> str:
-    """What the latest flip did, beside what had been predicted of it."""
+    """What the latest flip did, or all since the pinned settings, beside what had been predicted of it."""
     effect, said = evidence.effect, evidence.foretold
     if effect is None or said is None or not effect.after.steps:
         return ""
     came = effect.after
-    words = f"The latest flip, {effect.flip}: predicted a live peak of {format_bytes(said.live_peak_bytes)}"
-    words += f" and {said.samples_per_s:.0f} samples/s" if said.samples_per_s else ""
+    what = "What differs from the pinned settings" if effect.pinned else "The latest flip"
+    words = f"{what}, {effect.flip}: predicted a live peak of {format_bytes(said.live_peak_bytes)}"
+    if said.samples_per_s and said.settings == came.settings:  # others of the same memory may be faster or slower
+        words += f" and {said.samples_per_s:.0f} samples/s"
     words += f"; came {format_bytes(came.foreseeable_peak_bytes)}"
     return f"{words} and {came.samples_per_s:.0f} samples/s." if came.samples_per_s else f"{words}."

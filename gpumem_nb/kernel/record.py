@@ -99,7 +99,7 @@ class Record:
             one.came.settings_id: Foretold(
                 one.predicted.live_peak_bytes,
                 one.predicted.reserved_peak_bytes,
-                one.predicted.samples_per_s,
+                one.samples_per_s,
                 one.predicted.verdict,
                 one.came.foreseeable_peak_bytes,
             )

@@ -46,6 +46,16 @@ class Scored:
         return None if not peak else self.predicted.live_peak_bytes / peak - 1
 
     @property
+    def samples_per_s(self) -> float | None:
+        """What was predicted of these very settings: others that need the same memory may be faster or slower."""
+        return self.predicted.samples_per_s if self.exact else None
+
+    @property
+    def exact(self) -> bool:
+        """Whether it was about these very settings, and not only about the same memory."""
+        return self.predicted.settings == self.came.settings
+
+    @property
     def right(self) -> bool:
         """Whether the verdict was: ``tight`` may be both."""
         wrong = FITS if self.came.outcome == OOM else DOES_NOT_FIT
@@ -129,7 +139,10 @@ _NONE = (
 
 
 def score(asked: Sequence[Asked], tried: Sequence[Tried]) -> Scoreboard:
-    """Which of the configurations tried, in their order, had been predicted; the first prediction of each counts."""
+    """Which of the configurations tried, in their order, had been predicted.
+
+    Of several predictions the first of the very settings counts, else the first of settings that need the same memory.
+    """
     about = defaultdict[_Key, list[tuple[int, Tried]]](list)
     for place, came in enumerate(list(tried)):  # another thread may add to both
         if came.steps or came.outcome == OOM:
@@ -140,7 +153,9 @@ def score(asked: Sequence[Asked], tried: Sequence[Tried]) -> Scoreboard:
         met = next((came for place, came in of_it if place >= one.begun), None)
         if met is not None:
             flip = arrows(one.settings, one.prediction.settings) or "as it is"
-            scored.setdefault(met.settings_id, Scored(flip, one.prediction, met))
+            this, first = Scored(flip, one.prediction, met), scored.get(met.settings_id)
+            if first is None or (this.exact and not first.exact):
+                scored[met.settings_id] = this
     return Scoreboard([scored[settings_id] for settings_id in sorted(scored)])
 
 

@@ -14,7 +14,7 @@ from gpumem_nb.kernel.doctoring import _brings
 from gpumem_nb.planning.doctor.checklist import checklist
 from gpumem_nb.planning.doctor.diagnosis import NOTHING, Diagnosis
 from gpumem_nb.planning.doctor.evidence import Evidence, OnRank
-from gpumem_nb.planning.doctor.finding import FASTER, FIT, LESS, MEMORY, PAGE, STOPS, TIME, WRONG, Finding, Flip
+from gpumem_nb.planning.doctor.finding import FASTER, FIT, LESS, MEMORY, PAGE, ROOM, STOPS, TIME, WRONG, Finding, Flip
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.doctor.rules.time import CAUSES, larger
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
@@ -176,8 +176,13 @@ def failed(kind: str, **of: Any) -> Rescue:
     ("kind", "cause"), [("oom", "does not fit"), ("error", "a step fails"), ("diverged", "ranks differ")]
 )
 def test_a_step_that_was_discarded_comes_first(kind: str, cause: str) -> None:
-    assert causes(rescue=failed(kind), leaks=((LEAK,),)) == [cause, "leak"]
-    assert causes(rescue=failed("interrupted")) == []
+    assert causes(rescue=failed(kind), leaks=((LEAK,),), steps=6) == [cause, "leak"]
+    assert causes(rescue=failed("interrupted"), steps=6) == []
+
+
+def test_a_step_that_failed_is_no_finding_once_it_was_done_after_all() -> None:
+    assert causes(rescue=failed("error"), steps=7) == []
+    assert causes(rescue=failed("diverged"), steps=7) == ["ranks differ"], "until %hvd_sync"
 
 
 def test_of_memory_that_ran_out_what_was_tried_out_on_the_ranks_is_offered_unless_it_is_in_use() -> None:
@@ -211,6 +216,20 @@ def test_whole_numbers_of_one_micro_batch_do_not_speak_for_all() -> None:
     assert "within" not in said("float64", "float32")
 
 
+def test_what_is_held_for_nothing_is_measured_by_the_predicted_peak_before_a_step_was_done() -> None:
+    def before_a_step(one: OnRank, **of: Any) -> list[str]:
+        return causes(ranks=(dataclasses.replace(one, samples=()),), now=None, **of)
+
+    for one, cause in (
+        (frozen, "state of frozen weights"),
+        (wide, "weights in float64"),
+        (typed, "inputs in needless types"),
+    ):
+        assert before_a_step(one(5)) == [cause]
+        assert before_a_step(one(1)) == []
+        assert before_a_step(one(5), needs=None) == [], "nobody knows whether it matters"
+
+
 def test_the_worst_comes_first() -> None:
     found = findings(
         evidence(
@@ -225,6 +244,8 @@ def test_the_worst_comes_first() -> None:
         *("a long update", "waiting for data"),
     ]
     assert [one.level for one in found] == [STOPS, WRONG, MEMORY, MEMORY, TIME, TIME]
+    pieces = prediction(live=400, reserved=1100, verdict=DOES_NOT_FIT)
+    assert causes(needs=pieces, rescue=failed("oom")) == ["does not fit", "fragmentation"]
 
 
 def test_other_ranks_of_the_session_are_no_other_processes() -> None:
@@ -250,6 +271,10 @@ def test_larger_micro_batches_keep_the_samples_of_a_step_where_they_can() -> Non
     assert larger(evidence(needs=prediction(live=600))) == {}, "they would not fit"
     assert larger(evidence(verdicts=(Verdict("no core", 0.2, "Others."),))) == {}, "nobody knows how fast it would be"
     assert larger(evidence(now=tried(steps=4))) == {}, "nobody knows how fast it is now"
+    waits = (Verdict("data", 0.2, "Waits."),)
+    assert larger(evidence(verdicts=waits)) == {"batch_size": 128}, "steps on trial wait as well"
+    by_workers = evidence(verdicts=waits, settings=Settings(num_workers=2))
+    assert larger(by_workers) == {}, "steps on trial do not wait for workers"
     assert larger(evidence(workload=dataclasses.replace(LOADED, dataset_len=200))) == {}
 
 
@@ -260,12 +285,21 @@ def test_a_flip_is_offered_only_for_what_it_must_bring() -> None:
 
     assert brings(FIT)
     assert not brings(FIT, verdict=TIGHT)
+    assert brings(ROOM, live=90)
+    assert not brings(ROOM, live=101), "more than now"
+    assert not brings(ROOM, live=99, reserved=98, limit_bytes=100 * MIB), "it would barely fit again"
     assert brings(LESS, live=80)
     assert not brings(LESS, live=98), "less is not worth a button"
     assert brings(FASTER, samples_per_s=110.0)
     assert not brings(FASTER, samples_per_s=90.0)
     assert not brings(FASTER, samples_per_s=110.0, verdict=DOES_NOT_FIT)
     assert not _brings(Flip(Settings(), MORE, {}), FIT), "nobody knows"
+
+
+def test_a_flip_to_workers_says_that_they_must_keep_up() -> None:
+    after = Settings(num_workers=2)
+    flip = Flip(Settings(), after, {"num_workers": 2}, prediction(), prediction(after, samples_per_s=180.0), 100.0)
+    assert flip.brings.endswith("180 samples/s (+80) if workers keep up")
 
 
 def example() -> Diagnosis:

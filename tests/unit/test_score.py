@@ -51,6 +51,19 @@ def test_a_prediction_meets_the_first_configuration_that_takes_the_same_memory()
     assert "1 of 1 verdicts right, 1.0 % off in the median" in str(board)
 
 
+def test_of_predictions_of_the_same_memory_that_of_the_very_settings_counts() -> None:
+    asked = [predicted(99), predicted(98, num_workers=2), predicted(97, num_workers=2), predicted(96, num_workers=4)]
+    (one,) = score(asked, [came(0, 60), came(1, 100, num_workers=2)]).scored
+    assert one.predicted is asked[1].prediction
+    assert one.samples_per_s is None
+    asked[1] = replace(asked[1], prediction=replace(asked[1].prediction, samples_per_s=150.0))
+    (one,) = score(asked, [came(0, 60), came(1, 100, num_workers=2)]).scored
+    assert one.samples_per_s == 150
+    (one,) = score(asked[1:2], [came(0, 60), came(1, 100, num_workers=4)]).scored
+    assert one.predicted is asked[1].prediction, "it needs the same memory"
+    assert one.samples_per_s is None, "but it is not as fast"
+
+
 def test_another_model_and_what_came_before_are_not_meant() -> None:
     asked = [predicted(99, batch_size=64, begun=2)]
     assert not score(asked, [came(0, 99, batch_size=64), came(1, 60)]).scored

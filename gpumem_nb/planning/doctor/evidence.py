@@ -161,6 +161,12 @@ class Evidence:
         known = [one.samples_per_s for one in (self.now, self.needs) if one and one.samples_per_s]
         return max(known, default=None)
 
+    def now_per_s(self, changes: Changes) -> float | None:
+        """What the samples/s of a flip are held against; steps on trial do not wait for workers, those measured do."""
+        if "num_workers" in changes:
+            return self.now.samples_per_s if self.now else None
+        return self.samples_per_s
+
     @property
     def circumstances(self) -> Circumstances:
         """What decides which changes are possible."""

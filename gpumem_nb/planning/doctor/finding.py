@@ -18,8 +18,9 @@ PAGE = "docs/doctor.md"
 STOPS, WRONG, MEMORY, TIME = range(4)
 """Worst first: what stops training, what is wrong with it, memory that could be saved, time that could."""
 
-FIT, LESS, FASTER, ANYWAY = "fit", "less", "faster", "anyway"
-"""What a flip must bring to be offered: settings that fit, less memory, more samples/s, or nothing that can be told."""
+FIT, ROOM, LESS, FASTER, ANYWAY = "fit", "room", "less", "faster", "anyway"
+"""What a flip must bring to be offered: settings that fit, or that leave room besides, less memory, more samples/s, or
+nothing that can be told."""
 
 Numbers = Mapping[str, float | str | None]
 
@@ -83,7 +84,7 @@ class Flip:
         if gains is None:
             return f"predicted: {fits}{memory}, samples/s n/a"
         speed = f"{format_rate(self.will.samples_per_s)} samples/s ({'+' if gains >= 0 else '−'}{_rate(gains)})"
-        return f"predicted: {fits}{memory}, {speed}"
+        return f"predicted: {fits}{memory}, {speed}{' if workers keep up' if self.after.num_workers else ''}"
 
     @property
     def numbers(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ....shared.forecast import BY_OPERATORS, DRY, ERRORS
 from ....shared.units import format_bytes
 from ...prediction import DOES_NOT_FIT, TIGHT
 from ..evidence import Evidence
-from ..finding import FIT, STOPS, Finding
+from ..finding import FIT, ROOM, STOPS, Finding
 
 # What is left of the limit when a prediction by operators is off by no more than its error (docs/prediction.md): with
 # less room than that nobody can say of an ordinary flip, or of a batch a little longer, that it fits.
@@ -49,9 +49,9 @@ def does_not_fit(evidence: Evidence) -> Finding | None:
 
 
 def step_fails(evidence: Evidence) -> Finding | None:
-    """The latest step raised something else."""
+    """The latest step raised something else, and none was done since."""
     rescue = evidence.rescue
-    if rescue is None or rescue.failure.kind != "error":
+    if rescue is None or rescue.failure.kind != "error" or evidence.steps >= rescue.step:
         return None
     return Finding(
         "a step fails",
@@ -108,5 +108,5 @@ def barely_fits(evidence: Evidence) -> Finding | None:
         },
         do="" if candidates else LARGER,
         candidates=candidates,
-        wants=FIT,
+        wants=ROOM,
     )

@@ -94,11 +94,11 @@ def fragmentation(evidence: Evidence) -> Finding | None:
     needs = evidence.needs
     if needs is None or not evidence.wastes:
         return None
-    wasted = needs.reserved_peak_bytes - needs.live_peak_bytes
+    fits = needs.verdict in (FITS, NO_LIMIT)
     return Finding(
         "fragmentation",
-        MEMORY if needs.verdict in (FITS, NO_LIMIT) else STOPS,
-        wasted,
+        MEMORY if fits else STOPS,
+        needs.reserved_peak_bytes - needs.live_peak_bytes if fits else 1,
         f"A step reserves {format_bytes(needs.reserved_peak_bytes)} for a live peak of "
         f"{format_bytes(needs.live_peak_bytes)}: what was freed lies in pieces "
         "that the next tensors do not fit into, or beside small ones that stay.",

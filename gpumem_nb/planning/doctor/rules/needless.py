@@ -19,14 +19,15 @@ def state_of_frozen(evidence: Evidence) -> Finding | None:
     """The optimizer remembers something of weights that it will not update."""
     rank = max(evidence.ranks, key=lambda one: one.facts.state_of_frozen.bytes if one.facts else 0)
     held = rank.facts.state_of_frozen if rank.facts else Held()
-    if not _matters(held.bytes, rank):
+    peak = _peak(evidence, rank)
+    if not _matters(held.bytes, peak):
         return None
     return Finding(
         "state of frozen weights",
         MEMORY,
         held.bytes,
         f"The optimizer keeps {format_bytes(held.bytes)} for {_weights(held)} that are frozen, {held.largest} for one.",
-        {"optimizer_state_bytes": held.bytes, "weights": held.tensors, "live_peak_bytes": rank.live_peak_bytes},
+        {"optimizer_state_bytes": held.bytes, "weights": held.tensors, "live_peak_bytes": peak},
         do="Build the optimizer on [p for p in model.parameters() if p.requires_grad] and attach it, or in a %%hvd "
         "cell on all ranks: for p in [p for p in optimizer.state if not p.requires_grad]: del optimizer.state[p]",
     )
@@ -36,7 +37,8 @@ def wide_weights(evidence: Evidence) -> Finding | None:
     """Weights in float64, which no GPU for training computes fast with."""
     rank = max(evidence.ranks, key=lambda one: one.facts.wide_weights.bytes if one.facts else 0)
     held = rank.facts.wide_weights if rank.facts else Held()
-    if not _matters(held.bytes // 2, rank):
+    peak = _peak(evidence, rank)
+    if not _matters(held.bytes // 2, peak):
         return None
     return Finding(
         "weights in float64",
@@ -44,7 +46,7 @@ def wide_weights(evidence: Evidence) -> Finding | None:
         held.bytes // 2,
         f"{_weights(held).capitalize()} are in float64, {held.largest} for one: twice the memory of float32, for them, "
         "their gradients, the optimizer's state and what is computed with them.",
-        {"weights_bytes": held.bytes, "weights": held.tensors, "live_peak_bytes": rank.live_peak_bytes},
+        {"weights_bytes": held.bytes, "weights": held.tensors, "live_peak_bytes": peak},
         do="net.float() in a %%hvd cell on all ranks before the optimizer is built, then attach again; NumPy makes "
         "float64 of what is not told otherwise.",
     )
@@ -58,7 +60,8 @@ def inputs(evidence: Evidence) -> Finding | None:
     rank, widest = max(found, key=lambda entry: entry[1].spare_bytes)
     facts = rank.facts.inputs if rank.facts else ()
     spare = sum(one.spare_bytes for one in facts)
-    if not _matters(spare, rank):
+    peak = _peak(evidence, rank)
+    if not _matters(spare, peak):
         return None
     shape = "×".join(map(str, widest.shape))
     return Finding(
@@ -71,14 +74,19 @@ def inputs(evidence: Evidence) -> Finding | None:
             "inputs_bytes": sum(one.bytes for one in facts),
             "needless_bytes": spare,
             "type": widest.dtype,
-            "live_peak_bytes": rank.live_peak_bytes,
+            "live_peak_bytes": peak,
         },
         do=" ".join([_CAST, *([] if widest.dtype == "float64" else [_RANGE])]).format(enough=widest.enough),
     )
 
 
-def _matters(size: int, rank: OnRank) -> bool:
-    return size > 0 and size >= _LEAST * (rank.live_peak_bytes or 0)
+def _peak(evidence: Evidence, rank: OnRank) -> int | None:
+    """What the rank's steps came to; before one was done under these settings, what is predicted of them."""
+    return rank.live_peak_bytes or (evidence.needs.live_peak_bytes if evidence.needs else None)
+
+
+def _matters(size: int, peak: int | None) -> bool:
+    return size > 0 and peak is not None and size >= _LEAST * peak
 
 
 def _weights(held: Held) -> str:

@@ -10,7 +10,7 @@ from ....report.verdict import Changes
 from ....shared.units import format_bytes, format_rate
 from ...prediction import FITS
 from ..evidence import Evidence
-from ..finding import FASTER, TIME, Finding
+from ..finding import ANYWAY, FASTER, TIME, Finding
 
 # What the verdict calls it, and the doctor.
 CAUSES = {
@@ -44,7 +44,7 @@ def _of_verdict(name: str, evidence: Evidence) -> Finding | None:
         verdict.sentence,
         measured,
         candidates=(verdict.changes,) if verdict.changes else (),
-        wants=FASTER,
+        wants=ANYWAY if name == "data" else FASTER,  # steps on trial do not wait for workers
     )
 
 
@@ -56,8 +56,11 @@ def larger(evidence: Evidence) -> Changes:
     settings, now, share = evidence.settings, evidence.now, evidence.share
     if evidence.workload.data.batched or share is None or share > _ROOM or now is None or now.steps < FEWEST_STEPS:
         return {}
-    if any(verdict.cause == "no core" for verdict in evidence.verdicts):
-        return {}  # a few steps that share their cores with others say nothing of how fast they are
+    lost_to = {verdict.cause for verdict in evidence.verdicts}
+    # A few steps that share their cores with others say nothing of how fast they are, nor do some that wait for no
+    # worker where workers do not keep up.
+    if "no core" in lost_to or ("data" in lost_to and settings.num_workers):
+        return {}
     steps = settings.accumulation_steps
     factor = next((one for one in (_MORE, steps) if steps % one == 0 and 1 < one <= _MORE), 0)
     size = settings.batch_size
@@ -76,9 +79,10 @@ def small_batch(evidence: Evidence) -> Finding | None:
         return None
     size, wanted = evidence.settings.batch_size, more.settings.batch_size
     most = f"; up to {evidence.largest_batch:,} fit" if evidence.largest_batch else ""
-    pays, scale = "", evidence.noise_scale
+    scale = evidence.noise_scale
+    but = ["That is if workers keep up."] if more.settings.num_workers else []
     if scale and more.settings.samples_per_rank * evidence.size > scale:
-        pays = f"Of more than about {scale:,.0f} samples a step (the gradients' noise scale) each brings less."
+        but.append(f"Of more than about {scale:,.0f} samples a step (the gradients' noise scale) each brings less.")
     return Finding(
         "a small batch",
         TIME,
@@ -92,7 +96,7 @@ def small_batch(evidence: Evidence) -> Finding | None:
             "largest batch": evidence.largest_batch,
             "noise scale": evidence.noise_scale,
         },
-        do=pays,
+        do=" ".join(but),
         candidates=(more.settings.changed_from(evidence.settings),),
         wants=FASTER,
     )

@@ -1,0 +1,187 @@
+"""What the doctor asks, and what it says of answers: with ranks that answer what a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from gpumem_nb.kernel.doctoring import Doctoring
+from gpumem_nb.kernel.history import History
+from gpumem_nb.planning.doctor.diagnosis import Diagnosis
+from gpumem_nb.planning.doctor.finding import Finding
+from gpumem_nb.planning.prediction import FITS, TIGHT, Prediction
+from gpumem_nb.planning.score import Asked
+from gpumem_nb.report.verdict import Verdict
+from gpumem_nb.shared.errors import NotThisTime, WorkloadError
+from gpumem_nb.shared.model_facts import ModelFacts
+from gpumem_nb.shared.settings import Settings
+from tests.ledgers import MIB, info, reading
+from tests.runs import history_of, train
+from tests.unit.test_doctor import DEFAULT, LIMIT, LOADED, prediction
+
+Predict = Callable[[Settings], Prediction]
+
+
+class Session:
+    """Of two ranks that did some steps of 100 MiB and lose no time, but for what a test changes.
+
+    Args:
+        steps: that were done.
+        settings: under which.
+        rate: samples/s of each rank.
+
+    Attributes:
+        predicts: what is predicted of settings, or raised.
+        verdicts: on the time of steps.
+        failure: why training stopped by itself.
+    """
+
+    def __init__(self, steps: int = 30, settings: Settings = DEFAULT, rate: float = 50.0) -> None:
+        self.settings = settings
+        self.history: History = history_of()
+        self.predicts: Predict = prediction
+        self.verdicts: list[Verdict] = []
+        self.failure: Exception | None = None
+        train(self.history, settings, [1.0] * steps, peak=100 * MIB, rates=(rate,))
+
+    def flip(self, settings: Settings) -> None:
+        """Train under others."""
+        self.settings = settings
+        train(self.history, settings, [1.0] * 30, peak=100 * MIB, rates=(50.0,))
+
+    def examine(self) -> Diagnosis:
+        """What the doctor finds."""
+        return self._doctoring().examine(lambda what, done: None)
+
+    def finding(self) -> Finding:
+        """The only thing that it finds."""
+        [found] = self.examine().findings
+        return found
+
+    def _doctoring(self) -> Doctoring:
+        def call(function: str) -> list[Any]:
+            assert function == "look"
+            return [(reading(104 * MIB, LIMIT), None)] * 2
+
+        def predict(changes: Mapping[str, Any]) -> Prediction:
+            return self.predicts(self.settings.replace(**changes))
+
+        facts = SimpleNamespace(get=lambda: [ModelFacts()] * 2)
+        answers: Any = SimpleNamespace(
+            settings=self.settings,
+            workload=LOADED,
+            call=call,
+            finish=lambda call: call,
+            ask_alone=lambda function, *arguments: facts,
+            check_loaded=lambda: None,
+            check_alive=lambda: None,
+            predict=predict,
+            largest_batch=lambda changes: 999,
+            verdicts=lambda: self.verdicts,
+        )
+        return Doctoring([info(0), info(1)], answers, answers, answers, answers, self.history)
+
+
+def test_a_healthy_session_has_nothing_and_nothing_to_note() -> None:
+    found = Session().examine()
+    assert (found.findings, found.notes, found.came) == ((), (), "")
+
+
+def test_time_is_judged_of_steps_since_a_cell_may_have_changed_what_is_trained() -> None:
+    session = Session()
+    session.history.model_may_have_changed()
+    [note] = session.examine().notes
+    assert note.startswith("Time is judged from 14 steps on, counted from the last flip or cell on the ranks")
+    assert Session(13).examine().notes == (note,)
+    assert Session(14).examine().notes == ()
+
+
+def test_a_flip_of_workers_is_offered_whatever_steps_on_trial_that_do_not_wait_for_them_bring() -> None:
+    def bound(before: Settings, changes: dict[str, int]) -> Finding:
+        session = Session(settings=before, rate=50.0)  # a rank
+        session.verdicts = [Verdict("data", 0.4, "Waits.", changes)]
+        session.predicts = lambda settings: prediction(settings, samples_per_s=160.0)
+        return session.finding()
+
+    more = bound(Settings(num_workers=2), {"num_workers": 4})
+    assert more.flip, "by steps that do not wait it brings nothing"
+    assert more.flip.gains_samples_per_s == 60, "beside what was measured, with the waiting"
+    assert "160 samples/s (+60) if workers keep up" in more.helps
+    assert bound(Settings(), {"num_workers": 2}).flip
+
+
+def test_what_came_of_a_flip_stands_beside_the_speed_that_was_predicted_of_it_and_of_no_other() -> None:
+    def came(foreseen: Settings) -> str:
+        session = Session()
+        now, history = session.settings, session.history
+        said = prediction(foreseen, live=104, samples_per_s=150.0)
+        history.predicted(Asked(said, history.model_version, now, history.begun))
+        session.flip(Settings(num_workers=2))
+        return session.examine().came
+
+    same = came(Settings(num_workers=2))
+    assert same.startswith("The latest flip, num_workers 0 → 2: predicted a live peak of 104.0 MiB and 150 samples/s;")
+    assert "predicted a live peak of 104.0 MiB; came" in came(Settings(num_workers=4))
+
+
+def test_what_came_of_several_flips_since_a_pin_is_not_said_of_the_latest() -> None:
+    session = Session()
+    session.history.pin(True)
+    session.flip(Settings(num_workers=2))
+    session.flip(Settings(num_workers=4))
+    history = session.history
+    history.predicted(Asked(prediction(live=104), history.model_version, Settings(), 1))
+    assert session.examine().came.startswith("What differs from the pinned settings, num_workers 0 → 4: predicted")
+
+
+def test_of_what_barely_fits_a_flip_is_offered_that_leaves_room() -> None:
+    def offered(after_mib: int, verdict: str = FITS) -> Finding:
+        session = Session()
+        now = prediction(live=960)
+        session.predicts = lambda settings: (
+            now if settings == DEFAULT else prediction(settings, live=after_mib, verdict=verdict)
+        )
+        return session.finding()
+
+    for mib in (970, 955):  # what more accumulation takes may be more than what smaller micro-batches save
+        found = offered(mib)
+        assert found.flip is None
+        assert "Predicted not to bring enough: " in found.do
+    assert offered(900, TIGHT).flip is None
+    flip = offered(900).flip
+    assert flip
+    assert flip.saves_bytes == 60 * MIB
+
+
+def test_a_flip_whose_step_fails_on_trial_is_not_offered_and_it_is_said_why() -> None:
+    def offered(why: Exception) -> Finding:
+        session = Session()
+        session.verdicts = [Verdict("update", 0.3, "Long.", {"optimizer_impl": "fused"})]
+
+        def predicts(settings: Settings) -> Prediction:
+            if settings != DEFAULT:
+                raise why
+            return prediction()
+
+        session.predicts = predicts
+        return session.finding()
+
+    found = offered(WorkloadError("A step failed: not this optimizer."))
+    assert found.flip is None
+    assert found.do == "Not possible: optimizer_impl=fused (A step failed: not this optimizer.)."
+    passing = offered(NotThisTime("Interrupted.")).flip
+    assert passing
+    assert passing.will is None
+
+
+def test_while_somebody_else_waits_for_the_ranks_no_speed_is_promised() -> None:
+    session = Session()
+    session.predicts = lambda settings: prediction(settings, cut_short=True, samples_per_s=None, step_s=None)
+    session.verdicts = [Verdict("update", 0.3, "Long.", {"optimizer_impl": "fused"})]
+    found = session.examine()
+    assert found.findings[0].flip is None
+    assert found.findings[0].do == "Not timed: optimizer_impl=fused."
+    [note] = found.notes
+    assert note.startswith("Somebody else waits for the ranks, such as a cell that trains")
+    assert note.endswith("Look again when that is over.")
