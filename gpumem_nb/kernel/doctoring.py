@@ -19,7 +19,7 @@ from ..report.critical_path import FEWEST_STEPS
 from ..report.differences import typed
 from ..report.speed import WARM_UP_STEPS
 from ..report.verdict import Changes
-from ..shared.errors import InvalidInput, NotThisTime, RankError, WorkloadError
+from ..shared.errors import InvalidInput, NotThisTime, RankError, TrainingFailed, WorkloadError
 from ..shared.messages import RankInfo, Sample
 from ..shared.model_facts import ModelFacts
 from ..shared.progress import Progress
@@ -98,7 +98,11 @@ class Doctoring:
             progress("weights, gradients and samples", 0.5)
             try:
                 sync = self._inspection.sync(None, None)
-            except (RankError, WorkloadError) as error:  # a model whose steps fail is what the list is for
+            except (
+                RankError,
+                TrainingFailed,
+                WorkloadError,
+            ) as error:  # it is for models whose steps fail
                 why_not = str(error)
         history, workload = self._history, self._training.workload
         return checklist(

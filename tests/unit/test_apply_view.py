@@ -15,7 +15,7 @@ from gpumem_nb.ui.apply_view import ApplyView
 from gpumem_nb.ui.region import Region
 from tests.internals import widgets_in
 from tests.timing import until
-from tests.unit.test_tuning import tuned
+from tests.unit.tuned_machine import tuned
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ def has_batch_norm(live: LiveModel) -> bool:
     return any(isinstance(module, _BATCH_NORMS) for module in live.parts.modules())
 
 
-def notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[str, ...]:
+def model_notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[str, ...]:
     """Sentences about this model and its loss on that many ranks."""
     said = []
     if ranks > 1 and has_batch_norm(live):

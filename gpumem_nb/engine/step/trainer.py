@@ -28,8 +28,7 @@ from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
 from .live_model import LiveModel, RatesMemory
 from .noise import NoiseScale
-from .notes import has_batch_norm
-from .notes import notes as model_notes
+from .notes import has_batch_norm, model_notes
 from .rates import Course, named_rate
 from .reduction import Travel
 from .samples import begun, completed
@@ -141,9 +140,8 @@ class Trainer:
 
     def doing(self) -> tuple[str, float]:
         """The part of the step under way, in words, and when that step began (on ``time.monotonic``)."""
-        if self.stepper.phase == EVALUATION:
-            return f"the evaluation after step {self.steps}", self.stepper.began_s
-        return f"the {self.stepper.phase} part of step {self.steps + 1}", self.stepper.began_s
+        evaluates, part = self.stepper.phase == EVALUATION, f"the {self.stepper.phase} part of step {self.steps + 1}"
+        return f"the evaluation after step {self.steps}" if evaluates else part, self.stepper.began_s
 
     def go_on_from(
         self, steps: int, settings: Settings, optimizer: Optimizer, course: Course, memory: RatesMemory

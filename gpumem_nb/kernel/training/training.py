@@ -97,8 +97,7 @@ class Training:
     @property
     def busy(self) -> bool:
         """Whether steps are wanted or under way."""
-        under_way = bool(len(self._in_flight) or self._failures.trying_out) or self._in_flight.leftover is not None
-        return self.playing or under_way
+        return bool(self.playing or len(self._in_flight) or self._failures.trying_out or self._in_flight.leftover)
 
     @property
     def playing(self) -> bool:
@@ -108,8 +107,7 @@ class Training:
     def waiting_for(self) -> list[int]:
         """The ranks that have not answered the oldest chunk."""
         with self._state.locked():
-            call = self._in_flight.oldest
-            return call.pending() if call else []
+            return oldest.pending() if (oldest := self._in_flight.oldest) else []
 
     def under_way(self) -> list[Call]:
         """The chunks that ranks were sent and have not answered, oldest first."""
@@ -118,11 +116,10 @@ class Training:
 
     def describe(self) -> str:
         """What is happening, in words."""
-        waiting, failure = self.waiting_for(), self._state.failure
-        if failure:
+        if failure := self._state.failure:
             return str(failure).splitlines()[0]
         if len(self._in_flight) and not self.playing:
-            return f"finishing the steps under way on {name_ranks(waiting or range(self._ranks.size))}"
+            return f"finishing the steps under way on {name_ranks(self.waiting_for() or range(self._ranks.size))}"
         if self.playing:
             return f"training, step {self._history.steps}{self._autotune}"
         return f"paused at step {self._history.steps}" if self.workload else "no workload loaded"

@@ -69,11 +69,12 @@ class TuneResult:
         """The fastest that fit; ``None`` where nothing was measured.
 
         If nothing is clearly faster it is :attr:`now`, or if that is tight and others are not, the fastest of these.
+        What is tight is no answer while something with room was measured, unless it is what runs already.
         """
         roomy = [one for one in self.measured if not one.tight]
         now = self.now
         usual = now if now and (not now.tight or not roomy) else fastest(roomy)
-        best = fastest(self.measured)
+        best = fastest([one for one in self.measured if not one.tight or one is now or not roomy])
         return best if usual is None or best is None or _clearly_faster(best, usual) else usual
 
     def pareto(self) -> tuple[Candidate, ...]:
@@ -153,16 +154,18 @@ class TuneResult:
             left = len(self.space.candidates) - len(self.looked_at) - len(self.refused)
             others = f"{left} more were not looked at" if left else "no other one fits and could be measured"
             more = f" {self._more_time}" if left and not self.stopped else ""
-            return f"{self.flip(best)}: {rate}{why_not}. It is the only one that was measured: {others}.{more}"
+            said = f"{self.flip(best)}: {rate}{why_not}. It is the only one that was measured: {others}.{more}"
+            return " ".join(filter(None, [said, self._tight(best)]))
         if best is now:
             others = f"None of {len(self.measured) - 1} others that were measured is clearly faster"
             said = f"Of what was measured, {present} are the fastest that fit: {rate}. {others}."
-            return " ".join(filter(None, [said, self._tight(best)]))
+            return " ".join(filter(None, [said, self._tight(best), self._too_tight(best)]))
         said = f"{self.flip(best)}: {rate}"
         if now:
             said += f", {speed_of(best) / speed_of(now):.2f} × the {_rate(now)} of {present}"
         said += f"{why_not}. It {mathematics(self.present, best.settings)}{self._but_for_batch_norm(best)}."
-        return " ".join(filter(None, [said, self._tight(best), self._parts(best), self._larger(best)]))
+        notes = (self._tight(best), self._too_tight(best), self._parts(best), self._larger(best))
+        return " ".join(filter(None, [said, *notes]))
 
     @property
     def _why_not_now(self) -> str:
@@ -203,6 +206,15 @@ class TuneResult:
     def _tight(self, best: Candidate) -> str:
         """That there is little room."""
         return f"That is tight: up to {format_bytes(best.predicted.high_bytes)} are possible." if best.tight else ""
+
+    def _too_tight(self, best: Candidate) -> str:
+        """What would have been faster, had it more room."""
+        faster = [one for one in self.measured if one.tight and one is not best and _clearly_faster(one, best)]
+        if not faster:
+            return ""
+        most = format_bytes(faster[0].predicted.high_bytes)
+        flip = self.flip(faster[0])
+        return f"Faster, but too tight to count on: {flip}, {_rate(faster[0])} samples/s, with up to {most} possible."
 
     def _larger(self, best: Candidate) -> str:
         """Why the micro-batch is not larger."""

@@ -1,0 +1,76 @@
+"""What the tuner looks at and what it says, on a machine whose memory and speed are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpumem_nb.shared.settings import Settings
+from tests.unit.tuned_machine import seconds_of, tuned
+
+
+def test_other_knobs_are_measured_where_it_is_fastest() -> None:
+    def small_is_fast(settings: Settings) -> float:
+        """Larger micro-batches than 8 leave the cache."""
+        update = {"default": 0.2, "foreach": 0.2, "loop": 0.3, "fused": 0.1}[settings.optimizer_impl]
+        return update + (1.0 if settings.batch_size <= 8 else 1.5)
+
+    result, machine, _ = tuned(Settings(batch_size=8, accumulation_steps=8), 600, step_s=small_is_fast)
+    assert result.best is not None
+    assert result.best.settings.optimizer_impl == "fused"
+    assert result.best.settings.batch_size <= 8
+    assert Settings(batch_size=8, accumulation_steps=8, optimizer_impl="loop") in machine.measured
+
+
+def test_of_batch_norm_it_is_said_that_other_micro_batches_change_it() -> None:
+    result, _, _ = tuned(Settings(batch_size=2, accumulation_steps=32), 600)
+    of_batches = replace(result, batch_norm=True)
+    size = result.best.settings.batch_size
+    assert size != 2
+    assert f"but for batch norm, whose statistics come from micro-batches of {size} samples then, not of 2." in (
+        of_batches.why
+    )
+    assert "batch norm" not in result.why
+    kept, _, _ = tuned(Settings(batch_size=2, accumulation_steps=32), 600, knobs=["optimizer_impl"])
+    assert "batch norm" not in replace(kept, batch_norm=True).why
+
+
+def test_what_could_not_be_tried_is_told_with_the_reason() -> None:
+    present = Settings(batch_size=8, accumulation_steps=8)
+    result, _, _ = tuned(present, 600)
+    fused = [present.replace(optimizer_impl="fused", checkpointing=mode) for mode in ("none", "blocks")]
+    told = replace(result, refused=dict.fromkeys(fused, "it has no fused implementation."))
+    assert "Left out: optimizer_impl default → fused and 1 more: it has no fused implementation." in str(told)
+    frame = told.frame()
+    assert len(frame) == len(result.frame()) + 2
+    assert list(frame.failed)[-2:] == ["it has no fused implementation."] * 2
+    assert not frame.fits.iloc[-1]
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ({"batch_size": 8, "accumulation_steps": 8}, "Less may be needed with what changes the mathematics"),
+        ({"batch_size": 8, "checkpointing": "none"}, "Less may be needed with a smaller global batch or"),
+    ],
+)
+def test_where_nothing_fits_what_helps_is_named(start: dict[str, Any], said: str) -> None:
+    knobs = ["batch_size"] if "accumulation_steps" in start else ["optimizer_impl"]
+    result, _, _ = tuned(Settings(**start), 10, knobs=knobs)
+    assert said in result.why
+
+
+def test_what_cannot_become_the_fastest_is_not_measured() -> None:
+    def slow_fp16(settings: Settings) -> float:
+        return seconds_of(settings) * (10 if settings.precision == "fp16" else 1)
+
+    result, machine, _ = tuned(
+        Settings(batch_size=8, accumulation_steps=8), 250, step_s=slow_fp16, same_mathematics=False
+    )
+    fp16 = [one for one in machine.record.candidates if one.precision == "fp16"]
+    assert fp16
+    assert all(one.checkpointing == "none" for one in fp16), "which only adds to a step"
+    assert {one.checkpointing for one in machine.measured if one.precision == "bf16"} == {"none", "blocks", "sqrt"}
+    assert result.best.settings.precision == "bf16"
