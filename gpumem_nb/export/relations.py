@@ -25,6 +25,7 @@ class Relations:
     Attributes:
         defined: names that never stand for anything but functions, classes and modules: using one changes nothing.
         outer: modules whose settings are of the environment, and of where modules are found.
+        looped: of each statement, names that only loops use, each of which gives them to something else.
         settable: modules whose settings a script needs whether it names them or not.
     """
 
@@ -39,6 +40,9 @@ class Relations:
         self.outer = _names_of(units, {"os", "sys"})
         self.settable = _names_of(units, _SETTABLE) | self.outer | {"torch", "hvd"}
         self._reached = [self._reach(unit) for unit in units]
+        elsewhere = (unit.reads | unit.late | unit.assigns_late | unit.binds for unit in units)
+        mixed = {name for unit, used in zip(units, elsewhere, strict=True) for name in used - unit.loops}
+        self.looped = [unit.loops - mixed for unit in units]
         self._parent: dict[_Version, _Version] = {}
         self._before: list[dict[str, int]] = []
         self._after: list[dict[str, int]] = []
@@ -63,10 +67,14 @@ class Relations:
 
     def touches(self, place: int, live: Collection[str]) -> bool:
         """Whether a statement uses something that may be part of what is needed after it."""
-        before, after = self._before[place], self._after[place]
+        after, names = self._after[place], self._reached[place][0]
         wanted = {self._find((name, after.get(name, 0))) for name in live if self._stands(name)}
-        names, _ = self._reached[place]
-        return any(self._find((name, before.get(name, 0))) in wanted for name in names if self._stands(name))
+        return any(self._find(self._used(place, name)) in wanted for name in names if self._stands(name))
+
+    def _used(self, place: int, name: str) -> _Version:
+        """Which object of a name a statement uses."""
+        versions = self._after if name in self.looped[place] else self._before
+        return name, versions[place].get(name, 0)
 
     def _stands(self, name: str) -> bool:
         """Whether a name may stand for an object that changes."""
@@ -96,13 +104,13 @@ class Relations:
         now: dict[str, int] = {}
         for place, unit in enumerate(self._units):
             self._before.append(dict(now))
-            for name in unit.surely:
+            for name in unit.surely | self.looped[place]:
                 now[name] = now.get(name, 0) + 1
             self._after.append(dict(now))
             if unit.plain or unit.looks or unit.saves:
                 continue
-            before, after = self._before[-1], self._after[-1]
-            same = [(name, before.get(name, 0)) for name in self._reached[place][0] if self._stands(name)]
+            after = self._after[-1]
+            same = [self._used(place, name) for name in self._reached[place][0] if self._stands(name)]
             same += [(name, after.get(name, 0)) for name in unit.binds if self._stands(name)]
             for one in same[1:]:
                 self._parent[self._find(one)] = self._find(same[0])

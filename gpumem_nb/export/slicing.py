@@ -135,8 +135,8 @@ class _Slicing:
                 self.left_out.append(unit)
                 continue
             kept.append(place)
-            live -= unit.surely
-            live |= unit.reads
+            live -= unit.surely | self._relations.looped[place]
+            live |= unit.reads - self._relations.looped[place]
             if not unit.plain:
                 live |= unit.late | {name for name, first in self._late.items() if first < place}
             for name in unit.late:

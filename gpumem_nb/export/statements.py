@@ -31,6 +31,7 @@ class Unit:
         cell: its number among all that are looked at.
         binds: names that it defines, those that it may define included.
         surely: those of them that are defined whatever happens in it.
+        loops: names that a loop gives to one thing after the other, which are of no use before it.
         reads: names that it uses when it runs.
         late: names that functions in it use when they are called, perhaps much later.
         assigns_late: names that they define then.
@@ -56,6 +57,7 @@ class Unit:
     cell: int
     binds: frozenset[str]
     surely: frozenset[str] = frozenset()
+    loops: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
     late: frozenset[str] = frozenset()
     assigns_late: frozenset[str] = frozenset()
@@ -120,6 +122,7 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int) -> Unit:
         cell=cell,
         binds=frozenset(binds),
         surely=frozenset(binds if sure else ()),
+        loops=frozenset(_looped(nodes)),
         reads=frozenset(reads),
         late=frozenset(late),
         assigns_late=frozenset(assigns_late),
@@ -294,3 +297,11 @@ def _root(node: ast.AST) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _looped(nodes: Sequence[ast.stmt]) -> set[str]:
+    """Targets of a loop, unless what it loops over or what comes after it uses them, too."""
+    if len(nodes) != 1 or not isinstance(loop := nodes[0], ast.For):
+        return set()
+    before = {node.id for one in (loop.iter, *loop.orelse) for node in ast.walk(one) if isinstance(node, ast.Name)}
+    return {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)} - before

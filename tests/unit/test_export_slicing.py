@@ -207,3 +207,20 @@ def test_what_some_ranks_did_to_an_object_of_that_name_before_it_was_made_anew_d
     assert "0.5" not in sliced("optimizer = list()", earlier, "optimizer = dict()", names=("optimizer",))
     with pytest.raises(WorkloadError, match="some ranks only"):
         sliced("optimizer = dict()", earlier, names=("optimizer",))
+
+
+LOOPED = "net = nn.Linear(4, 2)\nfor p in net.parameters():\n    p.requires_grad_(False)\n"
+
+
+def test_a_loop_over_an_object_has_nothing_to_do_with_one_over_an_earlier_object() -> None:
+    script = sliced("from torch import nn", Cell(f"{LOOPED}boom", finished=False), LOOPED)
+    assert script.count("net = nn.Linear(4, 2)") == 1
+    assert "boom" not in script
+    assert "requires_grad_(False)" in script
+    with pytest.raises(WorkloadError, match="What net is cannot be told"):
+        sliced("from torch import nn", Cell(f"{LOOPED}boom", finished=False), "net.eval()")
+
+
+def test_what_a_loop_leaves_under_its_name_is_followed() -> None:
+    cells = ("from torch import nn\nnet = nn.Linear(4, 2)", "for p in net.parameters():\n    pass", "p.zero_()")
+    assert "p.zero_()" in sliced(*cells)
