@@ -153,6 +153,7 @@ class _Trials:
         self._seconds = seconds
         self._progress = progress
         self._slow = slow
+        self._running = _running(history, budget_bytes)
 
     def time_spent(self) -> float:
         """The share of the time that is gone."""
@@ -176,7 +177,7 @@ class _Trials:
                 refused.update(dict.fromkeys(splits, str(error)))
                 return False
             for one, prediction in zip(splits, found, strict=True):
-                known[one] = Candidate(one, prediction, may_fit(prediction))
+                known[one] = Candidate(one, prediction, one == self._running or may_fit(prediction))
         return settings in known and known[settings].fits and not known[settings].failed
 
     def measure(self, settings: Settings) -> None:
@@ -194,7 +195,7 @@ class _Trials:
         finally:
             self.times.turn(settings, time.monotonic() - began_s, step_s)
             self._unchanged.check()
-        candidate.took_steps(found.widened(*self._missed))
+        candidate.took_steps(found if settings == self._running else found.widened(*self._missed))
 
     @property
     def _left_s(self) -> float:
@@ -230,6 +231,15 @@ class _Trials:
             changes = typed(self._space.start, best.settings) or typed(Settings(), best.settings) or "as it is"
             said += f"; best so far {format_rate(speed_of(best))} samples/s, {changes}"
         self._progress(said, min(1.0, self.time_spent()))
+
+
+def _running(history: History, budget_bytes: int | None) -> Settings | None:
+    """The settings under which this model was trained last, if that went well: they fit, whatever is predicted."""
+    tried = history.now()
+    if tried is None or tried.outcome != "ok" or tried.model_version != history.model_version:
+        return None
+    fits = budget_bytes is None or max(tried.reserved, default=0) <= budget_bytes
+    return tried.settings if fits else None
 
 
 def _follows(one: Settings, settings: Settings) -> bool:

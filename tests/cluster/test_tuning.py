@@ -12,6 +12,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
+from gpumem_nb.planning.score import Scoreboard
 from gpumem_nb.planning.tuning.record import Candidate, speed_of
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.session import Session
@@ -71,6 +72,19 @@ def test_losses_go_on_as_without_tuning(two_ranks: Session, fresh: Callable[...,
     session.tune(seconds=3, same_mathematics=False)
     assert losses | _losses(session, 3) == plain
     assert len(weights(session)) == 1
+
+
+def test_what_trains_already_fits_whatever_is_predicted(
+    two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=16)
+    session.train(3)
+    monkeypatch.setattr(Scoreboard, "missed", lambda board, version: (0.0, 5.0))
+    result = session.tune(seconds=5, knobs=["optimizer_impl"])
+    assert result.now is not None
+    assert "do not fit" not in result.why
+    assert any(not one.fits for one in result.looked_at if one is not result.now)
 
 
 def test_the_best_is_applied_and_foretold(two_ranks: Session, fresh: Callable[..., Session]) -> None:

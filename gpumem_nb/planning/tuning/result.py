@@ -295,7 +295,7 @@ class TuneResult:
                 signs.get(id(one), one.failed and "failed"),
                 _rate(one),
                 format_bytes(one.predicted.reserved_peak_bytes),
-                "tight" if one.tight else "yes" if one.fits else "no",
+                "tight" if one.tight else "yes" if one.fits else f"no: up to {format_bytes(one.predicted.high_bytes)}",
                 str(len(one.rates)),
                 *([one.settings.mathematics(self.present)] if changes else []),
             )
