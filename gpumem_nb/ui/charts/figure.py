@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -193,6 +195,8 @@ class Charts:
         self._sent = layout
         if self.figure.acknowledged:
             self._waits_since_s = time.monotonic()
+        if "pandas" in sys.modules:
+            importlib.import_module("pandas")  # which waits for a thread that is at it: plotly uses it half made
         self.figure.plotly_update({"x": x, "y": y}, changed)
 
     def look_after(self) -> None:
