@@ -41,6 +41,10 @@ _WORDS = {
     "load": "loading a workload",
     "attach": "attaching a model",
     "write_trace": "the writing of a trace",
+    "forecast": "small steps on trial",
+    "forecast_allocators": "a small step on trial",
+    "rehearse": "steps on trial",
+    "look_at_model": "a look at the model",
     "steps_among": "the measuring of scaling",
     "sweep_network": "the timing of all-reduces",
 }
