@@ -13,7 +13,7 @@ from ..planning.doctor.finding import FASTER, FIT, LESS, ROOM, Finding, Flip
 from ..planning.doctor.rules import findings
 from ..planning.doctor.rules.limits import BARELY
 from ..planning.doctor.rules.time import larger, small_batch
-from ..planning.prediction import DOES_NOT_FIT, FITS, Prediction
+from ..planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ..planning.score import foretold
 from ..report.critical_path import FEWEST_STEPS
 from ..report.differences import typed
@@ -219,7 +219,8 @@ class Doctoring:
             if _brings(flip, finding.wants):
                 return dataclasses.replace(finding, flip=flip)
             untimed = finding.wants == FASTER and will is not None and will.cut_short
-            why_not = "Not timed" if untimed else "Predicted not to bring enough"
+            barely = finding.wants in (FIT, ROOM) and will is not None and will.verdict == TIGHT
+            why_not = "Not timed" if untimed else "Fits, but barely" if barely else "Predicted not to bring enough"
             in_vain.setdefault(why_not, []).append(flip.typed)
         said = [f"{why_not}: {'; '.join(flips)}." for why_not, flips in in_vain.items()]
         return dataclasses.replace(finding, do=" ".join(filter(None, (*said, finding.do))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ....report.differences import typed
 from ....shared import categories as c
 from ....shared.forecast import BY_OPERATORS, DRY, ERRORS
+from ....shared.knobs.batch import shrunk
 from ....shared.units import format_bytes
 from ...prediction import DOES_NOT_FIT, TIGHT
 from ..evidence import Evidence
@@ -16,6 +17,8 @@ BARELY = 1 - ERRORS[BY_OPERATORS]
 # With less than the error of a prediction without ranks (docs/prediction-cold.md) nobody could have said beforehand
 # that it fits: from there on what fills the memory is worth a word.
 SCARCE = 1 / (1 + ERRORS[DRY])
+
+_TRIED_OUT = 2  # of the settings that fitted for a step, as many are offered before one that needs less
 
 LARGER = "Use a smaller model or a larger limit."
 
@@ -30,7 +33,10 @@ def does_not_fit(evidence: Evidence) -> Finding | None:
     back = f"; {rescue.did}" if rescue.did else ""
     waits = "What would fit is being tried out on the ranks: ask again in a moment." if rescue.looking else ""
     helps = waits or ("" if rescue.fitting else LARGER)
-    fitting = (fit.settings.changed_from(evidence.settings) for fit in rescue.fitting)
+    tried = [fit.settings for fit in rescue.fitting]
+    smaller = shrunk(tried[-1]) if tried else None  # what fitted for a step may leave no room
+    ways = [*tried[:_TRIED_OUT], *([smaller] if smaller else [])]
+    fitting = (settings.changed_from(evidence.settings) for settings in ways)
     return Finding(
         "does not fit",
         STOPS,
