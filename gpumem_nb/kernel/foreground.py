@@ -71,7 +71,7 @@ class Foreground:
         self._numbers = itertools.count(1)
         self._waiting = 0  # calls that somebody waits for
         self._surroundings = Followed()
-        self._told: tuple[int, Progress] | None = None  # and the thread that waits
+        self._told: dict[int, Progress] = {}  # by the thread that waits
 
     @property
     def busy(self) -> bool:
@@ -93,11 +93,14 @@ class Foreground:
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
         """Inside, ``progress`` is told what the ranks are at while somebody waits for them."""
-        before, self._told = self._told, (threading.get_ident(), progress)
+        thread = threading.get_ident()
+        before, self._told[thread] = self._told.get(thread), progress
         try:
             yield
         finally:
-            self._told = before
+            del self._told[thread]
+            if before:
+                self._told[thread] = before
 
     def check_alive(self) -> None:
         """Raise for ranks that are gone.
@@ -231,9 +234,8 @@ class Foreground:
                     if finished:
                         call.settle(1.0)
                     show(call)
-                    told = self._told  # which another thread may end
-                    if told and told[0] == threading.get_ident():
-                        told[1](report.text if (report := self.wait_report) else "", 0.0)
+                    if told := self._told.get(threading.get_ident()):
+                        told(report.text if (report := self.wait_report) else "", 0.0)
                     if not finished and waits.out_of_reach(call.pulses()):
                         raise ClusterDied(f"{self.wait_report}, and could not be freed.")
             except TimeoutError:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -82,7 +82,7 @@ class Trials:
         ``most`` is the largest batch size of which the largest that fits is looked for; with 0 none is.
         """
         began_s = time.monotonic()
-        with self._takes.aside(settings):
+        with self._leaving_no_cache(), self._takes.aside(settings):
             steps, failure, failed_batch = self._small_steps(settings, small)
         return self._forecasts(steps, began_s, batch_sizes, most, failure, failed_batch)
 
@@ -98,11 +98,9 @@ class Trials:
             # Workers fetch while steps are taken; steps that are undone would wait for each of them to begin.
             return trial.work_s, 0.0 if settings.num_workers else trial.data_s, trial.failure
 
-        began_s, reserved = time.monotonic(), self._device.reading().reserved_bytes
-        with self._takes.aside(settings):
+        began_s = time.monotonic()
+        with self._leaving_no_cache(), self._takes.aside(settings):
             steps_s, failure = timed(self._takes.trying, step, Chunk(settings, NO_CONFIGURATION, 1, trial=True))
-        if self._device.reading().reserved_bytes > reserved:  # what larger steps leave is not what training needs
-            self._device.empty_cache()
         steps = SmallSteps(traces[:1], self._takes.stream.varies) if steps_s else None
         batch_size = settings.batch_size
         return Rehearsal(self._forecasts(steps, began_s, [batch_size], 0, failure, batch_size), steps_s)
@@ -119,6 +117,14 @@ class Trials:
         if not together.times:
             return together
         return among(count, self._device, lambda: self._steps(settings, steps)) or StepsAmong()
+
+    @contextmanager
+    def _leaving_no_cache(self) -> Iterator[None]:
+        """What trials leave in the allocator's cache is not what training needs."""
+        reserved = self._device.reading().reserved_bytes
+        yield
+        if self._device.reading().reserved_bytes > reserved:
+            self._device.empty_cache()
 
     def _steps(self, settings: Settings, steps: int) -> StepsAmong:
         times: list[StepTimes] = []
@@ -144,7 +150,7 @@ class Trials:
         From one recorded step at each of the ``small`` batch sizes, as :meth:`forecast`.
         """
         began_s, batch_size = time.monotonic(), settings.batch_size
-        with self._takes.aside(settings):
+        with self._leaving_no_cache(), self._takes.aside(settings):
             steps, failure, failed_batch = self._small_steps(settings, small)
         now = self._forecasts(steps, began_s, [batch_size], 0, failure, failed_batch)
         if steps is None:
