@@ -98,11 +98,7 @@ class Doctoring:
             progress("weights, gradients and samples", 0.5)
             try:
                 sync = self._inspection.sync(None, None)
-            except (
-                RankError,
-                TrainingFailed,
-                WorkloadError,
-            ) as error:  # it is for models whose steps fail
+            except (RankError, TrainingFailed, WorkloadError) as error:  # it is for models whose steps fail
                 why_not = str(error)
         history, workload = self._history, self._training.workload
         return checklist(
