@@ -25,7 +25,11 @@ def other_processes(evidence: Evidence) -> Finding | None:
         held[worst],
         f"Other processes hold {format_bytes(held[worst])} on the device of rank {worst}, which its steps lack; they "
         "compute there, too.",
-        {"others_bytes": held[worst], "device_bytes": total, "utilisation in %": use.utilisation_percent if use else None},
+        {
+            "others_bytes": held[worst],
+            "device_bytes": total,
+            "utilisation in %": use.utilisation_percent if use else None,
+        },
         do="%hvd_status names them, nvidia-smi in a terminal too. End what is yours, or take other devices "
         "(CUDA_VISIBLE_DEVICES before %hvd_start).",
     )
