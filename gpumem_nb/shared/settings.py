@@ -31,7 +31,7 @@ class Settings(Values):
             StateFileError: a knob or value that is not known here.
         """
         try:
-            return cls(**{name: KNOBS[name].retired.get(v, v) if name in KNOBS else v for name, v in saved.items()})
+            return cls(**{name: KNOBS[name].from_saved(v) if name in KNOBS else v for name, v in saved.items()})
         except InvalidInput as error:
             raise StateFileError(f"{path} holds settings that are not known here. {error}") from None
 

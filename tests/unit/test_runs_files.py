@@ -223,6 +223,20 @@ def own_knobs() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_knobs")
+def test_knobs_with_tuples_are_kept_and_sorted(record: Record) -> None:
+    history = history_of()
+    record.follow(history, info())
+    for b in ((2, "y"), (1, "x"), (10, "a")):
+        train(history, Settings(b=b), [1.0, 2.0])
+    runs = shown(record)
+    assert len(runs.sorted("b").rows) == len(runs.rows)
+    assert runs._repr_html_()
+    for row in runs.rows:
+        again = Row.from_saved(json.loads(json.dumps(row.saved())))
+        assert again.settings.b == row.settings.b
+
+
+@pytest.mark.usefixtures("own_knobs")
 def test_parquet_has_what_the_frame_has_under_every_value_of_a_knob(record: Record, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="make test installs it")
     history = history_of()

@@ -170,7 +170,7 @@ class Row:
             workload=str(saved["workload"]),
             options=tuple((str(name), _finite(value)) for name, value in saved.get("options", {}).items()),
             parameters=_maybe(saved.get("parameters"), _whole),
-            settings=Settings(**{name: KNOBS[name].retired.get(value, value) for name, value in known.items()}),
+            settings=Settings(**{name: KNOBS[name].from_saved(value) for name, value in known.items()}),
             ranks=_whole(saved["ranks"], 1),
             device=str(saved["device"]),
             device_memory_bytes=_maybe(saved.get("device_memory_bytes"), _whole),

@@ -79,4 +79,6 @@ def _missing(value: Value) -> bool:
 
 
 def _key(value: Value) -> tuple[bool, float, str]:
-    return (True, 0.0, value) if isinstance(value, str) else (False, float(value or 0), "")
+    if isinstance(value, (bool, int, float)):
+        return (False, float(value), "")
+    return (True, 0.0, str(value))

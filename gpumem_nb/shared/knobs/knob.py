@@ -117,6 +117,11 @@ class Knob(Option):
     left_out: Callable[[Any, bool], str] | None = None
     retired: Mapping[Any, Any] = field(default_factory=dict)
 
+    def from_saved(self, value: Any) -> Any:
+        """The value that a file holds, perhaps of an earlier version; tuples come back from it as lists."""
+        value = tuple(value) if isinstance(value, list) else value
+        return self.retired.get(value, value)
+
     def mark(self, value: Any) -> str:
         """A value in a few letters."""
         before = f"{self.name.replace('_', ' ')} " if self.short is None else self.short
