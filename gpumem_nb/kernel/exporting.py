@@ -187,8 +187,8 @@ class Exporting:
         ]
         if steps:
             told.append(
-                f"the {steps:,} step{'s that were' if steps > 1 else ' that was'} done: the script begins with the first, "
-                "under the settings of now. "
+                f"the {steps:,} step{'s that were' if steps > 1 else ' that was'} done: the script begins with the "
+                "first, under the settings of now. "
                 "%hvd_save FILE writes a state from which it goes on with --resume FILE"
             )
         earlier = self._origin.trained_before if self._origin.attached else 0
