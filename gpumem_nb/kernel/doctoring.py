@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..install import environment
 from ..planning.doctor.checklist import Checklist, checklist
 from ..planning.doctor.diagnosis import Diagnosis
-from ..planning.doctor.evidence import Evidence, OnRank
+from ..planning.doctor.evidence import Evidence, OnRank, still_grows
 from ..planning.doctor.finding import FASTER, FIT, LESS, ROOM, Finding, Flip
 from ..planning.doctor.rules import findings
 from ..planning.doctor.rules.limits import BARELY
@@ -20,7 +20,7 @@ from ..report.differences import typed
 from ..report.speed import WARM_UP_STEPS
 from ..report.verdict import Changes
 from ..shared.errors import InvalidInput, NotThisTime, RankError, TrainingFailed, WorkloadError
-from ..shared.messages import RankInfo, Sample
+from ..shared.messages import Leak, RankInfo, Sample
 from ..shared.model_facts import ModelFacts
 from ..shared.progress import Progress
 from ..shared.settings import Settings
@@ -105,11 +105,16 @@ class Doctoring:
             self._ranks,
             installed,
             sync,
-            list(history.leaks.values()),
+            self._leaks(),
             history.steps,
             workload.name if workload else "",
             why_not,
         )
+
+    def _leaks(self) -> list[tuple[Leak, ...]]:
+        """Those that go on, as far as steps tell."""
+        rows = self._history.of_loaded(STEPS_LOOKED_AT)
+        return [leaks for leaks in self._history.leaks.values() if still_grows(leaks, rows)]
 
     def _evidence(self, progress: Progress, notes: list[str]) -> Evidence:
         """All but what would help; ``notes`` takes in what could not be found out."""
@@ -147,7 +152,7 @@ class Doctoring:
             now=now,
             needs=needs,
             verdicts=tuple(self._inspection.verdicts()),
-            leaks=tuple(history.leaks.values()),
+            leaks=tuple(self._leaks()),
             rescue=history.rescue,
             effect=effect,
             foretold=foretold(history.asked, history.tried, effect.after) if effect else None,

@@ -13,7 +13,7 @@ from gpumem_nb.install.environment import EnvironmentReport, Item
 from gpumem_nb.kernel.doctoring import _brings
 from gpumem_nb.planning.doctor.checklist import checklist
 from gpumem_nb.planning.doctor.diagnosis import NOTHING, Diagnosis
-from gpumem_nb.planning.doctor.evidence import Evidence, OnRank
+from gpumem_nb.planning.doctor.evidence import Evidence, OnRank, still_grows
 from gpumem_nb.planning.doctor.finding import FASTER, FIT, LESS, MEMORY, PAGE, ROOM, STOPS, TIME, WRONG, Finding, Flip
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.doctor.rules.time import CAUSES, larger
@@ -89,6 +89,17 @@ def test_a_healthy_session_has_nothing() -> None:
     assert str(Diagnosis(())) == NOTHING
     assert causes(needs=None) == [], "nor one of which nothing could be predicted"
     assert causes(needs=dataclasses.replace(prediction(live=999), limit_bytes=None, verdict="n/a")) == []
+
+
+@pytest.mark.parametrize(
+    ("per_step", "steps", "goes_on"), [(10, 30, True), (0, 30, False), (0, 15, True), (4, 30, False)]
+)
+def test_a_leak_is_over_once_memory_stays_as_it_is(per_step: int, steps: int, goes_on: bool) -> None:
+    of_rank = [
+        dataclasses.replace(rank().samples[0], step=LEAK.step + number, live_bytes=number * per_step * MIB)
+        for number in range(1, steps + 1)
+    ]
+    assert still_grows([LEAK], [[], of_rank]) is goes_on
 
 
 def frozen(mib: int) -> OnRank:

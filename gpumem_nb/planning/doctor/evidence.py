@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...report.configurations import Effect, Tried
@@ -22,6 +22,8 @@ from ..prediction import Prediction
 # (docs/memory.md), and a pool's segment that is hardly used 20 MiB. What is more than both is worth a word, if it is a
 # tenth of the limit, too: below that nothing would fit that does not.
 _USUAL_SHARE, _USUAL_BYTES, _OF_LIMIT = 0.32, 2 * LARGE_SEGMENT_BYTES, 0.1
+
+_STEPS_OF_A_LEAK = 20  # in which it must be seen to go on
 
 
 def much_unused(reserved: int, used: int, limit: int | None) -> bool:
@@ -66,6 +68,21 @@ class OnRank:
     def reserved_peak_bytes(self) -> int | None:
         """The highest reserved bytes of these steps."""
         return max((one.reserved_peak_bytes for one in self.warm), default=None)
+
+
+def still_grows(leaks: Sequence[Leak], samples: Sequence[Sequence[Sample]]) -> bool:
+    """Whether memory grew by half of what a leak keeps in the latest steps after it was found, or there were too few.
+
+    Args:
+        leaks: of one holder, by rank.
+        samples: the latest steps of each rank.
+    """
+    for one in leaks:
+        later = [sample for sample in samples[one.rank] if sample.step > one.step][-_STEPS_OF_A_LEAK:]
+        grown = later[-1].live_bytes - later[0].live_bytes if later else 0
+        if len(later) < _STEPS_OF_A_LEAK or grown >= (len(later) - 1) * one.bytes_per_step / 2:
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
