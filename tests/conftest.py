@@ -143,6 +143,6 @@ def weights(session: Session) -> set[str]:
 def about(live: Any) -> Any:
     """The same live bytes, but for a step's votes and the like, which Horovod's thread lets go of a moment later.
 
-    Up to 232 bytes were seen; the smallest weight of the models that are tested so is larger.
+    Up to 232 bytes were seen.
     """
     return pytest.approx(live, abs=256)
