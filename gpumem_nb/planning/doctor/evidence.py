@@ -116,6 +116,7 @@ class Evidence:
         verdicts: what the time of a step is lost to.
         leaks: what ranks keep from step to step, by holder.
         rescue: the latest step that was discarded, and not mended yet.
+        stopped_for: why training stopped by itself, where no such step is to blame; empty if it did not.
         effect: what the latest flip did.
         foretold: what had been predicted of that flip.
         noise_scale: of gradients, in samples.
@@ -133,6 +134,7 @@ class Evidence:
     verdicts: tuple[Verdict, ...] = ()
     leaks: tuple[tuple[Leak, ...], ...] = ()
     rescue: Rescue | None = None
+    stopped_for: str = ""
     effect: Effect | None = None
     foretold: Prediction | None = None
     noise_scale: float | None = None
