@@ -64,11 +64,6 @@ class OnRank:
         """The highest live bytes of these steps."""
         return max((one.live_peak_bytes for one in self.warm), default=None)
 
-    @property
-    def reserved_peak_bytes(self) -> int | None:
-        """The highest reserved bytes of these steps."""
-        return max((one.reserved_peak_bytes for one in self.warm), default=None)
-
 
 def still_grows(leaks: Sequence[Leak], samples: Sequence[Sequence[Sample]]) -> bool:
     """Whether memory grew by half of what a leak keeps in the latest steps after it was found, or there were too few.
