@@ -68,12 +68,16 @@ class OnRank:
 def still_grows(leaks: Sequence[Leak], samples: Sequence[Sequence[Sample]]) -> bool:
     """Whether memory grew by half of what a leak keeps in the latest steps after it was found, or there were too few.
 
+    Steps under other settings than the latest do not count: a flip frees memory, or takes more.
+
     Args:
         leaks: of one holder, by rank.
         samples: the latest steps of each rank.
     """
     for one in leaks:
-        later = [sample for sample in samples[one.rank] if sample.step > one.step][-_STEPS_OF_A_LEAK:]
+        row = samples[one.rank]
+        alike = [sample for sample in row if sample.done and sample.settings_id == row[-1].settings_id]
+        later = [sample for sample in alike if sample.step > one.step][-_STEPS_OF_A_LEAK:]
         grown = later[-1].live_bytes - later[0].live_bytes if later else 0
         if len(later) < _STEPS_OF_A_LEAK or grown >= (len(later) - 1) * one.bytes_per_step / 2:
             return True
