@@ -68,7 +68,8 @@ class Doctoring:
             WorkloadError: nothing is loaded, or no step was done; ``NotThisTime`` if settings were changed meanwhile.
         """
         self._foreground.check_loaded()
-        if not self._history.steps and self._history.rescue is None:
+        stopped = self._history.rescue or self._training.stopped_for()
+        if not self._history.steps and stopped is None:
             raise WorkloadError(
                 "Nothing was trained yet, so there is nothing to examine: %hvd_train 20, then look again."
             )
@@ -124,6 +125,7 @@ class Doctoring:
         now = history.now()
         if now is not None and (now.settings != settings or not now.steps):
             now = None
+        stopped_for = self._training.stopped_for()
         progress("the ranks", 0.0)
         looks = self._foreground.call("look")
         progress("what these settings need", 0.1)
@@ -154,6 +156,7 @@ class Doctoring:
             verdicts=tuple(self._inspection.verdicts()),
             leaks=tuple(self._leaks()),
             rescue=history.rescue,
+            stopped_for=str(stopped_for or ""),
             effect=effect,
             foretold=foretold(history.asked, history.tried, effect.after) if effect else None,
             noise_scale=history.noise_scale,

@@ -170,9 +170,10 @@ def _reduction(path: CriticalPath, around: Circumstances) -> Verdict | None:
     share = path.part(REDUCTION) / path.step_s
     said = f"Averaging gradients, as far as backward does not hide it, takes {_percent(share)} of a step"
     changes, helps = _half_as_often(around, "averages")
-    if len({info.host for info in around.ranks}) > 1 and around.settings.compression == "none":
-        changes, helps = around.allowed(compression="fp16"), f"compression=fp16 sends half of fp32's bytes; {helps}"
-    return Verdict("reduction", share, f"{said}: {helps}.", changes)
+    smaller = around.allowed(compression="fp16")
+    if smaller and len({info.host for info in around.ranks}) > 1 and around.settings.compression == "none":
+        changes, helps = smaller, "; ".join(filter(None, ("compression=fp16 sends half of fp32's bytes", helps)))
+    return Verdict("reduction", share, f"{said}: {helps}." if helps else f"{said}.", changes)
 
 
 def _update(path: CriticalPath, around: Circumstances) -> Verdict:
@@ -183,13 +184,15 @@ def _update(path: CriticalPath, around: Circumstances) -> Verdict:
     if fused and settings.optimizer != "own" and settings.optimizer_impl != "fused":
         return Verdict("update", share, f"{said}: optimizer_impl=fused does it in one pass.", fused)
     changes, helps = _half_as_often(around, "updates")
-    return Verdict("update", share, f"{said}: {helps}.", changes)
+    return Verdict("update", share, f"{said}: {helps}." if helps else f"{said}.", changes)
 
 
 def _half_as_often(around: Circumstances, does: str) -> tuple[Changes, str]:
+    """More micro-batches in a step, and what that does, in words; nothing where there are too few samples."""
     count = 2 * around.settings.accumulation_steps
+    changes = around.allowed(accumulation_steps=count)
     helps = f"accumulation_steps={count} {does} half as often, with a global batch twice as large"
-    return around.allowed(accumulation_steps=count), helps
+    return changes, helps if changes else ""
 
 
 def _tiny(path: CriticalPath, around: Circumstances) -> Verdict | None:

@@ -105,7 +105,9 @@ def test_a_rank_that_cannot_evaluate_is_named_and_leaves_none_waiting(own: Sessi
         own.train(5)
     assert own.history.steps == 2
     own.run("trouble = None")
+    assert own.doctor().findings[0].cause == "training paused"
     assert own.train(3).evaluations[-1].step == 4
+    assert "training paused" not in [one.cause for one in own.doctor().findings]
     assert len(weights(own)) == 1
 
 

@@ -250,6 +250,9 @@ def test_a_stall_while_playing_pauses_and_is_told(impatient: Session) -> None:
     assert "Rank 1 is in the data part of step 3, rank 0 waits in the gradient reduction of step 3" in seen
     assert "stall" in [event.kind for event in session.history.events]
     session.run("stuck = None", timeout=HANG_S)
+    found = session.doctor().findings[0]
+    assert (found.cause, found.do[-10:]) == ("training paused", "%hvd_play.")
+    assert "Rank 1 " in found.sentence
     goes_on(session)
 
 

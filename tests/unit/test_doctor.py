@@ -23,7 +23,7 @@ from gpumem_nb.report.rescue import Fit, Rescue
 from gpumem_nb.report.sync import SyncReport
 from gpumem_nb.report.verdict import Verdict
 from gpumem_nb.shared import categories as c
-from gpumem_nb.shared.messages import DeviceUse, Failure, Leak
+from gpumem_nb.shared.messages import DeviceUse, Failure, Leak, Sample
 from gpumem_nb.shared.model_facts import Held, InputFacts, ModelFacts
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.sync_look import SeenSamples, SyncLook
@@ -100,6 +100,17 @@ def test_a_leak_is_over_once_memory_stays_as_it_is(per_step: int, steps: int, go
         for number in range(1, steps + 1)
     ]
     assert still_grows([LEAK], [[], of_rank]) is goes_on
+
+
+def test_what_a_flip_frees_does_not_end_a_leak() -> None:
+    def grown(steps: range, settings_id: int, base: int) -> list[Sample]:
+        first = rank().samples[0]
+        return [
+            dataclasses.replace(first, step=LEAK.step + at, settings_id=settings_id, live_bytes=(base + 10 * at) * MIB)
+            for at in steps
+        ]
+
+    assert still_grows([LEAK], [[], [*grown(range(1, 16), 1, 500), *grown(range(16, 31), 2, 100)]])
 
 
 def frozen(mib: int) -> OnRank:

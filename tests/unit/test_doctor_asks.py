@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from gpumem_nb.kernel.doctoring import Doctoring
 from gpumem_nb.kernel.history import History
 from gpumem_nb.planning.doctor.diagnosis import Diagnosis
-from gpumem_nb.planning.doctor.finding import Finding
+from gpumem_nb.planning.doctor.finding import STOPS, Finding
 from gpumem_nb.planning.prediction import FITS, TIGHT, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.verdict import Verdict
-from gpumem_nb.shared.errors import NotThisTime, WorkloadError
+from gpumem_nb.shared.errors import NotThisTime, TrainingFailed, WorkloadError
 from gpumem_nb.shared.model_facts import ModelFacts
 from gpumem_nb.shared.settings import Settings
 from tests.ledgers import MIB, info, reading
@@ -79,6 +81,7 @@ class Session:
             predict=predict,
             largest_batch=lambda changes: 999,
             verdicts=lambda: self.verdicts,
+            stopped_for=lambda: self.failure,
         )
         return Doctoring([info(0), info(1)], answers, answers, answers, answers, self.history)
 
@@ -185,3 +188,20 @@ def test_while_somebody_else_waits_for_the_ranks_no_speed_is_promised() -> None:
     [note] = found.notes
     assert note.startswith("Somebody else waits for the ranks, such as a cell that trains")
     assert note.endswith("Look again when that is over.")
+
+
+@pytest.mark.parametrize("steps", [30, 0])
+def test_what_paused_training_is_found_where_no_step_was_to_blame(steps: int) -> None:
+    session = Session(steps)
+    session.failure = TrainingFailed(
+        "rank 1 waited for rank 0 (stall_limit_s=5).\nWhat was under way was discarded. Go on with %hvd_play."
+    )
+    found = session.finding()
+    assert (found.cause, found.level) == ("training paused", STOPS)
+    assert found.sentence == f"After step {steps}: rank 1 waited for rank 0 (stall_limit_s=5)."
+    assert found.do == "What was under way was discarded. Go on with %hvd_play."
+    session.failure = TrainingFailed("Training stopped, by a mistake.")
+    assert (session.finding().sentence, session.finding().do) == (
+        f"After step {steps}: Training stopped, by a mistake.",
+        "",
+    )

@@ -226,7 +226,7 @@ def own_knobs() -> Iterator[None]:
 def test_knobs_with_tuples_are_kept_and_sorted(record: Record) -> None:
     history = history_of()
     record.follow(history, info())
-    for b in ((2, "y"), (1, "x"), (10, "a")):
+    for b in ((2, "y"), (1, "x"), (10, "a"), ((3, 4), "z")):
         train(history, Settings(b=b), [1.0, 2.0])
     runs = shown(record)
     assert len(runs.sorted("b").rows) == len(runs.rows)

@@ -97,6 +97,20 @@ def test_the_largest_loss_is_named(times: Times, cause: str, words: str, changes
     assert str(found).endswith(f"Try %hvd_set {found.typed}" if changes else ".")
 
 
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        (alike(reduction=0.05), "Averaging gradients, as far as backward does not hide it, takes 37 % of a step."),
+        (alike(update=0.05), "The update takes 36 % of a step."),
+    ],
+)
+def test_no_larger_global_batch_is_advised_than_there_are_samples(times: Times, said: str) -> None:
+    few = dataclasses.replace(LOADED, dataset_len=64)
+    found = verdict(times, Settings(optimizer_impl="fused"), few)
+    assert (found.sentence, found.changes) == (said, {})
+    assert "accumulation_steps=2" in verdict(times, Settings(optimizer_impl="fused")).sentence
+
+
 def test_operators_that_take_no_longer_than_calling_them_are_tiny() -> None:
     assert verdict(alike(), operators=1_400) is None
     found = verdict(alike(), operators=2_000)

@@ -76,6 +76,11 @@ class TrainingState:
         self.wanted_steps = 0
         self.failure = failure or self.failure
 
+    @property
+    def stopped_for(self) -> GpumemError | None:
+        """Why training stopped by itself, if no step that was discarded is to blame."""
+        return None if isinstance(self.failure, Rescue) else self.failure
+
     def raise_failure(self) -> None:
         """Raise what training stopped for, if it did.
 

@@ -106,13 +106,16 @@ class Training:
 
     def waiting_for(self) -> list[int]:
         """The ranks that have not answered the oldest chunk."""
-        with self._state.locked():
-            return oldest.pending() if (oldest := self._in_flight.oldest) else []
+        return calls[0].pending() if (calls := self.under_way()) else []
 
     def under_way(self) -> list[Call]:
         """The chunks that ranks were sent and have not answered, oldest first."""
         with self._state.locked():
             return self._in_flight.calls
+
+    def stopped_for(self) -> GpumemError | None:
+        """Why training stopped by itself, if no step that was discarded is to blame."""
+        return self._state.stopped_for
 
     def describe(self) -> str:
         """What is happening, in words."""
@@ -256,10 +259,7 @@ class Training:
         return Run(samples, dict(self._state.known_settings), self._history.configuration, notes, evaluations)
 
     def interrupt(self) -> bool:
-        """Stop training and interrupt what the ranks are doing; a step under way is discarded.
-
-        Says whether they stopped in time.
-        """
+        """Stop training and interrupt the ranks; a step under way is discarded. Says whether they stopped in time."""
         self.pause(timeout=0)
         return self._ranks.interrupt_until(self.pause)
 

@@ -64,21 +64,20 @@ class OnRank:
         """The highest live bytes of these steps."""
         return max((one.live_peak_bytes for one in self.warm), default=None)
 
-    @property
-    def reserved_peak_bytes(self) -> int | None:
-        """The highest reserved bytes of these steps."""
-        return max((one.reserved_peak_bytes for one in self.warm), default=None)
-
 
 def still_grows(leaks: Sequence[Leak], samples: Sequence[Sequence[Sample]]) -> bool:
     """Whether memory grew by half of what a leak keeps in the latest steps after it was found, or there were too few.
+
+    Steps under other settings than the latest do not count: a flip frees memory, or takes more.
 
     Args:
         leaks: of one holder, by rank.
         samples: the latest steps of each rank.
     """
     for one in leaks:
-        later = [sample for sample in samples[one.rank] if sample.step > one.step][-_STEPS_OF_A_LEAK:]
+        row = samples[one.rank]
+        alike = [sample for sample in row if sample.done and sample.settings_id == row[-1].settings_id]
+        later = [sample for sample in alike if sample.step > one.step][-_STEPS_OF_A_LEAK:]
         grown = later[-1].live_bytes - later[0].live_bytes if later else 0
         if len(later) < _STEPS_OF_A_LEAK or grown >= (len(later) - 1) * one.bytes_per_step / 2:
             return True
@@ -116,6 +115,7 @@ class Evidence:
         verdicts: what the time of a step is lost to.
         leaks: what ranks keep from step to step, by holder.
         rescue: the latest step that was discarded, and not mended yet.
+        stopped_for: why training stopped by itself, where no such step is to blame; empty if it did not.
         effect: what the latest flip did.
         foretold: what had been predicted of that flip.
         noise_scale: of gradients, in samples.
@@ -133,6 +133,7 @@ class Evidence:
     verdicts: tuple[Verdict, ...] = ()
     leaks: tuple[tuple[Leak, ...], ...] = ()
     rescue: Rescue | None = None
+    stopped_for: str = ""
     effect: Effect | None = None
     foretold: Prediction | None = None
     noise_scale: float | None = None

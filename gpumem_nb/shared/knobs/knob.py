@@ -53,6 +53,10 @@ def carried(value: Any, ddp: bool) -> str:
     return ""
 
 
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """What shall become smaller, and from where.
@@ -119,7 +123,7 @@ class Knob(Option):
 
     def from_saved(self, value: Any) -> Any:
         """The value that a file holds, perhaps of an earlier version; tuples come back from it as lists."""
-        value = tuple(value) if isinstance(value, list) else value
+        value = _tuples(value)
         return self.retired.get(value, value)
 
     def mark(self, value: Any) -> str:

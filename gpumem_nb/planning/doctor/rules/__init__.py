@@ -16,6 +16,7 @@ Rule = Callable[[Evidence], Finding | None]
 RULES: tuple[Rule, ...] = (
     limits.does_not_fit,
     limits.step_fails,
+    limits.paused,
     limits.ranks_differ,
     limits.barely_fits,
     mathematics.scale_collapses,

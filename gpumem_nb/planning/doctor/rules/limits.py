@@ -69,6 +69,22 @@ def step_fails(evidence: Evidence) -> Finding | None:
     )
 
 
+def paused(evidence: Evidence) -> Finding | None:
+    """Training stopped by itself, but for no step that was discarded: ranks came apart, or an evaluation failed."""
+    *first, last = evidence.stopped_for.splitlines() or [""]
+    said, helps = (" ".join(first), last) if first else (last, "")
+    if not said:
+        return None
+    return Finding(
+        "training paused",
+        STOPS,
+        6,
+        f"After step {evidence.steps:,}: {said}",
+        {"steps done": evidence.steps},
+        do=helps,
+    )
+
+
 def ranks_differ(evidence: Evidence) -> Finding | None:
     """Weights are not the same on all ranks."""
     rescue = evidence.rescue
