@@ -11,7 +11,7 @@ import horovod
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from ..internals.torch_internals import has_step_hooks
 from ..memory.device import Device
@@ -23,6 +23,7 @@ from .data.orders import InTurn, Shuffled
 from .data.stream import ShardedStream, Stream
 from .losses import takes
 from .random_state import set_aside
+from .step.optimizers import beside_state
 from .step.own_loss import OwnLoss, labels_counted
 from .step.parts import LOOSE, as_given, in_groups
 from .step.trainer import Trainer
@@ -95,11 +96,8 @@ def _facts(trainer: Trainer) -> Facts:
 
 
 def _kept_beside(optimizer: Optimizer) -> tuple[str, ...]:
-    """Names of what an optimizer has that every optimizer does not, and that torch's own make again by themselves."""
-    if type(optimizer).__module__.startswith("torch.optim."):
-        return ()
-    usual = vars(SGD([torch.zeros(1)], lr=0.1)).keys() | {"step"}  # which schedulers wrap
-    return tuple(sorted(name for name in vars(optimizer) if name not in usual and not name.startswith("_")))
+    """Names of what a script's optimizer would not have."""
+    return tuple(sorted(name for name in beside_state(optimizer) if not name.startswith("_")))
 
 
 def _needed_besides_weights(optimizer: Optimizer) -> tuple[str, ...]:

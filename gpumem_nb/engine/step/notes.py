@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from ...internals.torch_internals import has_step_hooks
 from .live_model import LiveModel
-from .optimizers import from_torch
+from .optimizers import beside_state
 from .parts import as_given, in_groups
 from .python_state import PythonState
 
@@ -49,7 +49,7 @@ def model_notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[
         if left_out:
             others = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
             said.append(f"The optimizer does not hold {left_out[0]}{others}: what it does not hold is not trained.")
-        if kept := _beside_state(live.own_optimizer):
+        if kept := _unseen(live.own_optimizer):
             said.append(
                 f"The optimizer keeps values outside of its state ({', '.join(kept)}): a step that is undone, such as "
                 "a trial of %hvd_tune or %hvd_predict, may leave its mark there. Keep them in state[param]."
@@ -62,14 +62,8 @@ def model_notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[
     return tuple(said)
 
 
-def _beside_state(optimizer: Optimizer) -> list[str]:
-    """Names of what an optimizer, or one in it, keeps beside its state and groups, and what a step may change."""
-    usual = vars(SGD([nn.Parameter()], lr=1.0)).keys()
+def _unseen(optimizer: Optimizer) -> list[str]:
+    """Names of what an optimizer, or one in it, keeps beside its state, where nobody puts back what a step changes."""
     inner = (one for one in vars(optimizer).values() if isinstance(one, Optimizer))
-    return [
-        name
-        for one in (optimizer, *inner)
-        if not from_torch(one)
-        for name, value in vars(one).items()
-        if name not in usual and isinstance(value, (Tensor, list, dict, set, deque))
-    ]
+    kept = (pair for one in (optimizer, *inner) for pair in beside_state(one).items())
+    return [name for name, value in kept if isinstance(value, (Tensor, list, dict, set, deque))]

@@ -40,6 +40,14 @@ def from_torch(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.") and not has_step_hooks(optimizer)
 
 
+def beside_state(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer has that every optimizer does not, by name; nothing of torch's own, which make it again."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return {}
+    usual = vars(SGD([torch.zeros(1)], lr=0.1)).keys() | {"step"}  # which schedulers wrap
+    return {name: value for name, value in vars(optimizer).items() if name not in usual}
+
+
 def set_implementation(optimizer: Optimizer, name: str) -> None:
     """Compute the same update in another way from the next step on; the state stays.
 

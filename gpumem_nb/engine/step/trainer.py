@@ -27,9 +27,9 @@ from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
 from .live_model import LiveModel, RatesMemory
+from .loaded import workload_info
 from .noise import NoiseScale
-from .notes import has_batch_norm, model_notes
-from .rates import Course, named_rate
+from .rates import Course
 from .reduction import Travel
 from .samples import begun, completed
 from .step import Looks, Outcome, Stepper
@@ -119,29 +119,14 @@ class Trainer:
 
     def info(self) -> WorkloadInfo:
         """Sizes of what was loaded."""
-        own, params = self.live.own_optimizer, list(self.live.parts.parameters())
-        data, notes = self.stream.described(self._device.kind == "cuda")
-        return WorkloadInfo(
-            name=self.workload.name,
-            parameters=sum(param.numel() for param in params),
-            parameter_bytes=sum(param.nbytes for param in params),
-            dataset_len=None if self.stream.info.batched else self.stream.length,
-            blocks=len(self.live.blocks),
-            own_optimizer=type(own).__name__ if own else None,
-            own_learning_rate=named_rate(own) if own else None,
-            notes=(*notes, *model_notes(self.live, self.workload.loss, self.stream.size)),
-            data=data,
-            eval_len=self.evaluator.length if self.evaluator else None,
-            own_scheduler=type(self.live.scheduler).__name__ if self.live.scheduler else None,
-            why_flat=horovod_settings.why_flat(),
-            batch_norm=has_batch_norm(self.live),
-            trained_before=self.live.trained_before,
-        )
+        eval_len = self.evaluator.length if self.evaluator else None
+        return workload_info(self.workload, self.live, self.stream, eval_len, self._device)
 
     def doing(self) -> tuple[str, float]:
         """The part of the step under way, in words, and when that step began (on ``time.monotonic``)."""
-        evaluates, part = self.stepper.phase == EVALUATION, f"the {self.stepper.phase} part of step {self.steps + 1}"
-        return f"the evaluation after step {self.steps}" if evaluates else part, self.stepper.began_s
+        if self.stepper.phase == EVALUATION:
+            return f"the evaluation after step {self.steps}", self.stepper.began_s
+        return f"the {self.stepper.phase} part of step {self.steps + 1}", self.stepper.began_s
 
     def go_on_from(
         self, steps: int, settings: Settings, optimizer: Optimizer, course: Course, memory: RatesMemory
