@@ -69,19 +69,20 @@ class InFlight:
         return sum(chunk.steps for chunk, _ in self._chunks)
 
     @property
-    def calls(self) -> list[Call]:
-        """All of them."""
-        return [call for _, call in self._chunks]
-
-    @property
     def leftover(self) -> Call | None:
         """A chunk given up on that some rank has yet to answer: its reductions would meet those of another chunk."""
         return next((call for call in self._given_up if call.pending()), None)
 
     @property
+    def calls(self) -> list[Call]:
+        """All that is waited for, oldest first."""
+        leftover = self.leftover
+        return [*([leftover] if leftover else []), *(call for _, call in self._chunks)]
+
+    @property
     def oldest(self) -> Call | None:
-        """What is waited for."""
-        return self.leftover or (self._chunks[0][1] if self._chunks else None)
+        """What is waited for first."""
+        return next(iter(self.calls), None)
 
     def free(self, most: int) -> bool:
         """Whether one more chunk may be sent while there are fewer than ``most``."""
