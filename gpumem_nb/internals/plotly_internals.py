@@ -13,10 +13,15 @@ they were at first, without a word. So what is loaded in those 2 seconds is a fe
 
 A view that was taken off the page (its cell ran again) goes on listening in plotly, fails at the next update, and the
 views after it hear nothing any more. So each view's listeners go with it.
+
+A figure is no place for two threads: copying its parts fails when another adds to them, and while what a page has sent
+is taken in, no update is sent. A lock keeps the panel's thread, cells, and the page's messages apart; nobody waits for
+a page while they hold it. What a figure is called in words, for the text beside a widget, would be a copy, too.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,27 +64,43 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
     _complete = False
 
     def __init__(self, **parts: Any) -> None:
+        self._in_use = threading.RLock()
         super().__init__(**parts)
         self._complete = True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     @property
     def acknowledged(self) -> bool:
         """Whether a page has drawn the latest update."""
         return not self._trace_edit_in_process
 
+    def plotly_update(self, *changes: Any, **more: Any) -> None:
+        """Change points and layout, here and in the browser."""
+        with self._in_use:
+            super().plotly_update(*changes, **more)
+
     def resend(self, layout: Mapping[str, Any]) -> None:
         """Send all points, and this of the layout, to whoever listens.
 
         Not its height: plotly takes a size that is sent for one that shall not follow the page any more.
         """
-        points = {axis: [trace.get(axis) for trace in self._data] for axis in ("x", "y")}
-        self._send_update_msg(points, layout)
+        with self._in_use:
+            points = {axis: [trace.get(axis) for trace in self._data] for axis in ("x", "y")}
+            self._send_update_msg(points, layout)
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """Take in what a page has sent."""
+        with self._in_use:
+            super().set_state(sync_data)
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
         """The state for the browser; all of it when it asks for all."""
-        state: dict[str, Any] = super().get_state(key, drop_defaults)
-        if key is None and self._complete:
-            to_json = self.trait_metadata("_widget_data", "to_json")
-            state["_widget_data"] = to_json(self._data, self)
-            state["_widget_layout"] = to_json(self._layout_obj._props, self)
-        return state
+        with self._in_use:
+            state: dict[str, Any] = super().get_state(key, drop_defaults)
+            if key is None and self._complete:
+                to_json = self.trait_metadata("_widget_data", "to_json")
+                state["_widget_data"] = to_json(self._data, self)
+                state["_widget_layout"] = to_json(self._layout_obj._props, self)
+            return state

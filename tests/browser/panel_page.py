@@ -171,7 +171,8 @@ def open_panel(lab: Lab, browser: Any, name: str, start: str, *more_cells: str) 
     lab.write(name, [f"import gpumem_nb as gm\n{start}", "s.load('digits-resnet');", "s.panel()", *more_cells])
     notebook = lab.open(browser, name)
     for cell in range(3):
-        notebook.run(cell)
+        said = notebook.run(cell).inner_text()
+        assert "Traceback" not in said, said
     panel = PanelPage(notebook)
     panel.wait_until_shown()
     return panel

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 import pytest
 from plotly import graph_objects as go
 
+from gpumem_nb.internals.plotly_internals import LiveFigure
 from gpumem_nb.report.evaluation import Evaluation
 from gpumem_nb.report.rescue import Rescue
 from gpumem_nb.shared.messages import Failure
@@ -266,3 +269,31 @@ def test_the_time_of_a_step_is_drawn_in_its_parts() -> None:
     assert bands["forward"] == pytest.approx([70] * 8)
     assert bands["update"] == pytest.approx([0] * 8)
     assert "<b>Step time, ms</b>" in [note["text"] for note in layout["annotations"]]
+
+
+class Meddling(list[int]):
+    """Of a figure's layout; when it is read another thread changes the figure, if it may."""
+
+    def __init__(self, figure: Any, other: Executor) -> None:
+        super().__init__([1])
+        self._figure, self._other = figure, other
+        self.changes: list[Future[None]] = []
+
+    def __iter__(self) -> Iterator[int]:
+        self.changes.append(self._other.submit(self._figure.plotly_update, {}, {"title.text": "more"}))
+        wait(self.changes, timeout=1)
+        return super().__iter__()
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return list, (list(self),)
+
+
+@pytest.mark.parametrize("read", [LiveFigure.__repr__, LiveFigure.get_state])
+def test_a_figure_that_changes_can_be_shown_and_loaded_again_meanwhile(read: Callable[[LiveFigure], object]) -> None:
+    figure = Charts(two_ranks().ranks).figure
+    with ThreadPoolExecutor() as other:
+        meddling = Meddling(figure, other)
+        figure.layout._props["meta"] = meddling
+        assert read(figure)
+    for change in meddling.changes:
+        change.result()
