@@ -170,6 +170,8 @@ class Doctoring:
             return evidence
         progress("larger micro-batches", 0.4)
         evidence = dataclasses.replace(evidence, larger=self._predict(changes, []))
+        if small_batch(evidence) is not None:  # a machine that was busy for a moment says so, too
+            evidence = self._timed_again(evidence, changes)
         if small_batch(evidence) is None:
             return evidence
         try:
@@ -177,6 +179,16 @@ class Doctoring:
         except (InvalidInput, WorkloadError):
             largest = None
         return dataclasses.replace(evidence, largest_batch=largest)
+
+    def _timed_again(self, evidence: Evidence, changes: Changes) -> Evidence:
+        """The same with the faster of two measurements of what is, and the slower of what would be."""
+        try:
+            needs, more = self._predicting.predict({}), self._predicting.predict(dict(changes))
+        except (InvalidInput, WorkloadError):
+            return dataclasses.replace(evidence, larger=None)
+        faster = max(filter(None, (evidence.needs, needs)), key=lambda one: one.high_samples_per_s or 0)
+        slower = min(filter(None, (evidence.larger, more)), key=lambda one: one.low_samples_per_s or 0)
+        return dataclasses.replace(evidence, needs=faster, larger=slower)
 
     def _facts(self, needs: Prediction | None, notes: list[str]) -> Sequence[ModelFacts | None]:
         """What each rank holds for nothing; of inputs, where the step for it does not take long."""

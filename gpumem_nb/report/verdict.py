@@ -84,8 +84,11 @@ class Verdict:
     ) -> list[Verdict]:
         """All that is worth a word, what most is lost to first."""
         path = CriticalPath.of(samples, since_step)
-        found = [(judge(path, circumstances), least) for judge, least in _CAUSES] if path else []
-        worth = [verdict for verdict, least in found if verdict and verdict.share >= least]
+        if path is None:
+            return []
+        found = [(judge(path, circumstances), least) for judge, least in _CAUSES]
+        ran = _ran(path, circumstances)
+        worth = [one for one, least in found if one and one.share * (1 if one.cause in _FROM_OUTSIDE else ran) >= least]
         if any(verdict.cause in _FROM_OUTSIDE for verdict in worth):
             worth = [verdict for verdict in worth if verdict.cause != _TINY]
         return sorted(worth, key=lambda verdict: -verdict.share)
@@ -187,6 +190,14 @@ def _update(path: CriticalPath, around: Circumstances) -> Verdict:
     return Verdict("update", share, f"{said}: {helps}." if helps else f"{said}.", changes)
 
 
+def _ran(path: CriticalPath, around: Circumstances) -> float:
+    """The share of a step in which the last rank did not wait for a core, as far as that takes any time.
+
+    Every part of the step has its share of that waiting, a collective too: only the rest of it is the part's own.
+    """
+    return 1 - path.queued_s / path.step_s if around.ranks[path.rank].virtual else 1.0
+
+
 def _half_as_often(around: Circumstances, does: str) -> tuple[Changes, str]:
     """More micro-batches in a step, and what that does, in words; nothing where there are too few samples."""
     count = 2 * around.settings.accumulation_steps
@@ -199,13 +210,12 @@ def _tiny(path: CriticalPath, around: Circumstances) -> Verdict | None:
     """So little work in an operator that calling it is what takes time."""
     if not path.operators:
         return None
-    ran = 1 - path.queued_s / path.step_s  # of the time
-    each_s = ran * path.part(FORWARD, BACKWARD) / path.operators
+    each_s = _ran(path, around) * path.part(FORWARD, BACKWARD) / path.operators
     if each_s > (_CALL_S if path.exact else _TENSOR_S):
         return None
     return Verdict(
         _TINY,
-        ran * path.part(FORWARD, BACKWARD, TOOLKIT) / path.step_s,
+        path.part(FORWARD, BACKWARD, TOOLKIT) / path.step_s,
         f"Operators take {1e6 * each_s:.0f} µs each, about what calling one costs: micro-batches {_LARGER} times as "
         "large take little longer.",
         around.allowed(batch_size=_LARGER * around.settings.batch_size),

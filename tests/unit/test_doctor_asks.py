@@ -205,3 +205,22 @@ def test_what_paused_training_is_found_where_no_step_was_to_blame(steps: int) ->
         f"After step {steps}: Training stopped, by a mistake.",
         "",
     )
+
+
+def test_a_small_batch_is_said_of_what_was_measured_twice() -> None:
+    def found(*larger_per_s: float) -> list[str]:
+        session, measured = Session(), list(larger_per_s)
+
+        def predicts(settings: Settings) -> Prediction:
+            if settings == DEFAULT:
+                return prediction()
+            per_s = measured.pop(0)
+            return prediction(settings, samples_per_s=per_s, low_samples_per_s=per_s)
+
+        session.predicts = predicts
+        causes = [one.cause for one in session.examine().findings]
+        assert len(measured) < len(larger_per_s) - 1
+        return causes
+
+    assert found(170.0, 165.0, 165.0) == ["a small batch"]
+    assert found(170.0, 120.0, 120.0) == [], "the machine was busy for a moment"

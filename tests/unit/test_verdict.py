@@ -146,6 +146,17 @@ def test_who_takes_the_cores_is_told(ranks: Any, settings: Settings, said: str) 
     assert said in found.sentence, "and not that operators are tiny"
 
 
+def test_waiting_for_a_core_is_not_taken_for_slow_collectives() -> None:
+    def causes(reduction_s: float, queued_s: float) -> list[str]:
+        made = rows(lambda rank, number: step({REDUCTION: reduction_s}, queued_s=queued_s))
+        around = Circumstances(Settings(), [info(rank, cores=(rank,)) for rank in range(2)], LOADED)
+        return [one.cause for one in Verdict.all_of(made, 0, around)]
+
+    assert causes(0.03, 0.0) == ["reduction"]
+    assert causes(0.03, 0.05) == ["no core"], "27 % of a step, of which 62 % ran"
+    assert causes(0.2, 0.1) == ["reduction", "no core"]
+
+
 def test_a_process_that_waits_beside_a_gpu_is_not_blamed() -> None:
     ranks = [info(rank, virtual=False, cores=(0,)) for rank in range(2)]
     assert Verdict.of(rows(lambda r, n: step(queued_s=0.04)), 0, Circumstances(Settings(), ranks, LOADED)) is None
