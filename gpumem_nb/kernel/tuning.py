@@ -141,7 +141,7 @@ class _Trials:
         seconds: float,
         progress: Progress,
     ) -> None:
-        self.record = Record()
+        self.record = Record(choice.start)
         self.times = TrialTimes()
         self.began_s = time.monotonic()
         self.model_version = history.model_version

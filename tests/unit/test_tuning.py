@@ -37,6 +37,17 @@ def test_what_is_found_is_nearly_as_fast_as_the_fastest_of_all(
     assert len(set(machine.measured)) <= 0.5 * len(choice.candidates)
 
 
+@pytest.mark.parametrize("limit_mib", [59.4, 97.8, 136.2])
+@pytest.mark.parametrize("start", [{"batch_size": 4, "accumulation_steps": 16}, {"batch_size": 64}])
+def test_what_is_found_has_room_and_is_nearly_as_fast_as_all_that_has(limit_mib: float, start: dict[str, Any]) -> None:
+    """Limits lie 1 MiB above what something needs, and what is said of memory may be wrong by 2 MiB."""
+    result, _, choice = tuned(Settings(**start), limit_mib, noise=0.03, error_mib=2, same_mathematics=False)
+    assert not result.best.tight
+    rate = result.best.settings.samples_per_rank * RANKS / seconds_of(result.best.settings)
+    assert rate >= 0.95 * _best_rate(choice, limit_mib - 2)
+    assert any(one.tight for one in result.measured)
+
+
 def test_what_is_measured_fits_and_keeps_the_global_batch_and_the_mathematics() -> None:
     present = Settings(batch_size=16, accumulation_steps=3)
     result, machine, choice = tuned(present, 150)

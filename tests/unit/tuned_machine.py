@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpumem_nb.planning.prediction import Prediction, verdict
-from gpumem_nb.planning.tuning.record import Candidate, Record, fits
+from gpumem_nb.planning.tuning.record import Candidate, Record, may_fit
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.planning.tuning.search import search
 from gpumem_nb.planning.tuning.space import Space, space
@@ -57,16 +57,19 @@ class Machine:
 
     def __init__(
         self,
+        start: Settings,
         limit_bytes: int | None,
         seconds: float,
         noise: float = 0.0,
+        error_bytes: int = 0,
         more: Callable[[Settings], float] = lambda settings: 1.0,
         step_s: Callable[[Settings], float] = seconds_of,
     ) -> None:
         self.more = more  # memory that whole steps take, times what small ones say
         self.step_s = step_s
-        self.record = Record()
+        self.record = Record(start)
         self.limit_bytes = limit_bytes
+        self.error_bytes = error_bytes  # of what is said of memory
         self.seconds = seconds
         self.spent_s = 0.0
         self.times = TrialTimes()
@@ -87,8 +90,8 @@ class Machine:
             self.spent_s += 0.1
             self.times.small_steps(0.1)
             reserved = bytes_of(settings)
-            said = said_of(settings, reserved, self.limit_bytes)
-            known[settings] = Candidate(settings, said, fits(said))
+            said = said_of(settings, reserved, self.limit_bytes, self.error_bytes)
+            known[settings] = Candidate(settings, said, may_fit(said))
         return known[settings].fits
 
     def measure(self, settings: Settings) -> None:
@@ -100,8 +103,8 @@ class Machine:
         noise = 1 + self._noise.gauss(0, self._share)
         rate = settings.samples_per_rank * RANKS / step_s * noise
         reserved = round(bytes_of(settings) * self.more(settings))
-        said = said_of(settings, reserved, self.limit_bytes)
-        self.record.candidates[settings].took_steps(replace(said, samples_per_s=rate if fits(said) else None))
+        said = said_of(settings, reserved, self.limit_bytes, self.error_bytes)
+        self.record.candidates[settings].took_steps(replace(said, samples_per_s=rate if may_fit(said) else None))
 
 
 def tuned(
@@ -109,12 +112,14 @@ def tuned(
     limit_mib: float | None,
     seconds: float = 100.0,
     noise: float = 0.0,
+    error_mib: float = 0.0,
     more: Callable[[Settings], float] = lambda settings: 1.0,
     step_s: Callable[[Settings], float] = seconds_of,
     **options: Any,
 ) -> Any:
     choice = space_of(present, **options)
-    machine = Machine(None if limit_mib is None else round(MIB * limit_mib), seconds, noise, more, step_s)
+    limit = None if limit_mib is None else round(MIB * limit_mib)
+    machine = Machine(choice.start, limit, seconds, noise, round(MIB * error_mib), more, step_s)
     search(choice, machine)
     result = TuneResult(
         present=present,

@@ -83,11 +83,13 @@ class Record:
     """Everything that was looked at, in that order.
 
     Attributes:
+        start: what all is compared with.
         candidates: whose memory is known.
         refused: under which no step was possible, and why.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start: Settings) -> None:
+        self.start = start
         self.candidates: dict[Settings, Candidate] = {}
         self.refused: dict[Settings, str] = {}
 
@@ -97,9 +99,21 @@ class Record:
         return [one for one in self.candidates.values() if one.usable]
 
     @property
+    def contenders(self) -> list[Candidate]:
+        """Those of them that can be the answer."""
+        return contenders(self.measured, self.start)
+
+    @property
     def fastest(self) -> Candidate | None:
-        """Of those with as many turns as any; ``None`` while nothing was measured."""
-        return fastest(self.measured)
+        """Of these, of those with as many turns as any; ``None`` while nothing was measured."""
+        return fastest(self.contenders)
+
+
+def contenders(measured: Sequence[Candidate], start: Settings) -> list[Candidate]:
+    """Those that can be the answer: what has room, and what all is compared with; everything where nothing has room."""
+    if all(one.tight for one in measured):
+        return list(measured)
+    return [one for one in measured if not one.tight or one.settings == start]
 
 
 def fastest(measured: Sequence[Candidate]) -> Candidate | None:

@@ -14,7 +14,7 @@ from ...shared.errors import WorkloadError
 from ...shared.knobs import CHANGES
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate
-from .record import Candidate, fastest, pareto, speed_of
+from .record import Candidate, contenders, fastest, pareto, speed_of
 from .space import SPLIT, Space
 
 PRESENT = "as it is"
@@ -74,7 +74,7 @@ class TuneResult:
         roomy = [one for one in self.measured if not one.tight]
         now = self.now
         usual = now if now and (not now.tight or not roomy) else fastest(roomy)
-        best = fastest([one for one in self.measured if not one.tight or one is now or not roomy])
+        best = fastest(contenders(self.measured, self.space.start))
         return best if usual is None or best is None or _clearly_faster(best, usual) else usual
 
     def pareto(self) -> tuple[Candidate, ...]:

@@ -115,8 +115,8 @@ def _largest(
 ) -> Iterator[Settings]:
     """The largest micro-batch that fits with these values, everything else as in ``base``; nothing if none does.
 
-    That of ``base`` comes first if that is the ``fastest`` so far. Where whole steps of one do not go well, the next
-    smaller one.
+    That of ``base`` comes first if that is the ``fastest`` so far. Where whole steps of one do not go well, or it is
+    tight and so may not be the answer, the next smaller one.
     """
     like = [one for one in space.candidates if _matches(one, values) and _near(one, base, values)]
     first = base.batch_size if fastest else None
@@ -124,7 +124,7 @@ def _largest(
         candidate = trials.record.candidates[one]
         if candidate.untried:
             yield one
-        if candidate.usable:
+        if candidate.usable and not candidate.tight:
             return
 
 
@@ -153,7 +153,7 @@ def _fitting(candidates: Iterable[Settings], trials: Trials) -> Iterator[Setting
 def _decide(start: Settings, trials: Trials) -> None:
     """Let the best take turns with what they are compared with, and half of them at a time leave."""
     record = trials.record
-    left = sorted(record.measured, key=speed_of, reverse=True)[:_FINALISTS]
+    left = sorted(record.contenders, key=speed_of, reverse=True)[:_FINALISTS]
     now = record.candidates.get(start)
     if now in record.measured and now not in left:
         left[-1:] = [now]
