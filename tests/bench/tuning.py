@@ -252,7 +252,8 @@ def report(cases: Sequence[Case]) -> str:
             *rows,
             "",
             f"{enough} of {len(cases)} answers reach 95 % of the grid's best, {with_room} of the best with room; the "
-            f"median is {statistics.median(one.ratio for one in cases):.2f}. {sum(one.failures for one in cases)} steps failed.",
+            f"median is {statistics.median(one.ratio for one in cases):.2f}. "
+            f"{sum(one.failures for one in cases)} steps failed.",
             "",
         ]
     )
