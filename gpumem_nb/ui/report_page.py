@@ -9,6 +9,7 @@ from html import escape
 
 from plotly.io import to_html
 
+from ..kernel.history import History
 from ..planning.score import Scoreboard
 from ..report.page import page
 from ..report.tables import Table
@@ -62,7 +63,17 @@ def _facts(session: Steered) -> str:
             f"{samples} samples."
         )
         facts.append(f"Settings at the end: {session.settings.in_short.splitlines()[0]}")
-    return "".join(f"<p>{escape(fact)}</p>" for fact in facts)
+        facts.append(_learned(history))
+    return "".join(f"<p>{escape(fact)}</p>" for fact in facts if fact)
+
+
+def _learned(history: History) -> str:
+    """The loss of the latest step, and what the latest evaluation of what is loaded found."""
+    tried = history.now()
+    said = [] if tried is None or tried.loss is None else [f"Loss of the latest step: {tried.loss:.4g}."]
+    of_loaded = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]
+    said += [f"{text[:1].upper()}{text[1:]}." for text in map(str, of_loaded[-1:])]
+    return " ".join(said)
 
 
 def _charts(session: Steered) -> tuple[str, str]:

@@ -259,11 +259,13 @@ def test_the_panels_button_says_what_is_examined_for_its_report_and_can_be_stopp
 
 
 def test_a_session_that_is_over_can_be_reported(session: Session, shell: InteractiveShell, tmp_path: Path) -> None:
-    session.train(6)
+    loss = session.train(6).frame().query("step == 6").loss.mean()
+    evaluated = session.evaluate()
     session.stop()
     session.report(tmp_path / "over.html")
     page = (tmp_path / "over.html").read_text()
     assert "6 steps on 2 ranks" in page
+    assert f"Loss of the latest step: {loss:.4g}. Validation after step 6: {evaluated.numbers}" in page
     assert "plotly-graph-div" in page
     assert "Could not be examined: " in page
     assert len(session.runs)

@@ -80,6 +80,9 @@ def test_loss_is_compared_after_as_many_samples_as_all_have_seen() -> None:
         of_each_sample = np.repeat(of_run, 2 * size)
         assert found == pytest.approx(of_each_sample[samples * 3 // 4 : samples].mean())
     assert np.isnan(frame.loss_at_equal_samples[3])
+    by_table = frame.sort_values("loss_at_equal_samples").run.tolist()
+    assert by_table != frame.sort_values("loss").run.tolist()
+    assert [row.number for row in runs.sorted("loss")] == by_table, "as the table shows them"
     two = runs.compare(1, 2)
     assert two.samples == 90 * 16 * 2
     of_each_sample = np.repeat(losses[1], 2 * 32)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _NOTHING = "Nothing has been tried yet. Train some steps first: %hvd_train 20"
 _HIGHEST_FIRST = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "headroom")
+_SHOWN_AS = {"loss": "loss_at_equal_samples"}
 _MARKS = {columns.BEST: "var(--jp-success-color0, #2e7d32)", "best, now": "var(--jp-success-color0, #2e7d32)"}
 _ABOUT = (
     "batch = micro-batch × accumulation × ranks; live peak, reserved and headroom (what reserved bytes leave free of "
@@ -36,7 +37,7 @@ _ABOUT = (
 )
 FIGURES = (
     *("run", "workload", "ranks", "global_batch", "steps", "samples", "live_peak_bytes", "reserved_peak_bytes"),
-    *("headroom", "samples_per_s", "loss", "loss_at_equal_samples", "predicted_live_peak_bytes"),
+    *("headroom", "samples_per_s", "loss", "predicted_live_peak_bytes"),
 )
 """Columns of :meth:`Runs.frame` that people sort by, besides knobs."""
 
@@ -100,10 +101,13 @@ class Runs:
     def sorted(self, by: str) -> Runs:
         """The same by a column of :meth:`frame`: throughput and headroom with the highest first, others the lowest.
 
+        ``loss`` is what the table shows, the loss at equal samples, not that of the last step.
+
         Raises:
             InvalidInput: no such column.
         """
         frame = self._values
+        by = _SHOWN_AS.get(by, by)
         if self.rows and by not in frame[0]:
             raise InvalidInput(f"There is no column {by!r}: {nearest(by, frame[0])}.")
         places = order([row[by] for row in frame], highest_first=by in _HIGHEST_FIRST) if self.rows else []
