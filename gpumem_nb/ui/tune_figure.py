@@ -67,7 +67,7 @@ def tuned_figure(result: TuneResult) -> go.Figure:
         ]
     )
     figure.update_layout(
-        **figures.look("Throughput against reserved memory: what tuning measured", _HEIGHT),
+        **figures.look("Samples/s against reserved memory, as measured", _HEIGHT),
         xaxis={
             "title": {"text": "MiB reserved, worst rank", "standoff": 4, "font": {"size": 14}},
             "gridcolor": figures.GRID,
