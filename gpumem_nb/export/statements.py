@@ -18,6 +18,7 @@ _ACTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
 _SETTING = ("set_", "use_", "enable_", "manual_seed", "seed", "register_", "setdefault", "seterr", "add_safe", "update")
 _SHOWING = {"set_printoptions", "set_option", "set_verbosity", "set_verbosity_error"}  # settings of what is shown
 _PLACING = {"chdir", "putenv"}
+_OF_LISTS = {"insert", "append", "extend", "remove", "pop", "clear"}
 _SEEDING = ("manual_seed", "seed")
 _SHOWN = ast.Name | ast.Attribute | ast.Constant | ast.JoinedStr | ast.FormattedValue | ast.keyword | ast.expr_context
 
@@ -121,7 +122,7 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int) -> Unit:
         text=text,
         cell=cell,
         binds=frozenset(binds),
-        surely=frozenset(binds if sure else ()),
+        surely=frozenset(binds - set(_packages(nodes)) if sure else ()),
         loops=frozenset(_looped(nodes)),
         reads=frozenset(reads),
         late=frozenset(late),
@@ -143,6 +144,13 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int) -> Unit:
         odd_save=saving and not all(map(only_saves, nodes)),
         magic=any(next(magics(node), "") for node in nodes) and not all(map(is_idle, nodes)),
     )
+
+
+def _packages(nodes: Sequence[ast.stmt]) -> Iterator[str]:
+    """What ``import a`` and ``import a.b`` define: all add to the same ``a``, so none stands for the others."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (one.name.partition(".")[0] for one in node.names if not one.asname)
 
 
 def _open_in(node: ast.AST) -> Iterator[str]:
@@ -275,10 +283,15 @@ def _sets(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
         last = _last(call.func) if isinstance(call, ast.Call) else ""
         if isinstance(call, ast.Call) and last in ("setattr", "delattr"):
             yield from ((_root(one), False) for one in call.args[:1])
-        elif isinstance(call, ast.Call) and (last in _PLACING or _last(getattr(call.func, "value", call)) == "path"):
+        elif isinstance(call, ast.Call) and (last in _PLACING or _changes_path(call.func, last)):
             yield _root(call.func), False
         elif isinstance(call, ast.Call) and last.startswith(_SETTING) and last not in _SHOWING:
             yield _root(call.func), last.startswith(_SEEDING)
+
+
+def _changes_path(function: ast.AST, last: str) -> bool:
+    """Whether it changes ``sys.path``; ``os.path`` has no such functions."""
+    return last in _OF_LISTS and _last(getattr(function, "value", function)) == "path"
 
 
 def _set_places(node: ast.AST, inside: bool) -> Iterator[ast.AST]:

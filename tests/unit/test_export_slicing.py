@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_nb.export.slicing import needed
+from gpumem_nb.export.slicing import needed, settings_in
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.exporting import Cell
 
@@ -224,3 +224,13 @@ def test_a_loop_over_an_object_has_nothing_to_do_with_one_over_an_earlier_object
 def test_what_a_loop_leaves_under_its_name_is_followed() -> None:
     cells = ("from torch import nn\nnet = nn.Linear(4, 2)", "for p in net.parameters():\n    pass", "p.zero_()")
     assert "p.zero_()" in sliced(*cells)
+
+
+def test_every_import_of_a_part_of_a_package_is_kept() -> None:
+    found = needed([Cell("import os.path\nimport os.abc"), Cell("import os\nnet = os.path.sep")], ["net"], 0, False)
+    assert found.imports == ("import os.path", "import os.abc", "import os")
+
+
+def test_a_path_that_is_put_together_sets_nothing() -> None:
+    assert settings_in([Cell("import os, sys"), Cell('where = os.path.join("a", "b")')]) == []
+    assert settings_in([Cell("import os, sys"), Cell('sys.path.insert(0, "a")')]) == ['sys.path.insert(0, "a")']
