@@ -172,7 +172,8 @@ class _Slicing:
             if relations.settings(place) and not (unit.seeds or unit.defines or self._said_again(place, kept)):
                 refuse_setting(cell, unit.text)  # what is drawn after a seeding is asked for elsewhere
             if not (unit.names or unit.plain or unit.saves) and relations.touches(place, live):
-                concerned |= (unit.reads | unit.binds) - OFFERED - BUILTIN - relations.defined
+                used = (unit.reads | unit.binds) - OFFERED - BUILTIN
+                concerned |= used - relations.defined or used  # functions alone, where they change what is global
         if concerned:
             defined = {name for one in self._units if self._cells[one.cell].known for name in one.binds}
             refuse_unclear(cell, min(concerned), bool(concerned & defined))

@@ -234,3 +234,10 @@ def test_every_import_of_a_part_of_a_package_is_kept() -> None:
 def test_a_path_that_is_put_together_sets_nothing() -> None:
     assert settings_in([Cell("import os, sys"), Cell('where = os.path.join("a", "b")')]) == []
     assert settings_in([Cell("import os, sys"), Cell('sys.path.insert(0, "a")')]) == ['sys.path.insert(0, "a")']
+
+
+@pytest.mark.parametrize("cell", [Cell("freeze()", finished=False), Cell("freeze()", everywhere=False)])
+def test_a_function_that_may_have_changed_what_is_global_is_not_passed_over(cell: Cell) -> None:
+    made = [Cell("net = list()"), Cell("def freeze():\n    net.append(1)")]
+    with pytest.raises(WorkloadError, match="What freeze is cannot be told"):
+        needed([*made, cell], ["net"], 0, False)
