@@ -19,6 +19,7 @@ from .statements import units_of
 _OURS = "gpumem_nb"
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _LONGEST_VALUE = 200
+_LAZY = annotations.compiler_flag
 
 
 class Collector:
@@ -29,6 +30,7 @@ class Collector:
         definitions: everything else, in order.
         names: what stands for which object.
         defined: those names that it defines itself, and does not import.
+        lazy_annotations: whether annotations of what it defines are not evaluated.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,7 @@ class Collector:
         self.definitions: list[str] = []
         self.names: dict[str, Any] = {}
         self.defined: list[str] = []
+        self.lazy_annotations = False
 
     def add(self, role: str, function: Any) -> str:
         """Gather the code of a function; returns an expression for it.
@@ -80,6 +83,7 @@ class Collector:
             source = _source(role, name, value)
             self._names_in(role, source, _globals(value))
             self.definitions.append(source)
+            self.lazy_annotations |= _has_lazy_annotations(value)
             self.defined.append(name)
         else:
             self.definitions.append(f"{name} = {self._plain(role, name)(value)}")
@@ -157,6 +161,11 @@ def _globals(value: Any) -> dict[str, Any]:
     if value.__module__ == "__main__" and (functions := functions_of(value)):
         return functions[0].__globals__
     return vars(importlib.import_module(value.__module__))
+
+
+def _has_lazy_annotations(value: Any) -> bool:
+    functions = [value] if isinstance(value, types.FunctionType) else functions_of(value)
+    return any(function.__code__.co_flags & _LAZY for function in functions)
 
 
 def _source(role: str, name: str, value: Any) -> str:

@@ -38,6 +38,7 @@ class Source:
         uses: names that ranks offer to cells, and the code uses.
         defines: names that the code defines.
         left_out: statements of cells that are not in it.
+        lazy_annotations: whether annotations of some of it are not evaluated.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Source:
     uses: frozenset[str] = frozenset()
     defines: frozenset[str] = frozenset()
     left_out: tuple[str, ...] = ()
+    lazy_annotations: bool = False
 
 
 @dataclass(frozen=True, slots=True)

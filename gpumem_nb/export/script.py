@@ -99,6 +99,7 @@ class Values:
             "ddp": ddp,
             "hvd": not ddp,
             "own": own,
+            "lazy_annotations": source.lazy_annotations,
             source.kind: True,
             source.template: not own,
             "separable": source.separable,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..shared.exporting import Cell
 from .relations import BUILTIN, OFFERED, Relations
-from .statements import LOOKS, Unit, units_of
+from .statements import LOOKS, Unit, has_lazy_annotations, units_of
 from .unclear import check_imports, missing, refuse_drawing, refuse_odd_save, refuse_setting, refuse_unclear
 
 
@@ -24,6 +24,7 @@ class Slice:
         binds: names that it defines, and does not only import.
         left_out: statements that do something outside of the script, such as writing files, and are not in it.
         settings: statements in it that set something of the whole process.
+        lazy_annotations: whether annotations of some of it are not evaluated.
     """
 
     imports: tuple[str, ...]
@@ -34,6 +35,7 @@ class Slice:
     left_out: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
+    lazy_annotations: bool = False
 
 
 def settings_in(cells: Sequence[Cell]) -> list[str]:
@@ -74,7 +76,8 @@ def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: 
     text = "\n".join(_joined(stays, cells))
     left_out = tuple(dict.fromkeys(unit.text for unit in reversed(slicing.left_out)))
     settings = tuple(settings_in([Cell(unit.text) for unit in kept]))
-    return Slice(imports, text, seeds[-1] if seeds else seed, uses, binds, left_out, settings, later)
+    lazy = any(has_lazy_annotations(cells[number].source) for number in {unit.cell for unit in kept})
+    return Slice(imports, text, seeds[-1] if seeds else seed, uses, binds, left_out, settings, later, lazy)
 
 
 class _Slicing:

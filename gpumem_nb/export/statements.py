@@ -6,6 +6,7 @@ import ast
 import symtable
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from .outside import is_idle, magics, only_saves, saves
 
@@ -89,23 +90,40 @@ def units_of(source: str, cell: int = 0) -> list[Unit]:
     lines = source.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # as ast counts them
     groups: list[list[ast.stmt]] = []
     for node in tree.body:
+        if _is_future(node):  # see has_lazy_annotations
+            continue
         first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
         if groups and first <= (groups[-1][-1].end_lineno or 0):
             groups[-1].append(node)
         else:
             groups.append([node])
-    units, begin = [], 0
+    units, begin, lazy = [], 0, has_lazy_annotations(source)
     for group in groups:
         end = group[-1].end_lineno or 0
         text = "\n".join(lines[begin:end]).strip("\n")
-        units.append(_unit(text, group, cell))
+        if "__future__" in text and any(map(_is_future, ast.parse(text).body)):
+            text = "\n".join(map(ast.unparse, group))
+        units.append(_unit(text, group, cell, lazy))
         begin = end
     return units
 
 
-def _unit(text: str, nodes: Sequence[ast.stmt], cell: int) -> Unit:
+def has_lazy_annotations(source: str) -> bool:
+    """Whether annotations of this code are not evaluated: ``from __future__ import annotations``."""
+    named = (alias.name for node in ast.parse(source).body if _is_future(node) for alias in node.names)
+    return "annotations" in named
+
+
+def _is_future(node: ast.stmt) -> TypeGuard[ast.ImportFrom]:
+    """Whether it is an import that says how code is read."""
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
+
+
+def _unit(text: str, nodes: Sequence[ast.stmt], cell: int, lazy: bool) -> Unit:
     table = symtable.symtable(text, "cell", "exec")
     binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
+    if lazy:
+        table = symtable.symtable(f"from __future__ import annotations\n{text}", "cell", "exec")
     reads = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
     reads |= {name for node in nodes for name in _added_to(node)}
     late, assigns_late = set[str](), set[str]()

@@ -155,6 +155,7 @@ class Exporting:
             uses=found.uses,
             defines=found.binds,
             left_out=found.left_out,
+            lazy_annotations=found.lazy_annotations,
         )
 
     def _of_functions(self, settings: Settings) -> Source:
@@ -174,6 +175,7 @@ class Exporting:
             definitions="\n\n\n".join(collector.definitions),
             names=names,
             defines=frozenset(collector.defined),
+            lazy_annotations=collector.lazy_annotations,
         )
 
     def _left_out(self) -> list[str]:

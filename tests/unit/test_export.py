@@ -152,7 +152,7 @@ def notebook(source: str) -> dict[str, Any]:
     """What a cell of a notebook defines."""
     names: dict[str, Any] = {"__name__": "__main__"}
     linecache.cache["<a cell>"] = (len(source), None, source.splitlines(keepends=True), "<a cell>")
-    exec(compile(source, "<a cell>", "exec"), names)
+    exec(compile(source, "<a cell>", "exec", dont_inherit=True), names)
     return names
 
 
@@ -278,3 +278,12 @@ def test_a_workload_whose_functions_use_something_else_by_now_has_another_finger
     assert fingerprint(names["f"]) == before
     names["rate"] = 2
     assert fingerprint(names["f"]) != before
+
+
+def test_annotations_that_a_function_or_class_does_not_evaluate_are_told() -> None:
+    lazy = "from __future__ import annotations\n"
+    made = "class Net:\n    def f(self, x: Later): pass\ndef model(): return Net()"
+    for source, told in ((lazy + made, True), (made.replace(": Later", ""), False)):
+        collector = Collector()
+        collector.add("model", notebook(source)["model"])
+        assert collector.lazy_annotations is told

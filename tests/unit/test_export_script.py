@@ -184,3 +184,10 @@ def test_ready_made_workloads_under_default_settings_have_at_most_200_lines(name
     header = "\n" * 8
     order = Order(source, Settings(), facts, ddp, 1, 0, 1000, True, None, header, 10**6)
     assert script(order).count("\n") <= 200
+
+
+def test_annotations_that_are_not_evaluated_are_said_in_the_first_line_of_code() -> None:
+    text = written(Settings(), replace(OWN, definitions="def f(x: Later): pass", lazy_annotations=True))
+    assert isinstance(ast.parse(text).body[1], ast.ImportFrom)
+    exec(compile(text, "script", "exec", dont_inherit=True), {"__name__": "script"})
+    assert "__future__" not in written(Settings())

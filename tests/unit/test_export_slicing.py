@@ -241,3 +241,13 @@ def test_a_function_that_may_have_changed_what_is_global_is_not_passed_over(cell
     made = [Cell("net = list()"), Cell("def freeze():\n    net.append(1)")]
     with pytest.raises(WorkloadError, match="What freeze is cannot be told"):
         needed([*made, cell], ["net"], 0, False)
+
+
+def test_annotations_that_a_cell_does_not_evaluate_are_told_and_not_left_in_the_code() -> None:
+    lazy = "from __future__ import annotations\nimport lib\ndef make(x: Later): return [x]"
+    found = needed([Cell(lazy), Cell("net = make(1)")], ["net"], 0, False)
+    assert found.lazy_annotations
+    assert "__future__" not in found.text + str(found.imports)
+    joined = lazy.replace("\nimport", "; import")
+    assert needed([Cell(joined), Cell("net = lib.make(1)")], ["net"], 0, False).imports == ("import lib",)
+    assert not needed([Cell(lazy), Cell("net = [1]")], ["net"], 0, False).lazy_annotations
