@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
+import sys
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
+from .imports import imported_in
 from .statements import Unit
 
 OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})
@@ -27,12 +28,18 @@ class Relations:
         outer: modules whose settings are of the environment, and of where modules are found.
         looped: of each statement, names that only loops use, each of which gives them to something else.
         settable: modules whose settings a script needs whether it names them or not.
+        silent: places of imports of others' packages that nothing uses: they may be there for what they do.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         others = {name for unit in units if not (unit.defines or unit.imports) for name in unit.binds}
         self.defined = frozenset(name for unit in units for name in unit.binds) - others
+        self._package = dict(_packages(units))
+        used = {name for unit in units for name in unit.reads | unit.late | unit.assigns_late}
+        used |= {name for unit in units if not unit.imports for name in unit.binds}
+        silent = self._package.keys() - used
+        self.silent = {place for place, unit in enumerate(units) if unit.imports and unit.binds & silent}
         self._by_name: dict[str, list[Unit]] = defaultdict(list)
         for unit in units:
             for name in unit.binds if unit.late or unit.assigns_late else ():
@@ -52,6 +59,12 @@ class Relations:
         """Names of what a statement sets attributes of or calls for its effect, in functions that it calls too."""
         unit, (_, functions) = self._units[place], self._reached[place]
         return unit.pokes.union(*(one.pokes_late - OFFERED for one in functions)) if not unit.defines else unit.pokes
+
+    def changed(self, place: int, wanted: Collection[str]) -> frozenset[str]:
+        """Names of functions, classes and modules that a statement pokes: of ``wanted``, or from a package of these."""
+        packages = {self._package[name] for name in wanted if name in self._package}
+        poked = self.poked(place) & self.defined
+        return frozenset(name for name in poked if name in wanted or self._package.get(name) in packages)
 
     def assigned(self, place: int) -> frozenset[str]:
         """Names that functions which a statement calls may define."""
@@ -123,12 +136,18 @@ class Relations:
 
 def _names_of(units: Sequence[Unit], modules: Collection[str]) -> frozenset[str]:
     """Names that stand for these modules, or for parts of them."""
-    found = set[str]()
+    return frozenset(name for name, package in _imported(units) if package in modules)
+
+
+def _packages(units: Sequence[Unit]) -> Iterator[tuple[str, str]]:
+    """Names that stand for others' packages or parts of them, and which; settings of the rest are looked for apart."""
+    for name, package in _imported(units):
+        if package not in _SETTABLE | {"gpumem_nb"} | sys.stdlib_module_names:
+            yield name, package
+
+
+def _imported(units: Sequence[Unit]) -> Iterator[tuple[str, str]]:
+    """Names that are imported, and each one's package."""
     for unit in units:
-        for node in ast.parse(unit.text).body if unit.imports else ():
-            assert isinstance(node, ast.Import | ast.ImportFrom)
-            for alias in node.names:
-                module = alias.name if isinstance(node, ast.Import) else node.module or ""
-                if module.partition(".")[0] in modules:
-                    found.add(alias.asname or alias.name.partition(".")[0])
-    return frozenset(found)
+        for name, what in imported_in(unit.text) if unit.imports else ():
+            yield name, what.partition(".")[0]

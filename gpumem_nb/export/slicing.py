@@ -154,10 +154,12 @@ class _Slicing:
     def _changes(self, place: int, live: Collection[str]) -> bool:
         """Whether a statement may change something that is needed."""
         unit, relations = self._units[place], self._relations
+        if place in relations.silent:
+            return True
         if (unit.looks and not self._shadowed) or (unit.plain and not unit.pokes):
             return False
-        defined = self._ever & relations.defined
-        if relations.poked(place) & defined or unit.given & defined or (relations.settings(place) and not unit.defines):
+        given = unit.given & self._ever & relations.defined
+        if relations.changed(place, self._ever) or given or (relations.settings(place) and not unit.defines):
             return True
         if relations.assigned(place).intersection(live):
             return True
@@ -171,7 +173,7 @@ class _Slicing:
             return  # what it would import is missing, or imported by others
         concerned = (unit.binds | relations.assigned(place)) & live
         if not concerned and not (unit.looks and not self._shadowed):
-            concerned = relations.poked(place) & live & relations.defined - OFFERED
+            concerned = relations.changed(place, live) & (live | unit.sets) - OFFERED
             if relations.settings(place) and not (unit.seeds or unit.defines or self._said_again(place, kept)):
                 refuse_setting(cell, unit.text)  # what is drawn after a seeding is asked for elsewhere
             if not (unit.names or unit.plain or unit.saves) and relations.touches(place, live):

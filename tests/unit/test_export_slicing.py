@@ -244,10 +244,25 @@ def test_a_function_that_may_have_changed_what_is_global_is_not_passed_over(cell
 
 
 def test_annotations_that_a_cell_does_not_evaluate_are_told_and_not_left_in_the_code() -> None:
-    lazy = "from __future__ import annotations\nimport lib\ndef make(x: Later): return [x]"
+    lazy = "from __future__ import annotations\nimport os\ndef make(x: Later): return [x]"
     found = needed([Cell(lazy), Cell("net = make(1)")], ["net"], 0, False)
     assert found.lazy_annotations
     assert "__future__" not in found.text + str(found.imports)
     joined = lazy.replace("\nimport", "; import")
-    assert needed([Cell(joined), Cell("net = lib.make(1)")], ["net"], 0, False).imports == ("import lib",)
+    assert needed([Cell(joined), Cell("net = os.make(1)")], ["net"], 0, False).imports == ("import os",)
     assert not needed([Cell(lazy), Cell("net = [1]")], ["net"], 0, False).lazy_annotations
+
+
+@pytest.mark.parametrize("call", ["set_attention('slow')", "speed.set_attention('slow')", "speed.attention = 'slow'"])
+def test_what_is_set_of_a_package_by_a_name_that_nothing_else_uses_is_kept(call: str) -> None:
+    imported = "from lib import Net\nfrom lib.speed import set_attention\nfrom lib import speed"
+    assert call in sliced(imported, call, "net = Net()")
+    assert call not in sliced(imported, call, "net = [1]")
+    with pytest.raises(WorkloadError, match="cannot be told"):
+        sliced(imported, Cell(call, finished=False), "net = Net()")
+
+
+def test_imports_that_nothing_uses_are_kept_because_they_may_register_something() -> None:
+    made = "import os, json\nfrom torch import optim\nimport shown\nshown.plot()\nimport timm\nnet = timm.make('mine')"
+    found = needed([Cell(made), Cell("import my_models, my_layers as layers")], ["net"], 0, False)
+    assert found.imports == ("import timm", "import my_models, my_layers as layers")
