@@ -105,17 +105,19 @@ class _Slicing:
         """
         while True:
             before = dict(self._late), self._ever
-            places, live = self._pass()
+            places, live, before_all = self._pass()
             if (self._late, self._ever) == before:
                 break
         units = [self._units[place] for place in places]
         bound = {name for unit in units for name in unit.binds | unit.assigns_late}
         outer = [bool(self._relations.settings(place) & self._relations.outer) for place in places]
-        lacking, uses = frozenset(live - bound - OFFERED - BUILTIN), frozenset(self._ever & OFFERED - bound)
+        lacking = frozenset((live - bound | before_all) - OFFERED - BUILTIN)
+        uses = frozenset(OFFERED & (self._ever - bound | before_all))
         return units, lacking, uses, [*outer, True].index(True)
 
-    def _pass(self) -> tuple[list[int], set[str]]:
-        live, kept = set(self._names | self._late.keys()), list[int]()
+    def _pass(self) -> tuple[list[int], set[str], set[str]]:
+        """Places of what is kept, names that are needed before it, and those of them that surely are."""
+        live, kept, first = set(self._names | self._late.keys()), list[int](), set(self._names)
         self.left_out.clear()
         drawing = -1  # the earliest cell so far that is needed and draws random numbers
         ever = set(self._ever)
@@ -140,6 +142,7 @@ class _Slicing:
             kept.append(place)
             live -= unit.surely | self._relations.looped[place]
             live |= unit.reads - self._relations.looped[place]
+            first = first - unit.binds - unit.assigns_late | unit.first - self._relations.looped[place]
             if not unit.plain:
                 live |= unit.late | {name for name, first in self._late.items() if first < place}
             for name in unit.late:
@@ -149,7 +152,7 @@ class _Slicing:
                 drawing = unit.cell
         self._ever = frozenset(ever)
         kept.reverse()
-        return kept, live
+        return kept, live, first
 
     def _changes(self, place: int, live: Collection[str]) -> bool:
         """Whether a statement may change something that is needed."""

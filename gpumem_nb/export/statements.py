@@ -35,6 +35,7 @@ class Unit:
         surely: those of them that are defined whatever happens in it.
         loops: names that a loop gives to one thing after the other, which are of no use before it.
         reads: names that it uses when it runs.
+        first: those of them that were defined before it: it uses them before it may have defined them itself.
         late: names that functions in it use when they are called, perhaps much later.
         assigns_late: names that they define then.
         imports: whether it only imports.
@@ -61,6 +62,7 @@ class Unit:
     surely: frozenset[str] = frozenset()
     loops: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
+    first: frozenset[str] = frozenset()
     late: frozenset[str] = frozenset()
     assigns_late: frozenset[str] = frozenset()
     imports: bool = False
@@ -143,6 +145,7 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int, lazy: bool) -> Unit:
         surely=frozenset(binds - set(_packages(nodes)) if sure else ()),
         loops=frozenset(_looped(nodes)),
         reads=frozenset(reads),
+        first=frozenset(reads if len(nodes) == 1 and _reads_first(nodes[0]) else reads - binds),
         late=frozenset(late),
         assigns_late=frozenset(assigns_late),
         imports=imports,
@@ -162,6 +165,12 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int, lazy: bool) -> Unit:
         odd_save=saving and not all(map(only_saves, nodes)),
         magic=any(next(magics(node), "") for node in nodes) and not all(map(is_idle, nodes)),
     )
+
+
+def _reads_first(node: ast.stmt) -> bool:
+    """Whether a statement uses whatever it uses before it defines anything."""
+    plain = isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr)
+    return plain and not any(isinstance(one, ast.NamedExpr) for one in ast.walk(node))
 
 
 def _packages(nodes: Sequence[ast.stmt]) -> Iterator[str]:

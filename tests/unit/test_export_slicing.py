@@ -198,7 +198,7 @@ def test_cells_that_failed_and_touched_nothing_do_not_matter() -> None:
     made = "import lib\nnet = lib.made()"
     assert sliced(made, "net.grow()", Cell("net.gro()", finished=False), made) == made
     assert sliced(
-        Cell("rand()", finished=False, drew=True), Cell(seed=3), Cell("net = r()\nr = [1]", drew=True), names=("r",)
+        Cell("rand()", finished=False, drew=True), Cell(seed=3), Cell("net = dict()\nr = [1]", drew=True), names=("r",)
     )
 
 
@@ -266,3 +266,40 @@ def test_imports_that_nothing_uses_are_kept_because_they_may_register_something(
     made = "import os, json\nfrom torch import optim\nimport shown\nshown.plot()\nimport timm\nnet = timm.make('mine')"
     found = needed([Cell(made), Cell("import my_models, my_layers as layers")], ["net"], 0, False)
     assert found.imports == ("import timm", "import my_models, my_layers as layers")
+
+
+@pytest.mark.parametrize(
+    ("cells", "name"),
+    [
+        (("net = wrap(net)",), "net"),
+        (("lr = 0.1 * scale\nscale = 224\nnet = [lr, scale]",), "scale"),
+        (("steps += 1", "net = [steps]", "steps = 0"), "steps"),
+        (("net = [lr]", "lr = lr / 2", "lr = 3\ndef f(): return lr", "net.append(f)"), "lr"),
+    ],
+)
+def test_a_name_that_is_used_before_its_first_definition_is_missing(cells: tuple[str, ...], name: str) -> None:
+    with pytest.raises(WorkloadError, match=f"needs {name}, and cannot define it"):
+        sliced("def wrap(x): return x", *cells)
+
+
+def test_an_offered_name_that_is_used_before_a_cell_defines_it_is_said_to_be_used() -> None:
+    found = needed([Cell("lr = 0.1 * size\nsize = 224\nnet = [lr, size]")], ["net"], 0, False)
+    assert found.uses == {"size"}
+    assert needed([Cell("size = 224\nnet = [0.1 * size]")], ["net"], 0, False).uses == frozenset()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "try:\n    net = 1\n    net = [net]\nexcept ValueError:\n    pass",
+        "a = 1; net = [a]",
+        "for i in range(3):\n    net = [i]",
+        "net = [y := 3, y]",
+        "class Net:\n    def make(self) -> 'Net': return Net()\n    other = 3\n    more = other\nnet = Net()",
+        "f = lambda: late\nlate = 3\nnet = [f()]",
+        "import functools\n@functools.cache\ndef f(): return later()\ndef later(): return 1\nnet = [f()]",
+        "with open('/dev/null') as file:\n    text = file.read()\n    net = [text]",
+    ],
+)
+def test_names_that_a_statement_defines_before_it_uses_them_are_not_missing(code: str) -> None:
+    assert result(code)
