@@ -7,8 +7,11 @@ import linecache
 import types
 from collections.abc import Iterator
 
+from .evaluated import is_another, other_defaults
+
 _NONE = object()
 _BY_ITSELF = {"_abc_impl"}
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def class_source(value: type) -> str:
@@ -41,31 +44,43 @@ def functions_of(value: type) -> list[types.FunctionType]:
 def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
     """Names of what is not as in the source."""
     known = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-    known |= {one.name for one in ast.walk(node) if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+    known |= {one.name for one in ast.walk(node) if isinstance(one, _FUNCTION | ast.ClassDef)}
     known |= {
         alias.asname or alias.name
         for one in ast.walk(node)
         for alias in getattr(one, "names", [])
         if hasattr(alias, "asname")
     }
-    yield from (name for name in vars(value) if not (name in known | _BY_ITSELF or name.startswith("__")))
-    last = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+    known = {_mangled(name, node) for name in known} | _BY_ITSELF
+    yield from (name for name in vars(value) if not (name in known or name.startswith("__")))
+    names = {**functions_of(value)[0].__globals__, **vars(value)}
+    bases = vars(value).get("__orig_bases__", value.__bases__)
+    for base, then in zip(node.bases, bases, strict=False):
+        if is_another(base, then, functions_of(value)[0].__globals__):
+            yield f"base {ast.unparse(base)}"
+    last = {_mangled(one.name, node): one for one in node.body if isinstance(one, _FUNCTION)}
     for name, part in last.items():
         now = vars(value).get(name, _NONE)
         if not part.decorator_list and not node.decorator_list:
-            same = isinstance(now, types.FunctionType) and now.__code__.co_filename == file and _is_in(now, part)
-            if not same and not isinstance(now, classmethod | staticmethod):  # as some are by themselves
+            if isinstance(now, types.FunctionType) and now.__code__.co_filename == file and _is_in(now, part):
+                yield from (f"default of {argument}" for argument in other_defaults(part.args, now, names))
+            elif not isinstance(now, classmethod | staticmethod):  # as some are by themselves
                 yield name
     for one in node.body:
-        if isinstance(one, ast.Assign) and len(one.targets) == 1 and isinstance(one.targets[0], ast.Name):
-            name = one.targets[0].id
-            try:
-                then, now = ast.literal_eval(one.value), vars(value).get(name, _NONE)
-            except ValueError:  # it is no plain value
-                continue
-            if name not in last and (type(then) is not type(now) or then != now):
+        targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AnnAssign) else []
+        for target in targets:
+            name = _mangled(target.id, node) if isinstance(target, ast.Name) else ""
+            code, now = getattr(one, "value", None), vars(value).get(name, _NONE)
+            slot = isinstance(now, types.MemberDescriptorType)
+            if name and code and name not in last and not slot and is_another(code, now, names):
                 yield name
 
 
-def _is_in(function: types.FunctionType, node: ast.ClassDef | ast.FunctionDef) -> bool:
+def _mangled(name: str, node: ast.ClassDef) -> str:
+    """What a private name is called in the class."""
+    private = name.startswith("__") and not name.endswith("__") and node.name.strip("_")
+    return f"_{node.name.lstrip('_')}{name}" if private else name
+
+
+def _is_in(function: types.FunctionType, node: ast.ClassDef | _FUNCTION) -> bool:
     return node.lineno <= function.__code__.co_firstlineno <= (node.end_lineno or 0)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..shared.errors import WorkloadError
 from .classes import class_source, functions_of
+from .evaluated import other_defaults
 from .statements import units_of
 
 _OURS = "gpumem_nb"
@@ -92,6 +93,8 @@ class Collector:
     def _lambda(self, role: str, function: types.FunctionType) -> str:
         """A lambda becomes a function of its own name."""
         node, source = _lambda_node(role, function)
+        for argument in other_defaults(node.args, function, function.__globals__):
+            raise _changed(f"The workload's {role} is a lambda whose default of {argument}", "Define it")
         name = f"{role}_of_workload"
         body = ast.get_source_segment(source, node.body) or ast.unparse(node.body)
         self._names_in(role, ast.unparse(node), function.__globals__)
@@ -177,18 +180,27 @@ def _source(role: str, name: str, value: Any) -> str:
     try:
         of_cell = isinstance(value, type) and value.__module__ == "__main__"
         source = (class_source(value) if of_cell and isinstance(value, type) else inspect.getsource(value)).rstrip()
-        return textwrap.dedent(source) if source[:1].isspace() else source  # which changes blank lines in strings
+        source = textwrap.dedent(source) if source[:1].isspace() else source  # which changes blank lines in strings
     except ValueError as error:
-        raise WorkloadError(
-            f"The workload's {role} uses {name}, whose {error} was changed after it was defined. Define {name} as it "
-            "shall be in one cell, and load the workload again."
-        ) from None
+        raise _changed(f"The workload's {role} uses {name}, whose {error}", f"Define {name}") from None
     except (OSError, TypeError):
         where = "a module that the script can import" if isinstance(value, type) else "a notebook cell or a module"
         raise WorkloadError(
             f"The workload's {role} uses {name}, whose source is not known. Define it in {where}, and load the "
             "workload again."
         ) from None
+    node = ast.parse(source).body[0]
+    if isinstance(value, types.FunctionType) and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for argument in other_defaults(node.args, value, value.__globals__):
+            raise _changed(f"The workload's {role} uses {name}, whose default of {argument}", f"Define {name}")
+    return source
+
+
+def _changed(what: str, define: str) -> WorkloadError:
+    return WorkloadError(
+        f"{what} was changed after it was defined, or something was that it is made of. {define} as it shall be in one "
+        "cell, and load the workload again."
+    )
 
 
 def _lambda_node(role: str, function: types.FunctionType) -> tuple[ast.Lambda, str]:

@@ -287,3 +287,52 @@ def test_annotations_that_a_function_or_class_does_not_evaluate_are_told() -> No
         collector = Collector()
         collector.add("model", notebook(source)["model"])
         assert collector.lazy_annotations is told
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("width = 3\ndef model(x=width): return x\nwidth = 4", "model, whose default of x"),
+        ("width = 3\ndef model(*, x=2 * width): return x\nwidth = 4", "model, whose default of x"),
+        ("width = 3\nmodel = lambda x=width: x\nwidth = 4", "a lambda whose default of x"),
+        ("width = 3\nclass Net:\n    def f(self, x=width): return x\ndef model(): return Net()\nwidth = 4", "Net"),
+        ("width = 3\nclass Net:\n    x = width\n    def f(self): pass\ndef model(): return Net()\nwidth = 4", "Net"),
+        (
+            "class Base: pass\nclass Net(Base):\n    def f(self): return 1\ndef model(): return Net()\n"
+            "class Base:\n    def f(self): return 2",
+            "Net",
+        ),
+    ],
+)
+def test_what_was_evaluated_when_it_was_defined_is_refused_where_it_would_be_something_else(
+    source: str, name: str
+) -> None:
+    with pytest.raises(WorkloadError, match=rf"{name}.*changed"):
+        Collector().add("model", notebook(source)["model"])
+
+
+def test_what_was_evaluated_when_it_was_defined_is_written_out_where_it_is_the_same() -> None:
+    source = (
+        "width, sizes = 3, (1, 2)\nfrom math import sqrt\n"
+        "def helper(x, act=sqrt, *, size=width + 1, more=sizes, **kw): return x\n"
+        "class Base:\n    def f(self): return 1\n"
+        "class Net(Base):\n    size = width\n    act = staticmethod(sqrt)\n    def g(self, x=width, y=None): return x\n"
+        "def model(y=helper, net=Net): return y(net)\n"
+    )
+    collector = Collector()
+    collector.add("model", notebook(source)["model"])
+    assert {"width", "Base", "Net", "helper", "model"} <= {*collector.defined}
+
+
+@pytest.mark.parametrize("change", ["Net.layers = 5", "Net.act = abs", "Net._Net__size = 4", "Net.wait = print"])
+def test_a_change_of_any_attribute_of_a_class_is_noticed(change: str) -> None:
+    source = (
+        "from math import sqrt\nclass Net:\n    layers: int = 4\n    act = sqrt\n    __size = 3\n"
+        "    async def wait(self): return 1\n    def __hidden(self): return self.__size\n"
+        "def model(): return Net()\n"
+    )
+    collector = Collector()
+    collector.add("model", notebook(source)["model"])
+    assert "Net" in collector.defined
+    with pytest.raises(WorkloadError, match=r"Net, whose .* was changed after it was defined"):
+        Collector().add("model", notebook(source + change)["model"])
