@@ -42,7 +42,7 @@ class Fitting:
         """
         _, most = self._predicting.of_any_batch({})
         now, workload, unchanged = self._training.settings, self._training.workload, Unchanged(self._history)
-        slow = SlowPrecisions(self._predicting, batched=False)
+        slow = SlowPrecisions(self._predicting, now, batched=False)
         cells: list[Cell] = []
         failed: dict[tuple[str, str], str] = {}
         places = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+from ..planning.prediction import DOES_NOT_FIT
 from ..shared.settings import Settings
 from .predicting import Predicting
 
@@ -16,13 +18,16 @@ class SlowPrecisions:
 
     Args:
         predicting: takes the steps.
+        present: settings that the steps are like, in everything that is not asked about.
         batched: whether the data bring micro-batches of their own.
         budget_bytes: a limit of each rank besides its own.
     """
 
-    def __init__(self, predicting: Predicting, batched: bool, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self, predicting: Predicting, present: Settings, batched: bool, budget_bytes: int | None = None
+    ) -> None:
         self._predicting = predicting
-        self._batched = batched
+        self._size = present.batch_size if batched else min(_SAMPLES, present.batch_size)  # the same in all
         self._budget_bytes = budget_bytes
         self._first_s: dict[str, float] = {}  # by precision
         self._why: dict[str, str] = {}
@@ -38,17 +43,19 @@ class SlowPrecisions:
         Raises:
             WorkloadError: the step failed for another reason than memory.
         """
-        precision, first_s = settings.precision, self._first_s
-        if precision not in first_s:
-            size = settings.batch_size if self._batched else min(_SAMPLES, settings.batch_size)
-            few = settings.replace(batch_size=size, accumulation_steps=1)
+        precision = settings.precision
+        if precision not in self._first_s:
+            few, first_s = settings.replace(batch_size=self._size, accumulation_steps=1), math.inf
             for _ in range(2):
-                took_s = self._predicting.by_small_steps(few, [size], self._budget_bytes)[0].seconds
-                first_s[precision] = min(took_s, first_s.get(precision, took_s))
-                times = first_s[precision] / min(first_s.values())
-                if times <= _TIMES or took_s <= _LEAST_S:
+                step = self._predicting.by_small_steps(few, [self._size], self._budget_bytes)[0]
+                if step.verdict == DOES_NOT_FIT:  # it may have ended before it took any time
                     return ""
-                if not again(took_s):
+                first_s = min(first_s, step.seconds)
+                times = first_s / min([first_s, *self._first_s.values()])
+                slow = times > _TIMES and step.seconds > _LEAST_S
+                if not slow or not again(step.seconds):
                     break
-            self._why[precision] = f"a small step took {times:.0f} times as long as in another precision"
+            self._first_s[precision] = first_s  # not before it is known: a second step may fail
+            if slow:
+                self._why[precision] = f"a small step took {times:.0f} times as long as in another precision"
         return self._why.get(precision, "")

@@ -72,7 +72,7 @@ class Tuning:
             return settings
 
         choice = space(present, workload, ranks, ask, knobs, global_batch, same_mathematics)
-        slow = SlowPrecisions(self._predicting, workload.data.batched, budget_bytes)
+        slow = SlowPrecisions(self._predicting, present, workload.data.batched, budget_bytes)
         trials = _Trials(self._predicting, self._history, choice, slow, budget_bytes, seconds, progress)
         record, stopped = trials.record, ""
         try:
@@ -177,7 +177,8 @@ class _Trials:
                 refused.update(dict.fromkeys(splits, str(error)))
                 return False
             for one, prediction in zip(splits, found, strict=True):
-                known[one] = Candidate(one, prediction, one == self._running or may_fit(prediction))
+                running = one == self._running
+                known[one] = Candidate(one, prediction, running or may_fit(prediction), running=running)
         return settings in known and known[settings].fits and not known[settings].failed
 
     def measure(self, settings: Settings) -> None:
@@ -236,7 +237,7 @@ class _Trials:
 def _running(history: History, budget_bytes: int | None) -> Settings | None:
     """The settings under which this model was trained last, if that went well: they fit, whatever is predicted."""
     tried = history.now()
-    if tried is None or tried.outcome != "ok" or tried.model_version != history.model_version:
+    if tried is None or tried.outcome != "ok" or history.steps <= history.changed_after:
         return None
     fits = budget_bytes is None or max(tried.reserved, default=0) <= budget_bytes
     return tried.settings if fits else None

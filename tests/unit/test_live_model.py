@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from gpumem_nb.engine.step.live_model import LiveModel
+from gpumem_nb.engine.step.notes import has_batch_norm
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
@@ -98,3 +99,11 @@ def test_checkpointing_comes_back_after_a_mode_that_could_not_be_set() -> None:
     found = True
     model.apply(Settings(checkpointing="blocks"))
     assert hooks(model) == wrapped > 0
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_batch_norm_takes_no_statistics_from_micro_batches(frozen: bool) -> None:
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(4, 4), norm)
+    norm.train(not frozen)
+    assert has_batch_norm(live(Workload("norm", lambda: model, rows, loss))) is not frozen

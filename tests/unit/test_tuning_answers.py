@@ -37,6 +37,22 @@ def test_of_batch_norm_it_is_said_that_other_micro_batches_change_it() -> None:
     assert "batch norm" not in replace(kept, batch_norm=True).why
 
 
+def test_of_batch_norm_nothing_is_excepted_from_what_changes_anyway() -> None:
+    result, _, _ = tuned(Settings(batch_size=2, accumulation_steps=32), 600, global_batch=256)
+    said = replace(result, batch_norm=True).why
+    assert "changes the mathematics" in said
+    assert "batch norm" not in said
+
+
+def test_that_the_present_settings_are_tight_is_told_where_others_are_the_answer() -> None:
+    present = Settings(batch_size=32, checkpointing="none")
+    result, _, _ = tuned(present, 285, error_mib=10, step_s=lambda settings: settings.samples_per_rank / 100)
+    assert result.now is not None
+    assert result.now.tight
+    assert result.best is not result.now
+    assert "of the present settings, which are tight: up to 286.0 MiB are possible" in result.why
+
+
 def test_what_could_not_be_tried_is_told_with_the_reason() -> None:
     present = Settings(batch_size=8, accumulation_steps=8)
     result, _, _ = tuned(present, 600)
@@ -74,3 +90,23 @@ def test_what_cannot_become_the_fastest_is_not_measured() -> None:
     assert all(one.checkpointing == "none" for one in fp16), "which only adds to a step"
     assert {one.checkpointing for one in machine.measured if one.precision == "bf16"} == {"none", "blocks", "sqrt"}
     assert result.best.settings.precision == "bf16"
+
+
+def test_what_runs_already_fits_though_a_wide_error_says_less() -> None:
+    """Samples that vary in size, say: what each batch needs is known within much more than what fits exactly."""
+    present = Settings(batch_size=8, accumulation_steps=8)
+    knobs = ["optimizer_impl"]
+    other, _, _ = tuned(present, 100, knobs=knobs, error_mib=40)
+    assert other.now is None
+    result, _, _ = tuned(present, 100, knobs=knobs, error_mib=40, running=present)
+    assert result.now is not None
+    assert result.now.tight
+    assert result.best is result.now
+    assert "That is tight" in result.why
+
+
+def test_what_runs_already_and_needs_more_in_whole_steps_does_not_fit() -> None:
+    present = Settings(batch_size=8, accumulation_steps=8)
+    result, _, _ = tuned(present, 100, knobs=["optimizer_impl"], more=lambda settings: 2.0, running=present)
+    assert result.now is None
+    assert result.best is None

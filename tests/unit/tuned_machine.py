@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpumem_nb.planning.prediction import Prediction, verdict
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, Prediction, verdict
 from gpumem_nb.planning.tuning.record import Candidate, Record, may_fit
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.planning.tuning.search import search
@@ -64,7 +64,9 @@ class Machine:
         error_bytes: int = 0,
         more: Callable[[Settings], float] = lambda settings: 1.0,
         step_s: Callable[[Settings], float] = seconds_of,
+        running: Settings | None = None,
     ) -> None:
+        self.running = running
         self.more = more  # memory that whole steps take, times what small ones say
         self.step_s = step_s
         self.record = Record(start)
@@ -91,7 +93,8 @@ class Machine:
             self.times.small_steps(0.1)
             reserved = bytes_of(settings)
             said = said_of(settings, reserved, self.limit_bytes, self.error_bytes)
-            known[settings] = Candidate(settings, said, may_fit(said))
+            runs = settings == self.running
+            known[settings] = Candidate(settings, said, runs or may_fit(said), running=runs)
         return known[settings].fits
 
     def measure(self, settings: Settings) -> None:
@@ -104,7 +107,9 @@ class Machine:
         rate = settings.samples_per_rank * RANKS / step_s * noise
         reserved = round(bytes_of(settings) * self.more(settings))
         said = said_of(settings, reserved, self.limit_bytes, self.error_bytes)
-        self.record.candidates[settings].took_steps(replace(said, samples_per_s=rate if may_fit(said) else None))
+        self.record.candidates[settings].took_steps(
+            replace(said, samples_per_s=rate if said.verdict != DOES_NOT_FIT else None)
+        )
 
 
 def tuned(
@@ -115,11 +120,12 @@ def tuned(
     error_mib: float = 0.0,
     more: Callable[[Settings], float] = lambda settings: 1.0,
     step_s: Callable[[Settings], float] = seconds_of,
+    running: Settings | None = None,
     **options: Any,
 ) -> Any:
     choice = space_of(present, **options)
     limit = None if limit_mib is None else round(MIB * limit_mib)
-    machine = Machine(choice.start, limit, seconds, noise, round(MIB * error_mib), more, step_s)
+    machine = Machine(choice.start, limit, seconds, noise, round(MIB * error_mib), more, step_s, running)
     search(choice, machine)
     result = TuneResult(
         present=present,

@@ -19,8 +19,9 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def has_batch_norm(live: LiveModel) -> bool:
-    """Whether the model takes statistics from micro-batches."""
-    return any(isinstance(module, _BATCH_NORMS) for module in live.parts.modules())
+    """Whether the model takes statistics from micro-batches; a batch norm in evaluation mode does not."""
+    frozen = set(live.evaluating())
+    return any(isinstance(module, _BATCH_NORMS) and name not in frozen for name, module in live.parts.named_modules())
 
 
 def model_notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ...shared.forecast import BY_OPERATORS, ERRORS, SEGMENT_BYTES
 from ...shared.settings import Settings
-from ..prediction import FITS, NO_LIMIT, TIGHT, Prediction
+from ..prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
 
 TURNS_WITH_AN_ERROR = 3  # from which on a spread can be told
 _MEDIAN_ERROR = 1.253  # standard errors of a mean are those of a median of normal values, of many
@@ -24,6 +24,7 @@ class Candidate:
         settings: what it is about.
         predicted: what it needs; once whole steps were taken, that of those that needed most.
         fits: whether that is expected to stay within the limit and the budget, see :func:`may_fit`.
+        running: training went well under it: it fits, until whole steps say that it does not.
         rates: samples/s of all ranks, in each turn that it had.
         failed: why no step was possible or none was tried, in words; empty otherwise.
     """
@@ -33,13 +34,14 @@ class Candidate:
     fits: bool
     rates: list[float] = field(default_factory=list)
     failed: str = ""
+    running: bool = False
 
     def took_steps(self, predicted: Prediction) -> None:
         """Take in what whole steps needed, and how fast they were. What once did not fit never does."""
         first = not self.rates
         if first or predicted.high_bytes > self.predicted.high_bytes:
             self.predicted = predicted
-        self.fits = self.fits and may_fit(predicted)
+        self.fits = self.fits and (predicted.verdict != DOES_NOT_FIT if self.running else may_fit(predicted))
         if predicted.samples_per_s is not None:
             self.rates.append(predicted.samples_per_s)
 

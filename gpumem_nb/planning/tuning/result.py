@@ -163,6 +163,8 @@ class TuneResult:
         said = f"{self.flip(best)}: {rate}"
         if now:
             said += f", {speed_of(best) / speed_of(now):.2f} × the {_rate(now)} of {present}"
+            if now.tight:
+                said += f", which are tight: up to {format_bytes(now.predicted.high_bytes)} are possible"
         said += f"{why_not}. It {mathematics(self.present, best.settings)}{self._but_for_batch_norm(best)}."
         notes = (self._tight(best), self._too_tight(best), self._parts(best), self._larger(best))
         return " ".join(filter(None, [said, *notes]))
@@ -180,8 +182,8 @@ class TuneResult:
 
     def _but_for_batch_norm(self, best: Candidate) -> str:
         """What other micro-batches do to a model whose samples look at each other."""
-        size, before = best.settings.batch_size, self.space.start.batch_size
-        if not self.batch_norm or size == before:
+        size, before = best.settings.batch_size, self.present.batch_size
+        if not self.batch_norm or size == before or best.settings.mathematics(self.present) == CHANGES:
             return ""
         return f", but for batch norm, whose statistics come from micro-batches of {size} samples then, not of {before}"
 
