@@ -194,3 +194,15 @@ def test_after_a_restart_what_cells_froze_is_frozen_and_what_they_thawed_is_trai
         "0.weight",
         "0.bias",
     ]
+
+
+def test_weights_have_the_steps_of_the_state_that_they_came_from_behind_them(tmp_path: Path) -> None:
+    model: Any = nn.Linear(4, 2)
+    trainer = trainer_of(model)
+    trainer.run(Chunk(Settings(batch_size=2), 1, 3))
+    path = save(trainer, tmp_path / "state")
+    trainer.run(Chunk(Settings(batch_size=2), 1, 2))
+    resume(trainer, path)
+    trainer.run(Chunk(Settings(batch_size=2), 1, 1))
+    trainer.close()
+    assert trainer_of(model).info().trained_before == 4

@@ -96,7 +96,7 @@ class LiveModel:
         self._known = {id(param): weakref.ref(param) for param in self.parts.parameters()}
         self._checkpointing: Checkpointing | None = None
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
-        self.trained_before, self._steps = steps_before(self.parts.parameters()), 0
+        self.trained_before = steps_before(self.parts.parameters())
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -288,7 +288,6 @@ class LiveModel:
         in a loop that calls both.
         """
         self._parked = None
-        self._steps += 1
         self._rates.settle()
         self.course.step_counted(skipped)
         if self.settings.lr_schedule != OWN:
@@ -340,13 +339,16 @@ class LiveModel:
             self._own_rates.remember(own)
         self._note(**{name: getattr(settings, name) for name in ("optimizer", "optimizer_impl", "learning_rate")})
 
-    def close(self) -> None:
-        """Leave the model as it was handed over: no hooks, no gradients, and no rate of a schedule's middle."""
+    def close(self, steps: int) -> None:
+        """Leave the model as it was handed over: no hooks, no gradients, and no rate of a schedule's middle.
+
+        Its weights have ``steps`` behind them, those of a state that they were resumed from included.
+        """
         if self._checkpointing:
             self._checkpointing.remove()
         if self._own_rates:
             self._own_rates.leave()
-        note_steps(self.parts.parameters(), self._steps)
+        note_steps(self.parts.parameters(), steps)
         self.zero_grad()
 
     def zero_grad(self) -> None:

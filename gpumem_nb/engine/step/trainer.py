@@ -161,7 +161,7 @@ class Trainer:
         """Leave the model as it was handed over: no hooks, no gradients."""
         self.stepper.close()
         self.stream.close()
-        self.live.close()
+        self.live.close(self.steps)
 
     def run(self, chunk: Chunk) -> ChunkReply:
         """Train one chunk, which ends early on all ranks alike: after a failure, a nudge or an evaluation."""

@@ -122,9 +122,11 @@ class Trials:
     def _leaving_no_cache(self) -> Iterator[None]:
         """What trials leave in the allocator's cache is not what training needs."""
         reserved = self._device.reading().reserved_bytes
-        yield
-        if self._device.reading().reserved_bytes > reserved:
-            self._device.empty_cache()
+        try:
+            yield
+        finally:
+            if self._device.reading().reserved_bytes > reserved:
+                self._device.empty_cache()
 
     def _steps(self, settings: Settings, steps: int) -> StepsAmong:
         times: list[StepTimes] = []

@@ -84,6 +84,11 @@ class Between:
         self._ranks.rejoin(IN_PASSING_S)
         with self._state.locked():
             self._check()
+            if not self._chunks.none_left_over:
+                raise TrainingFailed(
+                    "Ranks still work on steps that training gave up. Try again in a moment; if that does not end, "
+                    "start them again with %hvd_restart."
+                )
             self._stalls.told = False
             if steps:
                 self._state.failure = None

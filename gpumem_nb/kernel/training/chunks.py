@@ -66,6 +66,11 @@ class Chunks:
         self._in_flight.send(Chunk(settings, trial_id, 1, self._in_flight.nudges, trial=True))
 
     @property
+    def none_left_over(self) -> bool:
+        """Whether no rank still works on what was given up: it would meet others in the wrong reduction."""
+        return self._in_flight.leftover is None
+
+    @property
     def steps_to_snapshot(self) -> float:
         """The steps that the next chunk may have so as not to pass the moment for a snapshot."""
         return self._snapshots.steps_left(self._steps)

@@ -142,6 +142,7 @@ class InFlight:
 
         Nothing is sent until they have answered it after all, unless they are gone (``forget``).
         """
-        self._given_up = [] if forget else [call for _, call in self._chunks if call.pending()]
+        left = [*self._given_up, *(call for _, call in self._chunks)]
+        self._given_up = [] if forget else [call for call in left if call.pending()]
         self._chunks.clear()
         return bool(self._given_up)
