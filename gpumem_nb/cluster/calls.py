@@ -88,6 +88,10 @@ class Call:
                 return error
         return None
 
+    def went_well(self) -> bool:
+        """Whether all ranks have done it."""
+        return not self.pending() and self.first_error() is None
+
     def slices(self, timeout: float | None) -> Iterator[bool]:
         """Wait in slices of a tenth of a second: ``False`` after each, ``True`` at the end.
 

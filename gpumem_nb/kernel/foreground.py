@@ -228,7 +228,7 @@ class Foreground:
         """
         ahead = self._training.under_way()
         self._training.make_way()
-        with self.interruptible(lambda: self._interrupt(call, ahead), call.pending):
+        with self.interruptible(lambda: self._interrupt(call, ahead), call.pending, call.went_well):
             try:
                 for finished in call.slices(timeout):
                     if finished:
@@ -282,20 +282,25 @@ class Foreground:
 
     @contextmanager
     def interruptible(
-        self, stop_ranks: Callable[[], bool] | None = None, busy: Callable[[], list[int]] | None = None
+        self,
+        stop_ranks: Callable[[], bool] | None = None,
+        busy: Callable[[], list[int]] | None = None,
+        done: Callable[[], bool] = lambda: False,
     ) -> Iterator[None]:
         """While somebody waits for the ranks inside, an interrupt reaches them, and says what came of it.
 
         Args:
             stop_ranks: interrupts them, and says whether they stopped in time; training by default.
             busy: the ranks that have not answered; those that train by default.
+            done: whether what they were to do was done nevertheless.
         """
         with self._waited_for():
             try:
                 yield
             except KeyboardInterrupt:
                 training = self._training
-                raise self._interrupts.explain(stop_ranks or training.interrupt, busy or training.waiting_for) from None
+                explain = self._interrupts.explain
+                raise explain(stop_ranks or training.interrupt, busy or training.waiting_for, done) from None
 
     @contextmanager
     def _waited_for(self) -> Iterator[None]:

@@ -28,12 +28,15 @@ class InterruptTracker:
         before, self._last_s = self._last_s, time.monotonic()
         return self._last_s - before < AGAIN_S
 
-    def explain(self, stop_ranks: Callable[[], bool], busy: Callable[[], list[int]]) -> Interrupted:
+    def explain(
+        self, stop_ranks: Callable[[], bool], busy: Callable[[], list[int]], done: Callable[[], bool]
+    ) -> Interrupted:
         """Interrupt the ranks and say in words what came of it.
 
         Args:
             stop_ranks: interrupts them; says whether they stopped in time.
             busy: the ranks that have not answered.
+            done: whether what was to be stopped had come to its end by then.
         """
         again = self.again()
         try:
@@ -43,6 +46,8 @@ class InterruptTracker:
         finally:
             self._last_s = time.monotonic()
         self.in_vain = not stopped
+        if stopped and not again and done():
+            return Interrupted("Interrupted, but the ranks had come to the end of it by then. They are ready.")
         if stopped and not again:
             return Interrupted("Interrupted. The ranks stopped what they were doing and are ready.")
         waiting = busy()
