@@ -21,7 +21,7 @@ class CellRecord:
     """
 
     def __init__(self) -> None:
-        self._cells: deque[Cell] = deque()
+        self._cells: deque[tuple[int, Cell]] = deque()  # each with how many there had been before it
         self._characters = 0
         self.seed = DEFAULT_SEED
         self.forgotten = False
@@ -66,9 +66,9 @@ class CellRecord:
         return cells[max((place for place, cell in enumerate(cells) if cell.started), default=0) :]
 
     def since_load(self) -> list[Cell]:
-        """Cells and functions that have run since, and starts of the ranks, of those that are kept."""
-        later = list(self._cells)[len(self._all_before()) :]
-        return [cell for cell in later if cell.source or cell.opaque or cell.started]
+        """Cells and functions that have run since, what was pushed, and starts of the ranks, of those that are kept."""
+        later = (cell for number, cell in list(self._cells) if number >= self._loaded)
+        return [cell for cell in later if cell.source or cell.opaque or cell.pushed or cell.started]
 
     @property
     def gone(self) -> bool:
@@ -76,15 +76,14 @@ class CellRecord:
         return self.forgotten or len(self.before_load()) < len(self._all_before())
 
     def _all_before(self) -> list[Cell]:
-        cells = list(self._cells)
-        return cells[: max(0, len(cells) - (self._ever - self._loaded))]
+        return [cell for number, cell in list(self._cells) if number < self._loaded]
 
     def _add(self, cell: Cell) -> None:
-        self._cells.append(cell)
+        self._cells.append((self._ever, cell))
         self._ever += 1
         self._characters += len(cell.source)
         while len(self._cells) > MOST_CELLS or (self._characters > MOST_CHARACTERS and len(self._cells) > 1):
-            first = self._cells.popleft()
+            _, first = self._cells.popleft()
             self._characters -= len(first.source)
             self.seed = self.seed if first.seed is None else first.seed
             self.forgotten = True

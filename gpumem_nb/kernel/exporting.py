@@ -181,7 +181,9 @@ class Exporting:
     def _left_out(self) -> list[str]:
         """What is the session's and not the script's."""
         policy, steps, before = self._policy(), self._history.steps, self._cells.before_load()
-        since = sum(not cell.started for cell in self._cells.since_load())
+        later = self._cells.since_load()
+        since = sum(bool(cell.source or cell.opaque) for cell in later)
+        pushed = dict.fromkeys(name for cell in later for name in cell.pushed)
         told = [
             f"{name}={option.text(getattr(policy, name))}: what a session does by itself"
             for name, option in RULES.items()
@@ -210,6 +212,8 @@ class Exporting:
             told += [f"`{in_short(text)}`: a cell set that before this was loaded" for text in settings_in(before)]
         if since:
             told.append(f"what {since} cell{'s' * (since > 1)} did to the ranks since this was loaded")
+        if pushed:
+            told.append(f"what was pushed to the ranks since this was loaded: {', '.join(pushed)}")
         return told
 
 

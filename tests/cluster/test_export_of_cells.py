@@ -54,9 +54,11 @@ def test_words_of_a_set_are_numbered_as_in_the_session_and_cells_may_use_the_off
     session.run("for weight in model[0].parameters(): weight.requires_grad_(False)")
     session.run(f"if rank == 0: torch.save(net.state_dict(), {str(tmp_path / 'mine.pt')!r})")
     session.attach("net", "rows", "loss")
+    session.push({"late": 3, "later": 4})
     run = session.train(2)
     written = session.export(tmp_path / "train.py")
     told = "\n".join(written.left_out)
+    assert "pushed to the ranks since this was loaded: late, later" in told
     assert f"the {STEPS} steps of earlier training" in told
     assert "`if rank == 0: torch.save(net.state_dict()" in told
     session.save(tmp_path / "here.state")

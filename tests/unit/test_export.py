@@ -336,3 +336,13 @@ def test_a_change_of_any_attribute_of_a_class_is_noticed(change: str) -> None:
     assert "Net" in collector.defined
     with pytest.raises(WorkloadError, match=r"Net, whose .* was changed after it was defined"):
         Collector().add("model", notebook(source + change)["model"])
+
+
+def test_what_was_pushed_since_it_was_loaded_is_told_by_its_name() -> None:
+    record = CellRecord()
+    record.pushed(["early"], everywhere=True)
+    ran(record, "net = list()")
+    record.loaded({"model": "net"})
+    record.pushed(["late", "later"], everywhere=False)
+    ran(record, "net.append(late)")
+    assert [cell.pushed for cell in record.since_load()] == [("late", "later"), ()]
