@@ -74,9 +74,18 @@ class Relations:
 
     def settings(self, place: int) -> frozenset[str]:
         """Modules among :attr:`settable` of which a statement sets something, in functions that it calls too."""
+        unit = self._units[place]
+        return self.settable.intersection(unit.sets.union(*(one.sets_late for one in self._called(place))))
+
+    def seeds(self, place: int) -> frozenset[str]:
+        """Those whose random numbers it seeds."""
+        unit = self._units[place]
+        return self.settable.intersection(unit.seeds.union(*(one.seeds_late for one in self._called(place))))
+
+    def _called(self, place: int) -> list[Unit]:
+        """Definitions of the functions that a statement calls."""
         unit, (_, functions) = self._units[place], self._reached[place]
-        late = [] if unit.plain or unit.defines or unit.names else [one.sets_late for one in functions]
-        return self.settable.intersection(unit.sets.union(*late))
+        return [] if unit.plain or unit.defines or unit.names else functions
 
     def touches(self, place: int, live: Collection[str]) -> bool:
         """Whether a statement uses something that may be part of what is needed after it."""

@@ -43,7 +43,7 @@ def settings_in(cells: Sequence[Cell]) -> list[str]:
     units = [unit for number, cell in enumerate(cells) for unit in units_of(cell.source, number)]
     relations = Relations(units)
     imported = {name for unit in units if unit.imports for name in unit.binds}
-    places = [place for place, unit in enumerate(units) if not (unit.seeds or unit.defines)]
+    places = [place for place, unit in enumerate(units) if not unit.defines]
     found = [units[place] for place in places if relations.settings(place) or units[place].sets & imported]
     return list(dict.fromkeys(unit.text for unit in found))
 
@@ -162,7 +162,9 @@ class _Slicing:
         if (unit.looks and not self._shadowed) or (unit.plain and not unit.pokes):
             return False
         given = unit.given & self._ever & relations.defined
-        if relations.changed(place, self._ever) or given or (relations.settings(place) and not unit.defines):
+        if relations.changed(place, self._ever) or given:
+            return True
+        if (relations.settings(place) or relations.seeds(place)) and not unit.defines:
             return True
         if relations.assigned(place).intersection(live):
             return True
@@ -177,7 +179,7 @@ class _Slicing:
         concerned = (unit.binds | relations.assigned(place)) & live
         if not concerned and not (unit.looks and not self._shadowed):
             concerned = relations.changed(place, live) & (live | unit.sets) - OFFERED
-            if relations.settings(place) and not (unit.seeds or unit.defines or self._said_again(place, kept)):
+            if relations.settings(place) and not (unit.defines or self._said_again(place, kept)):
                 refuse_setting(cell, unit.text)  # what is drawn after a seeding is asked for elsewhere
             if not (unit.names or unit.plain or unit.saves) and relations.touches(place, live):
                 used = (unit.reads | unit.binds) - OFFERED - BUILTIN

@@ -20,7 +20,7 @@ _SETTING = ("set_", "use_", "enable_", "manual_seed", "seed", "register_", "setd
 _SHOWING = {"set_printoptions", "set_option", "set_verbosity", "set_verbosity_error"}  # settings of what is shown
 _PLACING = {"chdir", "putenv"}
 _OF_LISTS = {"insert", "append", "extend", "remove", "pop", "clear"}
-_SEEDING = ("manual_seed", "seed")
+_SEEDING = ("manual_seed", "seed", "set_seed", "set_random_seed", "set_rng_state")
 _SHOWN = ast.Name | ast.Attribute | ast.Constant | ast.JoinedStr | ast.FormattedValue | ast.keyword | ast.expr_context
 
 
@@ -49,8 +49,8 @@ class Unit:
         pokes_late: the same of its functions.
         given: names of what it gives to that.
         sets: names of what it sets attributes or items of, or calls something of whose name says that it sets.
-        sets_late: the same of its functions.
-        seeds: whether all that it sets are random numbers.
+        seeds: the same, of random numbers.
+        sets_late, seeds_late: those of its functions.
         saves: whether it only writes files of what is there.
         odd_save: whether it writes files, and calls other things for that, which may act.
         magic: whether it is a line of IPython's own that may act.
@@ -76,8 +76,9 @@ class Unit:
     pokes_late: frozenset[str] = frozenset()
     given: frozenset[str] = frozenset()
     sets: frozenset[str] = frozenset()
+    seeds: frozenset[str] = frozenset()
     sets_late: frozenset[str] = frozenset()
-    seeds: bool = False
+    seeds_late: frozenset[str] = frozenset()
     saves: bool = False
     odd_save: bool = False
     magic: bool = False
@@ -158,9 +159,10 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int, lazy: bool) -> Unit:
         pokes=frozenset(name for node in nodes for name in _pokes(node)),
         pokes_late=frozenset(name for node in nodes for name in _pokes(node, inside=True)),
         given=frozenset(name for node in nodes for name in _given(node)),
-        sets=frozenset(name for node in nodes for name, _ in _sets(node)),
-        sets_late=frozenset(name for node in nodes for name, _ in _sets(node, inside=True)),
-        seeds=all(seeds for node in nodes for _, seeds in _sets(node)),
+        sets=frozenset(name for node in nodes for name, seeds in _sets(node) if not seeds),
+        seeds=frozenset(name for node in nodes for name, seeds in _sets(node) if seeds),
+        sets_late=frozenset(name for node in nodes for name, seeds in _sets(node, inside=True) if not seeds),
+        seeds_late=frozenset(name for node in nodes for name, seeds in _sets(node, inside=True) if seeds),
         saves=saving and all(map(only_saves, nodes)),
         odd_save=saving and not all(map(only_saves, nodes)),
         magic=any(next(magics(node), "") for node in nodes) and not all(map(is_idle, nodes)),

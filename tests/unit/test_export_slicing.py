@@ -303,3 +303,21 @@ def test_an_offered_name_that_is_used_before_a_cell_defines_it_is_said_to_be_use
 )
 def test_names_that_a_statement_defines_before_it_uses_them_are_not_missing(code: str) -> None:
     assert result(code)
+
+
+SEEDING = "import torch, random\ndef set_seed(seed):\n    random.seed(seed)\n    torch.manual_seed(seed)"
+
+
+def test_helpers_that_only_seed_are_no_settings() -> None:
+    assert settings_in([Cell(SEEDING), Cell("set_seed(3)")]) == []
+    assert settings_in([Cell("from transformers import set_seed\nset_seed(3)\nimport lib\nlib.seed_all(3)")]) == []
+    assert "set_seed(3)" in sliced(SEEDING, "set_seed(3)", "net = [torch.randn(2)]")
+    more = SEEDING + "\n    torch.use_deterministic_algorithms(True)"
+    assert settings_in([Cell(more), Cell("set_seed(3)")]) == ["set_seed(3)"]
+    failed = Cell("set_seed(3)\n1 / 0", finished=False)
+    assert sliced(SEEDING, failed, "net = [torch]").endswith("net = [torch]")
+
+
+def test_what_a_helper_sets_of_the_process_is_a_setting() -> None:
+    helper = "import torch\ndef prepare():\n    torch.set_default_dtype(torch.float64)"
+    assert settings_in([Cell(helper), Cell("prepare()")]) == ["prepare()"]
