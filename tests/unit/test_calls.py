@@ -106,6 +106,16 @@ def test_who_came_apart_is_known_although_the_answer_cannot_be_read() -> None:
     assert call.apart() == {0: apart}
 
 
+def test_a_call_went_well_once_all_ranks_have_answered_and_none_with_an_error() -> None:
+    assert answered(returned(1, apart=None), returned(2, apart=None)).went_well()
+    assert not Call([0], [JustAnswered()], pulse="pulse").went_well()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        stopped = failed(error, "the traceback", apart=None)
+    assert not answered(returned(1, apart=None), stopped).went_well()
+
+
 def test_an_exception_that_a_cell_returns_is_its_value() -> None:
     (value,) = answered(returned(ValueError("kept for later"), apart=None)).get()
     assert isinstance(value, ValueError)
