@@ -40,6 +40,10 @@ class Relations:
         used |= {name for unit in units if not unit.imports for name in unit.binds}
         silent = self._package.keys() - used
         self.silent = {place for place, unit in enumerate(units) if unit.imports and unit.binds & silent}
+        self._others: dict[str, set[str]] = defaultdict(set)
+        for unit in units:
+            for name in unit.binds - self.defined if unit.names or unit.loops else ():
+                self._others[name] |= self._meant(unit.reads) & self.defined
         self._by_name: dict[str, list[Unit]] = defaultdict(list)
         for unit in units:
             for name in unit.binds if unit.late or unit.assigns_late else ():
@@ -61,10 +65,11 @@ class Relations:
         return unit.pokes.union(*(one.pokes_late - OFFERED for one in functions)) if not unit.defines else unit.pokes
 
     def changed(self, place: int, wanted: Collection[str]) -> frozenset[str]:
-        """Names of functions, classes and modules that a statement pokes: of ``wanted``, or from a package of these."""
+        """Functions, classes and modules that a statement pokes or gives: of ``wanted``, or poked of their packages."""
         packages = {self._package[name] for name in wanted if name in self._package}
-        poked = self.poked(place) & self.defined
-        return frozenset(name for name in poked if name in wanted or self._package.get(name) in packages)
+        poked = self._meant(self.poked(place))
+        near = {name for name in poked if self._package.get(name) in packages}
+        return frozenset(near | (poked | self._meant(self._units[place].given)).intersection(wanted)) & self.defined
 
     def assigned(self, place: int) -> frozenset[str]:
         """Names that functions which a statement calls may define."""
@@ -92,6 +97,10 @@ class Relations:
         after, names = self._after[place], self._reached[place][0]
         wanted = {self._find((name, after.get(name, 0))) for name in live if self._stands(name)}
         return any(self._find(self._used(place, name)) in wanted for name in names if self._stands(name))
+
+    def _meant(self, names: Collection[str]) -> set[str]:
+        """These names, and those of functions, classes and modules that they may stand for."""
+        return set(names).union(*(self._others.get(name, ()) for name in names))
 
     def _used(self, place: int, name: str) -> _Version:
         """Which object of a name a statement uses."""

@@ -161,8 +161,7 @@ class _Slicing:
             return True
         if (unit.looks and not self._shadowed) or (unit.plain and not unit.pokes):
             return False
-        given = unit.given & self._ever & relations.defined
-        if relations.changed(place, self._ever) or given:
+        if relations.changed(place, self._ever):
             return True
         if (relations.settings(place) or relations.seeds(place)) and not unit.defines:
             return True
