@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from ..shared.exporting import Cell
 from .relations import BUILTIN, OFFERED, Relations
 from .statements import LOOKS, Unit, has_lazy_annotations, units_of
-from .unclear import check_imports, missing, refuse_drawing, refuse_odd_save, refuse_setting, refuse_unclear
+from .unclear import (
+    check_imports,
+    imports_all,
+    missing,
+    refuse_drawing,
+    refuse_odd_save,
+    refuse_replaced,
+    refuse_setting,
+    refuse_unclear,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,9 @@ class _Slicing:
         for place in reversed(range(len(self._units))):
             unit = self._units[place]
             cell = self._cells[unit.cell]
+            if imports_all(unit.text):
+                defined = {name for earlier in self._units[:place] for name in earlier.binds}
+                refuse_replaced(unit.text, live & defined - OFFERED)
             seeded = any(one.seed is not None for one in self._cells[unit.cell + 1 : drawing + 1])
             draws = not (unit.plain or unit.still) and cell.drew and drawing >= 0 and not seeded
             if not cell.known:

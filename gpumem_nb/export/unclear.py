@@ -30,7 +30,7 @@ def missing(cells: Sequence[Cell], names: Collection[str], forgotten: bool) -> W
         else "the cells that did are too long ago, or ran before the ranks were started again"
         if forgotten
         else "a cell imports * from a module, and that does not say what. Import it by its name"
-        if any(cell.known and _imports_all(cell.source) for cell in cells)
+        if any(cell.known and imports_all(cell.source) for cell in cells)
         else "no %%hvd cell that ran well on all ranks defines it"
     )
     return WorkloadError(
@@ -76,6 +76,19 @@ def refuse_setting(cell: Cell, text: str) -> None:
         f"Whether `{in_short(text)}` holds cannot be told: it is in a cell {how}. Run it again on all ranks, in a cell "
         "that ends well, then the cells that made model and data, and attach again."
     )
+
+
+def refuse_replaced(text: str, names: Collection[str]) -> None:
+    """Refuse an import of ``*`` after definitions of names that are needed.
+
+    Raises:
+        WorkloadError: there are such names.
+    """
+    if names:
+        raise WorkloadError(
+            f"What {min(names)} is cannot be told: after it was defined a cell says `{in_short(text)}`, which may have "
+            "replaced it. Import what you need by its name, run that and the cells after it again, and attach again."
+        )
 
 
 def refuse_odd_save(text: str) -> None:
@@ -137,6 +150,7 @@ def check_imports(kept: Sequence[Unit]) -> None:
                 )
 
 
-def _imports_all(source: str) -> bool:
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
+def imports_all(source: str) -> bool:
+    """Whether some code imports ``*``."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)) if "*" in source else ()
     return any(alias.name == "*" for node in nodes for alias in node.names)

@@ -326,3 +326,13 @@ def test_helpers_that_only_seed_are_no_settings() -> None:
 def test_what_a_helper_sets_of_the_process_is_a_setting() -> None:
     helper = "import torch\ndef prepare():\n    torch.set_default_dtype(torch.float64)"
     assert settings_in([Cell(helper), Cell("prepare()")]) == ["prepare()"]
+
+
+def test_an_import_of_everything_is_refused_where_it_may_have_replaced_what_is_needed() -> None:
+    made, star = "def width(): return 3", "from layers import *"
+    with pytest.raises(WorkloadError, match=r"What width is cannot be told.*`from layers import \*`.*by its name"):
+        sliced(made, star, "net = [width()]")
+    with pytest.raises(WorkloadError, match=r"What width is cannot be told"):
+        sliced(made, Cell(f"{star}\n1 / 0", finished=False), "net = [width()]")
+    assert star not in sliced(star, made, "net = [width(), torch]")
+    assert star not in sliced(made, "net = [width()]", star, "net = list()")
