@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.record import Record
 from gpumem_nb.report.runs import Runs
+from gpumem_nb.report.runs.sorting import SCROLLED
 from gpumem_nb.shared.messages import Ledger
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import BACKWARD, FORWARD, REDUCTION, StepTimes
@@ -67,7 +68,7 @@ def shown(record: Record) -> Runs:
 
 def table(runs: Runs) -> list[list[str]]:
     """The headings and the rows of what a notebook shows."""
-    html = ElementTree.fromstring(runs._repr_html_().split("<script>")[0].removeprefix("<div>"))
+    html = ElementTree.fromstring(runs._repr_html_().split("<script>")[0].removeprefix(SCROLLED))
     return [["".join(cell.itertext()).replace("\u00a0", " ") for cell in row] for row in html.iter("tr")]
 
 

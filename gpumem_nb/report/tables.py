@@ -14,6 +14,7 @@ _TABLE_STYLE = (
 )
 _CAPTION_STYLE = "color: var(--jp-ui-font-color1, inherit); text-align: left; font-weight: 600; padding: 4px 8px"
 _CELL_STYLE = "padding: 2px 8px; border-bottom: 1px solid var(--jp-border-color2, currentColor); white-space: pre-line"
+_LONG = 32  # characters
 _NOTE_STYLE = "color: var(--jp-ui-font-color2, inherit); margin: 4px 8px"
 
 
@@ -69,6 +70,8 @@ class Table:
         """Each cell with its style."""
         for cell, heading in zip(row, self.headings, strict=True):
             style = f"text-align: {'left' if heading in self.words else 'right'}; {_CELL_STYLE}"
+            if len(cell) > _LONG:
+                style += f"; min-width: {_LONG / 2:g}em"  # beside many columns it would become one word wide
             has_colours = self.coloured is None or heading in self.coloured
             if has_colours and (colour := self.colours.get(cell)):
                 style += f"; color: {colour}; font-weight: 600"

@@ -10,6 +10,7 @@ from ..tables import Table
 from .columns import Value
 from .row import Row
 
+SCROLLED = "<div style='overflow-x: auto'>"  # where it is wider than the notebook
 # Runs where notebooks are trusted, and in a page of one's own. Where scripts are taken out the table stands by itself:
 # it is this script that makes headings buttons. The only text in it is numbers.
 _SCRIPT = """
@@ -64,7 +65,7 @@ def latest(rows: Sequence[Row], most: int) -> list[Row]:
 def sortable(table: Table, values: Sequence[Sequence[Value]]) -> str:
     """The table for a notebook, whose headings sort it; ``values`` has one for each cell."""
     columns = [_ranks([row[place] for row in values]) for place in range(len(table.headings))]
-    return f"<div>{table.html()}<script>{_SCRIPT % json.dumps(columns)}</script></div>"
+    return f"{SCROLLED}{table.html()}<script>{_SCRIPT % json.dumps(columns)}</script></div>"
 
 
 def _ranks(values: Sequence[Value]) -> list[int | None]:
