@@ -62,6 +62,7 @@ def _facts(trainer: Trainer) -> Facts:
         loss_key=isinstance(loss, OwnLoss) and loss.by_key,
         tokens=labels_counted(live.model) if isinstance(loss, OwnLoss) else "",
         criterion_weights=isinstance(given, nn.Module) and bool(given.state_dict()),
+        optimizer=live.settings.optimizer,
         own_optimizer=live.own_optimizer is not None,
         groups=len(live.optimizer.param_groups),
         own_scheduler=live.scheduler is not None,

@@ -37,6 +37,8 @@ from .training import Training
 MARK = "Written by gpumem_nb"
 """In the first lines of a script: one that has it may be replaced."""
 _STEPS = 1000
+_ASKED_AT_MOST = 10
+_BETWEEN_S = 0.05
 _MARKED_WITHIN = 4096  # characters
 
 
@@ -71,8 +73,8 @@ class Exporting:
         target = as_path(path)
         self._foreground.check_loaded()
         _check_target(target)
-        facts: Facts = self._foreground.call("facts")[0]
-        settings, workload = self._training.settings, self._training.workload
+        facts, settings = agreed(lambda: self._foreground.call("facts")[0], lambda: self._training.settings)
+        workload = self._training.workload
         if workload is None:  # another thread unloads it
             raise WorkloadError("Nothing is loaded. Load a workload first, for example %hvd_load digits-resnet.")
         own = self._origin.options is None
@@ -105,11 +107,11 @@ class Exporting:
             evaluates=workload.eval_len is not None,
             own_rate=workload.own_learning_rate,
             # It stands in a docstring.
-            header=self._header(target, facts, workload, ddp).replace("\\", "/").replace('"', "'"),
+            header=self._header(target, facts, settings, workload, ddp).replace("\\", "/").replace('"', "'"),
             parameter_bytes=workload.parameter_bytes,
         )
 
-    def _header(self, target: Path, facts: Facts, workload: WorkloadInfo, ddp: bool) -> str:
+    def _header(self, target: Path, facts: Facts, settings: Settings, workload: WorkloadInfo, ddp: bool) -> str:
         """How to run it, and what was measured."""
         ranks, now = self._ranks, self._history.now()
         framework = "DistributedDataParallel" if ddp else "Horovod"
@@ -123,7 +125,7 @@ class Exporting:
             "Go on from a state that the session saved with %hvd_save: add --resume FILE.",
             f"Measured in the session, on {devices}, Horovod {facts.horovod}, torch {facts.torch}:",
         ]
-        if now is None or not now.steps:
+        if now is None or not now.steps or now.settings != settings:
             return "\n".join([*lines, "nothing, because no step was done under these settings.", ""])
         measured = f"live peak {format_bytes(now.peak_bytes)}, reserved {format_bytes(now.reserved_peak_bytes)}"
         lines.append(f"{measured} (worst rank), {format_rate(now.samples_per_s)} samples/s (all ranks).")
@@ -215,6 +217,20 @@ class Exporting:
         if pushed:
             told.append(f"what was pushed to the ranks since this was loaded: {', '.join(pushed)}")
         return told
+
+
+def agreed(ask: Callable[[], Facts], settings: Callable[[], Settings]) -> tuple[Facts, Settings]:
+    """Facts, and the settings that the ranks had when they said them: while they train, a change reaches them later.
+
+    Raises:
+        WorkloadError: they still have another optimizer.
+    """
+    for _ in range(_ASKED_AT_MOST):
+        before, facts, now = settings(), ask(), settings()
+        if facts.optimizer == before.optimizer and now == before:
+            return facts, before
+        time.sleep(_BETWEEN_S)
+    raise WorkloadError(f"No script was written. The ranks do not have optimizer={now.optimizer} yet. Export again.")
 
 
 def _of_statements(source: Source) -> list[str]:

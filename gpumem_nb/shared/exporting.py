@@ -24,6 +24,7 @@ class Facts:
         loss_key: whether the model returns its own loss in a plain dict.
         tokens: how an own loss counts labels over a step: ``shifted``, ``labels``, or empty where it does not.
         criterion_weights: whether the criterion is a module, with weights or buffers.
+        optimizer: the knob as the rank has it: settings that were just changed may not have reached it.
         own_optimizer, own_scheduler: whether it came with one.
         groups: of parameters, in the optimizer.
         optimizer_hooks: whether somebody registered hooks around the optimizer's update.
@@ -66,6 +67,7 @@ class Facts:
     loss_key: bool
     tokens: str
     criterion_weights: bool
+    optimizer: str
     own_optimizer: bool
     groups: int
     own_scheduler: bool

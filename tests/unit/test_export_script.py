@@ -18,6 +18,7 @@ import torch
 from gpumem_nb.export import refusals
 from gpumem_nb.export.order import Order, Source
 from gpumem_nb.export.script import script
+from gpumem_nb.kernel.exporting import agreed
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.exporting import Facts
 from gpumem_nb.shared.settings import Settings
@@ -191,3 +192,15 @@ def test_annotations_that_are_not_evaluated_are_said_in_the_first_line_of_code()
     assert isinstance(ast.parse(text).body[1], ast.ImportFrom)
     exec(compile(text, "script", "exec", dont_inherit=True), {"__name__": "script"})
     assert "__future__" not in written(Settings())
+
+
+def test_facts_are_those_of_ranks_that_have_the_settings_of_the_script() -> None:
+    old, new = Settings(optimizer="adamw"), Settings(optimizer="own")
+    stale, fresh = (replace(FACTS, optimizer=one.optimizer) for one in (old, new))
+    answers = iter([stale, stale, fresh])
+    assert agreed(lambda: next(answers), lambda: new) == (fresh, new)
+    asked = iter([old, new, new, new, new, new])  # it was set meanwhile
+    answers = iter([stale, stale, fresh])
+    assert agreed(lambda: next(answers), lambda: next(asked)) == (fresh, new)
+    with pytest.raises(WorkloadError, match=r"ranks do not have optimizer=own yet.*Export again"):
+        agreed(lambda: stale, lambda: new)
