@@ -25,7 +25,7 @@ from .losses import takes
 from .random_state import set_aside
 from .step.optimizers import beside_state
 from .step.own_loss import OwnLoss, labels_counted
-from .step.parts import LOOSE, as_given, in_groups
+from .step.parts import CRITERION, LOOSE, as_given, in_groups
 from .step.trainer import Trainer
 
 # What Horovod's broadcast takes.
@@ -40,7 +40,7 @@ def facts_of(trainer: Trainer, device: Device) -> Facts:
 
 def _facts(trainer: Trainer) -> Facts:
     live, stream, workload = trainer.live, trainer.stream, trainer.workload
-    loss, given = workload.loss, as_given(workload.loss)
+    loss, criterion = workload.loss, live.parts.named.get(CRITERION)
     names = {id(param): name for name, param in live.parts.named_parameters()}
     named = (*live.parts.named_parameters(), *live.parts.named_buffers())
     had = trainer.stepper.voting.had
@@ -61,7 +61,9 @@ def _facts(trainer: Trainer) -> Facts:
         metric=takes(workload.metric) if workload.metric else "",
         loss_key=isinstance(loss, OwnLoss) and loss.by_key,
         tokens=labels_counted(live.model) if isinstance(loss, OwnLoss) else "",
-        criterion_weights=isinstance(given, nn.Module) and bool(given.state_dict()),
+        criterion=criterion is not None and type(criterion).__module__ != nn.CrossEntropyLoss.__module__,
+        metric_module=isinstance(as_given(workload.metric), nn.Module),
+        criterion_weights=criterion is not None and bool(criterion.state_dict()),
         optimizer=live.settings.optimizer,
         own_optimizer=live.own_optimizer is not None,
         groups=len(live.optimizer.param_groups),

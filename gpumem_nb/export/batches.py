@@ -133,6 +133,14 @@ class Batches:
         if self.eval_collate() == "eval_collate":
             yield "eval_collate"
 
+    def over_modules(self) -> str:
+        """Goes over all modules of an evaluation."""
+        parts = ["loss_of"] if self._facts.criterion else []
+        parts += ["metric"] if self._facts.metric_module else []
+        if not (self._own and parts):
+            return "for module in model.modules()"
+        return f"for part in ({', '.join(['model', *parts])}) for module in part.modules()"
+
 
 def wrapped(opening: str, options: list[str], indent: int, close: str = ")") -> Iterator[str]:
     """A call in one line, or with its arguments in lines of their own, as ruff formats it."""

@@ -23,6 +23,7 @@ class Facts:
             targets); ``model`` where the model returns its own loss, ``unknown`` where that shows when it is called.
         loss_key: whether the model returns its own loss in a plain dict.
         tokens: how an own loss counts labels over a step: ``shifted``, ``labels``, or empty where it does not.
+        criterion, metric_module: whether they are modules (of a criterion: other than torch's, which have no modes).
         criterion_weights: whether the criterion is a module, with weights or buffers.
         optimizer: the knob as the rank has it: settings that were just changed may not have reached it.
         own_optimizer, own_scheduler: whether it came with one.
@@ -66,6 +67,8 @@ class Facts:
     metric: str
     loss_key: bool
     tokens: str
+    criterion: bool
+    metric_module: bool
     criterion_weights: bool
     optimizer: str
     own_optimizer: bool

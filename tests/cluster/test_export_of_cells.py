@@ -85,3 +85,34 @@ def test_a_layer_that_is_left_out_in_some_steps_is_trained_in_the_others(
     ran = exported.run(tmp_path / "train.py", steps=STEPS - 1, ddp=True)
     assert ran.losses == pytest.approx(exported.mean_losses(run))
     assert exported.differing(session, ran) == []
+
+
+MODES = """
+import torch
+from torch import nn
+net = nn.Linear(4, 3)
+rows = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.arange(40) % 3)
+class Dropped(nn.Module):
+    def __init__(self, rate):
+        super().__init__()
+        self.drop, self.weights = nn.Dropout(0.5), torch.ones(3)
+        self.register_buffer("rate", torch.tensor(rate), persistent=False)
+    def forward(self, outputs, targets):
+        return self.rate * nn.functional.cross_entropy(self.drop(outputs), targets)
+criterion, twice = Dropped(1.0), Dropped(2.0)
+"""
+
+
+def test_criteria_and_metrics_that_are_modules_are_evaluated_as_in_the_session(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.run(MODES)
+    session.attach("net", "rows", "criterion", eval_data="rows", metric="twice")
+    session.set(batch_size=4)
+    run = session.train(STEPS)
+    found = session.evaluate()
+    session.export(tmp_path / "train.py")
+    ran = exported.run(tmp_path / "train.py", steps=STEPS)
+    assert ran.losses == exported.mean_losses(run)
+    assert f"validation: loss {found.loss:.6g}, twice {found.metrics['twice']:.6g}" in ran.output

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ FACTS = Facts(**{field.name: _EMPTY[str(field.type)] for field in fields(Facts)}
 OWN = Source("functions", definitions="a = 1", names={"model": "make", "data": "rows", "optimizer": "opt"})
 
 
-def written(settings: Settings, source: Source = OWN, ddp: bool = True, **facts: Any) -> str:
+def written(settings: Settings, source: Source = OWN, ddp: bool = True, evaluates: bool = False, **facts: Any) -> str:
     told: dict[str, Any] = {
         "stepped": True,
         "order": "in turn",
@@ -38,7 +39,7 @@ def written(settings: Settings, source: Source = OWN, ddp: bool = True, **facts:
         "own_optimizer": True,
         "groups": 1,
     }
-    order = Order(source, settings, replace(FACTS, **told | facts), ddp, None, 0, 5, False, 0.1, "A script.", 100)
+    order = Order(source, settings, replace(FACTS, **told | facts), ddp, None, 0, 5, evaluates, 0.1, "A script.", 100)
     text = script(order)
     ast.parse(text)
     return text
@@ -204,3 +205,38 @@ def test_facts_are_those_of_ranks_that_have_the_settings_of_the_script() -> None
     assert agreed(lambda: next(answers), lambda: next(asked)) == (fresh, new)
     with pytest.raises(WorkloadError, match=r"ranks do not have optimizer=own yet.*Export again"):
         agreed(lambda: stale, lambda: new)
+
+
+class Mode(torch.nn.Module):
+    """Says in which mode it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.frozen = torch.nn.Dropout(), torch.nn.Dropout().eval()
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(float(self.training + self.kept.training))
+
+
+def test_criteria_and_metrics_are_in_evaluation_mode_while_a_script_evaluates(capsys: Any) -> None:
+    source = replace(OWN, kind="cells", names=dict.fromkeys(("model", "data", "loss", "eval_data", "metric"), "x"))
+    told: dict[str, Any] = {"eval_form": "dataset", "metric": "outputs", "criterion": True, "metric_module": True}
+    text = written(Settings(batch_size=2), source, evaluates=True, **told)
+    assert text.index("metric.to(device)") < text.index("loss_of.to(device)") < text.index("for step in range(")
+    names: dict[str, Any] = {"__name__": "script"}
+    only = text[text.index("def evaluate(") : text.index("def resume(")]
+    exec(f"import torch\nfrom collections import defaultdict\n{only}", names)
+    names["dist"] = SimpleNamespace(
+        get_rank=lambda: 0,
+        get_world_size=lambda: 1,
+        all_gather_object=lambda parts, mine: parts.__setitem__(0, mine),
+    )
+    names |= {"default_collate": torch.utils.data.default_collate}
+    model, criterion, metric = torch.nn.Dropout(), Mode(), Mode()
+    data, args = [(torch.ones(2), torch.ones(2))] * 2, type("Arguments", (), {"batch_size": 2})
+    names["evaluate"](model, data, args, torch.device("cpu"), criterion, metric)
+    assert capsys.readouterr().out == "validation: loss 0, x 0\n"
+    assert model.training and metric.kept.training  # noqa: PT018
+    assert not criterion.frozen.training
+    plain = written(Settings(), source, evaluates=True, eval_form="dataset", metric="outputs")
+    assert "model.eval()" in plain and "modes" not in plain  # noqa: PT018
