@@ -144,7 +144,7 @@ class _Slicing:
                 self._check_unclear(place, live, kept)
                 continue
             if not (unit.binds & live or self._changes(place, live) or draws):
-                self.left_out += [unit] if unit.magic else []
+                self.left_out += [unit] if unit.magic or unit.saves or unit.odd_save else []
                 continue
             if unit.odd_save and not unit.binds & live:
                 refuse_odd_save(unit.text)

@@ -336,3 +336,11 @@ def test_an_import_of_everything_is_refused_where_it_may_have_replaced_what_is_n
         sliced(made, Cell(f"{star}\n1 / 0", finished=False), "net = [width()]")
     assert star not in sliced(star, made, "net = [width(), torch]")
     assert star not in sliced(made, "net = [width()]", star, "net = list()")
+
+
+def test_files_that_are_not_written_are_named_whatever_was_in_them() -> None:
+    saves = ["tokens.to_csv('a.csv')", "with open('a', 'w') as file:\n    json.dump(change(tokens), file)"]
+    cells = [Cell("import json\nfrom lib import change\ntokens = [1]"), *map(Cell, saves), Cell("net = [2]")]
+    found = needed(cells, ["net"], 0, False)
+    assert found.left_out == tuple(saves)
+    assert "tokens" not in found.text
