@@ -6,6 +6,7 @@ import ast
 import builtins
 import importlib
 import inspect
+import sys
 import textwrap
 import types
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from .statements import units_of
 _OURS = "gpumem_nb"
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _LONGEST_VALUE = 200
+_BRING_THEIRS = {"torch", "numpy"}  # packages whose modules are there once they are imported
 _LAZY = annotations.compiler_flag
 
 
@@ -109,6 +111,10 @@ class Collector:
         for name in sorted({name for unit in units for name in unit.reads | unit.late | unit.assigns_late}):
             if name in known and not (hasattr(builtins, name) and known[name] is getattr(builtins, name)):
                 self._define(role, name, known[name])
+        for node in ast.walk(ast.parse(source)):
+            module = _module_at(node, known) if isinstance(node, ast.Attribute) else None
+            if module and "." in module.__name__ and module.__name__.partition(".")[0] not in _BRING_THEIRS:
+                self._import(f"import {module.__name__}")
 
     def _import(self, line: str) -> None:
         if line not in self.imports:
@@ -137,6 +143,17 @@ class Collector:
                 f"The workload's {role} is of {module}, which the script shall do without. Load a ready-made workload "
                 "by its name, and write your own without the toolkit's parts."
             )
+
+
+def _module_at(node: ast.AST, known: dict[str, Any]) -> types.ModuleType | None:
+    """The module that an expression such as ``a.b`` stands for, if that was imported by its name."""
+    if isinstance(node, ast.Name):
+        value = known.get(node.id)
+    elif isinstance(node, ast.Attribute) and (package := _module_at(node.value, known)):
+        value = sys.modules.get(f"{package.__name__}.{node.attr}")
+    else:
+        value = None
+    return value if isinstance(value, types.ModuleType) else None
 
 
 def _is_plain(value: Any) -> bool:

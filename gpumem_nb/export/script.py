@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterator
 from math import ceil, sqrt
 from typing import Any
@@ -54,7 +55,7 @@ def _check_names(order: Order, bare: str) -> None:
             "Your code uses Horovod, which is not started beside DistributedDataParallel. Export without --ddp "
             "(ddp=False), or do without it."
         )
-    theirs, imported = set(defined_in(bare)), dict(imported_in(bare))
+    theirs, imported = {*defined_in(bare), *_builtin_in(bare)}, dict(imported_in(bare))
     clash = source.defines & (theirs | imported.keys())
     clash |= {name for name, what in own.items() if name in theirs or imported.get(name, what) != what}
     if clash:
@@ -68,6 +69,12 @@ def defined_in(text: str) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Assign):
             yield from (name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
+def _builtin_in(text: str) -> Iterator[str]:
+    """Python's own names that a module uses."""
+    names = (node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
+    return (name for name in names if hasattr(builtins, name))
 
 
 class Values:

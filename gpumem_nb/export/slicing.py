@@ -220,7 +220,8 @@ def _all_units(cells: Sequence[Cell]) -> Iterator[Unit]:
                 yield Unit("", number, frozenset({name}))
         units = [Unit("", number, frozenset(cell.pushed))] if cell.opaque or cell.pushed else []
         units = units or units_of(cell.source, number)
-        held |= {name for unit in units for name in unit.binds | unit.assigns_late}
+        for unit in units:
+            held = (held | unit.binds | unit.assigns_late) - unit.deletes
         yield from units
 
 

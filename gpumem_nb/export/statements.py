@@ -33,6 +33,7 @@ class Unit:
         cell: its number among all that are looked at.
         binds: names that it defines, those that it may define included.
         surely: those of them that are defined whatever happens in it.
+        deletes: those of them that it deletes.
         loops: names that a loop gives to one thing after the other, which are of no use before it.
         reads: names that it uses when it runs.
         first: those of them that were defined before it: it uses them before it may have defined them itself.
@@ -60,6 +61,7 @@ class Unit:
     cell: int
     binds: frozenset[str]
     surely: frozenset[str] = frozenset()
+    deletes: frozenset[str] = frozenset()
     loops: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
     first: frozenset[str] = frozenset()
@@ -144,6 +146,7 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int, lazy: bool) -> Unit:
         cell=cell,
         binds=frozenset(binds),
         surely=frozenset(binds - set(_packages(nodes)) if sure else ()),
+        deletes=frozenset(name for node in nodes for name in _deleted(node)),
         loops=frozenset(_looped(nodes)),
         reads=frozenset(reads),
         first=frozenset(reads if len(nodes) == 1 and _reads_first(nodes[0]) else reads - binds),
@@ -339,6 +342,12 @@ def _root(node: ast.AST) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _deleted(node: ast.stmt) -> Iterator[str]:
+    """Names that ``del`` takes away."""
+    parts = ast.walk(node) if isinstance(node, ast.Delete) else ()
+    yield from (one.id for one in parts if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Del))
 
 
 def _looped(nodes: Sequence[ast.stmt]) -> set[str]:

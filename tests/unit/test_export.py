@@ -346,3 +346,29 @@ def test_what_was_pushed_since_it_was_loaded_is_told_by_its_name() -> None:
     record.pushed(["late", "later"], everywhere=False)
     ran(record, "net.append(late)")
     assert [cell.pushed for cell in record.since_load()] == [("late", "later"), ()]
+
+
+def test_a_name_that_was_deleted_is_one_that_ranks_offer_again() -> None:
+    record = CellRecord()
+    ran(record, "model = dict()", "net = list()\ndel model")
+    record.loaded({"model": "net", "optimizer": None})
+    ran(record, "model.append(2)")
+    record.loaded({"model": "net"})
+    assert of(record).endswith("model = net\n\nmodel.append(2)")
+
+
+def test_a_module_inside_of_a_package_that_functions_use_is_imported_too() -> None:
+    names = notebook(
+        "import xml.dom.minidom as dom, xml.sax\nimport xml as x\ndef f(): return xml.sax.handler, dom, x.a"
+    )
+    collector = Collector()
+    collector.add("data", names["f"])
+    inner = {"import xml.sax", "import xml.sax.handler"}
+    assert set(collector.imports) == inner | {"import xml", "import xml as x", "import xml.dom.minidom as dom"}
+
+
+def test_torch_brings_its_modules_itself() -> None:
+    names = notebook("import torch\ndef f(): return torch.nn.functional.relu(torch.ones(3))")
+    collector = Collector()
+    collector.add("data", names["f"])
+    assert collector.imports == ["import torch"]

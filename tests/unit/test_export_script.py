@@ -240,3 +240,13 @@ def test_criteria_and_metrics_are_in_evaluation_mode_while_a_script_evaluates(ca
     assert not criterion.frozen.training
     plain = written(Settings(), source, evaluates=True, eval_form="dataset", metric="outputs")
     assert "model.eval()" in plain and "modes" not in plain  # noqa: PT018
+
+
+def test_names_of_python_that_the_script_uses_are_not_to_be_redefined() -> None:
+    for source in (
+        replace(OWN, defines=frozenset({"range"})),
+        replace(OWN, imports=("from lib import next",)),
+    ):
+        with pytest.raises(WorkloadError, match=r"both call something (range|next)\. Rename yours"):
+            written(Settings(), source)
+    assert written(Settings(), replace(OWN, defines=frozenset({"filter"})))
