@@ -24,7 +24,7 @@ from ..shared.messages import Leak, RankInfo, Sample
 from ..shared.model_facts import ModelFacts
 from ..shared.progress import Progress
 from ..shared.settings import Settings
-from ..shared.units import format_bytes
+from ..shared.units import format_bytes, format_rate
 from . import compatibility
 from .foreground import Foreground
 from .history import History
@@ -101,13 +101,13 @@ class Doctoring:
                 sync = self._inspection.sync(None, None)
             except (RankError, TrainingFailed, WorkloadError) as error:  # it is for models whose steps fail
                 why_not = str(error)
-        history, workload = self._history, self._training.workload
+        workload = self._training.workload
         return checklist(
             self._ranks,
             installed,
             sync,
             self._leaks(),
-            history.steps,
+            self._history.steps_since_load,
             workload.name if workload else "",
             why_not,
         )
@@ -283,6 +283,6 @@ def _came(evidence: Evidence) -> str:
     what = "What differs from the pinned settings" if effect.pinned else "The latest flip"
     words = f"{what}, {effect.flip}: predicted a live peak of {format_bytes(said.live_peak_bytes)}"
     if said.samples_per_s and said.settings == came.settings:  # others of the same memory may be faster or slower
-        words += f" and {said.samples_per_s:.0f} samples/s"
+        words += f" and {format_rate(said.samples_per_s)} samples/s"
     words += f"; came {format_bytes(came.foreseeable_peak_bytes)}"
-    return f"{words} and {came.samples_per_s:.0f} samples/s." if came.samples_per_s else f"{words}."
+    return f"{words} and {format_rate(came.samples_per_s)} samples/s." if came.samples_per_s else f"{words}."

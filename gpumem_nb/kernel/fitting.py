@@ -30,8 +30,14 @@ class Fitting:
         self._training = training
         self._history = history
 
-    def what_fits(self, progress: Progress, apply: Callable[[dict[str, Any]], object]) -> WhatFits:
+    def what_fits(
+        self, progress: Progress, apply: Callable[[dict[str, Any]], object], latest: Callable[[], Training]
+    ) -> WhatFits:
         """All cells; those that cannot be used with what is loaded are left out.
+
+        Args:
+            apply: changes knobs of what is loaded now.
+            latest: the training at any later time, perhaps of ranks that were started again.
 
         An interrupt ends it with those found, and so does the end of the ranks.
 
@@ -56,7 +62,7 @@ class Fitting:
 
             def tell(place: tuple[str, str] = place, done: float = number / len(places)) -> None:
                 unchanged.check()
-                if changed := self._changed_since(now):
+                if changed := _changed_since(now, self._training):
                     raise Changed(f"{changed} changed.")
                 progress(f"{place[0]}, checkpointing {place[1]}", done)
 
@@ -79,16 +85,12 @@ class Fitting:
         limit = next((cell.predicted.limit_bytes for cell in cells if cell.predicted), None)
 
         def apply_unchanged(changes: dict[str, Any]) -> object:
-            if self._training.workload == workload and (changed := self._changed_since(now)):
+            training = latest()
+            if training.workload == workload and (changed := _changed_since(now, training)):
                 raise InvalidInput(f"What fits was found before {changed} changed: look again with %hvd_what_fits.")
             return apply(changes)
 
         return WhatFits(tuple(cells), now, limit, failed, apply_unchanged)
-
-    def _changed_since(self, now: Settings) -> str:
-        """Knobs that memory hangs on besides those of a cell, and that somebody has changed; empty without any."""
-        changed = self._training.settings.changed_from(now).keys() - {ROWS, COLUMNS, "batch_size"}
-        return ", ".join(name for name in KNOBS if name in changed and KNOBS[name].moves)
 
     def _cell(
         self,
@@ -127,3 +129,9 @@ class Fitting:
         raise WorkloadError(
             "The largest micro-batch that fits could not be found: whole steps need more than small ones."
         )
+
+
+def _changed_since(now: Settings, training: Training) -> str:
+    """Knobs that memory hangs on besides those of a cell, and that somebody has changed; empty without any."""
+    changed = training.settings.changed_from(now).keys() - {ROWS, COLUMNS, "batch_size"}
+    return ", ".join(name for name in KNOBS if name in changed and KNOBS[name].moves)

@@ -264,6 +264,12 @@ class History:
             return [make(one) for one in self.tried if one.ran]
 
     @property
+    def steps_since_load(self) -> int:
+        """Those done here, without those of a state that was resumed."""
+        with self._lock:
+            return sum(one.steps + one.steps_beside for one in self.tried if one.settings_id >= self.loaded_as)
+
+    @property
     def begun(self) -> int:
         """How many configurations have begun, one that waits for its first step left out."""
         tried = self.tried

@@ -14,7 +14,7 @@ from ..planning import gpu_table
 from ..planning.tuning.result import TuneResult
 from ..planning.tuning.space import TUNABLE
 from ..session import current
-from ..shared.errors import InvalidInput
+from ..shared.errors import GpumemError, InvalidInput
 from ..shared.workload import Workload
 from ..ui.progress import progress_bar
 from .parsing import intermixed, pair, pairs, says_usage, shell_of, unquoted
@@ -157,11 +157,15 @@ class PlanningMagics(Magics):
 
     def _apply(self, result: TuneResult, at_once: bool) -> None:
         """Train with the best settings, or say how."""
-        if at_once and not result.stopped:
-            result.apply()
-            return
         if at_once:
-            print(f"Nothing was applied, because tuning ended early. To apply it: %hvd_set {result.typed}")
+            why_not = "Tuning ended early."
+            try:
+                if not result.stopped:
+                    result.apply()
+                    return
+            except GpumemError as error:  # what was found is shown nevertheless
+                why_not = str(error)
+            print(f"Nothing was applied: {why_not} To apply it: %hvd_set {result.typed}")
         if getattr(shell_of(self), "kernel", None) is not None:
             from ..ui.apply_view import ApplyView  # widgets take long to import
 

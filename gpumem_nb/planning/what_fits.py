@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..report.tables import Table, notes_html
+from ..shared.errors import InvalidInput
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
 from .prediction import Prediction
@@ -65,10 +66,19 @@ class WhatFits:
     _set: Callable[[dict[str, Any]], object] = field(repr=False, compare=False)
 
     def apply(self, precision: str, checkpointing: str) -> None:
-        """Train under the largest micro-batch of a cell from the next chunk on; without effect where nothing fits."""
-        for cell in self.cells:
-            if (cell.precision, cell.checkpointing) == (precision, checkpointing) and cell.settings:
-                self._set({ROWS: precision, COLUMNS: checkpointing, "batch_size": cell.largest})
+        """Train under the largest micro-batch of a cell from the next chunk on.
+
+        Raises:
+            InvalidInput: there is no such cell, or nothing fits there.
+        """
+        place = precision, checkpointing
+        cell = next((cell for cell in self.cells if (cell.precision, cell.checkpointing) == place), None)
+        if cell is None or cell.settings is None:
+            why = "not even one sample fits there" if cell else self.failed.get(place, "it was not looked at")
+            fit = [f"{one.precision} {one.checkpointing}" for one in self.cells if one.settings]
+            there = f" What fits: {', '.join(fit)}." if fit else ""
+            raise InvalidInput(f"{precision} {checkpointing} cannot be applied: {why.rstrip('.')}.{there}")
+        self._set({ROWS: precision, COLUMNS: checkpointing, "batch_size": cell.largest})
 
     @property
     def frontier(self) -> tuple[Cell, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,10 @@ def check_over(target: Path, begin: bytes) -> None:
     """
     try:
         check_no_folder(target)
+        if not target.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        if not os.access(target.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if target.exists() and not _begins(target, begin):
             raise InvalidInput(f"{target} is there already and is of something else. Name another file.")
     except OSError as error:

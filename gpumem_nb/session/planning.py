@@ -119,7 +119,7 @@ class Predicts:
             WorkloadError: nothing is loaded, or no small step was possible.
         """
         self._life.foreground.check_loaded()
-        return self._life.fitting.what_fits(progress, self._change_what_is_loaded())
+        return self._life.fitting.what_fits(progress, self._change_what_is_loaded(), lambda: self._life.training)
 
     def tune(
         self,

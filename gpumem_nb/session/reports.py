@@ -31,7 +31,8 @@ def write_report(session: Session, path: str | os.PathLike[str], progress: Progr
         raise InvalidInput(f"{target.name} cannot be written: a report is a page. Name a file such as report.html.")
     check_over(target, BEGIN)  # before the ranks are asked
     text = report_page(session, _findings(session, progress), session.score(), versions())
-    return write_over(target, text.encode(), BEGIN, "It opens in any browser, without a network and without a kernel.")
+    data = text.encode("utf-8", "backslashreplace")  # of a name that is no text, say
+    return write_over(target, data, BEGIN, "It opens in any browser, without a network and without a kernel.")
 
 
 def _findings(session: Session, progress: Progress) -> str:

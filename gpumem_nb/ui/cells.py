@@ -13,6 +13,8 @@ from ..shared.ranklist import name_ranks
 if TYPE_CHECKING:
     from ..cluster.calls import Call
 
+_LIVE = 65536  # characters that are sent again each time something is printed; all of them come at the end
+
 
 class CellOutput:
     """Shows the output of one call, updated in place in a notebook, once at the end in a terminal."""
@@ -28,7 +30,7 @@ class CellOutput:
         """Show what has been printed so far."""
         self._latest = fold(call.ranks, call.outputs())
         if self._live:
-            self._show(self._latest)
+            self._show(self._latest if len(self._latest) <= _LIVE else f"…{self._latest[-_LIVE:]}")
 
     def failed(self) -> None:
         """Show what was printed before the cell failed."""
@@ -37,7 +39,7 @@ class CellOutput:
 
     def finish(self, call: Call, results: Sequence[str | None]) -> None:
         """Show everything, and what the last expression gave."""
-        outputs = [out + (result or "") for out, result in zip(call.outputs(), results, strict=True)]
+        outputs = [_with_result(out, result or "") for out, result in zip(call.outputs(), results, strict=True)]
         self._show(fold(call.ranks, outputs))
         for rank, bundles in zip(call.ranks, call.displays(), strict=True):
             for bundle in bundles if not self._quiet else ():
@@ -57,12 +59,23 @@ class CellOutput:
             self._handle.update(bundle, raw=True)
 
 
+def _with_result(output: str, result: str) -> str:
+    between = "\n" if output and result and not output.endswith("\n") else ""
+    return f"{output}{between}{result}"
+
+
+def _as_shown(output: str) -> str:
+    """What a terminal is left with: after a carriage return a line is written anew, as progress bars do."""
+    lines = output.replace("\r\n", "\n").split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+
+
 def fold(ranks: Sequence[int], outputs: Sequence[str]) -> str:
     """One block for each distinct output, headed by the ranks that printed it, in order of the first of them."""
     blocks: dict[str, list[int]] = {}
     for rank, output in zip(ranks, outputs, strict=True):
-        if output.strip():
-            blocks.setdefault(output.rstrip(), []).append(rank)
+        if shown := _as_shown(output).rstrip():
+            blocks.setdefault(shown, []).append(rank)
     return "\n".join(
         f"[{name_ranks(of)}]" + (" " if "\n" not in output else "\n") + output for output, of in blocks.items()
     )

@@ -156,11 +156,16 @@ class DiagnosisView:
             if one.settled or not one.taken or self._closed.wait(LOOK_EVERY_S) or self._session.ended:
                 return
             self._tell(one)
+        one.said.html = "<p>Changed. Train some steps and look again to see what came of it.</p>"
 
     def _tell(self, one: _Card) -> None:
         """What was measured under the flip, beside what was predicted."""
         flip, now = one.finding.flip, self._session.history.now()
         assert flip
+        rescue = self._session.history.rescue
+        if rescue and rescue.settings == flip.after and rescue.did:
+            one.said.html, one.settled = f"<p>{escape(rescue.headline)} {escape(_sentence(rescue.did))}</p>", True
+            return
         # Beside what was predicted of these settings and this workload, what others came to would say nothing.
         if (self._session.settings, self._session.workload) != (flip.after, self._workload):
             one.said.html, one.settled = "<p>Changed since.</p>", True
@@ -184,6 +189,10 @@ def _flip(flip: Flip) -> str:
     mathematics = f"{sign}{flip.mathematics}"
     look = ' class="gpumem-differs"' if flip.changes_mathematics else ""
     return f"<p>{escape(flip.brings)}; <span{look}>{escape(mathematics)}</span></p>"
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
 
 
 def _region(css_class: str, role: str, label: str) -> Region:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Mapping
 from html import escape
 
@@ -48,7 +49,9 @@ def report_page(session: Steered, findings: str, scoreboard: Scoreboard, version
 def without_home(text: str) -> str:
     """The same, with the home folder written as people do."""
     home = os.path.expanduser("~")
-    return text.replace(escape(home), "~") if len(home) > 1 else text
+    for path in {home, os.path.realpath(home)} - {os.sep}:
+        text = re.sub(rf"{re.escape(escape(path))}(?![\w.-])", "~", text)
+    return text
 
 
 def _facts(session: Steered) -> str:

@@ -49,7 +49,7 @@ class SearchView:
         self._asked: Any = None
         self._begin = [self._button(*question) for question in questions]
         self._stop = ipywidgets.Button(description="Stop", icon="stop", tooltip="end it with what was found by then")
-        self._stop.on_click(lambda _: self._stopped.set())
+        self._stop.on_click(lambda _: self._stop_pressed())
         self._stop.layout.display = "none"
         self._said = Region(role="status", label="how far it is, and what was found")
         self._said.add_class("gpumem-searching")
@@ -85,7 +85,12 @@ class SearchView:
             self._stopped.clear()
             self.follow("")
             self._stop.layout.display = ""
+            self._said.html = "<p>Waiting for the question before it …</p>"  # until it has its turn
             self._search(lambda: self._do(question))
+
+    def _stop_pressed(self) -> None:
+        self._stopped.set()
+        self._said.html = "<p>Stopping …</p>"
 
     def _do(self, question: Question) -> None:
         said = ""
@@ -93,8 +98,8 @@ class SearchView:
             self.show([])
             with self._session.telling(self._heed):  # Stop is heard while ranks are waited for, too
                 said = question(self._progress)
-        except KeyboardInterrupt:
-            said = "Stopped."
+        except KeyboardInterrupt as why:
+            said = str(why) or "Stopped."
         except GpumemError as error:
             said = str(error)
         finally:

@@ -11,13 +11,14 @@ from plotly import graph_objects as go
 from ..internals.plotly_internals import LiveFigure
 from ..planning.tuning.record import Candidate
 from ..planning.tuning.result import TuneResult
+from ..shared.units import format_rate
 from . import figures
 from .style import BLUE, GREEN, GREY, VERMILION
 
 _MIB = 2**20
 _HEIGHT = 380
 _NEAR = 1.6  # times the most that was reserved, up to which the limit is worth its place
-_HOVER = "%{text}<br>%{x:.1f} MiB reserved, %{y:.0f} samples/s<extra></extra>"
+_HOVER = "%{text}<br>%{x:.1f} MiB reserved, %{customdata} samples/s<extra></extra>"
 
 
 def show_tuned(result: TuneResult) -> None:
@@ -105,6 +106,7 @@ def _points(name: str, of: Sequence[Candidate], result: TuneResult, **look: Any)
             "width": 3,
         },
         text=[result.flip(one) for one in of],
+        customdata=[format_rate(one.samples_per_s) for one in of],
         hovertemplate=_HOVER,
         **look,
     )

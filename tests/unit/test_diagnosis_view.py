@@ -12,7 +12,9 @@ import pytest
 from gpumem_nb.kernel.history import History
 from gpumem_nb.planning.doctor.diagnosis import Diagnosis
 from gpumem_nb.planning.doctor.finding import MEMORY, TIME, Finding, Flip
+from gpumem_nb.report.rescue import Rescue
 from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.messages import Failure
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import WorkloadInfo
 from gpumem_nb.ui import diagnosis_view, threads
@@ -123,6 +125,25 @@ def test_another_change_ends_the_waiting_and_nothing_else_is_told_as_what_came(s
     assert not view.follow()
     assert "Changed since." in regions(view)
     assert "measured: live peak" not in regions(view)
+
+
+def test_a_flip_whose_first_step_failed_says_so(session: Session) -> None:
+    view = DiagnosisView(session, diagnosis(), lambda action: action())  # type: ignore[arg-type]
+    buttons(view)[0].click()
+    rescue = Rescue(Failure(1, "oom", "forward", "no memory", asked_bytes=MIB, free_bytes=0), 1, AFTER)
+    session.history.rescued(rescue)
+    rescue.did, session.settings = "training went back to precision=fp32", Settings()
+    assert not view.follow()
+    assert "rank 1 ran out of memory in the forward part of the step" in regions(view)
+    assert "Training went back to precision=fp32." in regions(view)
+
+
+def test_where_nothing_is_trained_it_says_what_to_do(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis_view, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(diagnosis_view, "WATCHED_S", 0.003)
+    view = DiagnosisView(session, diagnosis())  # type: ignore[arg-type]
+    buttons(view)[0].click()
+    until(lambda: "Train some steps and look again" in regions(view))
 
 
 def test_by_itself_it_uses_a_thread_that_ends(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

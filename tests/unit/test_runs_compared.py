@@ -77,3 +77,18 @@ def test_knobs_are_blamed_and_times_scaled_only_for_one_model_on_as_many_ranks()
     assert "checkpointing none → blocks" in Comparison(a, alike).why[0]
     assert Comparison(a, alike).parts["backward"] == pytest.approx(-0.025)
     assert "checkpointing" not in Comparison(a, replace(alike, ranks=4)).why[0]
+
+
+def test_what_the_mathematics_do_is_told_of_one_model_and_on_other_ranks_as_the_global_batch() -> None:
+    history = history_of()
+    train(history, Settings(batch_size=64), TEN, parameters=1)
+    train(history, Settings(batch_size=32, accumulation_steps=2), TEN, parameters=1)
+    _, runs = runs_of(history)
+    a, b = runs[1], runs[2]
+    assert "The change keeps the mathematics to rounding." in str(Comparison(a, b))
+    on_four = str(Comparison(a, replace(b, ranks=4)))
+    assert "the mathematics" not in on_four
+    assert "On other ranks, steps have a global batch of 256 in place of 128." in on_four
+    as_many = replace(b, ranks=4, settings=Settings(batch_size=32))
+    assert "On other ranks, steps have a global batch of 128 as before." in str(Comparison(a, as_many))
+    assert "the mathematics" not in str(Comparison(a, replace(b, parameters=2)))

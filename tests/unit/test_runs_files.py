@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 import zlib
@@ -201,6 +202,14 @@ def test_csv_has_all_rows_and_what_people_wrote(record: Record, tmp_path: Path) 
     assert list(read.live_peak_bytes[:2]) == [44 * MIB, 44 * MIB]
     assert read.note[1] == " ".join(HOSTILE.split())
     runs.export(tmp_path / "runs.csv")  # its own file may be written over
+
+
+@pytest.mark.parametrize("kind", ["csv", "html"])
+def test_a_name_that_is_no_text_is_written_nevertheless(record: Record, tmp_path: Path, kind: str) -> None:
+    name = os.fsdecode(b"st\xe4nde.gpumem")
+    runs = Runs([replace(row, came_from=name) for row in shown(record)])
+    runs.export(tmp_path / f"runs.{kind}")
+    assert "st\\udce4nde" in (tmp_path / f"runs.{kind}").read_text()
 
 
 def test_html_is_a_page_of_its_own(record: Record, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from gpumem_nb.session import reports
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from gpumem_nb.ui.report_page import without_home
 from tests.runs import history_of
 
 
@@ -49,8 +50,17 @@ def test_the_page_is_written_and_says_why_nothing_was_examined(
     with pytest.raises(InvalidInput):
         reports.write_report(session, tmp_path / "x.pdf", lambda what, done: session.told.append(what))
     (tmp_path / "theirs.html").write_text("something else")
-    for theirs in ("theirs.html", "no_folder"):
+    for theirs in ("theirs.html", "no_folder", "no_folder/x.html"):
         with pytest.raises(InvalidInput):
             reports.write_report(session, tmp_path / theirs, lambda what, done: session.told.append(what))
     assert session.told == ["the ranks"], "nobody is asked for what cannot be written"
     assert (tmp_path / "theirs.html").read_text() == "something else"
+
+
+def test_a_home_folder_is_written_as_people_do_and_no_other_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "jo").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("HOME", str(tmp_path / "jo"))
+    assert without_home(f"{tmp_path}/jo/a.csv {tmp_path}/real/b.csv") == "~/a.csv ~/b.csv"
+    for other in (f"{tmp_path}/john/a.csv", f"{tmp_path}/real-2"):
+        assert without_home(other) == other

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.ranklist import choose_ranks, name_ranks, parse_ranks
-from gpumem_nb.ui.cells import fold
+from gpumem_nb.ui.cells import CellOutput, fold
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,30 @@ def test_what_cannot_be_ranks_is_refused_in_a_sentence(ranks: Any) -> None:
 def test_identical_output_is_one_block() -> None:
     folded = fold([0, 1, 2, 3], ["same\n", "same\n", "one\ntwo\n", ""])
     assert folded == "[ranks 0-1] same\n[rank 2]\none\ntwo"
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        ("\r  0%|\r 50%|\r100%|", "100%|"),
+        ("\r  0%|\r100%|\nloss 1\n", "100%|\nloss 1"),
+        ("of Windows\r\ntwo\r\n", "of Windows\ntwo"),
+        ("half\r", "half"),
+    ],
+)
+def test_a_line_that_is_written_anew_takes_the_place_of_itself(printed: str, shown: str) -> None:
+    assert fold([0], [printed]).split("]", 1)[1].strip() == shown
+
+
+def test_what_a_cell_printed_and_what_it_gave_are_on_lines_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    class Printed:
+        ranks = (0, 1)
+
+        def outputs(self) -> list[str]:
+            return ["loss 0.5", "loss 0.5\n"]
+
+        def displays(self) -> list[list[Any]]:
+            return [[], []]
+
+    CellOutput(quiet=False).finish(cast(Any, Printed()), ["42", "42"])
+    assert capsys.readouterr().out == "[ranks 0-1]\nloss 0.5\n42\n"

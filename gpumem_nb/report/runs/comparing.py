@@ -182,7 +182,11 @@ class Comparison:
         ]
         notes.append(compared(self.a.speed, self.b.speed).join(("Throughput: ", ".")))
         notes += self.why
-        if self.changed and self.a.settings != self.b.settings:
+        if self._same_model and self.a.ranks != self.b.ranks:
+            sizes = self.a.global_batch, self.b.global_batch
+            kept = f"of {sizes[0]} as before" if sizes[0] == sizes[1] else f"of {sizes[1]} in place of {sizes[0]}"
+            notes.append(f"On other ranks, steps have a global batch {kept}.")
+        elif self._same_model and self.a.settings != self.b.settings:
             does = mathematics(self.a.settings, self.b.settings)
             notes.append(f"The change {does}.")
         if columns.loss_after(self.a, self.samples) is not None:

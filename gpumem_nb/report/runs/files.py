@@ -40,7 +40,7 @@ def write(runs: Runs, path: str | os.PathLike[str]) -> Written:
 
 
 def _csv(runs: Runs) -> bytes:
-    return bytes(runs.frame().to_csv(index=False).encode())
+    return bytes(runs.frame().to_csv(index=False).encode("utf-8", "backslashreplace"))
 
 
 def _parquet(runs: Runs) -> bytes:
@@ -66,4 +66,4 @@ def _unknown(value: Any) -> bool:
 
 
 def _html(runs: Runs) -> bytes:
-    return page("Runs", [runs.unfolded._repr_html_()]).encode()
+    return page("Runs", [runs.unfolded._repr_html_()]).encode("utf-8", "backslashreplace")

@@ -1,0 +1,33 @@
+"""A cell of what fits is applied, or it is said why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpumem_nb.planning.what_fits import Cell, WhatFits
+from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.settings import Settings
+
+CELLS = (Cell("fp32", "none", 8, settings=Settings(batch_size=8)), Cell("bf16", "none", 0))
+
+
+def test_a_cell_sets_its_precision_its_checkpointing_and_its_micro_batch() -> None:
+    changed: list[dict[str, Any]] = []
+    WhatFits(CELLS, Settings(), None, {}, changed.append).apply("fp32", "none")
+    assert changed == [{"precision": "fp32", "checkpointing": "none", "batch_size": 8}]
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        (("bf-16", "none"), "bf-16 none cannot be applied: it was not looked at. What fits: fp32 none."),
+        (("bf16", "none"), "not even one sample fits there. What fits: fp32 none."),
+        (("fp16", "none"), "no fp16 here. What fits"),
+    ],
+)
+def test_where_nothing_can_be_set_it_says_so(place: tuple[str, str], why: str) -> None:
+    found = WhatFits(CELLS, Settings(), None, {("fp16", "none"): "no fp16 here."}, lambda changes: None)
+    with pytest.raises(InvalidInput, match=why):
+        found.apply(*place)
