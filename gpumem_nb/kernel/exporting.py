@@ -116,12 +116,12 @@ class Exporting:
         ranks, now = self._ranks, self._history.now()
         framework = "DistributedDataParallel" if ddp else "Horovod"
         run, *others = commands(target.name, len(ranks), ddp)
-        more = "".join(f"    (or: {command})" for command in others)
         devices = f"{len(ranks)} ranks with {ranks[0].device_name}{' and the like' * (len(ranks) > 1)}"
         lines = [
             f"{workload.name} on every rank, with {framework}. {MARK} {__version__} on {time.strftime('%Y-%m-%d')}.",
             "",
-            f"Run it:  {run}{more}",
+            f"Run it:  {run}",
+            *(f"    or:  {command}" for command in others),
             "Go on from a state that the session saved with %hvd_save: add --resume FILE.",
             f"Measured in the session, on {devices}, Horovod {facts.horovod}, torch {facts.torch}:",
         ]

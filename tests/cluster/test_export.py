@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from tests import exported
 from tests.internals import COLLECT
+from tests.timing import HANG_S
 
 pytestmark = pytest.mark.cluster
 
@@ -233,6 +235,33 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(
     assert not path.exists()
 
 
+@pytest.mark.parametrize("ddp", [False, True])
+def test_every_command_that_is_told_runs_it_as_a_terminal_does(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, ddp: bool
+) -> None:
+    written = fresh(two_ranks, "digits-resnet", width=8, depth=1, resolution=8).export(
+        tmp_path / "my train.py", ddp=ddp
+    )
+    lines = str(written).splitlines()
+    told = lines[lines.index(f"Run it in a terminal, in {tmp_path}:") + 1 :]
+    assert all(command in (tmp_path / "my train.py").read_text() for command in written.commands)
+    plain = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
+    environment = [line for line in told if "activate" in line]
+    for command in written.commands:
+        terminal = "\n".join(["set -e", *environment, f"{command} --steps 2 --log-every 1"])
+        answer = subprocess.run(
+            ["bash", "-c", terminal],
+            cwd=tmp_path,
+            env=plain,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
+        )
+        assert answer.returncode == 0, command + answer.stdout + answer.stderr
+        assert "step 2: loss" in answer.stdout
+
+
 def test_the_magic_says_what_is_not_carried_over_and_how_to_run_it(
     two_ranks: Session, fresh: Callable[..., Session], shell: InteractiveShell, tmp_path: Path, capsys: Any
 ) -> None:
@@ -251,4 +280,4 @@ def test_the_magic_says_what_is_not_carried_over_and_how_to_run_it(
     thread.start()
     thread.join(60)
     session.pause()
-    assert "mpiexec -n 2 python train.py" in str(written[0])
+    assert "mpiexec -n 2 --bind-to none" in str(written[0])
