@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..internals.torch_internals import has_step_hooks
+from ..internals.torch_internals import batch_norms, buffers_by_name, has_step_hooks
 from ..memory.device import Device
 from ..shared.exporting import Facts as Facts
 from ..shared.knobs.communication import VARIABLES
@@ -83,6 +83,8 @@ def _facts(trainer: Trainer) -> Facts:
         partial=had.partial,
         evaluating=bool(live.evaluating()),
         buffers=any(True for _ in live.model.buffers()),
+        norms=any(buffers_by_name(norm) for block in live.blocks for norm in batch_norms(block)),
+        changed_by_blocks=next(iter(live.changed_by_blocks), ""),
         blocks=tuple(modules.get(id(block), "") for block in live.blocks),
         cache=any(hasattr(getattr(module, "config", None), "use_cache") for module in live.model.modules()),
         rate=live.learning_rate,

@@ -11,10 +11,15 @@ from .order import quoted
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
 
-def checkpointed(names: Sequence[str]) -> Iterator[str]:
-    """Lines that recompute each of these modules of ``model`` in backward."""
+def checkpointed(names: Sequence[str], norms: bool) -> Iterator[str]:
+    """Lines that recompute each of these modules of ``model`` in backward; with ``norms``, it is no other batch."""
     yield f"for block in {_which(names)}:"
-    yield "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
+    if norms:
+        yield "    contexts = functools.partial(once_in_statistics, block)"
+        yield "    again = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)"
+        yield "    block.forward = functools.partial(again, block.forward)"
+    else:
+        yield "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
 
 
 def _which(names: Sequence[str]) -> str:

@@ -71,6 +71,11 @@ def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
             f"checkpointing={settings.checkpointing} joins blocks of a model without rewriting it, which torch's own "
             "checkpoint does not. Set checkpointing=blocks or none first."
         )
+    if settings.checkpointing != "none" and facts.changed_by_blocks:
+        yield (
+            f"a block changes {facts.changed_by_blocks} when it runs, which recomputing would do again in a plain "
+            "script. Set checkpointing=none first, and train a step."
+        )
 
 
 def _data(facts: Facts) -> Iterator[str]:

@@ -112,6 +112,7 @@ class Values:
             "separable": source.separable,
             "dropout": dropout,
             "checkpointing": settings.checkpointing != "none",
+            "statistics": own and settings.checkpointing != "none" and facts.norms,
             "amp": settings.precision != "fp32",
             "fp16": settings.precision == "fp16",
             "clip": settings.clip_norm is not None,
@@ -279,7 +280,7 @@ class Values:
                 yield "for module in model.modules():"
                 yield '    if getattr(getattr(module, "config", None), "use_cache", False):'
                 yield "        module.config.use_cache = False  # of generation: recomputation would add to it again"
-            yield from checkpointed(self._facts.blocks)
+            yield from checkpointed(self._facts.blocks, self._facts.norms)
 
     def _frozen(self) -> Iterator[str]:
         for name in self._facts.absent if self._own else ():

@@ -43,6 +43,8 @@ class Facts:
         partial: whether some ever had one on some ranks only.
         evaluating: whether modules train in evaluation mode.
         buffers: whether the model has any.
+        norms: whether blocks hold batch norms with statistics.
+        changed_by_blocks: what else checkpointed blocks change when they run: the first of its names, or nothing.
         blocks: names of those that checkpointing wraps.
         cache: whether the model has a configuration with a cache for generation.
         rate: of the optimizer's first group just now.
@@ -89,6 +91,8 @@ class Facts:
     partial: bool
     evaluating: bool
     buffers: bool
+    norms: bool
+    changed_by_blocks: str
     blocks: tuple[str, ...]
     cache: bool
     rate: float

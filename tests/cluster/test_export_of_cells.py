@@ -38,6 +38,67 @@ rows = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.arange(40) % 3)
 def loss(model, batch): return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
 
+NORMS = """
+import torch
+from torch import nn
+def block(width): return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 4, 1), nn.Linear(4, 3)
+        self.blocks = nn.ModuleList(block(4) for _ in range(3))
+    def forward(self, images):
+        features = self.first(images)
+        for block in self.blocks:
+            features = nn.functional.dropout(block(features), 0.1, self.training)
+        return self.last(features.mean((2, 3)))
+net = Net()
+net.blocks[2][1].eval()
+rows = torch.utils.data.TensorDataset(torch.randn(40, 1, 5, 5), torch.arange(40) % 3)
+held_out = torch.utils.data.TensorDataset(torch.randn(7, 1, 5, 5), torch.arange(7) % 3)
+def loss(model, batch): return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+POWER = """
+import torch
+from torch import nn
+net = nn.Sequential(*[nn.utils.spectral_norm(nn.Linear(4, 4)) for _ in range(3)])
+rows = torch.utils.data.TensorDataset(torch.randn(40, 4))
+def loss(model, batch): return model(batch[0]).square().mean()
+"""
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_recomputing_counts_no_batch_twice_in_the_statistics_of_batch_norms(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, ddp: bool
+) -> None:
+    session = fresh(two_ranks)
+    session.run(NORMS)
+    session.attach("net", "rows", "loss", eval_data="held_out")
+    session.set(batch_size=4, accumulation_steps=2, checkpointing="blocks")
+    run = session.train(STEPS)
+    found = session.evaluate()
+    script = tmp_path / "train.py"
+    session.export(script, ddp=ddp)
+    ran = exported.run(script, steps=STEPS, ddp=ddp)
+    assert ran.losses == exported.mean_losses(run)
+    assert exported.differing(session, ran) == []
+    assert f"loss {found.loss:.6g}" in ran.output
+
+
+def test_what_else_a_block_changes_in_forward_is_refused_under_checkpointing(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.run(POWER)
+    session.attach("net", "rows", "loss")
+    session.set(batch_size=4, checkpointing="blocks")
+    session.train(2)
+    with pytest.raises(WorkloadError, match="a block changes weight_u when it runs, which recomputing would do again"):
+        session.export(tmp_path / "train.py")
+    session.set(checkpointing="none")
+    session.train(1)
+    session.export(tmp_path / "train.py")
+
 
 def test_words_of_a_set_are_numbered_as_in_the_session_and_cells_may_use_the_offered_names(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path

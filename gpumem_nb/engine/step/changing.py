@@ -79,6 +79,11 @@ class Changing:
             if before.was_changed:
                 self._known[before.key].changed = _OFTEN
 
+    @property
+    def names(self) -> list[str]:
+        """Of those that are changed each time, as far as is known."""
+        return [name for (_, name), known in self._known.items() if known.changed >= _OFTEN]
+
     def _before(self, key: Key, tensor: Tensor) -> Before:
         now = version(tensor)
         known = self._known.get(key)

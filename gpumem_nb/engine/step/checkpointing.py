@@ -78,8 +78,8 @@ class Checkpointing:
         self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
         self._open: tuple[Segment, ExitStack] | None = None
         self._hooks = []
-        for index, block in enumerate(blocks):
-            state = BlockState(block)
+        self._states = [BlockState(block) for block in blocks]
+        for index, (block, state) in enumerate(zip(blocks, self._states, strict=True)):
 
             def enter(_: Any, args: Any, kwargs: Any, index: int = index, state: BlockState = state) -> None:
                 self._enter(index, state, args, kwargs)
@@ -106,6 +106,11 @@ class Checkpointing:
                 f"first is a {type(self._blocks[0]).__name__}. Use checkpointing=none, or name modules that forward "
                 "calls in Workload(blocks=...)."
             )
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of tensors that blocks change when they run, but for statistics of batch norms."""
+        return [name for state in self._states for name in state.changing.names]
 
     def abandon(self) -> None:
         """Forget a pass that was left half way: torch calls no hooks after a ``KeyboardInterrupt``."""

@@ -295,6 +295,11 @@ class LiveModel:
         elif self.scheduler and self.optimizer is self.own_optimizer:
             self.scheduler.step()
 
+    @property
+    def changed_by_blocks(self) -> list[str]:
+        """Names of tensors that checkpointed blocks change when they run, but for statistics of batch norms."""
+        return self._checkpointing.changed if self._checkpointing else []
+
     def finished_backward(self) -> None:
         """Forward and backward of a step are over.
 
