@@ -57,9 +57,10 @@ def _knobs(settings: Settings, ddp: bool) -> Iterator[str]:
 
 def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
     """Of somebody's own model and data."""
-    if not facts.stepped or "unknown" in (facts.loss, facts.metric):
-        what = "what the loss and the metric are called with, and which weights get a gradient"
-        yield f"{_AGAIN}{' and evaluate (%hvd_eval)' * (facts.metric == 'unknown')}: that shows {what}."
+    if not facts.stepped or facts.loss == "unknown":
+        yield f"{_AGAIN}: that shows what the loss is called with, and which weights get a gradient."
+    if facts.metric == "unknown":
+        yield "Evaluate first (%hvd_eval): that shows what the metric is called with."
     yield from _data(facts)
     yield from _weights(facts, ddp)
     yield from _optimizer(facts, settings, ddp)

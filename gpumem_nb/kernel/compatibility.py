@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ..report.differences import typed
 from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS, additional
 from ..shared.settings import Settings
@@ -83,7 +84,18 @@ def adapted(settings: Settings, workload: WorkloadInfo) -> Settings:
 
 
 def within_dataset(settings: Settings, workload: WorkloadInfo, ranks: int) -> Settings:
-    """The same with a global batch that is not larger than the dataset."""
+    """The same with a global batch that is not larger than the dataset: of fewer micro-batches, or of smaller ones."""
     if workload.dataset_len is None or settings.samples_per_rank * ranks <= workload.dataset_len:
         return settings
-    return settings.replace(batch_size=workload.dataset_len // ranks, accumulation_steps=1)
+    most = workload.dataset_len // ranks
+    size = min(settings.batch_size, most)
+    return settings.replace(batch_size=size, accumulation_steps=most // size if size else 1)
+
+
+def kept(settings: Settings, workload: WorkloadInfo, ranks: int) -> str:
+    """What another load in the place of this one would not have begun with, in words."""
+    fresh = within_dataset(adapted(Settings(), workload), workload, ranks)
+    now = within_dataset(settings, workload, ranks)
+    if now == fresh:
+        return ""
+    return f"Kept from before: {typed(fresh, now)} (back with: %hvd_set {typed(now, fresh)})."

@@ -231,7 +231,8 @@ class Doctoring:
             except (InvalidInput, WorkloadError) as error:
                 in_vain.setdefault("Not possible", []).append(f"{typed(evidence.settings, after)} ({error})")
                 continue
-            flip = Flip(evidence.settings, after, changes, evidence.needs, will, evidence.now_per_s(changes))
+            norm, now_per_s = evidence.workload.batch_norm, evidence.now_per_s(changes)
+            flip = Flip(evidence.settings, after, changes, evidence.needs, will, now_per_s, norm)
             if _brings(flip, finding.wants):
                 return dataclasses.replace(finding, flip=flip)
             untimed = finding.wants == FASTER and will is not None and will.cut_short

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..planning.prediction import DOES_NOT_FIT
 from ..planning.tuning.record import fits
 from ..planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
 from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
@@ -104,7 +105,10 @@ class Fitting:
         changes = dict(zip((ROWS, COLUMNS), place, strict=True))
         if why := slow.why(now.replace(**changes)):
             raise WorkloadError(why)
-        largest = self._predicting.largest_batch(changes)
+        running, least = self._history.running, 0  # what training runs under fits, whatever is predicted
+        if running and running.settings == now.replace(**changes):
+            least = now.batch_size
+        largest = max(self._predicting.largest_batch(changes), least)
         tell()
         for _ in range(_ATTEMPTS):
             if not largest:
@@ -112,20 +116,20 @@ class Fitting:
             settings = now.replace(**changes, batch_size=largest)
             [predicted] = self._predicting.by_small_steps(settings, [largest])
             tell()
-            if fits(predicted):
+            if fits(predicted) or largest == least:
                 if place[0] not in rates:
-                    least = settings.replace(batch_size=min(largest, _LEAST))
-                    rates[place[0]] = self._predicting.by_whole_steps(least).samples_per_s or 0.0
+                    few = settings.replace(batch_size=min(largest, _LEAST))
+                    rates[place[0]] = self._predicting.by_whole_steps(few).samples_per_s or 0.0
                     tell()
                 samples_per_step = self._history.size * settings.accumulation_steps
                 short = int(_LONGEST_S * rates[place[0]] / samples_per_step)
                 measured_at = min(largest, max(_LEAST, short))
                 whole = self._predicting.by_whole_steps(settings.replace(batch_size=measured_at))
-                if fits(whole):
+                if fits(whole) or (largest == least and whole.verdict != DOES_NOT_FIT):
                     rates[place[0]] = whole.samples_per_s or rates[place[0]]
                     exact = whole if measured_at == largest else predicted
                     return Cell(*place, largest, largest == most, exact, whole.samples_per_s, measured_at, settings)
-            largest //= 2
+            largest = max(largest // 2, least)
         raise WorkloadError(
             "The largest micro-batch that fits could not be found: whole steps need more than small ones."
         )

@@ -264,6 +264,12 @@ class History:
             return [make(one) for one in self.tried if one.ran]
 
     @property
+    def running(self) -> Tried | None:
+        """The present configuration, if steps went well under it of the model as it is: it fits, whatever is said."""
+        now = self.now()
+        return now if now and now.outcome == "ok" and self.steps > self.changed_after else None
+
+    @property
     def steps_since_load(self) -> int:
         """Those done here, without those of a state that was resumed."""
         with self._lock:

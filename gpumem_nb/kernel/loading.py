@@ -317,7 +317,7 @@ class Loading:
         self._origin.resumed_from = self._origin.named = None
         self._history.seen_before = 0
         settings = compatibility.loaded(self._training.settings, info, self._history.size)
-        self.kept = _kept(compatibility.adapted(Settings(), info), settings)
+        self.kept = compatibility.kept(settings, info, self._history.size)
         self._train_from(0, info, settings, f"loaded {info.name}")
         return info
 
@@ -368,7 +368,7 @@ class Loading:
     def _train_from(self, steps: int, info: WorkloadInfo, settings: Settings, event: str) -> None:
         fitting = compatibility.within_dataset(settings, info, self._history.size)
         if fitting != settings:
-            self._history.mark("note", f"batch_size={fitting.batch_size}, because the dataset is small")
+            self._history.mark("note", f"{typed(settings, fitting)}, because the dataset is small")
         self._history.steps = steps
         info = replace(info, options=tuple((self._origin.options or {}).items()))
         self._snapshots.begin(info, steps, self._origin.options)
@@ -391,10 +391,3 @@ class Loading:
                 f"resume: %hvd_resume {source}"
             )
         self.load(header.workload, header.options, header.seed)
-
-
-def _kept(fresh: Settings, settings: Settings) -> str:
-    """What another load in its place would not have begun with."""
-    if settings == fresh:
-        return ""
-    return f"Kept from before: {typed(fresh, settings)} (back with: %hvd_set {typed(settings, fresh)})."

@@ -55,7 +55,8 @@ class Predicting:
         begun, model_version = history.begun, history.model_version
         settings = self._checked(knobs)
         found = self._rehearsed(self.by_small_steps(settings, [settings.batch_size])[0])
-        prediction = replace(found.widened(*self.score().missed(model_version)), before=now)
+        widened = found.widened(*self.score().missed(model_version))
+        prediction = replace(widened, before=now, batch_norm=self._loaded().batch_norm)
         history.predicted(Asked(prediction, model_version, now, begun))
         return prediction
 

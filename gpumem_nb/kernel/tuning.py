@@ -21,7 +21,7 @@ from ..shared.forecast import SMALL
 from ..shared.knobs.batch import shortened
 from ..shared.progress import Progress
 from ..shared.settings import Settings
-from ..shared.units import format_rate, parse_size
+from ..shared.units import format_bytes, format_rate, parse_size
 from . import compatibility
 from .foreground import Foreground
 from .history import History
@@ -30,6 +30,7 @@ from .slow_precisions import SlowPrecisions
 from .training import Training
 from .unchanged import Changed, Unchanged
 
+_LEAST_BUDGET = 2**20  # bytes: a number without a unit may be meant as MiB
 LEAST_S, MOST_S = 1.0, 86400.0
 
 
@@ -59,6 +60,11 @@ class Tuning:
             WorkloadError: nothing is loaded, or no settings could be looked at.
         """
         budget_bytes = None if budget is None else parse_size(budget)
+        if budget_bytes is not None and budget_bytes < _LEAST_BUDGET:
+            raise InvalidInput(
+                f"budget={budget!r} is {format_bytes(budget_bytes)}, less than any rank holds: write a size such as "
+                "512MiB."
+            )
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not LEAST_S <= seconds <= MOST_S:
             raise InvalidInput(f"seconds={seconds!r} cannot be used: write a number from {LEAST_S:g} to {MOST_S:g}.")
         self._foreground.check_loaded()
@@ -78,7 +84,7 @@ class Tuning:
         try:
             search(choice, trials)
         except KeyboardInterrupt as interrupt:
-            stopped = f"It was interrupted. {interrupt}".rstrip()
+            stopped = f"It was interrupted. {str(interrupt).removeprefix('Interrupted. ')}".rstrip()
         except Changed as why:
             stopped = f"It ended early, because {why}"
         except GpumemError as error:
@@ -235,9 +241,9 @@ class _Trials:
 
 
 def _running(history: History, budget_bytes: int | None) -> Settings | None:
-    """The settings under which this model was trained last, if that went well: they fit, whatever is predicted."""
-    tried = history.now()
-    if tried is None or tried.outcome != "ok" or history.steps <= history.changed_after:
+    """The settings under which the model runs, if that is within the budget."""
+    tried = history.running
+    if tried is None:
         return None
     fits = budget_bytes is None or max(tried.reserved, default=0) <= budget_bytes
     return tried.settings if fits else None

@@ -42,7 +42,8 @@ class TrainingMagics(Magics):
         settings, policy = session.settings, session.policy
         wanted = settings.replace(**{name: value for name, value in knobs.items() if name in KNOBS})
         if wanted != settings:  # said before it is done
-            print(f"This {mathematics(settings, wanted)}.")
+            loaded = session.workload
+            print(f"This {mathematics(settings, wanted, loaded is not None and loaded.batch_norm)}.")
         session.set(**knobs)
         changes = [arrows(settings, session.settings), arrows(policy, session.policy)]
         print("\n".join(filter(None, changes)) or "That is how it is already: nothing was changed.")

@@ -41,6 +41,7 @@ class Prediction:
         seconds: what predicting took.
         cut_short: whether it was not timed because somebody waited for the ranks.
         before: the settings that it was asked from, if there were any.
+        batch_norm: whether the model takes statistics from micro-batches.
     """
 
     settings: Settings
@@ -62,6 +63,7 @@ class Prediction:
     high_samples_per_s: float | None = None
     cut_short: bool = False
     before: Settings | None = None
+    batch_norm: bool = False
 
     @property
     def refusal(self) -> str:
@@ -69,6 +71,11 @@ class Prediction:
         if self.verdict != DOES_NOT_FIT:
             return ""
         return f"will not fit: {format_bytes(self.reserved_peak_bytes)} of {format_bytes(self.limit_bytes)}"
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether a step ran out of memory on trial: all bytes here are the least that is needed, whatever it is."""
+        return list(self.categories) == [OTHER]
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -101,7 +108,7 @@ class Prediction:
     def _mathematics(self) -> str:
         if self.before is None or self.before == self.settings:
             return ""
-        return f"; it {mathematics(self.before, self.settings)}"
+        return f"; it {mathematics(self.before, self.settings, self.batch_norm)}"
 
     @property
     def _speed(self) -> str:

@@ -25,11 +25,22 @@ def arrows(before: Kind, after: Kind) -> str:
     return ", ".join(f"{one.name} {one.text(getattr(before, one.name))} → {one.text(v)}" for one, v in changed)
 
 
-def mathematics(before: Settings, after: Settings) -> str:
-    """What the change does to the mathematics: ``changes the mathematics (precision, batch_size)``."""
+def mathematics(before: Settings, after: Settings, batch_norm: bool = False) -> str:
+    """What the change does to the mathematics: ``changes the mathematics (precision, batch_size)``.
+
+    ``batch_norm``: whether the model takes statistics from micro-batches.
+    """
     what = after.mathematics(before)
     names = [name for name in after.changed_from(before) if KNOBS[name].mathematics_of(before, after) == CHANGES]
-    return DOES[what] + (f" ({', '.join(names)})" if names else "")
+    return DOES[what] + (f" ({', '.join(names)})" if names else "") + (_but(before, after) if batch_norm else "")
+
+
+def _but(before: Settings, after: Settings) -> str:
+    """What other micro-batches do to a model whose samples look at each other."""
+    size, was = after.batch_size, before.batch_size
+    if size == was or after.mathematics(before) == CHANGES:
+        return ""
+    return f", but for batch norm, whose statistics come from micro-batches of {size} samples then, not of {was}"
 
 
 def short(before: Settings, after: Settings) -> str:

@@ -35,3 +35,23 @@ def test_an_optimizer_of_its_own_is_offered_only_by_a_workload_that_brings_one()
     assert refuses is not None
     assert [bool(refuses("own", workload)) for workload in (None, PLAIN, OWN)] == [True, True, False]
     assert not any(refuses(name, None) for name in KNOBS["optimizer"].choices if name != "own")
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation_steps", "fitting"),
+    [(8, 8, (8, 6)), (64, 8, (50, 1)), (8, 2, (8, 2)), (50, 1, (50, 1))],
+)
+def test_of_a_small_dataset_fewer_micro_batches_are_taken_before_smaller_ones(
+    batch_size: int, accumulation_steps: int, fitting: tuple[int, int]
+) -> None:
+    asked = Settings(batch_size=batch_size, accumulation_steps=accumulation_steps)
+    within = compatibility.within_dataset(asked, PLAIN, 2)
+    assert (within.batch_size, within.accumulation_steps) == fitting
+    compatibility.check(within, PLAIN, 2)
+
+
+def test_what_is_kept_from_before_is_told_as_it_fits_the_data() -> None:
+    said = compatibility.kept(Settings(batch_size=8, accumulation_steps=8), PLAIN, 2)
+    assert said.startswith("Kept from before: batch_size=8 accumulation_steps=6 ")
+    small = WorkloadInfo("plain", 1, 4, dataset_len=20, blocks=0)
+    assert compatibility.kept(Settings(), small, 2) == "", "any load would begin with the same"

@@ -320,6 +320,34 @@ def test_a_flip_is_offered_only_for_what_it_must_bring() -> None:
     assert not _brings(Flip(Settings(), MORE, {}), FIT), "nobody knows"
 
 
+def test_what_a_step_that_ran_out_on_trial_needs_is_not_known_so_nothing_is_said_to_be_saved() -> None:
+    ran_out = prediction(categories={c.OTHER: 150 * MIB}, live=150, verdict=DOES_NOT_FIT)
+    flip = Flip(Settings(), MORE, {"batch_size": 16}, ran_out, prediction(MORE), 100.0)
+    assert flip.saves_bytes is None
+    assert flip.brings.startswith("predicted: fits, live peak 100.0 MiB, ")
+
+
+def test_what_changes_batch_norm_is_told_with_the_flip() -> None:
+    after = DEFAULT.replace(batch_size=DEFAULT.batch_size // 2, accumulation_steps=2 * DEFAULT.accumulation_steps)
+    said = [Flip(DEFAULT, after, {}, batch_norm=norm).mathematics for norm in (False, True)]
+    assert said[0] == "keeps the mathematics to rounding"
+    assert said[1].startswith(f"{said[0]}, but for batch norm, whose statistics come from micro-batches of")
+
+
+def test_where_datasets_hold_most_what_can_be_smaller_is_offered() -> None:
+    held = {c.OTHER: 600 * MIB, c.COMMUNICATION: 300 * MIB, c.PARAMETERS: 60 * MIB}
+    needs = prediction(live=960, reserved=980, categories=held, high_bytes=1010 * MIB, verdict=TIGHT)
+    [found] = [one for one in findings(evidence(needs=needs)) if one.cause == "barely fits"]
+    assert {"fusion_threshold_mib": 4} in found.candidates
+
+
+def test_what_runs_is_not_said_to_barely_fit_by_small_steps_alone() -> None:
+    needs = prediction(live=940, high_bytes=1080 * MIB, verdict=TIGHT, cut_short=True)
+    assert "barely fits" not in causes(needs=needs)
+    assert "barely fits" in causes(needs=dataclasses.replace(needs, cut_short=False))
+    assert "barely fits" in causes(needs=needs, now=None)
+
+
 def test_a_flip_to_workers_says_that_they_must_keep_up() -> None:
     after = Settings(num_workers=2)
     flip = Flip(Settings(), after, {"num_workers": 2}, prediction(), prediction(after, samples_per_s=180.0), 100.0)
@@ -338,7 +366,7 @@ def test_a_finding_says_its_evidence_its_flip_and_where_it_is_explained() -> Non
     text = str(example())
     assert "so far 1.0 MiB, share 25 %, n n/a" in text
     assert "%hvd_set batch_size=16: predicted: fits, live peak 40.0 MiB (60.0 MiB less), 75 samples/s (−25)" in text
-    assert "changes the mathematics. Do." in text
+    assert "changes the mathematics (batch_size). Do." in text
     assert f"{PAGE}#leak" in text
     assert text.endswith("Came.\nNoted.")
     assert "It &lt;grows&gt;." in example()._repr_html_()

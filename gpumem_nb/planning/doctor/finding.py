@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...report.differences import DOES, typed
+from ...report.differences import mathematics, typed
 from ...report.verdict import Changes
 from ...shared.knobs import CHANGES
 from ...shared.settings import Settings
@@ -36,6 +36,7 @@ class Flip:
         was: what the present settings need, as predicted.
         will: what it leads to needs.
         now_per_s: the samples/s of now.
+        batch_norm: whether the model takes statistics from micro-batches.
     """
 
     before: Settings
@@ -44,6 +45,7 @@ class Flip:
     was: Prediction | None = None
     will: Prediction | None = None
     now_per_s: float | None = None
+    batch_norm: bool = False
 
     @property
     def typed(self) -> str:
@@ -52,8 +54,10 @@ class Flip:
 
     @property
     def saves_bytes(self) -> int | None:
-        """Of the live peak, on the rank with least room; negative for what it takes more."""
-        return self.was.live_peak_bytes - self.will.live_peak_bytes if self.was and self.will else None
+        """Of the live peak, on the rank with least room; negative for what it takes more; ``None`` if not known."""
+        if self.was is None or self.will is None or self.was.ran_out or self.will.ran_out:
+            return None
+        return self.was.live_peak_bytes - self.will.live_peak_bytes
 
     @property
     def gains_samples_per_s(self) -> float | None:
@@ -69,7 +73,7 @@ class Flip:
     @property
     def mathematics(self) -> str:
         """What it does to the mathematics, in words."""
-        return DOES[self.after.mathematics(self.before)]
+        return mathematics(self.before, self.after, self.batch_norm)
 
     @property
     def brings(self) -> str:

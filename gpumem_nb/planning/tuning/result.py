@@ -165,8 +165,10 @@ class TuneResult:
             said += f", {speed_of(best) / speed_of(now):.2f} × the {_rate(now)} of {present}"
             if now.tight:
                 said += f", which are tight: up to {format_bytes(now.predicted.high_bytes)} are possible"
-        said += f"{why_not}. It {mathematics(self.present, best.settings)}{self._but_for_batch_norm(best)}."
-        notes = (self._tight(best), self._too_tight(best), self._parts(best), self._larger(best))
+        said += f"{why_not}. It {mathematics(self.present, best.settings, self.batch_norm)}."
+        few = now is not None and math.isnan(best.error + now.error) and not self.stopped
+        chance = f"Of so few turns that may be chance. {self._more_time}" if few else ""
+        notes = (chance, self._tight(best), self._too_tight(best), self._parts(best), self._larger(best))
         return " ".join(filter(None, [said, *notes]))
 
     @property
@@ -179,13 +181,6 @@ class TuneResult:
         if one and one.failed:
             return f"could not be tried: {one.failed}"
         return "do not fit" if one and not one.fits else ""
-
-    def _but_for_batch_norm(self, best: Candidate) -> str:
-        """What other micro-batches do to a model whose samples look at each other."""
-        size, before = best.settings.batch_size, self.present.batch_size
-        if not self.batch_norm or size == before or best.settings.mathematics(self.present) == CHANGES:
-            return ""
-        return f", but for batch norm, whose statistics come from micro-batches of {size} samples then, not of {before}"
 
     def _parts(self, best: Candidate) -> str:
         """What each knob has to do with it."""

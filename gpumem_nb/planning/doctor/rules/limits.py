@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ....report.differences import typed
+from ....report.verdict import Changes
 from ....shared import categories as c
 from ....shared.forecast import BY_OPERATORS, DRY, ERRORS
 from ....shared.knobs.batch import shrunk
 from ....shared.units import format_bytes
 from ...prediction import DOES_NOT_FIT, TIGHT
-from ..evidence import Evidence
+from ..evidence import Evidence, Peak
 from ..finding import FIT, ROOM, STOPS, Finding
 
 # What is left of the limit when a prediction by operators is off by no more than its error (docs/prediction.md): with
@@ -19,6 +20,8 @@ BARELY = 1 - ERRORS[BY_OPERATORS]
 SCARCE = 1 / (1 + ERRORS[DRY])
 
 _TRIED_OUT = 2  # of the settings that fitted for a step, as many are offered before one that needs less
+
+_CATEGORIES = 3  # of the peak, the largest, which is looked at for what may be smaller
 
 LARGER = "Use a smaller model or a larger limit."
 
@@ -105,11 +108,13 @@ def barely_fits(evidence: Evidence) -> Finding | None:
     needs, share, peak = evidence.needs, evidence.share, evidence.peak
     if needs is None or share is None or peak is None or evidence.wastes or does_not_fit(evidence):
         return None
+    if needs.cut_short and evidence.now and evidence.now.outcome == "ok":  # small steps say less than those that ran
+        return None
     if needs.verdict not in (TIGHT, DOES_NOT_FIT) and share <= BARELY:
         return None
     # Of a step that ran out on trial nobody knows what was in its memory; micro-batches, at least, can be smaller.
-    unknown = list(peak.categories) == [c.OTHER]
-    candidates = evidence.lighter(c.ACTIVATIONS if unknown else peak.largest, peak.phase)
+    unknown = needs.ran_out
+    candidates = evidence.lighter(c.ACTIVATIONS, peak.phase) if unknown else _lighter(evidence, peak)
     reserved, limit = format_bytes(needs.reserved_peak_bytes), format_bytes(needs.limit_bytes)
     most = "" if unknown else f", most of it for {peak.largest}"
     then = (
@@ -132,3 +137,10 @@ def barely_fits(evidence: Evidence) -> Finding | None:
         candidates=candidates,
         wants=ROOM,
     )
+
+
+def _lighter(evidence: Evidence, peak: Peak) -> tuple[Changes, ...]:
+    """Changes that may make some of the largest categories smaller; no knob moves what cells or datasets hold."""
+    largest = sorted(peak.categories, key=peak.categories.__getitem__, reverse=True)[:_CATEGORIES]
+    changes = [one for category in largest for one in evidence.lighter(category, peak.phase)]
+    return tuple(one for place, one in enumerate(changes) if one not in changes[:place])
