@@ -149,7 +149,7 @@ def answers(studio: Studio) -> None:
         panel.choose("batch_size", "256")
         panel.press("Play")
         expect(panel.alert).to_contain_text("would have fit: ")
-        panel.ask("Doctor", "Examine")
+        panel.toggle_answer("Doctor")
         page.locator(".gpumem-finding").first.wait_for()
         studio.picture(panel, "doctor")
         panel.toggle_answer("Doctor")

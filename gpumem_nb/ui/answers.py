@@ -19,7 +19,7 @@ class Answers:
 
     Attributes:
         buttons: the toggles.
-        boxes: what they open, closed at first.
+        opened: what they open, closed at first; that which was opened last is on top.
 
     Args:
         session: whom to ask.
@@ -35,9 +35,9 @@ class Answers:
             ("Export", "file-code-o", "a plain script to take home"): ExportView(session, search, ask),
         }
         self._views = list(views.values())
-        toggles = [_toggle(*words, view.widget) for words, view in views.items()]
-        self.buttons = box(toggles, "gpumem-answers")
-        self.boxes = [view.widget for view in self._views]
+        self._presses = 0
+        self.buttons = box([self._toggle(*words, view) for words, view in views.items()], "gpumem-answers")
+        self.opened = ipywidgets.VBox([view.widget for view in self._views])
 
     def follow(self) -> None:
         """Switch off what cannot be asked."""
@@ -50,13 +50,17 @@ class Answers:
         for view in self._views:
             view.close()
 
+    def _toggle(self, label: str, icon: str, tip: str, view: SearchView) -> Any:
+        toggle = ipywidgets.ToggleButton(description=label, icon=icon, tooltip=tip)
+        layout = view.widget.layout
+        layout.display = "none"
 
-def _toggle(label: str, icon: str, tip: str, opened: Any) -> Any:
-    toggle = ipywidgets.ToggleButton(description=label, icon=icon, tooltip=tip)
-    opened.layout.display = "none"
+        def open_or_close(change: dict[str, Any]) -> None:
+            layout.display = "" if change["new"] else "none"
+            if change["new"]:
+                self._presses += 1
+                layout.order = str(-self._presses)  # CSS's: nothing is drawn anew
+                view.was_opened()
 
-    def open_or_close(change: dict[str, Any]) -> None:
-        opened.layout.display = "" if change["new"] else "none"
-
-    toggle.observe(open_or_close, names="value")
-    return toggle
+        toggle.observe(open_or_close, names="value")
+        return toggle

@@ -22,6 +22,11 @@ class DoctorView(SearchView):
         tip = "what is wrong with this session, what could be better, and what mends it"
         super().__init__(session, [], [("Examine", "stethoscope", tip, self._examine)], search, ask)
 
+    def was_opened(self) -> None:
+        """There is nothing to fill in: the first time it examines at once."""
+        if self._findings is None:
+            self.press()
+
     def follow(self, why_not: str) -> None:
         """Switch the button off, for a reason, or on; and say what came of flips that were taken."""
         super().follow(why_not)

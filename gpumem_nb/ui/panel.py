@@ -138,7 +138,7 @@ class Panel:
         css = ipywidgets.HTML(CSS + self._charts.css)
         css.add_class("gpumem-css")
         top = box([self._status, self._controls.buttons], "gpumem-top")
-        answers = [self._answers.buttons, *self._answers.boxes]
+        answers = [self._answers.buttons, self._answers.opened]
         self._fits = [ipywidgets.Button(tooltip="train with these settings") for _ in range(_FITS)]
         for place, button in enumerate(self._fits):
             button.on_click(lambda _, place=place: self._ask(lambda: self._apply(place)))

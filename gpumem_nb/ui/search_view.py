@@ -62,6 +62,14 @@ class SearchView:
         for button in self._begin:
             button.disabled = bool(why_not) or self._asked is not None
 
+    def was_opened(self) -> None:
+        """Somebody looks at it, and may have nothing to fill in."""
+
+    def press(self) -> None:
+        """Ask the first question, as its button does, unless that is switched off."""
+        if not self._begin[0].disabled:
+            self._begin[0].click()
+
     def close(self) -> None:
         """End what is under way."""
         self._stopped.set()

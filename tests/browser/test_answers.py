@@ -25,7 +25,7 @@ def test_three_presses_lead_to_a_script(lab: Lab, chrome: Any) -> None:
         panel.press("Play")
         expect(panel.alert).to_contain_text("would have fit: ")
 
-        panel.ask("Doctor", "Examine")
+        panel.toggle_answer("Doctor")
         finding = page.locator(".gpumem-finding").first
         expect(finding).to_contain_text("does not fit")
         expect(finding.get_by_role("button")).to_contain_text("Apply ")
@@ -51,7 +51,14 @@ def test_three_presses_lead_to_a_script(lab: Lab, chrome: Any) -> None:
             < LIMIT_MIB << 20
         )
 
-        panel.ask("Export", "Write the script")
+        panel.toggle_answer("Tune")
+        panel.toggle_answer("Export")
+        form = page.locator(".gpumem-form:visible")
+        expect(form).to_have_count(2)
+        tops = [form.nth(place).bounding_box()["y"] for place in range(2)]  # type: ignore[index]
+        assert tops[1] < tops[0], "what was opened last is on top"
+        panel.toggle_answer("Tune")
+        panel.put("Write the script")
         expect(page.locator(".gpumem-written")).to_contain_text("train.py")
         script = Path(lab.root / "train.py").read_text()
         compile(script, "train.py", "exec")
