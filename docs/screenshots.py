@@ -168,8 +168,8 @@ def answers(studio: Studio) -> None:
         with page.context.expect_page() as opened:
             page.evaluate("window.open('about:blank')")
         shown = opened.value
-        shown.set_content(Path(report).read_text())
         shown.set_viewport_size({"width": 1100, "height": 1500})
+        shown.set_content(Path(report).read_text())
         shown.locator(".js-plotly-plot").first.wait_for()
         shown.screenshot(path=FOLDER / "report.png")
         shown.close()

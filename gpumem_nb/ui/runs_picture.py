@@ -14,6 +14,7 @@ from .style import BLUE, TEXT, VERMILION
 
 MOST_BARS = 16
 _ROW, _LABEL, _BARS, _WORDS = 24, 250, 320, 190  # pixels: height of a row, widths of the three columns
+_LETTER = 7.5  # pixels, about
 _TOP = 22  # pixels above the first row
 _FONT = f"font-family='sans-serif' font-size='13' fill='{TEXT}'"
 
@@ -29,9 +30,10 @@ def picture(rows: Sequence[Row], limit_bytes: int | None, device: str) -> str:
     places = [place for place, one in enumerate(shown) if one.device == device]
     limited = limit_bytes if limit_bytes and limit_bytes < 3 * top and places else 0
     scale = _BARS / max(top, limited)
-    bars = "".join(_row(place, one, shown[:place], scale, name_of) for place, one in enumerate(shown))
+    limit_x = _LABEL + limited * scale if limited else None
+    bars = "".join(_row(place, one, shown[:place], scale, name_of, limit_x) for place, one in enumerate(shown))
     width, height = _LABEL + _BARS + _WORDS, _ROW * len(shown) + 26
-    limit = _limit(limited, _LABEL + limited * scale, places) if limited else ""
+    limit = _limit(limited, limit_x, places) if limit_x else ""
     title = "live peak of the worst rank"
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
@@ -40,7 +42,14 @@ def picture(rows: Sequence[Row], limit_bytes: int | None, device: str) -> str:
     )
 
 
-def _row(place: int, one: Row, before: Sequence[Row], scale: float, name_of: Callable[[Row], str]) -> str:
+def _row(
+    place: int,
+    one: Row,
+    before: Sequence[Row],
+    scale: float,
+    name_of: Callable[[Row], str],
+    limit_x: float | None,
+) -> str:
     y = _TOP + _ROW * place
     earlier = next((other for other in reversed(before) if other.model == one.model), None)
     name = f"{one.number}: {(earlier and short(earlier.settings, one.settings)) or name_of(one)}"
@@ -48,10 +57,13 @@ def _row(place: int, one: Row, before: Sequence[Row], scale: float, name_of: Cal
     colour = BLUE if one.outcome == "ok" else VERMILION
     measured = f"{format_bytes(one.peak_bytes)}, {format_rate(one.samples_per_s)} samples/s"
     words = measured if one.outcome == "ok" else {"oom": "out of memory"}.get(one.outcome, one.outcome)
+    x = _LABEL + width + 6
+    if limit_x and x < limit_x < x + _LETTER * len(words):
+        x = limit_x + 6  # the limit's line would go through them
     return (
         f"<text x='{_LABEL - 8}' y='{y + 15}' text-anchor='end' {_FONT}>{escape(name[:36])}</text>"
         f"<rect x='{_LABEL}' y='{y + 3}' width='{width:.1f}' height='{_ROW - 8}' fill='{colour}'/>"
-        f"<text x='{_LABEL + width + 6:.1f}' y='{y + 15}' {_FONT}>{escape(words)}</text>"
+        f"<text x='{x:.1f}' y='{y + 15}' {_FONT}>{escape(words)}</text>"
     )
 
 

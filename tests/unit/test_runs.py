@@ -347,3 +347,17 @@ def test_the_record_can_be_read_while_it_is_written() -> None:
     reader.join()
     assert not failed
     assert [row.steps for row in record.rows()] == [10] * 29
+
+
+def test_the_limits_line_goes_through_no_words() -> None:
+    history = history_of()
+    train(history, Settings(), TEN, recorded=ledger())
+    _, runs = runs_of(history)
+    peak = next(iter(runs)).peak_bytes or 0
+    for limit in (round(1.2 * peak), round(2.9 * peak)):
+        drawn = ElementTree.fromstring(picture(runs.rows, limit, next(iter(runs)).device))
+        tags = {tag: [one for one in drawn if one.tag.endswith(tag)] for tag in ("line", "text")}
+        [line] = [float(one.attrib["x1"]) for one in tags["line"]]
+        [words] = [one for one in tags["text"] if "samples/s" in (one.text or "")]
+        begin = float(words.attrib["x"])
+        assert not begin <= line <= begin + 5 * len(words.text or "")

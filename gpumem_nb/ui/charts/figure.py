@@ -26,6 +26,8 @@ FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 2.0, 60.0
 _CLEAR = "rgba(0,0,0,0)"
 _TITLE = {"xref": "paper", "yref": "paper", "showarrow": False, "xanchor": "left", "yanchor": "bottom"}
 _TITLE_PX, _TEXT_PX = 14, 12
+# Between two steps there is none, but plotly puts ticks there where there are few.
+_STEP_TICKS = [{"dtickrange": [None, 0.9], "value": "~g"}, {"dtickrange": [1, None], "value": "d"}]
 _FEW_TICKS = 3
 
 
@@ -148,7 +150,8 @@ class Assembly:
             first = self._over_steps[0].axes.x
             # Ticks that nobody sees keep their labels off that of the y axis' 0.
             apart = {"ticks": "outside", "ticklen": 6, "tickcolor": _CLEAR}
-            x |= {"tickformat": "d", "showticklabels": lowest} | apart | ({} if axes.x == first else {"matches": first})
+            x |= {"tickformatstops": _STEP_TICKS, "showticklabels": lowest} | apart
+            x |= {} if axes.x == first else {"matches": first}
             title = "optimizer step" if lowest else ""
         else:
             x |= {"fixedrange": True}
