@@ -72,6 +72,8 @@ def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
             f"checkpointing={settings.checkpointing} joins blocks of a model without rewriting it, which torch's own "
             "checkpoint does not. Set checkpointing=blocks or none first."
         )
+    if settings.checkpointing != "none" and not facts.blocks_ran:
+        yield f"{_AGAIN}: that shows what blocks change when they run, which checkpointing does once more."
     if settings.checkpointing != "none" and facts.changed_by_blocks:
         yield (
             f"a block changes {facts.changed_by_blocks} when it runs, which recomputing would do again in a plain "

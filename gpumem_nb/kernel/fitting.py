@@ -129,6 +129,7 @@ class Fitting:
                     rates[place[0]] = whole.samples_per_s or rates[place[0]]
                     exact = whole if measured_at == largest else predicted
                     return Cell(*place, largest, largest == most, exact, whole.samples_per_s, measured_at, settings)
+            least = least if largest > least else 0  # whole steps have said otherwise
             largest = max(largest // 2, least)
         raise WorkloadError(
             "The largest micro-batch that fits could not be found: whole steps need more than small ones."

@@ -44,6 +44,7 @@ class Facts:
         evaluating: whether modules train in evaluation mode.
         buffers: whether the model has any.
         norms: whether blocks hold batch norms with statistics.
+        blocks_ran: whether a step was taken since checkpointing is on; always without it.
         changed_by_blocks: what else checkpointed blocks change when they run: the first of its names, or nothing.
         blocks: names of those that checkpointing wraps.
         cache: whether the model has a configuration with a cache for generation.
@@ -92,6 +93,7 @@ class Facts:
     evaluating: bool
     buffers: bool
     norms: bool
+    blocks_ran: bool
     changed_by_blocks: str
     blocks: tuple[str, ...]
     cache: bool

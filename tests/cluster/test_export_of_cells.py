@@ -65,6 +65,30 @@ net = nn.Sequential(*[nn.utils.spectral_norm(nn.Linear(4, 4)) for _ in range(3)]
 rows = torch.utils.data.TensorDataset(torch.randn(40, 4))
 def loss(model, batch): return model(batch[0]).square().mean()
 """
+COUNTING = """
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Linear(4, 4), 0
+    def forward(self, features):
+        self.calls += 1
+        return self.inner(features)
+net = nn.Sequential(*[Counting() for _ in range(3)])
+"""
+MASKED = """
+import torch
+from torch import nn
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4))
+    def forward(self, features):
+        return self.inner(features) * self.mask
+net = nn.Sequential(*[Masked() for _ in range(3)])
+rows = torch.utils.data.TensorDataset(torch.randn(40, 4))
+def loss(model, batch): return model(batch[0]).square().mean()
+"""
 
 
 @pytest.mark.parametrize("ddp", [False, True])
@@ -96,6 +120,28 @@ def test_what_else_a_block_changes_in_forward_is_refused_under_checkpointing(
     with pytest.raises(WorkloadError, match="a block changes weight_u when it runs, which recomputing would do again"):
         session.export(tmp_path / "train.py")
     session.set(checkpointing="none")
+    session.train(1)
+    session.export(tmp_path / "train.py")
+    session.set(checkpointing="blocks")
+    with pytest.raises(WorkloadError, match=r"Train a step first .*: that shows what blocks change"):
+        session.export(tmp_path / "train.py")
+    session.run(COUNTING)
+    session.attach("net", "rows", "loss")
+    session.train(1)
+    with pytest.raises(WorkloadError, match="a block changes calls when it runs"):
+        session.export(tmp_path / "train.py")
+
+
+def test_what_others_change_in_a_block_between_steps_is_not_the_blocks_doing(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.run(MASKED)
+    session.attach("net", "rows", "loss")
+    session.set(batch_size=4, checkpointing="blocks")
+    for _ in range(3):
+        session.train(1)
+        session.run("for block in net: block.mask.fill_(1.0)")
     session.train(1)
     session.export(tmp_path / "train.py")
 

@@ -24,6 +24,7 @@ class BlockState:
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self.calls = 0
+        self.counted: set[str] = set()  # names of attributes that it changes when it runs
         self.python = PythonState(lambda: [block])
         self.changing = Changing(_saved_clone)
         # Batch norm reads its statistics in evaluation only and writes them in training only, unseen by autograd.
@@ -66,6 +67,8 @@ class Seen:
             WorkloadError: it changed its weights.
         """
         self._state.changing.after(self._tensors)
+        if self.compared:
+            self._state.counted |= self._taken[0].differing(self._state.python.take())
         self._check_weights("it changes its own weights in forward")
 
     def enter(self) -> None:

@@ -45,13 +45,17 @@ class Before:
 
 @dataclass(slots=True)
 class _Known:
-    """What is bound to a name: its content as of ``version``, and how often it was changed and the name bound anew."""
+    """What is bound to a name: its content as of ``version``, and how often it was changed and the name bound anew.
+
+    ``seen``: whether it was changed between :meth:`Changing.before` and :meth:`Changing.after`, and not by others.
+    """
 
     tensor: weakref.ref[Tensor]
     version: int
     content: Tensor | None = None
     changed: int = 0
     bound: int = 0
+    seen: bool = False
 
 
 class Changing:
@@ -76,19 +80,22 @@ class Changing:
         for before in befores:
             if before.fresh and before.content is not None:
                 before.unseen = not torch.equal(before.tensor.detach().cpu(), before.content)
+            known = self._known[before.key]
+            known.seen |= version(before.tensor) != before.version or (before.fresh and before.unseen)
             if before.was_changed:
-                self._known[before.key].changed = _OFTEN
+                known.changed = _OFTEN
 
     @property
     def names(self) -> list[str]:
-        """Of those that are changed each time, as far as is known."""
-        return [name for (_, name), known in self._known.items() if known.changed >= _OFTEN]
+        """Of those that were seen to change between :meth:`before` and :meth:`after`."""
+        return [name for (_, name), known in self._known.items() if known.seen]
 
     def _before(self, key: Key, tensor: Tensor) -> Before:
         now = version(tensor)
         known = self._known.get(key)
         if known is None or known.tensor() is not tensor:
-            known = _Known(weakref.ref(tensor), now, None, *((known.changed, known.bound + 1) if known else ()))
+            again = (known.changed, known.bound + 1, known.seen) if known else ()
+            known = _Known(weakref.ref(tensor), now, None, *again)
             self._known[key] = known
         elif known.version != now:
             known.version, known.content, known.changed = now, None, known.changed + 1

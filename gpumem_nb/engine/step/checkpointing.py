@@ -108,9 +108,11 @@ class Checkpointing:
             )
 
     @property
-    def changed(self) -> list[str]:
-        """Names of tensors that blocks change when they run, but for statistics of batch norms."""
-        return [name for state in self._states for name in state.changing.names]
+    def changed(self) -> list[str] | None:
+        """What blocks change when they run, by name, but for statistics of batch norms; ``None`` before they ran."""
+        if not self._entered:
+            return None
+        return [name for state in self._states for name in (*state.changing.names, *sorted(state.counted))]
 
     def abandon(self) -> None:
         """Forget a pass that was left half way: torch calls no hooks after a ``KeyboardInterrupt``."""

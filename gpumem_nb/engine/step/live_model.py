@@ -296,8 +296,8 @@ class LiveModel:
             self.scheduler.step()
 
     @property
-    def changed_by_blocks(self) -> list[str]:
-        """Names of tensors that checkpointed blocks change when they run, but for statistics of batch norms."""
+    def changed_by_blocks(self) -> list[str] | None:
+        """As :attr:`Checkpointing.changed`; nothing without checkpointing."""
         return self._checkpointing.changed if self._checkpointing else []
 
     def finished_backward(self) -> None:

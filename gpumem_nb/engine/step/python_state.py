@@ -18,6 +18,7 @@ from .reachable import CONTAINERS, PLAIN, Reachable
 
 _LARGEST = 10_000  # elements of a container that are copied: of a longer one only what was added is taken off again
 _LARGEST_SEARCHED = 1_000  # elements of one in which containers and tensors are looked for
+_COUNTED = (int, float, str, bool, type(None))
 _DEPTH = 3  # of containers in containers
 
 
@@ -117,6 +118,15 @@ class Taken:
                 (named, {name: without_graph(b) for name, b in before.items()}) for named, before in self._buffers
             ]
 
+    def differing(self, later: Taken) -> set[str]:
+        """Names of plain values that are others by then, where the same places are there; a container by its length."""
+        if later._found is not self._found:
+            return set()
+        values = zip(self._found.places, self._values, later._values, strict=True)
+        found = {name for (_, name), old, new in values if type(old) in _COUNTED and old != new}
+        filled = zip(self._contents, later._contents, strict=False)
+        return found | {"a container" for old, new in filled if old.length != new.length}
+
     def put_back(self) -> None:
         """Bind every name anew and fill every container as it was."""
         for names, known in self._found.wholes:
@@ -138,11 +148,11 @@ class _Contents:
 
     def __init__(self, container: Any, detached: bool, depth: int = _DEPTH) -> None:
         self._container = container
-        self._length = len(container)
-        self._items = _items(container) if self._length <= _LARGEST else None
+        self.length = len(container)
+        self._items = _items(container) if self.length <= _LARGEST else None
         self._inner: list[_Contents] = []
         self._tensors: list[tuple[Key, Tensor]] = []
-        if self._items and self._length <= _LARGEST_SEARCHED:
+        if self._items and self.length <= _LARGEST_SEARCHED:
             elements = [item[-1] for item in self._items]
             self._tensors = [
                 ((id(container), str(place)), one) for place, one in enumerate(elements) if isinstance(one, Tensor)
@@ -157,7 +167,7 @@ class _Contents:
 
     def put_back(self) -> None:
         if self._items is None:
-            _shorten(self._container, self._length)
+            _shorten(self._container, self.length)
         elif not _are_same(self._items, _items(self._container)):
             _fill(self._container, [(*item[:-1], given(item[-1])) for item in self._items])
         for contents in self._inner:
