@@ -114,7 +114,7 @@ class Batches:
     def moved(self, batch: str) -> str:
         """Brings a batch to the device."""
         if self.moves():
-            return f"batch = to_device({batch}, device)"
+            return f"batch = batch_on({batch}, device)"
         copying = ", non_blocking=True" if self._settings.pin_memory else ""
         if self._own:
             return f"batch = [part.to(device{copying}) for part in {batch}]"

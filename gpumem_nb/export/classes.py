@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import linecache
 import types
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 from .evaluated import is_another, other_defaults
 
 _NONE = object()
-_BY_ITSELF = {"_abc_impl"}
+# Of abstract classes, of named tuples and of enumerations.
+_BY_ITSELF = {"_abc_impl", "_fields", "_field_defaults", "_make", "_replace", "_asdict"}
+_BY_ITSELF |= {name for name in vars(enum.Enum("_Any", "one")) if name.startswith("_") and not name.startswith("__")}
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -41,6 +44,13 @@ def functions_of(value: type) -> list[types.FunctionType]:
     return [one for one in vars(value).values() if isinstance(one, types.FunctionType)]
 
 
+def globals_of(value: type) -> dict[str, object]:
+    """Where its functions find what they use; a decorator's function is of another module."""
+    functions = functions_of(value)
+    own = (one for one in functions if one.__globals__.get("__name__") == value.__module__)
+    return next(own, functions[0]).__globals__
+
+
 def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
     """Names of what is not as in the source."""
     known = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
@@ -53,10 +63,10 @@ def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
     }
     known = {_mangled(name, node) for name in known} | _BY_ITSELF
     yield from (name for name in vars(value) if not (name in known or name.startswith("__")))
-    names = {**functions_of(value)[0].__globals__, **vars(value)}
+    names = {**globals_of(value), **vars(value)}
     bases = vars(value).get("__orig_bases__", value.__bases__)
     for base, then in zip(node.bases, bases, strict=False):
-        if is_another(base, then, functions_of(value)[0].__globals__):
+        if is_another(base, then, globals_of(value)):
             yield f"base {ast.unparse(base)}"
     last = {_mangled(one.name, node): one for one in node.body if isinstance(one, _FUNCTION)}
     for name, part in last.items():
@@ -70,10 +80,17 @@ def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
         targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AnnAssign) else []
         for target in targets:
             name = _mangled(target.id, node) if isinstance(target, ast.Name) else ""
-            code, now = getattr(one, "value", None), vars(value).get(name, _NONE)
+            code, now = getattr(one, "value", None), _as_written(vars(value).get(name, _NONE), value, name)
             slot = isinstance(now, types.MemberDescriptorType)
             if name and code and name not in last and not slot and is_another(code, now, names):
                 yield name
+
+
+def _as_written(now: object, value: type, name: str) -> object:
+    """What an attribute was given: enumerations and named tuples make something of it."""
+    if isinstance(now, enum.Enum):
+        return now.value
+    return getattr(value, "_field_defaults", {}).get(name, now)
 
 
 def _mangled(name: str, node: ast.ClassDef) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..shared.errors import WorkloadError
-from .classes import class_source, functions_of
+from .classes import class_source, functions_of, globals_of
 from .evaluated import other_defaults
 from .statements import units_of
 
@@ -178,8 +178,8 @@ def _importable(value: Any) -> str:
 def _globals(value: Any) -> dict[str, Any]:
     if isinstance(value, types.FunctionType):
         return value.__globals__
-    if value.__module__ == "__main__" and (functions := functions_of(value)):
-        return functions[0].__globals__
+    if value.__module__ == "__main__" and functions_of(value):
+        return globals_of(value)
     return vars(importlib.import_module(value.__module__))
 
 

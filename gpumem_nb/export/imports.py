@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+
+UNNAMED = "_"  # of what is imported for what it does
 
 
 def with_sorted_imports(text: str) -> str:
@@ -39,6 +42,29 @@ def imported_in(text: str) -> Iterator[tuple[str, str]]:
             else:
                 top = alias.name.partition(".")[0]
                 yield alias.asname or top, alias.name if alias.asname else top
+
+
+def unnamed(text: str) -> str:
+    """Imports for what they do: whatever is called like what they bring stays what it is."""
+    tree = ast.parse(text)
+    for node in tree.body:
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            alias.asname = UNNAMED if alias.name != "*" else None
+    return ast.unparse(tree)
+
+
+def brought_by_all(text: str) -> set[str] | None:
+    """Names that imports of ``*`` in some code bring; ``None`` if some are of other modules than Python's own."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ImportFrom) or node.names[0].name != "*":
+            continue
+        if (node.module or "").partition(".")[0] not in sys.stdlib_module_names or node.level:
+            return None
+        module = importlib.import_module(node.module or "")
+        public = (name for name in vars(module) if not name.startswith("_"))
+        found |= set(getattr(module, "__all__", public))
+    return found
 
 
 def _sections(nodes: list[ast.Import | ast.ImportFrom]) -> list[list[str]]:

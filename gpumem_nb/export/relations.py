@@ -28,6 +28,7 @@ class Relations:
         outer: modules whose settings are of the environment, and of where modules are found.
         looped: of each statement, names that only loops use, each of which gives them to something else.
         settable: modules whose settings a script needs whether it names them or not.
+        unused: names of others' packages that are imported and that nothing uses.
         silent: places of imports of others' packages that nothing uses: they may be there for what they do.
     """
 
@@ -38,8 +39,8 @@ class Relations:
         self._package = dict(_packages(units))
         used = {name for unit in units for name in unit.reads | unit.late | unit.assigns_late}
         used |= {name for unit in units if not unit.imports for name in unit.binds}
-        silent = self._package.keys() - used
-        self.silent = {place for place, unit in enumerate(units) if unit.imports and unit.binds & silent}
+        self.unused = self._package.keys() - used
+        self.silent = {place for place, unit in enumerate(units) if unit.imports and unit.binds & self.unused}
         self._others: dict[str, set[str]] = defaultdict(set)
         for unit in units:
             for name in unit.binds - self.defined if unit.names or unit.loops else ():

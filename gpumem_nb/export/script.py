@@ -12,7 +12,7 @@ from ..shared.errors import WorkloadError
 from ..shared.learning_rate import OWN
 from .batches import Batches, wrapped
 from .blocks import checkpointed
-from .imports import imported_in, with_sorted_imports
+from .imports import UNNAMED, imported_in, with_sorted_imports
 from .order import MAKERS, ROLES, Order, quoted
 from .templating import render
 
@@ -74,7 +74,7 @@ def defined_in(text: str) -> Iterator[str]:
 def _builtin_in(text: str) -> Iterator[str]:
     """Python's own names that a module uses."""
     names = (node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
-    return (name for name in names if hasattr(builtins, name))
+    return (name for name in names if hasattr(builtins, name) and name != UNNAMED)
 
 
 class Values:
@@ -302,7 +302,7 @@ class Values:
         if "optimizer" in self._source.names:  # whose order it keeps, and whose choice
             made = self._source.kind == "functions"
             weights = _HELD.format("make_optimizer(named.values())" if made else "optimizer")
-        rate = "learning_rate(args, 0)" if "rated" in flags else "args.learning_rate"
+        rate = "rate_of_step(args, 0)" if "rated" in flags else "args.learning_rate"
         return _OPTIMIZERS[settings.optimizer].format(weights, rate, _IMPLEMENTATIONS[settings.optimizer_impl])
 
     def _distributed(self, flags: frozenset[str]) -> Iterator[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..shared.exporting import Cell
+from .imports import brought_by_all, unnamed
 from .relations import BUILTIN, OFFERED, Relations
 from .statements import LOOKS, Unit, has_lazy_annotations, units_of
 from .unclear import (
@@ -117,12 +118,19 @@ class _Slicing:
             places, live, before_all = self._pass()
             if (self._late, self._ever) == before:
                 break
-        units = [self._units[place] for place in places]
+        units = [self._unit(place) for place in places]
         bound = {name for unit in units for name in unit.binds | unit.assigns_late}
         outer = [bool(self._relations.settings(place) & self._relations.outer) for place in places]
         lacking = frozenset((live - bound | before_all) - OFFERED - BUILTIN)
         uses = frozenset(OFFERED & (self._ever - bound | before_all))
         return units, lacking, uses, [*outer, True].index(True)
+
+    def _unit(self, place: int) -> Unit:
+        """What is kept of a statement: of an import for what it does no name."""
+        unit = self._units[place]
+        if not (unit.imports and unit.binds and unit.binds <= self._relations.unused):
+            return unit
+        return replace(unit, text=unnamed(unit.text), binds=frozenset(), surely=frozenset())
 
     def _pass(self) -> tuple[list[int], set[str], set[str]]:
         """Places of what is kept, names that are needed before it, and those of them that surely are."""
@@ -135,7 +143,8 @@ class _Slicing:
             cell = self._cells[unit.cell]
             if imports_all(unit.text):
                 defined = {name for earlier in self._units[:place] for name in earlier.binds}
-                refuse_replaced(unit.text, live & defined - OFFERED)
+                brought = brought_by_all(unit.text)
+                refuse_replaced(unit.text, (live if brought is None else live & brought) & defined - OFFERED)
             seeded = any(one.seed is not None for one in self._cells[unit.cell + 1 : drawing + 1])
             draws = not (unit.plain or unit.still) and cell.drew and drawing >= 0 and not seeded
             if not cell.known:

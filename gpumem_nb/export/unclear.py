@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from ..shared.errors import WorkloadError
 from ..shared.exporting import Cell
-from .imports import imported_in
+from .imports import UNNAMED, imported_in
 from .relations import NOTEBOOK
 from .statements import Unit
 
@@ -143,7 +143,7 @@ def check_imports(kept: Sequence[Unit]) -> None:
             bound |= unit.surely
             continue
         for name, what in imported_in(unit.text):
-            if imported.setdefault(name, what) != what or name in bound:
+            if name != UNNAMED and (imported.setdefault(name, what) != what or name in bound):
                 raise WorkloadError(
                     f"The cells import {name}, and call something else {name} too, so the script could not tell which "
                     "is meant. Rename one, run those cells again, and attach again."

@@ -91,61 +91,6 @@ def loss(model, batch): return model(batch[0]).square().mean()
 """
 
 
-@pytest.mark.parametrize("ddp", [False, True])
-def test_recomputing_counts_no_batch_twice_in_the_statistics_of_batch_norms(
-    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, ddp: bool
-) -> None:
-    session = fresh(two_ranks)
-    session.run(NORMS)
-    session.attach("net", "rows", "loss", eval_data="held_out")
-    session.set(batch_size=4, accumulation_steps=2, checkpointing="blocks")
-    run = session.train(STEPS)
-    found = session.evaluate()
-    script = tmp_path / "train.py"
-    session.export(script, ddp=ddp)
-    ran = exported.run(script, steps=STEPS, ddp=ddp)
-    assert ran.losses == exported.mean_losses(run)
-    assert exported.differing(session, ran) == []
-    assert f"loss {found.loss:.6g}" in ran.output
-
-
-def test_what_else_a_block_changes_in_forward_is_refused_under_checkpointing(
-    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
-) -> None:
-    session = fresh(two_ranks)
-    session.run(POWER)
-    session.attach("net", "rows", "loss")
-    session.set(batch_size=4, checkpointing="blocks")
-    session.train(2)
-    with pytest.raises(WorkloadError, match="a block changes weight_u when it runs, which recomputing would do again"):
-        session.export(tmp_path / "train.py")
-    session.set(checkpointing="none")
-    session.train(1)
-    session.export(tmp_path / "train.py")
-    session.set(checkpointing="blocks")
-    with pytest.raises(WorkloadError, match=r"Train a step first .*: that shows what blocks change"):
-        session.export(tmp_path / "train.py")
-    session.run(COUNTING)
-    session.attach("net", "rows", "loss")
-    session.train(1)
-    with pytest.raises(WorkloadError, match="a block changes calls when it runs"):
-        session.export(tmp_path / "train.py")
-
-
-def test_what_others_change_in_a_block_between_steps_is_not_the_blocks_doing(
-    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
-) -> None:
-    session = fresh(two_ranks)
-    session.run(MASKED)
-    session.attach("net", "rows", "loss")
-    session.set(batch_size=4, checkpointing="blocks")
-    for _ in range(3):
-        session.train(1)
-        session.run("for block in net: block.mask.fill_(1.0)")
-    session.train(1)
-    session.export(tmp_path / "train.py")
-
-
 def test_words_of_a_set_are_numbered_as_in_the_session_and_cells_may_use_the_offered_names(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -223,3 +168,58 @@ def test_criteria_and_metrics_that_are_modules_are_evaluated_as_in_the_session(
     ran = exported.run(tmp_path / "train.py", steps=STEPS)
     assert ran.losses == exported.mean_losses(run)
     assert f"validation: loss {found.loss:.6g}, twice {found.metrics['twice']:.6g}" in ran.output
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_recomputing_counts_no_batch_twice_in_the_statistics_of_batch_norms(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, ddp: bool
+) -> None:
+    session = fresh(two_ranks)
+    session.run(NORMS)
+    session.attach("net", "rows", "loss", eval_data="held_out")
+    session.set(batch_size=4, accumulation_steps=2, checkpointing="blocks")
+    run = session.train(STEPS)
+    found = session.evaluate()
+    script = tmp_path / "train.py"
+    session.export(script, ddp=ddp)
+    ran = exported.run(script, steps=STEPS, ddp=ddp)
+    assert ran.losses == exported.mean_losses(run)
+    assert exported.differing(session, ran) == []
+    assert f"loss {found.loss:.6g}" in ran.output
+
+
+def test_what_else_a_block_changes_in_forward_is_refused_under_checkpointing(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.run(POWER)
+    session.attach("net", "rows", "loss")
+    session.set(batch_size=4, checkpointing="blocks")
+    session.train(2)
+    with pytest.raises(WorkloadError, match="a block changes weight_u when it runs, which recomputing would do again"):
+        session.export(tmp_path / "train.py")
+    session.set(checkpointing="none")
+    session.train(1)
+    session.export(tmp_path / "train.py")
+    session.set(checkpointing="blocks")
+    with pytest.raises(WorkloadError, match=r"Train a step first .*: that shows what blocks change"):
+        session.export(tmp_path / "train.py")
+    session.run(COUNTING)
+    session.attach("net", "rows", "loss")
+    session.train(1)
+    with pytest.raises(WorkloadError, match="a block changes calls when it runs"):
+        session.export(tmp_path / "train.py")
+
+
+def test_what_others_change_in_a_block_between_steps_is_not_the_blocks_doing(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.run(MASKED)
+    session.attach("net", "rows", "loss")
+    session.set(batch_size=4, checkpointing="blocks")
+    for _ in range(3):
+        session.train(1)
+        session.run("for block in net: block.mask.fill_(1.0)")
+    session.train(1)
+    session.export(tmp_path / "train.py")

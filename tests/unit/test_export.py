@@ -372,3 +372,19 @@ def test_torch_brings_its_modules_itself() -> None:
     collector = Collector()
     collector.add("data", names["f"])
     assert collector.imports == ["import torch"]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "from torch import nn, no_grad\nclass Net(nn.Module):\n    @no_grad()\n    def reset(self): pass\n"
+        "    def forward(self, x): return nn.functional.relu(x)",
+        "import enum\nclass Net(enum.Enum):\n    A = 'a'\n    def f(self): return self.value",
+        "from typing import NamedTuple\nclass Net(NamedTuple):\n    width: int = 3\n    def f(self): return self.width",
+    ],
+)
+def test_classes_that_something_makes_its_own_of_are_as_they_were_defined(made: str) -> None:
+    collector = Collector()
+    collector.add("model", notebook(f"{made}\ndef model(): return Net")["model"])
+    assert "Net" in collector.defined
+    assert "nn.Module" not in made or "import torch.nn as nn" in collector.imports

@@ -224,7 +224,7 @@ def test_criteria_and_metrics_are_in_evaluation_mode_while_a_script_evaluates(ca
     text = written(Settings(batch_size=2), source, evaluates=True, **told)
     assert text.index("metric.to(device)") < text.index("loss_of.to(device)") < text.index("for step in range(")
     names: dict[str, Any] = {"__name__": "script"}
-    only = text[text.index("def evaluate(") : text.index("def resume(")]
+    only = text[text.index("def evaluate_together(") : text.index("def resume(")]
     exec(f"import torch\nfrom collections import defaultdict\n{only}", names)
     names["dist"] = SimpleNamespace(
         get_rank=lambda: 0,
@@ -234,7 +234,7 @@ def test_criteria_and_metrics_are_in_evaluation_mode_while_a_script_evaluates(ca
     names |= {"default_collate": torch.utils.data.default_collate}
     model, criterion, metric = torch.nn.Dropout(), Mode(), Mode()
     data, args = [(torch.ones(2), torch.ones(2))] * 2, type("Arguments", (), {"batch_size": 2})
-    names["evaluate"](model, data, args, torch.device("cpu"), criterion, metric)
+    names["evaluate_together"](model, data, args, torch.device("cpu"), criterion, metric)
     assert capsys.readouterr().out == "validation: loss 0, x 0\n"
     assert model.training and metric.kept.training  # noqa: PT018
     assert not criterion.frozen.training

@@ -270,7 +270,7 @@ def test_what_is_set_of_a_package_by_a_name_that_nothing_else_uses_is_kept(call:
 def test_imports_that_nothing_uses_are_kept_because_they_may_register_something() -> None:
     made = "import os, json\nfrom torch import optim\nimport shown\nshown.plot()\nimport timm\nnet = timm.make('mine')"
     found = needed([Cell(made), Cell("import my_models, my_layers as layers")], ["net"], 0, False)
-    assert found.imports == ("import timm", "import my_models, my_layers as layers")
+    assert found.imports == ("import timm", "import my_models as _, my_layers as _")
 
 
 @pytest.mark.parametrize(
@@ -344,3 +344,20 @@ def test_files_that_are_not_written_are_named_whatever_was_in_them() -> None:
     found = needed(cells, ["net"], 0, False)
     assert found.left_out == tuple(saves)
     assert "tokens" not in found.text
+
+
+def test_an_import_of_everything_of_pythons_own_replaces_what_it_has() -> None:
+    made = "from torch import nn\ndef width(): return 3"
+    assert "from typing" not in sliced(made, "from typing import *\nfrom math import *", "net = [nn, width()]")
+    with pytest.raises(WorkloadError, match="What sqrt is cannot be told"):
+        sliced("def sqrt(x): return x", "from math import *", "net = [sqrt(4)]")
+
+
+def test_imports_for_what_they_do_bind_no_names_that_could_clash() -> None:
+    found = needed(
+        [Cell("from tqdm import tqdm\nimport evaluate"), Cell("from tqdm.auto import tqdm"), Cell("net = [1]")],
+        ["net"],
+        0,
+        False,
+    )
+    assert found.imports == ("from tqdm import tqdm as _", "import evaluate as _", "from tqdm.auto import tqdm as _")
