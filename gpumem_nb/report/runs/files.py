@@ -40,7 +40,7 @@ def write(runs: Runs, path: str | os.PathLike[str]) -> Written:
 
 
 def _csv(runs: Runs) -> bytes:
-    return bytes(runs.frame().to_csv(index=False).encode("utf-8", "backslashreplace"))
+    return bytes(runs.frame().to_csv(index=False).encode())
 
 
 def _parquet(runs: Runs) -> bytes:

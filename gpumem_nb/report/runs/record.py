@@ -246,7 +246,7 @@ class Runs:
             "outcome": row.outcome,
             "best": row.key in self._around.best,
             "present": row.present,
-            "came_from": row.came_from,
+            "came_from": row.came_from.encode("utf-8", "backslashreplace").decode(),  # a name may be no text
             "began_s": row.began_s,
             "note": row.note,
         }
