@@ -34,9 +34,9 @@ from .policy import Policy
 from .stop_button import InterruptTracker
 from .surroundings import Followed
 from .training import Training
-from .training.training import PAUSE_PATIENCE_S
 
 RESUMING = "gpumem_nb resuming"
+_AHEAD_PATIENCE_S = 0.8  # for steps that come before what is interrupted, and end at the next one; a busy machine's too
 """Names the thread that puts a state in place, or settles what a failed load has left: nothing else may overtake it."""
 
 
@@ -249,7 +249,7 @@ class Foreground:
 
     def _interrupt(self, call: Call, ahead: Sequence[Call]) -> bool:
         """Interrupt ranks in a call, but not in steps that come before it: training would pause for that."""
-        deadline = time.monotonic() + PAUSE_PATIENCE_S
+        deadline = time.monotonic() + _AHEAD_PATIENCE_S
         for steps in ahead:
             steps.finished(max(0.0, deadline - time.monotonic()))
         return call.finished(0.0) or self._ranks.interrupt_until(call.finished)
