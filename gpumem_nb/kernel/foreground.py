@@ -36,8 +36,8 @@ from .surroundings import Followed
 from .training import Training
 
 RESUMING = "gpumem_nb resuming"
-_AHEAD_PATIENCE_S = 0.8  # for steps that come before what is interrupted, and end at the next one; a busy machine's too
 """Names the thread that puts a state in place, or settles what a failed load has left: nothing else may overtake it."""
+_AHEAD_PATIENCE_S = 0.8  # for steps that come before what is interrupted, and end at the next one; a busy machine's too
 
 
 class Foreground:
