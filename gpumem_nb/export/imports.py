@@ -61,7 +61,10 @@ def brought_by_all(text: str) -> set[str] | None:
             continue
         if (node.module or "").partition(".")[0] not in sys.stdlib_module_names or node.level:
             return None
-        module = importlib.import_module(node.module or "")
+        try:
+            module = importlib.import_module(node.module or "")
+        except ImportError:  # it may be there for the ranks only
+            return None
         public = (name for name in vars(module) if not name.startswith("_"))
         found |= set(getattr(module, "__all__", public))
     return found

@@ -36,11 +36,11 @@ class Fitting:
     ) -> WhatFits:
         """All cells; those that cannot be used with what is loaded are left out.
 
+        An interrupt ends it with those found, and so does the end of the ranks.
+
         Args:
             apply: changes knobs of what is loaded now.
             latest: the training at any later time, perhaps of ranks that were started again.
-
-        An interrupt ends it with those found, and so does the end of the ranks.
 
         Raises:
             InvalidInput: the data bring micro-batches of their own.

@@ -32,15 +32,11 @@ def mathematics(before: Settings, after: Settings, batch_norm: bool = False) -> 
     """
     what = after.mathematics(before)
     names = [name for name in after.changed_from(before) if KNOBS[name].mathematics_of(before, after) == CHANGES]
-    return DOES[what] + (f" ({', '.join(names)})" if names else "") + (_but(before, after) if batch_norm else "")
-
-
-def _but(before: Settings, after: Settings) -> str:
-    """What other micro-batches do to a model whose samples look at each other."""
+    does = DOES[what] + (f" ({', '.join(names)})" if names else "")
     size, was = after.batch_size, before.batch_size
-    if size == was or after.mathematics(before) == CHANGES:
-        return ""
-    return f", but for batch norm, whose statistics come from micro-batches of {size} samples then, not of {was}"
+    if not batch_norm or size == was or what == CHANGES:
+        return does
+    return f"{does}, but for batch norm, whose statistics come from micro-batches of {size} samples then, not of {was}"
 
 
 def short(before: Settings, after: Settings) -> str:

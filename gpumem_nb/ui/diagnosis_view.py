@@ -24,6 +24,7 @@ from .steered import Steered
 
 LOOK_EVERY_S = 0.5
 WATCHED_S = 120.0  # until there are steps under a flip that was taken
+_WAITING = "<p>Changed. It will be measured with the next steps.</p>"
 _MEASURED_STEPS = WARM_UP_STEPS + FEWEST_STEPS
 # The theme's variables, so that a change of theme shows at once; in em, as the panel that may hold it.
 CSS = """<style>
@@ -156,7 +157,8 @@ class DiagnosisView:
             if one.settled or not one.taken or self._closed.wait(LOOK_EVERY_S) or self._session.ended:
                 return
             self._tell(one)
-        one.said.html = "<p>Changed. Train some steps and look again to see what came of it.</p>"
+        if one.said.html == _WAITING:  # a few steps have left their figures there
+            one.said.html = "<p>Changed. Train some steps and look again to see what came of it.</p>"
 
     def _tell(self, one: _Card) -> None:
         """What was measured under the flip, beside what was predicted."""
@@ -171,7 +173,7 @@ class DiagnosisView:
             one.said.html, one.settled = "<p>Changed since.</p>", True
             return
         if now is None or now.settings != self._session.settings or not now.steps:
-            one.said.html = "<p>Changed. It will be measured with the next steps.</p>"
+            one.said.html = _WAITING
             return
         one.settled = now.steps >= _MEASURED_STEPS
         came = f"live peak {format_bytes(now.peak_bytes)}"

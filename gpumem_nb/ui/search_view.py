@@ -98,7 +98,8 @@ class SearchView:
 
     def _stop_pressed(self) -> None:
         self._stopped.set()
-        self._said.html = "<p>Stopping …</p>"
+        if self._asked is not None:  # else it has ended meanwhile, and what it found stays
+            self._said.html = "<p>Stopping …</p>"
 
     def _do(self, question: Question) -> None:
         said = ""

@@ -146,16 +146,38 @@ def test_where_nothing_is_trained_it_says_what_to_do(session: Session, monkeypat
     until(lambda: "Train some steps and look again" in regions(view))
 
 
-def test_by_itself_it_uses_a_thread_that_ends(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Thread] = []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Thread]:
+    """Threads that the page has started."""
+    kept: list[Thread] = []
     usual = threads.start
 
     def start(work: Callable[[], None], name: str) -> Thread:
-        started.append(usual(work, name))
-        return started[-1]
+        kept.append(usual(work, name))
+        return kept[-1]
 
-    monkeypatch.setattr(diagnosis_view, "LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(threads, "start", start)
+    return kept
+
+
+def test_figures_of_a_few_steps_stay(session: Session, started: list[Thread], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis_view, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(diagnosis_view, "WATCHED_S", 1.0)
+    session.set(precision="bf16")
+    session.step(1)
+    session.settings = Settings()
+    view = DiagnosisView(session, diagnosis())  # type: ignore[arg-type]
+    monkeypatch.setattr(session, "set", lambda **knobs: setattr(session, "settings", AFTER))
+    started.clear()
+    buttons(view)[0].click()
+    started[0].join(30)
+    assert "Changed, measured: live peak 41.0 MiB" in regions(view)
+
+
+def test_by_itself_it_uses_a_thread_that_ends(
+    session: Session, started: list[Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis_view, "LOOK_EVERY_S", 0.001)
     view = DiagnosisView(session, diagnosis())  # type: ignore[arg-type]
     started.clear()  # that made the widgets
     buttons(view)[0].click()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from gpumem_nb.export.slicing import needed, settings_in
@@ -351,6 +353,12 @@ def test_an_import_of_everything_of_pythons_own_replaces_what_it_has() -> None:
     assert "from typing" not in sliced(made, "from typing import *\nfrom math import *", "net = [nn, width()]")
     with pytest.raises(WorkloadError, match="What sqrt is cannot be told"):
         sliced("def sqrt(x): return x", "from math import *", "net = [sqrt(4)]")
+
+
+def test_a_module_of_pythons_own_that_is_not_here_may_bring_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tkinter", None)
+    with pytest.raises(WorkloadError, match="What width is cannot be told"):
+        sliced("def width(): return 3", "from tkinter import *", "net = [width()]")
 
 
 def test_imports_for_what_they_do_bind_no_names_that_could_clash() -> None:
