@@ -28,6 +28,7 @@ class Table:
         rows: as many cells each as there are headings.
         words: headings of the columns that are set to the left; all others are set to the right.
         colours: the CSS colour of cells that say exactly this, in a notebook only.
+        scrolls: whether it may be wider than a notebook, and stands in something that scrolls then.
         coloured: headings of the columns that have them, all if ``None``: elsewhere a user's words may be the same.
         hints: what is said of a heading while the mouse is over it, in a notebook only.
     """
@@ -39,6 +40,7 @@ class Table:
     colours: Mapping[str, str] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
     coloured: frozenset[str] | None = None
+    scrolls: bool = False
 
     def __str__(self) -> str:
         rows = [line for row in (self.headings, *self.rows) for line in _lines(row)]
@@ -70,7 +72,7 @@ class Table:
         """Each cell with its style."""
         for cell, heading in zip(row, self.headings, strict=True):
             style = f"text-align: {'left' if heading in self.words else 'right'}; {_CELL_STYLE}"
-            if len(cell) > _LONG:
+            if self.scrolls and len(cell) > _LONG:
                 style += f"; min-width: {_LONG / 2:g}em"  # beside many columns it would become one word wide
             has_colours = self.coloured is None or heading in self.coloured
             if has_colours and (colour := self.colours.get(cell)):

@@ -13,6 +13,7 @@ import pytest
 
 from gpumem_nb.planning.prediction import FITS, Prediction
 from gpumem_nb.planning.score import Asked
+from gpumem_nb.report.runs import Runs
 from gpumem_nb.report.runs.curve import MOST_POINTS, Curve
 from gpumem_nb.report.runs.sorting import latest, order
 from gpumem_nb.report.runs.stored import packed, unpacked
@@ -347,6 +348,15 @@ def test_the_record_can_be_read_while_it_is_written() -> None:
     reader.join()
     assert not failed
     assert [row.steps for row in record.rows()] == [10] * 29
+
+
+def test_a_long_note_has_room_in_the_table_that_scrolls_and_other_tables_stay_as_narrow_as_their_place() -> None:
+    history = history_of()
+    train(history, Settings(), TEN)
+    _, runs = runs_of(history)
+    long = [replace(row, note="what we used in spring, with long samples") for row in runs]
+    assert "min-width: 16em" in Runs(long)._repr_html_()
+    assert "min-width" not in Runs(long)._table.html()
 
 
 def test_the_limits_line_goes_through_no_words() -> None:

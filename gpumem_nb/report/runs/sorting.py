@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..tables import Table
 from .columns import Value
@@ -65,7 +66,7 @@ def latest(rows: Sequence[Row], most: int) -> list[Row]:
 def sortable(table: Table, values: Sequence[Sequence[Value]]) -> str:
     """The table for a notebook, whose headings sort it; ``values`` has one for each cell."""
     columns = [_ranks([row[place] for row in values]) for place in range(len(table.headings))]
-    return f"{SCROLLED}{table.html()}<script>{_SCRIPT % json.dumps(columns)}</script></div>"
+    return f"{SCROLLED}{replace(table, scrolls=True).html()}<script>{_SCRIPT % json.dumps(columns)}</script></div>"
 
 
 def _ranks(values: Sequence[Value]) -> list[int | None]:
