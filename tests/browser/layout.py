@@ -21,6 +21,13 @@ _TEXTS = """panel => {
         '.gpumem-flip span, .gpumem-flip em, .gpumem-effect > div, .gpumem-message, .gpumem-key li, ' +
         '.gpumem-pins li, summary'))
         add(part, part.getBoundingClientRect());
+    for (const plot of panel.querySelectorAll('.js-plotly-plot'))  // the highest tick may stand at the very top
+        for (const axis of Object.values(plot._fullLayout).filter(one => one?._id?.startsWith('y') && one.visible)) {
+            const label = [...plot.querySelectorAll(`.${axis._id}tick text`)].at(-1);
+            const { left, right, width, height } = label?.getBoundingClientRect() ?? {};
+            const top = plot.querySelector('.main-svg').getBoundingClientRect().top + axis._offset - height / 2;
+            if (axis.type === 'linear' && label) add(label, { left, right, width, height, top, bottom: top + height });
+        }
     return seen;
 }"""
 

@@ -9,9 +9,10 @@ from .chart import Place
 
 _COLUMNS = ((0.0, 0.27), (0.35, 0.66), (0.73, 1.0))  # where they begin and end, of the figure's width
 # Heights in pixels. Over steps the first rows share one axis, whose ticks stand below the last of them.
-_HEIGHTS = (126, 59, 59)
+_HEIGHTS = (121, 57, 57)
 _MORE = 160  # of each further row
-_TITLE, _TICKS = 24, 40  # above each row, and below those that share their axis with none
+_TITLE, _TICKS = 27, 40  # above each row, and below those that share their axis with none
+_HALF_TICK = 5  # what the number of a tick at the very top of a chart takes of the title above it
 _ABOVE_LAST = 14  # more above the last of the first rows: the numbers of ranks stand there
 _MARGIN = {"l": 48, "r": 10, "t": 2, "b": 40}
 _SHARED_ROWS = len(_HEIGHTS)
@@ -55,7 +56,7 @@ class Grid:
 
     def title_y(self, place: Place) -> float:
         """The bottom of a chart's title."""
-        return self._y(self._begin(place.row) - 2)
+        return self._y(self._begin(place.row) - _HALF_TICK)
 
     def _y(self, from_top: float) -> float:
         return 1 - from_top / self._end(self.rows - 1)
