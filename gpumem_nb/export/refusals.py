@@ -72,7 +72,7 @@ def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
             f"checkpointing={settings.checkpointing} joins blocks of a model without rewriting it, which torch's own "
             "checkpoint does not. Set checkpointing=blocks or none first."
         )
-    if settings.checkpointing != "none" and not facts.blocks_ran:
+    if settings.checkpointing != "none" and facts.changed_by_blocks is None:
         yield f"{_AGAIN}: that shows what blocks change when they run, which checkpointing does once more."
     if settings.checkpointing != "none" and facts.changed_by_blocks:
         yield (

@@ -44,8 +44,8 @@ class Facts:
         evaluating: whether modules train in evaluation mode.
         buffers: whether the model has any.
         norms: whether blocks hold batch norms with statistics.
-        blocks_ran: whether a step was taken since checkpointing is on; always without it.
-        changed_by_blocks: what else checkpointed blocks change when they run: the first of its names, or nothing.
+        changed_by_blocks: what else checkpointed blocks change when they run: the first of its names, or nothing;
+            ``None`` before there was a step to see it in.
         blocks: names of those that checkpointing wraps.
         cache: whether the model has a configuration with a cache for generation.
         rate: of the optimizer's first group just now.
@@ -93,8 +93,7 @@ class Facts:
     evaluating: bool
     buffers: bool
     norms: bool
-    blocks_ran: bool
-    changed_by_blocks: str
+    changed_by_blocks: str | None
     blocks: tuple[str, ...]
     cache: bool
     rate: float
