@@ -30,6 +30,7 @@ _GROUP_FLAGS = {
     "fused": "foreach=False, fused=True",
     "loop": "foreach=False, fused=False",
 }
+_DEVICE = 'torch.device("cuda" if torch.cuda.is_available() else "cpu")'
 _PARTS = {"hvd": ("hvd.rank()", "hvd.size()"), "ddp": ("dist.get_rank()", "dist.get_world_size()")}
 
 
@@ -142,6 +143,7 @@ class Values:
             "columns": facts.columns == "dict" or facts.eval_form == "dict",
             "moves": self._batches.moves(),
             "with_loss": ddp and own and (facts.loss == "batch" or facts.criterion_weights),
+            "own_device": self._own_device(),
             "criterion_weights": own and facts.criterion_weights,
             "counts_tokens": bool(self._batches.tokens()),
             "buffers": facts.buffers,
@@ -198,6 +200,7 @@ class Values:
             "seed": facts.seed,
             "roles": ", ".join(self._roles()),
             "given": ", ".join(source.names.values()),
+            "device": _DEVICE,
             "data": "\n".join(self._batches.data()),
             "model": self._model(),
             "prepare_model": "\n".join(self._prepared()),
@@ -243,10 +246,15 @@ class Values:
         local = 'int(os.environ["LOCAL_RANK"])' if self._order.ddp else "hvd.local_rank()"
         yield "if torch.cuda.is_available():"
         yield f"    torch.cuda.set_device({local})"
-        yield 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")'
+        if not self._own_device():
+            yield f"device = {_DEVICE}"
         for name, value in (("rank", self._rank), ("size", self._size)):
             if name in self._source.uses:
                 yield f"{name} = {value}"
+
+    def _own_device(self) -> bool:
+        """Whether cells define a ``device``, which stays theirs: it may be text, or mean something else."""
+        return self._source.kind == "cells" and "device" in self._source.defines
 
     def _ready_made(self, flags: frozenset[str]) -> str:
         options = self._source.options

@@ -121,12 +121,15 @@ class Scaled(nn.Module):
 """,
     "torch.randn(3)",
     """
-net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+device = "cuda" if torch.cuda.is_available() else "cpu"
+net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)).to(device)
 criterion = Scaled()
 optimizer = torch.optim.AdamW(
     [{"params": net.parameters()}, {"params": criterion.parameters(), "lr": 0.1}], lr=0.01
 )
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3)
+cooling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, cooling], [3])
 train_set = torch.utils.data.DataLoader(Noisy(), batch_size=4, shuffle=True)
 def accuracy(outputs, targets): return (outputs.argmax(-1) == targets).float().mean()
 """,
@@ -144,15 +147,19 @@ def test_the_cells_that_defined_what_was_attached_train_alone(
     session.attach("net", "train_set", "criterion", "optimizer", "scheduler", "train_set", "accuracy", seed=3)
     with pytest.raises(WorkloadError, match=r"No script.*%hvd_train 1"):
         session.export(tmp_path / "train.py")
+    session.train(5)
+    session.save(tmp_path / "here.state")
     run = session.train(STEPS)
     evaluated = session.evaluate().metrics
     script = tmp_path / "train.py"
     session.export(script, ddp=ddp)
     assert "unused" not in script.read_text()
     assert "# What it learns from." in script.read_text()
-    ran = exported.run(script, steps=STEPS, ddp=ddp)
-    assert ran.losses == exported.mean_losses(run)
-    assert f"accuracy {evaluated['accuracy']:.6g}" in ran.output
+    whole = exported.run(script, steps=5 + STEPS, ddp=ddp)
+    resumed = exported.run(script, "--resume", "here.state", steps=5 + STEPS, ddp=ddp)
+    for ran in (whole, resumed):
+        assert {step: loss for step, loss in ran.losses.items() if step > 5} == exported.mean_losses(run)
+        assert f"accuracy {evaluated['accuracy']:.6g}" in ran.output
 
 
 def make_model() -> nn.Module:
