@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 UNNAMED = "_"  # of what is imported for what it does
+PLOTTING = frozenset({"matplotlib", "seaborn", "plotly"})  # packages whose import changes nothing that is trained
 
 
 def with_sorted_imports(text: str) -> str:

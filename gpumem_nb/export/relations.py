@@ -7,7 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from .imports import imported_in
+from .imports import PLOTTING, imported_in
 from .statements import Unit
 
 OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})
@@ -39,7 +39,7 @@ class Relations:
         self._package = dict(_packages(units))
         used = {name for unit in units for name in unit.reads | unit.late | unit.assigns_late}
         used |= {name for unit in units if not unit.imports for name in unit.binds}
-        self.unused = self._package.keys() - used
+        self.unused = {name for name, package in self._package.items() if package not in PLOTTING} - used
         self.silent = {place for place, unit in enumerate(units) if unit.imports and unit.binds & self.unused}
         self._others: dict[str, set[str]] = defaultdict(set)
         for unit in units:
@@ -49,6 +49,13 @@ class Relations:
         for unit in units:
             for name in unit.binds if unit.late or unit.assigns_late else ():
                 self._by_name[name].append(unit)
+        self._extended: dict[str, set[str]] = defaultdict(set)
+        for unit in units:
+            for name in unit.binds if unit.extends else ():
+                self._extended[name] |= unit.extends
+        asked = any("__subclasses__" in unit.text for unit in units)
+        telling = [unit for unit in units if unit.registers or (asked and unit.classes)]
+        self._told = {name: unit.binds | unit.late | unit.reads for unit in telling for name in unit.binds}
         self.outer = _names_of(units, {"os", "sys"})
         self.settable = _names_of(units, _SETTABLE) | self.outer | {"torch", "hvd"}
         self._reached = [self._reach(unit) for unit in units]
@@ -87,6 +94,21 @@ class Relations:
         """Those whose random numbers it seeds."""
         unit = self._units[place]
         return self.settable.intersection(unit.seeds.union(*(one.seeds_late for one in self._called(place))))
+
+    def joins(self, place: int, wanted: Collection[str]) -> bool:
+        """Whether a class that a statement defines may be found by way of a class that it extends, and that is told."""
+        above = self._above(self._units[place].extends)
+        return any(self._told[name].intersection(wanted) for name in above & self._told.keys())
+
+    def _above(self, names: Collection[str]) -> frozenset[str]:
+        """Classes, and those that they extend."""
+        found, waiting = set[str](), list(names)
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting.extend(self._extended[name])
+        return frozenset(found)
 
     def _called(self, place: int) -> list[Unit]:
         """Definitions of the functions that a statement calls."""

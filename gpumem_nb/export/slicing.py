@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ..shared.exporting import Cell
 from .imports import brought_by_all, unnamed
 from .relations import BUILTIN, OFFERED, Relations
+from .shown import READERS, only_shown
 from .statements import LOOKS, Unit, has_lazy_annotations, units_of
 from .unclear import (
     check_imports,
@@ -103,7 +104,9 @@ class _Slicing:
         self._names = names
         self._units = [*_all_units(cells)]
         self._relations = Relations(self._units)
-        self._shadowed = bool(LOOKS & {name for unit in self._units for name in unit.binds})
+        bound = {name for unit in self._units for name in unit.binds}
+        self._shadowed = bool(LOOKS & bound)
+        self._shown = frozenset() if READERS & bound else only_shown(self._units)
         self._late: dict[str, int] = {}  # names that kept functions use, and the place of the first of these
         self._ever = names  # names that are needed anywhere
         self.left_out: list[Unit] = []
@@ -178,9 +181,9 @@ class _Slicing:
     def _changes(self, place: int, live: Collection[str]) -> bool:
         """Whether a statement may change something that is needed."""
         unit, relations = self._units[place], self._relations
-        if place in relations.silent:
+        if place in relations.silent or relations.joins(place, self._ever):
             return True
-        if (unit.looks and not self._shadowed) or (unit.plain and not unit.pokes):
+        if (unit.looks and not self._shadowed) or (unit.plain and not unit.pokes) or place in self._shown:
             return False
         if relations.changed(place, self._ever):
             return True

@@ -49,6 +49,9 @@ class Unit:
         pokes: names of what it sets attributes or items of, or calls for its effect.
         pokes_late: the same of its functions.
         given: names of what it gives to that.
+        classes: whether it defines a class.
+        extends: names of bases and metaclasses of such classes.
+        registers: whether a class that it defines is told of classes that extend it.
         sets: names of what it sets attributes or items of, or calls something of whose name says that it sets.
         seeds: the same, of random numbers.
         sets_late, seeds_late: those of its functions.
@@ -77,6 +80,9 @@ class Unit:
     pokes: frozenset[str] = frozenset()
     pokes_late: frozenset[str] = frozenset()
     given: frozenset[str] = frozenset()
+    classes: bool = False
+    extends: frozenset[str] = frozenset()
+    registers: bool = False
     sets: frozenset[str] = frozenset()
     seeds: frozenset[str] = frozenset()
     sets_late: frozenset[str] = frozenset()
@@ -162,6 +168,9 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int, lazy: bool) -> Unit:
         pokes=frozenset(name for node in nodes for name in _pokes(node)),
         pokes_late=frozenset(name for node in nodes for name in _pokes(node, inside=True)),
         given=frozenset(name for node in nodes for name in _given(node)),
+        classes=any(isinstance(node, ast.ClassDef) for node in nodes),
+        extends=frozenset(name for node in nodes for name in _extends(node)),
+        registers=any(map(_registers, nodes)),
         sets=frozenset(name for node in nodes for name, seeds in _sets(node) if not seeds),
         seeds=frozenset(name for node in nodes for name, seeds in _sets(node) if seeds),
         sets_late=frozenset(name for node in nodes for name, seeds in _sets(node, inside=True) if not seeds),
@@ -306,6 +315,17 @@ def _given(node: ast.AST) -> Iterator[str]:
         if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and not _only_looks(one):
             arguments = [*one.value.args, *(keyword.value for keyword in one.value.keywords)]
             yield from (_root(part) for part in arguments if isinstance(part, ast.Name | ast.Attribute))
+
+
+def _extends(node: ast.AST) -> Iterator[str]:
+    classes = (one for one in _walk(node, False) if isinstance(one, ast.ClassDef))
+    yield from (_root(part) for one in classes for part in [*one.bases, *(word.value for word in one.keywords)])
+
+
+def _registers(node: ast.AST) -> bool:
+    """Whether it defines a class with ``__init_subclass__``, or a metaclass that sees classes begin."""
+    names = {one.name for one in ast.walk(node) if isinstance(one, _FUNCTIONS)}
+    return "__init_subclass__" in names or ("type" in _extends(node) and bool(names & {"__new__", "__init__"}))
 
 
 def _sets(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:

@@ -39,6 +39,26 @@ def test_functions_use_what_their_names_stand_for_when_they_are_called() -> None
 
 
 @pytest.mark.parametrize(
+    ("base", "found"),
+    [
+        ("class Base:\n    kinds = {}\n    def __init_subclass__(cls): Base.kinds[cls.__name__] = cls", "Base.kinds['A']"),
+        ("class Base:\n    kinds = {}\n    def __init_subclass__(cls): cls.kinds[cls.__name__] = cls", "Base.kinds['A']"),
+        ("kinds = {}\nclass Base:\n    def __init_subclass__(cls): kinds[cls.__name__] = cls", "kinds['A']"),
+        (
+            "class Meta(type):\n    kinds = {}\n    def __init__(cls, name, *_): Meta.kinds[name] = cls\n"
+            "class Base(metaclass=Meta): pass",
+            "Meta.kinds['A']",
+        ),
+        ("class Base: pass", "{c.__name__: c for c in Base.__subclasses__()}['A']"),
+    ],
+)
+def test_classes_that_are_found_by_way_of_what_they_extend_are_there(base: str, found: str) -> None:
+    assert type(result(base, "class A(Base): pass", "class B(A): pass", f"net = {found}()")).__name__ == "A"
+    assert "class A" not in sliced(base, "class A(Base): pass", "net = 1")
+    assert "class A" not in sliced("class Base: pass", "class A(Base): pass", "net = Base()")
+
+
+@pytest.mark.parametrize(
     "change",
     [
         "enc = net.encoder\nenc.freeze()",

@@ -1,0 +1,85 @@
+"""Statements that only plot or count what is there: they change nothing that a script needs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Sequence
+
+from .imports import PLOTTING, imported_in
+from .statements import LOOKS, Unit
+
+_READING = LOOKS | {"range", "round", "abs", "str", "int", "float", "bool", "isinstance", "hasattr"}
+_ITERATING = {"sum", "min", "max", "list", "tuple", "set", "dict", "sorted", "enumerate", "zip", "any", "all"}
+READERS = _READING | _ITERATING
+"""Python's own functions that change nothing, unless cells call something else so."""
+_COUNTING = {"numel", "parameters", "named_parameters", "modules", "named_modules", "children", "named_children"}
+_COUNTING |= {"buffers", "named_buffers", "size", "dim", "nelement", "element_size", "item", "keys", "values", "items"}
+_OF_TENSORS = {"cpu", "numpy", "detach", "permute", "transpose", "squeeze", "unsqueeze", "reshape", "view", "flatten"}
+_OF_TENSORS |= {"tolist", "float", "clone", "argmax", "mean", "std", "sum", "min", "max", "abs", "astype"}
+_PARTS = ast.Expr | ast.Assign | ast.AnnAssign | ast.For | ast.With | ast.If | ast.Pass
+_LOOPS = ast.For | ast.comprehension
+
+
+def only_shown(units: Sequence[Unit]) -> frozenset[int]:
+    """Places of statements that do nothing but plot, or read and count; what they draw at random aside.
+
+    Iterators are used up by who reads them, so what is read one by one must be made for that: ``range(9)``,
+    ``model.parameters()``.
+    """
+    plots, found = set[str](), set[int]()
+    for place, unit in enumerate(units):
+        if unit.imports:
+            plots -= unit.binds
+            plots |= {name for name, what in imported_in(unit.text) if what.partition(".")[0] in PLOTTING}
+            continue
+        nodes = ast.parse(unit.text).body
+        if nodes and not unit.magic and all(_shows(node, plots) for node in nodes):
+            found.add(place)
+        made = all(_root_of_value(node) in plots for node in nodes)
+        plots = plots | unit.binds if nodes and made else plots - unit.binds
+    return frozenset(found)
+
+
+def _root_of_value(node: ast.stmt) -> str:
+    """What the right side of ``figure, axes = plt.subplots()`` begins with."""
+    return _root(node.value) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else ""
+
+
+def _shows(node: ast.stmt, plots: Collection[str]) -> bool:
+    parts = list(ast.walk(node))
+    if not all(isinstance(part, _PARTS) for part in parts if isinstance(part, ast.stmt)):
+        return False
+    if any(isinstance(part, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom | ast.Starred) for part in parts):
+        return False
+    stored = (part for part in parts if isinstance(part, ast.Attribute | ast.Subscript))
+    if any(not isinstance(part.ctx, ast.Load) and _root(part) not in plots for part in stored):
+        return False
+    calls = [part for part in parts if isinstance(part, ast.Call)]
+    methods = _COUNTING | (_OF_TENSORS if any(_root(call) in plots for call in calls) else set())
+    if not all(_reads(call, plots, methods) for call in calls):
+        return False
+    return all(isinstance(read, ast.Call) or _is_made(read) for read in _read_one_by_one(parts, calls))
+
+
+def _reads(call: ast.Call, plots: Collection[str], methods: Collection[str]) -> bool:
+    if isinstance(call.func, ast.Name):
+        return call.func.id in READERS or call.func.id in plots
+    return isinstance(call.func, ast.Attribute) and (_root(call) in plots or call.func.attr in methods)
+
+
+def _read_one_by_one(parts: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[ast.expr]:
+    yield from (part.iter for part in parts if isinstance(part, _LOOPS))
+    for call in calls:
+        if isinstance(call.func, ast.Name) and call.func.id in _ITERATING:
+            yield from call.args
+
+
+def _is_made(read: ast.expr) -> bool:
+    """Whether it is begun in the statement itself."""
+    return isinstance(read, ast.GeneratorExp | ast.ListComp | ast.List | ast.Tuple | ast.Constant)
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""

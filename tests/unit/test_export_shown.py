@@ -1,0 +1,65 @@
+"""What notebooks plot and count on the way is not in their script, unless it changes something."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_nb.export.slicing import needed
+from gpumem_nb.shared.exporting import Cell
+
+BEGIN = (
+    "import matplotlib.pyplot as plt\nimport seaborn as sns",
+    "def load(): return [1]\ndef change(x): x.clear()",
+    "rows = load()",
+    "class Net:\n    def __init__(self, rows): self.rows = rows",
+    "net = Net(rows)",
+    "losses = [3]",
+)
+
+
+def sliced(*cells: str | Cell) -> str:
+    """The script of a ``net`` that ``rows`` are part of."""
+    whole = [Cell(one) if isinstance(one, str) else one for one in (*BEGIN, *cells)]
+    found = needed(whole, ("net", "rows"), 0, forgotten=False)
+    return "\n".join([*found.imports, found.text])
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "plt.imshow(rows[0][0].permute(1, 2, 0).cpu())\nplt.title(rows[0][1])\nplt.show()",
+        "fig, ax = plt.subplots(2)\nax[0].plot(losses)\nax[0].set_title(len(rows))\nfig.savefig('a.png')",
+        "for i in range(3):\n    plt.subplot(1, 3, i + 1)\n    img, y = rows[i]\n    plt.imshow(img.squeeze(), cmap='gray')",
+        "with plt.style.context('ggplot'):\n    plt.hist([len(one) for one in [rows, net.rows]])",
+        "sns.heatmap(net.weight.detach().numpy())",
+        "sum(p.numel() for p in net.parameters())",
+        "params = sum(p.numel() for p in net.parameters() if p.requires_grad)\nprint(f'{params:,}')",
+        "rows[0][0].shape, len(rows), rows[0][1].item()",
+        "for name, p in net.named_parameters():\n    print(name, p.size())",
+    ],
+)
+def test_what_only_plots_or_counts_is_not_in_a_script(cell: str) -> None:
+    assert sliced(cell) == sliced()
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "net.float()",
+        "list(rows)",
+        "for row in rows:\n    print(row)",
+        "params = [p.requires_grad_(False) for p in net.parameters()]",
+        "for p in net.parameters():\n    p.data = p.data + 1",
+        "for p in net.parameters():\n    p += 1",
+        "plt.imshow(change(rows))",
+        "plt.plot(rows.pop())",
+        "fig = rows\nfig.show()",
+        "plt = net\nplt.show()",
+        "def sum(x): x.clear()\nsum(p for p in net.parameters())",
+        Cell("plt.imshow(rows[0])", drew=True),
+    ],
+)
+def test_what_may_change_something_or_draws_is_in_a_script(cell: str | Cell) -> None:
+    drawn = Cell("net.draw()", drew=True) if isinstance(cell, Cell) else ""
+    text = cell.source if isinstance(cell, Cell) else cell
+    assert text.splitlines()[-1] in sliced(cell, drawn or "pass")
