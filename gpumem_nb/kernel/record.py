@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from ..cluster.shield import shielded
 from ..planning.score import score
@@ -105,6 +106,7 @@ class Record:
             )
             for one in score(history.asked, history.tried).scored
         }
+        _hand_on(foretold, history.tried)
         rows = history.of_tried(self._row_of(history, foretold.get))
         self._settled = {row.key: row for row, settled in rows if settled}
         present = now and _key(history, now)
@@ -132,6 +134,7 @@ class Record:
             workload=tried.workload,
             options=tried.options,
             parameters=tried.parameters,
+            batch_norm=tried.batch_norm,
             settings=tried.settings,
             ranks=history.size,
             device=rank.device_name,
@@ -150,6 +153,16 @@ class Record:
             parts=tried.part_seconds,
             foretold=foretold,
         )
+
+
+def _hand_on(foretold: dict[int, Foretold], tried: Sequence[Tried]) -> None:
+    """What was predicted holds for settings that go on under another number, after an interrupt or an error."""
+    for before, after in pairwise(tried):
+        known = foretold.get(before.settings_id)
+        same = before.settings == after.settings and before.model_version == after.model_version
+        if known and same and before.workload == after.workload:
+            came = after.foreseeable_peak_bytes
+            foretold.setdefault(after.settings_id, replace(known, came_bytes=came))
 
 
 def _key(history: History, tried: Tried) -> str:

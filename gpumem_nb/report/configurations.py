@@ -62,6 +62,7 @@ class Tried:
     began_s: float = field(default_factory=time.time)
     options: tuple[tuple[str, float], ...] = ()
     parameters: int | None = None
+    batch_norm: bool = False
     _settled: Speed | None = field(default=None, init=False)
     _of_that_model: int | None = field(default=None, init=False)
 

@@ -73,6 +73,8 @@ def test_loss_is_compared_after_as_many_samples_as_all_have_seen() -> None:
     for size, of_run in zip(sizes, losses, strict=True):
         train(history, Settings(batch_size=size), of_run)
     train(history, Settings(batch_size=8), [9.0] * 4)  # too few steps to be compared
+    train(history, Settings(batch_size=8), [9.0] * 6)
+    history.tried[-1].outcome = "oom"  # which decides nothing for the others
     _, runs = runs_of(history)
     samples = 7 * 48 * 2  # of two ranks
     frame = runs.frame()
@@ -184,6 +186,8 @@ def test_rows_are_sorted_by_any_column_and_what_is_not_known_comes_last() -> Non
     assert [row.number for row in runs.sorted("samples_per_s")] == [2, 3, 1], "the highest first"
     assert [row.number for row in runs.sorted("batch_size")] == [3, 1, 2]
     assert [row.number for row in runs.sorted("clip_norm")] == [3, 2, 1]
+    assert [row.number for row in runs.sorted("batch")] == [3, 1, 2], "by the headings that people see"
+    assert [row.number for row in runs.sorted("samples/s")] == [2, 3, 1]
     with pytest.raises(InvalidInput, match="There is no column 'samples_per_sec': did you mean 'samples_per_s'"):
         runs.sorted("samples_per_sec")
     assert order([None, "b", 2, float("nan"), "a", 1]) == [5, 2, 4, 1, 0, 3]
@@ -218,6 +222,8 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     train(history, wanted, TEN, peak=56 * MIB)
     record, runs = runs_of(history)
     assert cells(runs, "predicted") == ["n/a", "66.0 MiB (+10.0 %)\n700/s"]
+    train(history, wanted, TEN, peak=60 * MIB)  # under another number, after an interrupt
+    assert cells(shown(record), "predicted")[2] == "66.0 MiB (+3.1 %)\n700/s"
     for size in range(4, 10):
         train(history, Settings(batch_size=size), TEN)
     assert record.rows()[1].foretold

@@ -86,9 +86,24 @@ def test_what_the_mathematics_do_is_told_of_one_model_and_on_other_ranks_as_the_
     _, runs = runs_of(history)
     a, b = runs[1], runs[2]
     assert "The change keeps the mathematics to rounding." in str(Comparison(a, b))
+    assert "but for batch norm, whose statistics come from micro-batches of 32" in str(
+        Comparison(a, replace(b, batch_norm=True))
+    )
     on_four = str(Comparison(a, replace(b, ranks=4)))
     assert "the mathematics" not in on_four
+    flipped = replace(b, ranks=4, settings=b.settings.replace(precision="bf16"))
+    assert "Apart from that, the change changes the mathematics (precision)." in str(Comparison(a, flipped))
     assert "On other ranks, steps have a global batch of 256 in place of 128." in on_four
     as_many = replace(b, ranks=4, settings=Settings(batch_size=32))
     assert "On other ranks, steps have a global batch of 128 as before." in str(Comparison(a, as_many))
     assert "the mathematics" not in str(Comparison(a, replace(b, parameters=2)))
+
+
+def test_a_change_of_what_is_below_zero_or_endless_has_no_share() -> None:
+    history = history_of()
+    for loss in (-2.0, -3.0, float("inf")):
+        train(history, Settings(), [loss] * 10)
+    _, runs = runs_of(history)
+    assert "%)" not in next(line for line in str(runs.compare(1, 2)).splitlines() if line.startswith("loss"))
+    assert "nan" not in str(Comparison(runs[3], replace(runs[1], loss=float("inf"))))
+    assert "Throughput" not in str(Comparison(replace(runs[1], speed=None), replace(runs[2], speed=None)))

@@ -63,7 +63,8 @@ class TrainingState:
         self.settings = settings
         self.settings_id = self.number(settings)
         if loaded := self.workload:
-            self._history.begin(self.settings_id, loaded.name, settings, loaded.options, loaded.parameters)
+            about = loaded.options, loaded.parameters, loaded.batch_norm
+            self._history.begin(self.settings_id, loaded.name, settings, *about)
 
     def number(self, settings: Settings) -> int:
         """A number of their own for settings, by which samples name them."""

@@ -44,20 +44,23 @@ class Around:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Around:
-        """Of all rows. Rows of fewer than five steps are not compared."""
+        """Of all rows. Rows of fewer than five steps are not compared; those that failed set no size where others do."""
         fastest: dict[tuple[object, ...], Row] = {}
         samples: dict[tuple[object, ...], int] = {}
+        judged = [row for row in rows if row.comparable and len(row.curve)]
+        went_well = {row.model for row in judged if not row.failed}
+        for row in judged:
+            if not row.failed or row.model not in went_well:
+                samples[row.model] = min(row.samples, samples.get(row.model, row.samples))
         for row in rows:
             if not row.comparable:
                 continue
-            if len(row.curve):
-                samples[row.model] = min(row.samples, samples.get(row.model, row.samples))
             alike = (row.model, row.ranks, row.device)
             if not row.failed and (row.samples_per_s or 0) > (
                 (fastest[alike].samples_per_s or 0) if alike in fastest else 0
             ):
                 fastest[alike] = row
-        losses = {row.key: loss_after(row, samples[row.model]) for row in rows if row.comparable and len(row.curve)}
+        losses = {row.key: loss_after(row, samples[row.model]) for row in judged}
         known = {key: loss for key, loss in losses.items() if loss is not None}
         return cls(frozenset(row.key for row in fastest.values()), samples, known)
 

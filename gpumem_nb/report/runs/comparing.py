@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -180,14 +181,19 @@ class Comparison:
             for row in (self.a, self.b)
             if row.failed
         ]
-        notes.append(compared(self.a.speed, self.b.speed).join(("Throughput: ", ".")))
+        if self.a.speed or self.b.speed:
+            notes.append(compared(self.a.speed, self.b.speed).join(("Throughput: ", ".")))
         notes += self.why
         if self._same_model and self.a.ranks != self.b.ranks:
             sizes = self.a.global_batch, self.b.global_batch
             kept = f"of {sizes[0]} as before" if sizes[0] == sizes[1] else f"of {sizes[1]} in place of {sizes[0]}"
             notes.append(f"On other ranks, steps have a global batch {kept}.")
+            size, steps = self.a.settings.batch_size, self.a.settings.accumulation_steps
+            apart = self.b.settings.replace(batch_size=size, accumulation_steps=steps)
+            if apart != self.a.settings:
+                notes.append(f"Apart from that, the change {mathematics(self.a.settings, apart)}.")
         elif self._same_model and self.a.settings != self.b.settings:
-            does = mathematics(self.a.settings, self.b.settings)
+            does = mathematics(self.a.settings, self.b.settings, self.a.batch_norm or self.b.batch_norm)
             notes.append(f"The change {does}.")
         if columns.loss_after(self.a, self.samples) is not None:
             notes.append(
@@ -254,8 +260,10 @@ def _change(name: str, before: Any, after: Any, unit: str) -> str:
         return _size(after - before)
     if unit == "share":
         return f"{100 * (after - before):+.0f} points".replace(*_MINUS)
-    share = f" ({100 * (after / before - 1):+.0f} %)" if before else ""
     moved = after - before
+    if not math.isfinite(moved):
+        return ""
+    share = f" ({100 * moved / before:+.0f} %)" if before > 0 else ""  # of what is below 0 a share says nothing
     if isinstance(moved, int) or abs(moved) >= 1000:
         return f"{moved:+,.0f}{share}".replace(*_MINUS)
     sign = "-" if moved < 0 else "+"

@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 
 _NOTHING = "Nothing has been tried yet. Train some steps first: %hvd_train 20"
 _HIGHEST_FIRST = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "headroom")
-_SHOWN_AS = {"loss": "loss_at_equal_samples"}
+_SHOWN_AS = {
+    "batch": "global_batch",
+    "from": "came_from",
+    "live peak": "live_peak_bytes",
+    "loss": "loss_at_equal_samples",
+    "predicted": "predicted_live_peak_bytes",
+    "reserved": "reserved_peak_bytes",
+    "samples/s": "samples_per_s",
+}
 _MARKS = {columns.BEST: "var(--jp-success-color0, #2e7d32)", "best, now": "var(--jp-success-color0, #2e7d32)"}
 _ABOUT = (
     "batch = micro-batch × accumulation × ranks; live peak, reserved and headroom (what reserved bytes leave free of "
@@ -47,7 +55,7 @@ class Runs:
 
     **Loss at equal samples** is the mean loss over the last quarter of the first N samples that all ranks together saw
     since the flip. N is the same for all rows of a model: what the one of them has seen that saw least, of those
-    with at least five steps. Each run began where training stood at its flip: a later one may have begun lower.
+    with at least five steps that did not fail. Each run began where training stood at its flip: a later one may have begun lower.
 
     Args:
         rows: by their numbers, or in the order in which they are to be shown.
@@ -202,7 +210,7 @@ class Runs:
             each = ", by model" if len(sizes) > 1 else ""
             notes.append(
                 f"loss: after {after} samples of all ranks since the flip{each}, which all runs of at least five "
-                "steps have seen; the mean over the last quarter of them. Each run began where training stood at its "
+                "steps that went well have seen; the mean over the last quarter of them. Each run began where training stood at its "
                 "flip."
             )
         return notes

@@ -45,6 +45,7 @@ class Row:
         workload, settings, ranks, device: what was trained, how, on how many ranks, and what rank 0's device is called.
         device_memory_bytes, driver: that rank's limit, and the version of NVIDIA's driver; empty for a virtual GPU.
         options, parameters: of a ready-made workload by name, and how many parameters there were when it was loaded.
+        batch_norm: whether the model took statistics from micro-batches, as far as that is known.
         came_from: the file that it was loaded from, or that it is of before a restart; empty for the ranks that run.
         began_s: when, in seconds since 1970.
         steps: done under it.
@@ -75,6 +76,7 @@ class Row:
     driver: str = ""
     options: tuple[tuple[str, float], ...] = ()
     parameters: int | None = None
+    batch_norm: bool = False
     loss: float | None = None
     peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
@@ -136,6 +138,7 @@ class Row:
             "workload": self.workload,
             "options": dict(self.options),
             "parameters": self.parameters,
+            "batch_norm": self.batch_norm,
             "settings": self.settings.saved(),
             "ranks": self.ranks,
             "device": self.device,
@@ -170,6 +173,7 @@ class Row:
             workload=str(saved["workload"]),
             options=tuple((str(name), _finite(value)) for name, value in saved.get("options", {}).items()),
             parameters=_maybe(saved.get("parameters"), _whole),
+            batch_norm=saved.get("batch_norm") is True,
             settings=Settings(**{name: KNOBS[name].from_saved(value) for name, value in known.items()}),
             ranks=_whole(saved["ranks"], 1),
             device=str(saved["device"]),
