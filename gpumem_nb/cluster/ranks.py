@@ -111,6 +111,12 @@ class Ranks:
         """The ranks that have not answered everything yet."""
         return sorted({rank for call in self._calls for rank in call.pending()})
 
+    def ahead_of(self, call: Call) -> list[Call]:
+        """What ranks that have not answered ``call`` yet were asked before it, and have not answered either."""
+        calls = list(self._calls)
+        earlier = calls[: calls.index(call)] if call in calls else []
+        return [one for one in earlier if set(one.pending()) & set(call.pending())]
+
     def rejoin(self, patience_s: float = 0.0) -> bool:
         """Join the ranks again if Horovod was shut down; says whether they are joined.
 

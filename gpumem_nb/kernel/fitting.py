@@ -116,6 +116,9 @@ class Fitting:
             settings = now.replace(**changes, batch_size=largest)
             [predicted] = self._predicting.by_small_steps(settings, [largest])
             tell()
+            if largest != least:
+                missed = self._predicting.score().missed(self._history.model_version)
+                predicted = predicted.widened(*missed)
             if fits(predicted) or largest == least:
                 if place[0] not in rates:
                     few = settings.replace(batch_size=min(largest, _LEAST))

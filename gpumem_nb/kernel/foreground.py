@@ -19,6 +19,7 @@ from ..report import waits
 from ..shared.errors import (
     ClusterDied,
     GpumemError,
+    Interrupted,
     InvalidInput,
     NoSession,
     RankError,
@@ -37,6 +38,7 @@ from .training import Training
 
 RESUMING = "gpumem_nb resuming"
 """Names the thread that puts a state in place, or settles what a failed load has left: nothing else may overtake it."""
+_BUSY_OTHERWISE = "Interrupted. The ranks are at something else that somebody asked for, which goes on."
 _AHEAD_PATIENCE_S = 0.8  # for steps that come before what is interrupted, and end at the next one; a busy machine's too
 
 
@@ -218,9 +220,16 @@ class Foreground:
         return chosen is None or len(chosen) == self._ranks.size
 
     def finish(
-        self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None
+        self,
+        call: Call,
+        timeout: float | None = None,
+        show: Callable[[Call], None] = lambda call: None,
+        undone: bool = False,
     ) -> Call:
         """Wait for a call. The first error is raised at once; an interrupt or a time-out reaches the ranks.
+
+        Args:
+            undone: whether nothing comes of it: behind somebody else's request an interrupt leaves it to itself.
 
         Raises:
             RankError: the first error of a rank; ``Stalled`` if ranks had waited for others in it.
@@ -230,14 +239,11 @@ class Foreground:
         self._training.make_way()
         with self.interruptible(lambda: self._interrupt(call, ahead), call.pending, call.went_well):
             try:
-                for finished in call.slices(timeout):
-                    if finished:
-                        call.settle(1.0)
-                    show(call)
-                    if told := self._told.get(threading.get_ident()):
-                        told(report.text if (report := self.wait_report) else "", 0.0)
-                    if not finished and waits.out_of_reach(call.pulses()):
-                        raise ClusterDied(f"{self.wait_report}, and could not be freed.")
+                self._wait_for(call, timeout, show)
+            except KeyboardInterrupt:
+                if undone and any(one not in ahead for one in self._ranks.ahead_of(call)):
+                    raise Interrupted(_BUSY_OTHERWISE) from None
+                raise
             except TimeoutError:
                 self._ranks.interrupt_until(call.finished, call.pending())
                 raise
@@ -246,6 +252,16 @@ class Foreground:
                     raise Stalled(error, what) from None
                 raise
         return call
+
+    def _wait_for(self, call: Call, timeout: float | None, show: Callable[[Call], None]) -> None:
+        for finished in call.slices(timeout):
+            if finished:
+                call.settle(1.0)
+            show(call)
+            if told := self._told.get(threading.get_ident()):
+                told(report.text if (report := self.wait_report) else "", 0.0)
+            if not finished and waits.out_of_reach(call.pulses()):
+                raise ClusterDied(f"{self.wait_report}, and could not be freed.")
 
     def _interrupt(self, call: Call, ahead: Sequence[Call]) -> bool:
         """Interrupt ranks in a call, but not in steps that come before it: training would pause for that."""
@@ -297,6 +313,8 @@ class Foreground:
         with self._waited_for():
             try:
                 yield
+            except Interrupted:
+                raise
             except KeyboardInterrupt:
                 training = self._training
                 explain = self._interrupts.explain

@@ -230,9 +230,16 @@ class History:
         batch_norm: bool = False,
     ) -> None:
         """A configuration is about to be tried."""
-        model = {"options": options, "parameters": parameters, "batch_norm": batch_norm}
         with self._lock:
-            tried = Tried(settings_id, workload, settings, self.model_version, **model)
+            tried = Tried(
+                settings_id,
+                workload,
+                settings,
+                self.model_version,
+                options=options,
+                parameters=parameters,
+                batch_norm=batch_norm,
+            )
             self.tried.append(tried)
             self._tell(tried)
             for old in self.tried[-LATE_STEPS - 1 : -LATE_STEPS]:

@@ -93,7 +93,8 @@ class Predicting:
             WorkloadError: they failed for another reason; ``NotThisTime`` if it may be gone the next time.
         """
         began_s = time.perf_counter()
-        rehearsals: list[Rehearsal] = self._foreground.finish(self._training.ask_alone("rehearse", settings)).get()
+        call = self._training.ask_alone("rehearse", settings)
+        rehearsals: list[Rehearsal] = self._foreground.finish(call, undone=True).get()
         seconds = time.perf_counter() - began_s
         answers = [one.forecasts for one in rehearsals]
         failures = [answer.failure for answer in answers if answer.failure]
@@ -168,7 +169,7 @@ class Predicting:
         fewer = [] if self._loaded().data.batched else [list(SMALL), FEWEST]
         for small in [[settings.batch_size], *(sizes for sizes in fewer if max(sizes) < settings.batch_size)]:
             call = self._training.ask_alone("forecast_allocators", shortened(settings), small, wanted)
-            answers: list[Forecasts] = self._foreground.finish(call).get()
+            answers: list[Forecasts] = self._foreground.finish(call, undone=True).get()
             if not self._ran_out(answers):
                 break
         else:
@@ -255,7 +256,7 @@ class Predicting:
 
     def _ask(self, settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> list[Forecasts]:
         call = self._training.ask_alone("forecast", shortened(settings), small, batch_sizes, most)
-        answers: list[Forecasts] = self._foreground.finish(call).get()
+        answers: list[Forecasts] = self._foreground.finish(call, undone=True).get()
         return answers
 
     def _ran_out(self, answers: list[Forecasts]) -> Forecasts | None:

@@ -18,6 +18,7 @@ from ..planning.tuning.trial_times import TrialTimes
 from ..report.differences import typed
 from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ..shared.forecast import SMALL
+from ..shared.knobs import KNOBS
 from ..shared.knobs.batch import shortened
 from ..shared.progress import Progress
 from ..shared.settings import Settings
@@ -52,8 +53,13 @@ class Tuning:
         same_mathematics: bool,
         progress: Progress,
         apply: Callable[[dict[str, Any]], object],
+        latest: Callable[[], Training],
     ) -> TuneResult:
-        """The fastest settings that fit; ``apply`` changes knobs.
+        """The fastest settings that fit.
+
+        Args:
+            apply: changes knobs of what is loaded now.
+            latest: the training at any later time, perhaps of ranks that were started again.
 
         Raises:
             InvalidInput: what was asked for cannot be used.
@@ -78,8 +84,16 @@ class Tuning:
             return settings
 
         choice = space(present, workload, ranks, ask, knobs, global_batch, same_mathematics)
+
+        def apply_unchanged(changes: dict[str, Any]) -> object:
+            others = latest().settings.changed_from(present).keys() - changes.keys()
+            if moving := ", ".join(name for name in KNOBS if name in others and KNOBS[name].moves):
+                raise InvalidInput(f"This was found out before {moving} changed, so it may not fit. Tune again.")
+            return apply(changes)
+
         slow = SlowPrecisions(self._predicting, present, workload.data.batched, budget_bytes)
-        trials = _Trials(self._predicting, self._history, choice, slow, budget_bytes, seconds, progress)
+        unchanged = Unchanged(self._history, lambda: training.settings)
+        trials = _Trials(self._predicting, self._history, unchanged, choice, slow, budget_bytes, seconds, progress)
         record, stopped = trials.record, ""
         try:
             search(choice, trials)
@@ -106,7 +120,7 @@ class Tuning:
             stopped=stopped,
             refused=dict(record.refused),
             batch_norm=workload.batch_norm,
-            _set=apply,
+            _set=apply_unchanged,
         )
         if best := result.best:
             foretold = _foretold(best, present, ranks)
@@ -141,6 +155,7 @@ class _Trials:
         self,
         predicting: Predicting,
         history: History,
+        unchanged: Unchanged,
         choice: Space,
         slow: SlowPrecisions,
         budget_bytes: int | None,
@@ -151,7 +166,7 @@ class _Trials:
         self.times = TrialTimes()
         self.began_s = time.monotonic()
         self.model_version = history.model_version
-        self._unchanged = Unchanged(history)
+        self._unchanged = unchanged
         self._predicting = predicting
         self._missed = predicting.score().missed(history.model_version)
         self._space = choice

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from ..shared.settings import Settings
 from .history import History
 
 
@@ -10,16 +13,19 @@ class Changed(Exception):
 
 
 class Unchanged:
-    """What is trained, as it was when this was made."""
+    """What is trained, as it was when this was made; and under which settings, where they are asked for."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, settings: Callable[[], Settings | None] = lambda: None) -> None:
         self._history = history
-        self._was = self._is
+        self._settings = settings
+        self._was, self._set = self._is, settings()
 
     def check(self) -> None:
         """Raise :class:`Changed` if it may be something else by now."""
         if self._is != self._was:
             raise Changed("something was loaded, or a cell ran on the ranks and may have changed the model.")
+        if self._settings() != self._set:
+            raise Changed("settings were changed.")
 
     @property
     def _is(self) -> tuple[int, int]:

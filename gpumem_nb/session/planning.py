@@ -150,16 +150,16 @@ class Predicts:
             InvalidInput: an argument that cannot be used.
             WorkloadError: nothing is loaded, or no step is possible.
         """
-        return self._life.tuning.tune(
-            budget, global_batch, seconds, knobs, same_mathematics, progress, self._change_what_is_loaded()
-        )
+        apply, latest = self._change_what_is_loaded(), lambda: self._life.training
+        return self._life.tuning.tune(budget, global_batch, seconds, knobs, same_mathematics, progress, apply, latest)
 
     def _change_what_is_loaded(self) -> Callable[[dict[str, Any]], None]:
         """Sets knobs as long as what is loaded now still is, perhaps after a restart."""
-        loaded = self._life.training.workload
+        loaded, history, loaded_as = self._life.training.workload, self._life.history, self._life.history.loaded_as
 
         def change(knobs: dict[str, Any]) -> None:
-            if self._life.training.workload != loaded:
+            again = self._life.history is history and history.loaded_as != loaded_as
+            if again or self._life.training.workload != loaded:
                 name = loaded.name if loaded else "nothing"
                 raise InvalidInput(f"This was found out for {name}, and something else is loaded now. Look again.")
             self._life.set(knobs)

@@ -73,7 +73,8 @@ class DiagnosisView:
         self._session = session
         self._diagnosis = diagnosis
         self._ask = ask
-        self._workload = session.workload
+        self._workload, self._history = session.workload, session.history
+        self._loaded_as = session.history.loaded_as
         self._closed = threading.Event()
         self._cards: list[_Card] = []
         self.view = threads.make(self._make)
@@ -134,7 +135,9 @@ class DiagnosisView:
         flip = one.finding.flip
         assert flip
         one.said.html = "<p>Being changed …</p>"
-        if (self._session.settings, self._session.workload) != (flip.before, self._workload):
+        now, was = (self._session.settings, self._session.workload), (flip.before, self._workload)
+        again = self._session.history is self._history and self._history.loaded_as != self._loaded_as
+        if again or now != was:
             one.said.html = (
                 "<p>Something was changed since this was found, so it may not hold any more. Look again.</p>"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,6 +228,55 @@ def test_a_cell_in_between_ends_it(two_ranks: Session, fresh: Callable[..., Sess
     result = session.tune(seconds=60, progress=cell)
     assert "a cell ran on the ranks" in result.why
     assert len(result.measured) == 1
+
+
+def test_settings_that_change_in_between_end_it_and_later_ones_are_not_overwritten(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    session.set(batch_size=16)
+
+    def flip(what: str, done: float) -> None:
+        if what.startswith("1 of"):
+            session.set(batch_size=64)
+
+    result = session.tune(seconds=60, progress=flip)
+    assert result.stopped == "It ended early, because settings were changed."
+    found = session.tune(seconds=4, knobs=["checkpointing"])
+    session.set(optimizer="sgd")
+    with pytest.raises(InvalidInput, match=r"before optimizer changed, so it may not fit. Tune again"):
+        found.apply()
+    session.set(optimizer=found.present.optimizer)
+    session.load("digits-resnet", **DIGITS)
+    with pytest.raises(InvalidInput, match=r"something else is loaded now"):
+        found.apply()
+
+
+def test_a_stop_that_comes_while_it_waits_for_a_cell_leaves_the_cell_alone(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    cell = (
+        "import pathlib, time\npathlib.Path(begun).touch()\nwhile not pathlib.Path(go).exists(): time.sleep(0.02)\nrank"
+    )
+    session.push({"begun": str(begun), "go": str(go)})
+    answers: list[list[Any]] = []
+    runs = threading.Thread(target=lambda: answers.append(session.run(cell)))
+    runs.start()
+    until(begun.exists)
+
+    def stop(what: str, done: float) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        with session.telling(stop), pytest.raises(KeyboardInterrupt, match="something else that somebody asked for"):
+            session.predict(batch_size=16)
+    finally:
+        go.touch()
+        runs.join(HANG_S)
+    assert answers == [[0, 1]]
+    session.train(1)
 
 
 def test_a_restart_in_between_ends_it_and_is_told_as_one(two_ranks: Session, fresh: Callable[..., Session]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from gpumem_nb.planning.score import Scoreboard
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, NotThisTime
 from tests.cluster.test_ledger import STATE
@@ -68,6 +69,17 @@ def test_what_runs_fits_whatever_is_predicted(two_ranks: Session, fresh: Callabl
     session.run("torch.manual_seed(3)")
     session.train(1)
     assert session.tune(seconds=5, knobs=["optimizer_impl"]).now is not None, "after a cell, too"
+
+
+def test_what_earlier_predictions_missed_is_left_free(
+    two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = fresh(two_ranks, **DIGITS)
+    monkeypatch.setattr(Scoreboard, "missed", lambda self, version: (0.0, 0.5))
+    cells = [cell for cell in session.what_fits().cells if cell.settings]
+    assert cells
+    for cell in cells[:2]:
+        assert session.predict(**cell.settings.changed_from(session.settings)).verdict == "fits"
 
 
 def test_what_is_loaded_meanwhile_is_not_mixed_in(two_ranks: Session, fresh: Callable[..., Session]) -> None:

@@ -25,7 +25,15 @@ from gpumem_nb.shared.exporting import Facts
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.workloads import catalog
 
-_EMPTY: dict[str, Any] = {"int": 0, "bool": False, "str": "", "str | None": "", "float": 0.1, "tuple[str, ...]": (), "dict[str, str]": {}}
+_EMPTY: dict[str, Any] = {
+    "int": 0,
+    "bool": False,
+    "str": "",
+    "str | None": "",
+    "float": 0.1,
+    "tuple[str, ...]": (),
+    "dict[str, str]": {},
+}
 FACTS = Facts(**{field.name: _EMPTY[str(field.type)] for field in fields(Facts)})
 OWN = Source("functions", definitions="a = 1", names={"model": "make", "data": "rows", "optimizer": "opt"})
 

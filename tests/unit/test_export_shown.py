@@ -29,7 +29,7 @@ def sliced(*cells: str | Cell) -> str:
     [
         "plt.imshow(rows[0][0].permute(1, 2, 0).cpu())\nplt.title(rows[0][1])\nplt.show()",
         "fig, ax = plt.subplots(2)\nax[0].plot(losses)\nax[0].set_title(len(rows))\nfig.savefig('a.png')",
-        "for i in range(3):\n    plt.subplot(1, 3, i + 1)\n    img, y = rows[i]\n    plt.imshow(img.squeeze(), cmap='gray')",
+        "for i in range(3):\n    plt.subplot(1, 3, i)\n    img, y = rows[i]\n    plt.imshow(img.squeeze())",
         "with plt.style.context('ggplot'):\n    plt.hist([len(one) for one in [rows, net.rows]])",
         "sns.heatmap(net.weight.detach().numpy())",
         "sum(p.numel() for p in net.parameters())",

@@ -41,8 +41,14 @@ def test_functions_use_what_their_names_stand_for_when_they_are_called() -> None
 @pytest.mark.parametrize(
     ("base", "found"),
     [
-        ("class Base:\n    kinds = {}\n    def __init_subclass__(cls): Base.kinds[cls.__name__] = cls", "Base.kinds['A']"),
-        ("class Base:\n    kinds = {}\n    def __init_subclass__(cls): cls.kinds[cls.__name__] = cls", "Base.kinds['A']"),
+        (
+            "class Base:\n    kinds = {}\n    def __init_subclass__(cls): Base.kinds[cls.__name__] = cls",
+            "Base.kinds['A']",
+        ),
+        (
+            "class Base:\n    kinds = {}\n    def __init_subclass__(cls): cls.kinds[cls.__name__] = cls",
+            "Base.kinds['A']",
+        ),
         ("kinds = {}\nclass Base:\n    def __init_subclass__(cls): kinds[cls.__name__] = cls", "kinds['A']"),
         (
             "class Meta(type):\n    kinds = {}\n    def __init__(cls, name, *_): Meta.kinds[name] = cls\n"

@@ -44,7 +44,7 @@ class Around:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Around:
-        """Of all rows. Rows of fewer than five steps are not compared; those that failed set no size where others do."""
+        """Of all rows. Those of fewer than five steps are not compared; what failed sets no size where others do."""
         fastest: dict[tuple[object, ...], Row] = {}
         samples: dict[tuple[object, ...], int] = {}
         judged = [row for row in rows if row.comparable and len(row.curve)]

@@ -55,7 +55,8 @@ class Runs:
 
     **Loss at equal samples** is the mean loss over the last quarter of the first N samples that all ranks together saw
     since the flip. N is the same for all rows of a model: what the one of them has seen that saw least, of those
-    with at least five steps that did not fail. Each run began where training stood at its flip: a later one may have begun lower.
+    with at least five steps that did not fail. Each run began where training stood at its flip: a later one may have
+    begun lower.
 
     Args:
         rows: by their numbers, or in the order in which they are to be shown.
@@ -210,8 +211,8 @@ class Runs:
             each = ", by model" if len(sizes) > 1 else ""
             notes.append(
                 f"loss: after {after} samples of all ranks since the flip{each}, which all runs of at least five "
-                "steps that went well have seen; the mean over the last quarter of them. Each run began where training stood at its "
-                "flip."
+                "steps that went well have seen; the mean over the last quarter of them. Each run began where training "
+                "stood at its flip."
             )
         return notes
 
