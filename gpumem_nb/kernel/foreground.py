@@ -233,6 +233,7 @@ class Foreground:
 
         Raises:
             RankError: the first error of a rank; ``Stalled`` if ranks had waited for others in it.
+            Interrupted: stop was pressed; what came of it.
             ClusterDied: a rank that others wait for cannot be freed.
         """
         ahead = self._training.under_way()

@@ -76,10 +76,10 @@ def test_what_earlier_predictions_missed_is_left_free(
 ) -> None:
     session = fresh(two_ranks, **DIGITS)
     monkeypatch.setattr(Scoreboard, "missed", lambda self, version: (0.0, 0.5))
-    cells = [cell for cell in session.what_fits().cells if cell.settings]
-    assert cells
-    for cell in cells[:2]:
-        assert session.predict(**cell.settings.changed_from(session.settings)).verdict == "fits"
+    found = [cell.settings for cell in session.what_fits().cells if cell.settings]
+    assert found
+    for settings in found[:2]:
+        assert session.predict(**settings.changed_from(session.settings)).verdict == "fits"
 
 
 def test_what_is_loaded_meanwhile_is_not_mixed_in(two_ranks: Session, fresh: Callable[..., Session]) -> None:

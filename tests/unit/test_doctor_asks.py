@@ -74,7 +74,7 @@ class Session:
             settings=self.settings,
             workload=LOADED,
             call=call,
-            finish=lambda call: call,
+            finish=lambda call, undone: call,
             ask_alone=lambda function, *arguments: facts,
             check_loaded=lambda: None,
             check_alive=lambda: None,
