@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 _SAVING = {
     "dump",
@@ -20,7 +21,17 @@ _SAVING |= {"to_csv", "to_json", "to_parquet", "to_pickle", "to_excel", "to_feat
 _BESIDE = {"state_dict", "cpu", "detach", "clone", "numpy", "tolist", "to_dict", "items", "keys", "values", "getvalue"}
 _BESIDE |= {"dict", "list", "tuple", "str", "int", "float", "len", "print", "open", "close", "Path", "join", "format"}
 _BESIDE |= {"makedirs", "mkdir", "rank", "get_rank", "size", "get_world_size", "barrier", "time", "strftime", "exists"}
-_IDLE_MAGICS = {"matplotlib", "config", "load_ext", "reload_ext", "autoreload", "pwd", "ls", "who", "whos", "pip"}
+_IDLE_MAGICS = {"%matplotlib", "%config", "%load_ext", "%reload_ext", "%autoreload", "%pwd", "%ls", "%who", "%whos"}
+_IDLE_MAGICS |= {"%pip", "%%bash", "%%sh", "%%!", "%%system", "%%sx", "%%script", "%%writefile", "%%file"}
+_IDLE_MAGICS |= {"%%html", "%%HTML", "%%javascript", "%%js", "%%markdown", "%%latex", "%%svg"}
+
+
+@dataclass(frozen=True, slots=True)
+class Magic:
+    """A line or cell of IPython's own: its name with one or two ``%``, and what stands behind or below it."""
+
+    name: str
+    code: str
 
 
 def saves(node: ast.stmt) -> bool:
@@ -39,9 +50,17 @@ def magics(node: ast.stmt) -> Iterator[str]:
     """IPython's own lines in a statement, by the names of magics; ``!`` for shell commands."""
     for one in ast.walk(node):
         if isinstance(one, ast.Call) and _is_ipython(one.func):
-            told = one.args[0] if one.args else None
-            known = isinstance(told, ast.Constant) and _last(one.func) == "run_line_magic"
-            yield str(told.value) if known and isinstance(told, ast.Constant) else "!"
+            magic = magic_of(one)
+            yield magic.name if magic else "!"
+
+
+def magic_of(node: ast.AST) -> Magic | None:
+    """The magic that an expression calls, if it is one of those calls that IPython makes of ``%`` and ``%%``."""
+    if not (isinstance(node, ast.Call) and _is_ipython(node.func)):
+        return None
+    given = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    mark = {"run_line_magic": "%", "run_cell_magic": "%%"}.get(_last(node.func), "")
+    return Magic(mark + given[0], given[-1]) if len(given) == len(mark) + 1 and mark else None
 
 
 def is_idle(node: ast.stmt) -> bool:

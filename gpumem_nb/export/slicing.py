@@ -10,6 +10,7 @@ from .imports import brought_by_all, unnamed
 from .relations import BUILTIN, OFFERED, Relations
 from .shown import READERS, only_shown
 from .statements import LOOKS, Unit, has_lazy_annotations, units_of
+from .timed import without_timing
 from .unclear import (
     check_imports,
     imports_all,
@@ -51,7 +52,7 @@ class Slice:
 
 def settings_in(cells: Sequence[Cell]) -> list[str]:
     """The statements of these cells that set something of whole processes, apart from seeds, or of what they import."""
-    units = [unit for number, cell in enumerate(cells) for unit in units_of(cell.source, number)]
+    units = [unit for number, cell in enumerate(cells) for unit in units_of(without_timing(cell.source), number)]
     relations = Relations(units)
     imported = {name for unit in units if unit.imports for name in unit.binds}
     places = [place for place, unit in enumerate(units) if not unit.defines]
@@ -73,6 +74,7 @@ def needed(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: 
     Raises:
         WorkloadError: a name is not defined by cells that ran well on all ranks, or what it is cannot be told.
     """
+    cells = [replace(cell, source=without_timing(cell.source)) for cell in cells]
     slicing = _Slicing(cells, frozenset(names))
     kept, lacking, uses, outer = slicing.kept()
     if lacking:

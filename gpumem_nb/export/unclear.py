@@ -10,6 +10,7 @@ from ..shared.exporting import Cell
 from .imports import UNNAMED, imported_in
 from .relations import NOTEBOOK
 from .statements import Unit
+from .timed import defining_magic
 
 _SHOWN = 70  # characters
 
@@ -17,6 +18,7 @@ _SHOWN = 70  # characters
 def missing(cells: Sequence[Cell], names: Collection[str], forgotten: bool) -> WorkloadError:
     """Names that are needed, and that no known cell defines."""
     name = min(names)
+    magic = next(filter(None, (defining_magic(cell.source, name) for cell in cells)), "")
     if name in NOTEBOOK:
         what = "display() is" if name == "display" else "lines with % and ! are"
         return WorkloadError(
@@ -27,6 +29,8 @@ def missing(cells: Sequence[Cell], names: Collection[str], forgotten: bool) -> W
     where = (
         "it was pushed from the notebook"
         if any(name in cell.pushed for cell in cells)
+        else f"code under {magic} does, which is not read. Write it without {magic}"
+        if magic
         else "the cells that did are too long ago, or ran before the ranks were started again"
         if forgotten
         else "a cell imports * from a module, and that does not say what. Import it by its name"

@@ -169,11 +169,11 @@ def test_settings_of_cells_that_failed_do_not_matter_where_they_were_made_again(
 
 def test_lines_of_ipython_that_show_something_are_left_out_and_others_refused() -> None:
     shown = "get_ipython().run_line_magic('matplotlib', 'inline')\nget_ipython().system('ls')\ndisplay(3)"
-    timed = "get_ipython().run_line_magic('time', 'x = 3')"
+    profiled = "get_ipython().run_line_magic('prun', 'x = 3')"
     made = Cell("net = torch.randn(3)", drew=True)
     assert sliced(Cell(f"{shown}\nx = 1", drew=True), made) == "net = torch.randn(3)"
-    assert needed([Cell(timed), made], ["net"], 0, forgotten=False).left_out == (timed,)
-    for cell in (Cell(timed, drew=True), Cell("display(torch.randn(3))", drew=True)):
+    assert needed([Cell(profiled), made], ["net"], 0, forgotten=False).left_out == (profiled,)
+    for cell in (Cell(profiled, drew=True), Cell("display(torch.randn(3))", drew=True)):
         with pytest.raises(WorkloadError, match=r"IPython's own.*%hvd_seed"):
             sliced(cell, made)
 
