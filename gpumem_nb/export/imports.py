@@ -6,7 +6,7 @@ import ast
 import importlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 UNNAMED = "_"  # of what is imported for what it does
 PLOTTING = frozenset({"matplotlib", "seaborn", "plotly"})  # packages whose import changes nothing that is trained
@@ -33,13 +33,16 @@ def with_sorted_imports(text: str) -> str:
 
 
 def imported_in(text: str) -> Iterator[tuple[str, str]]:
-    """Names that the imports at the top level of some code define, and what each of them is, in one way of writing."""
+    """Names that the imports at the top level of some code define, and what each of them is, in one way of writing.
+
+    Of ``*`` what Python's own modules bring.
+    """
     for node in ast.parse(text).body:
         for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            if alias.name == "*":
-                continue
             if isinstance(node, ast.ImportFrom):
-                yield alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}"
+                names = _brought(node) or () if alias.name == "*" else [alias.name]
+                module = f"{'.' * node.level}{node.module or ''}"
+                yield from ((alias.asname or name, f"{module}.{name}") for name in names)
             else:
                 top = alias.name.partition(".")[0]
                 yield alias.asname or top, alias.name if alias.asname else top
@@ -54,21 +57,38 @@ def unnamed(text: str) -> str:
     return ast.unparse(tree)
 
 
+def named(text: str, names: Collection[str]) -> str:
+    """Imports with those of these names that ``*`` of Python's own modules brings in the place of it."""
+    tree, changed = ast.parse(text), False
+    for node in tree.body:
+        brought = _brought(node) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" else None
+        if isinstance(node, ast.ImportFrom) and brought is not None:
+            node.names, changed = [ast.alias(name) for name in sorted(brought.intersection(names))], True
+    tree.body = [node for node in tree.body if getattr(node, "names", True)]
+    return ast.unparse(tree) if changed else text
+
+
 def brought_by_all(text: str) -> set[str] | None:
     """Names that imports of ``*`` in some code bring; ``None`` if some are of other modules than Python's own."""
     found = set[str]()
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.ImportFrom) or node.names[0].name != "*":
-            continue
-        if (node.module or "").partition(".")[0] not in sys.stdlib_module_names or node.level:
-            return None
-        try:
-            module = importlib.import_module(node.module or "")
-        except ImportError:  # it may be there for the ranks only
-            return None
-        public = (name for name in vars(module) if not name.startswith("_"))
-        found |= set(getattr(module, "__all__", public))
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            brought = _brought(node)
+            if brought is None:
+                return None
+            found |= brought
     return found
+
+
+def _brought(node: ast.ImportFrom) -> set[str] | None:
+    """Names that an import of ``*`` brings; ``None`` of other modules than Python's own."""
+    if (node.module or "").partition(".")[0] not in sys.stdlib_module_names or node.level:
+        return None
+    try:
+        module = importlib.import_module(node.module or "")
+    except ImportError:  # it may be there for the ranks only
+        return None
+    return set(getattr(module, "__all__", (name for name in vars(module) if not name.startswith("_"))))
 
 
 def _sections(nodes: list[ast.Import | ast.ImportFrom]) -> list[list[str]]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..shared.exporting import Cell
-from .imports import brought_by_all, unnamed
+from .imports import brought_by_all, imported_in, named, unnamed
 from .relations import BUILTIN, OFFERED, Relations
 from .shown import READERS, only_shown
 from .statements import LOOKS, Unit, has_lazy_annotations, units_of
@@ -111,6 +111,7 @@ class _Slicing:
         self._shown = frozenset() if READERS & bound else only_shown(self._units)
         self._late: dict[str, int] = {}  # names that kept functions use, and the place of the first of these
         self._ever = names  # names that are needed anywhere
+        self._wanted: dict[int, set[str]] = {}  # names that are needed of what is kept, by its place
         self.left_out: list[Unit] = []
 
     def kept(self) -> tuple[list[Unit], frozenset[str], frozenset[str], int]:
@@ -131,8 +132,11 @@ class _Slicing:
         return units, lacking, uses, [*outer, True].index(True)
 
     def _unit(self, place: int) -> Unit:
-        """What is kept of a statement: of an import for what it does no name."""
+        """What is kept of a statement: of an import for what it does no name, of one of everything what is needed."""
         unit = self._units[place]
+        if unit.imports and imports_all(unit.text):
+            text = named(unit.text, self._wanted[place])
+            unit = replace(unit, text=text, binds=frozenset(name for name, _ in imported_in(text)))
         if not (unit.imports and unit.binds and unit.binds <= self._relations.unused):
             return unit
         return replace(unit, text=unnamed(unit.text), binds=frozenset(), surely=frozenset())
@@ -149,7 +153,8 @@ class _Slicing:
             if imports_all(unit.text):
                 defined = {name for earlier in self._units[:place] for name in earlier.binds}
                 brought = brought_by_all(unit.text)
-                refuse_replaced(unit.text, (live if brought is None else live & brought) & defined - OFFERED)
+                if brought is None or not cell.known:
+                    refuse_replaced(unit.text, (live if brought is None else live & brought) & defined - OFFERED)
             seeded = any(one.seed is not None for one in self._cells[unit.cell + 1 : drawing + 1])
             draws = not (unit.plain or unit.still) and cell.drew and drawing >= 0 and not seeded
             if not cell.known:
@@ -166,6 +171,7 @@ class _Slicing:
                 self.left_out.append(unit)
                 continue
             kept.append(place)
+            self._wanted[place] = live & unit.binds
             live -= unit.surely | self._relations.looped[place]
             live |= unit.reads - self._relations.looped[place]
             first = first - unit.binds - unit.assigns_late | unit.first - self._relations.looped[place]

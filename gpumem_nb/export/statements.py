@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
+from .imports import imported_in
 from .outside import is_idle, magics, only_saves, saves
 
 LOOKS = frozenset({"print", "display", "len", "type", "help", "dir", "repr", "id"})
@@ -145,6 +146,8 @@ def _unit(text: str, nodes: Sequence[ast.stmt], cell: int, lazy: bool) -> Unit:
     sure = all(isinstance(node, _SURE) or (isinstance(node, ast.AnnAssign) and node.value) for node in nodes)
     constant = all(map(_names_constants, nodes))
     imports = all(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes)
+    if imports:
+        binds |= {name for name, _ in imported_in(text)}  # what Python's own modules bring by * included
     if saving := all(map(saves, nodes)):  # what a block has open is of no use after it
         binds -= {name for node in nodes for name in _open_in(node)}
     return Unit(

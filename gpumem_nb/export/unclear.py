@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from ..shared.errors import WorkloadError
 from ..shared.exporting import Cell
-from .imports import UNNAMED, imported_in
+from .imports import UNNAMED, brought_by_all, imported_in
 from .relations import NOTEBOOK
 from .statements import Unit
 from .timed import defining_magic
@@ -34,7 +34,7 @@ def missing(cells: Sequence[Cell], names: Collection[str], forgotten: bool) -> W
         else "the cells that did are too long ago, or ran before the ranks were started again"
         if forgotten
         else "a cell imports * from a module, and that does not say what. Import it by its name"
-        if any(cell.known and imports_all(cell.source) for cell in cells)
+        if any(cell.known and brought_by_all(cell.source) is None for cell in cells)
         else "no %%hvd cell that ran well on all ranks defines it"
     )
     return WorkloadError(

@@ -377,8 +377,7 @@ def test_files_that_are_not_written_are_named_whatever_was_in_them() -> None:
 def test_an_import_of_everything_of_pythons_own_replaces_what_it_has() -> None:
     made = "from torch import nn\ndef width(): return 3"
     assert "from typing" not in sliced(made, "from typing import *\nfrom math import *", "net = [nn, width()]")
-    with pytest.raises(WorkloadError, match="What sqrt is cannot be told"):
-        sliced("def sqrt(x): return x", "from math import *", "net = [sqrt(4)]")
+    assert result("def sqrt(x): return x", "from math import *", "net = sqrt(4)") == 2
 
 
 def test_a_module_of_pythons_own_that_is_not_here_may_bring_anything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,85 @@
+"""Imports of everything of Python's own modules: a script imports what it uses of it, by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpumem_nb.export.slicing import Slice, needed
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.exporting import Cell
+from gpumem_nb.shared.settings import Settings
+
+from .test_export_script import OWN, written
+
+
+def found(*cells: Cell | str) -> Slice:
+    whole = [Cell(one) if isinstance(one, str) else one for one in cells]
+    return needed(whole, ["net"], 0, forgotten=False)
+
+
+@pytest.mark.parametrize(
+    ("cells", "imports"),
+    [
+        (("from math import *", "net = [int(sqrt(9)), pi]"), ("from math import pi, sqrt",)),
+        (
+            ("from typing import *", "def make(x: Optional[int]): return [x]", "net = make(1)"),
+            ("from typing import Opt",),
+        ),
+        (("from math import *\nnet = [sqrt(9)]", "e = 3\nnet.append(e)"), ("from math import sqrt",)),
+        (
+            ("from math import *", "from cmath import *", "net = [sqrt(9), ceil(2.5)]"),
+            ("math import ceil", "cmath import sqrt"),
+        ),
+        (("import os; from math import *; from time import *", "net = [sqrt(9)]"), ("from math import sqrt",)),
+        (("from os.path import *", "from math import *", "net = [join('a', 'b')]"), ("from os.path import join",)),
+        (("def sqrt(x): return x", "from math import *", "net = [sqrt(4)]"), ("from math import sqrt",)),
+    ],
+)
+def test_what_is_used_of_everything_is_imported_by_name(cells: tuple[str, ...], imports: tuple[str, ...]) -> None:
+    kept = found(*cells)
+    assert len(kept.imports) == len(imports)
+    for line, expected in zip(kept.imports, imports, strict=True):
+        assert expected in line
+        assert "*" not in line
+    names: dict[str, object] = {}
+    exec("\n".join([*kept.imports, kept.text]), names)
+    direct: dict[str, object] = {}
+    exec("\n".join(cells), direct)
+    assert names["net"] == direct["net"]
+
+
+def test_other_imports_beside_it_stay_as_they_are() -> None:
+    kept = found("import timm; from math import *", "from typing import *; import lib", "net = [sqrt(4)]")
+    assert kept.imports == ("import timm\nfrom math import sqrt", "import lib as _")
+
+
+def test_an_import_of_everything_that_nothing_is_used_of_is_left_out() -> None:
+    assert found("from math import *", "net = [1]").imports == ()
+    assert found("from math import *\nnet = [1]\ndef sqrt(x): return x", "net.append(sqrt(4))").imports == ()
+
+
+def test_settings_by_way_of_such_an_import_are_kept_after_it() -> None:
+    kept = found("from os import *", "environ['A'] = 'b'", "net = [1]")
+    assert kept.imports == ("from os import environ",)
+    assert kept.text.startswith("environ['A'] = 'b'")
+    later = found("import sys", "sys.path.insert(0, 'a')\nfrom math import *\nnet = [sqrt(4)]")
+    assert later.later == ("from math import sqrt",)
+
+
+def test_what_such_an_import_does_not_bring_is_missing_as_anything_else() -> None:
+    with pytest.raises(WorkloadError, match=r"needs thing.*no %%hvd cell"):
+        found("from math import *", "net = thing()")
+    with pytest.raises(WorkloadError, match=r"needs thing.*imports \*"):
+        found("from math import *\nfrom layers import *", "net = thing()")
+
+
+def test_one_name_with_two_meanings_is_refused_there_too() -> None:
+    with pytest.raises(WorkloadError, match="The cells import sqrt"):
+        found("def sqrt(x): return x\nnet = [sqrt(4)]", "from math import *\nnet.append(sqrt(4))")
+    with pytest.raises(WorkloadError, match="What sqrt is cannot be told"):
+        found("def sqrt(x): return x", Cell("from math import *\n1 / 0", finished=False), "net = [sqrt(4)]")
+    kept = found("from random import *", "net = [random()]")
+    with pytest.raises(WorkloadError, match="both call something random"):
+        written(Settings(), replace(OWN, imports=kept.imports))
