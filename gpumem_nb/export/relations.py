@@ -88,12 +88,17 @@ class Relations:
     def settings(self, place: int) -> frozenset[str]:
         """Modules among :attr:`settable` of which a statement sets something, in functions that it calls too."""
         unit = self._units[place]
-        return self.settable.intersection(unit.sets.union(*(one.sets_late for one in self._called(place))))
+        return self.settable.intersection(unit.sets.union(*(one.sets_late for one in self.called(place))))
 
     def seeds(self, place: int) -> frozenset[str]:
         """Those whose random numbers it seeds."""
         unit = self._units[place]
-        return self.settable.intersection(unit.seeds.union(*(one.seeds_late for one in self._called(place))))
+        return self.settable.intersection(unit.seeds.union(*(one.seeds_late for one in self.called(place))))
+
+    def called(self, place: int) -> list[Unit]:
+        """Definitions of the functions that a statement calls."""
+        unit, (_, functions) = self._units[place], self._reached[place]
+        return [] if unit.plain or unit.defines or unit.names else functions
 
     def joins(self, place: int, wanted: Collection[str]) -> bool:
         """Whether a class that a statement defines may be found by way of a class that it extends, and that is told."""
@@ -109,11 +114,6 @@ class Relations:
                 found.add(name)
                 waiting.extend(self._extended[name])
         return frozenset(found)
-
-    def _called(self, place: int) -> list[Unit]:
-        """Definitions of the functions that a statement calls."""
-        unit, (_, functions) = self._units[place], self._reached[place]
-        return [] if unit.plain or unit.defines or unit.names else functions
 
     def touches(self, place: int, live: Collection[str]) -> bool:
         """Whether a statement uses something that may be part of what is needed after it."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..shared.exporting import Cell
+from .files import file_makers
 from .imports import brought_by_all, imported_in, named, unnamed
 from .relations import BUILTIN, OFFERED, Relations
 from .shown import READERS, only_shown
@@ -34,7 +35,7 @@ class Slice:
         seed: where random numbers of cells began, before what is in it.
         uses: names of :data:`OFFERED` that it uses.
         binds: names that it defines, and does not only import.
-        left_out: statements that do something outside of the script, such as writing files, and are not in it.
+        left_out: statements that do something outside of the script, such as making files, and are not in it.
         settings: statements in it that set something of the whole process.
         lazy_annotations: whether annotations of some of it are not evaluated.
     """
@@ -109,6 +110,7 @@ class _Slicing:
         bound = {name for unit in self._units for name in unit.binds}
         self._shadowed = bool(LOOKS & bound)
         self._shown = frozenset() if READERS & bound else only_shown(self._units)
+        self._file_makers = file_makers(self._units, self._relations)
         self._late: dict[str, int] = {}  # names that kept functions use, and the place of the first of these
         self._ever = names  # names that are needed anywhere
         self._wanted: dict[int, set[str]] = {}  # names that are needed of what is kept, by its place
@@ -161,9 +163,10 @@ class _Slicing:
                 if draws:
                     refuse_drawing(cell)
                 self._check_unclear(place, live, kept)
+                self.left_out += [unit] if cell.finished and self._acts_outside(place) else []
                 continue
             if not (unit.binds & live or self._changes(place, live) or draws):
-                self.left_out += [unit] if unit.magic or unit.saves or unit.odd_save else []
+                self.left_out += [unit] if self._acts_outside(place) else []
                 continue
             if unit.odd_save and not unit.binds & live:
                 refuse_odd_save(unit.text)
@@ -185,6 +188,11 @@ class _Slicing:
         self._ever = frozenset(ever)
         kept.reverse()
         return kept, live, first
+
+    def _acts_outside(self, place: int) -> bool:
+        """Whether what a statement did, such as files that it made, may be missed where it is not in a script."""
+        unit = self._units[place]
+        return unit.magic or unit.saves or unit.odd_save or place in self._file_makers
 
     def _changes(self, place: int, live: Collection[str]) -> bool:
         """Whether a statement may change something that is needed."""

@@ -236,7 +236,8 @@ def agreed(ask: Callable[[], Facts], settings: Callable[[], Settings]) -> tuple[
 def _of_statements(source: Source) -> list[str]:
     """What is told of statements that are not in a script."""
     return [
-        f"`{in_short(text)}`: a script writes no files of yours, and has no lines of IPython's"
+        f"`{in_short(text)}`: a script makes no files of yours again (what it reads must be there), and has no lines "
+        "of IPython's"
         for text in source.left_out
     ]
 

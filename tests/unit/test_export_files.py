@@ -1,0 +1,95 @@
+"""Files that cells fetch, unpack and write, and a script does not: it may read them, so they are named."""
+
+from __future__ import annotations
+
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+
+from gpumem_nb.export.order import Source
+from gpumem_nb.export.slicing import Slice, needed
+from gpumem_nb.kernel.exporting import _of_statements
+from gpumem_nb.shared.exporting import Cell
+
+BEGIN = (
+    "import os, shutil, subprocess, tarfile, urllib.request, zipfile\nimport subprocess as sp\nfrom os import system\n"
+    "from urllib.request import urlretrieve as fetch\nfrom torchvision import datasets\nu = 'https://a.b/d.csv'\n"
+    "from torchvision.datasets.utils import download_url\nfrom huggingface_hub import snapshot_download"
+)
+MADE = "from lib import read\nnet = read('d.csv')"
+
+
+def found(*cells: Cell | str) -> Slice:
+    to_plain = TransformerManager().transform_cell
+    whole = [Cell(to_plain(one).rstrip()) if isinstance(one, str) else one for one in (BEGIN, *cells, MADE)]
+    return needed(whole, ["net"], 0, forgotten=False)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "urllib.request.urlretrieve(u, 'd.csv')",
+        "fetch(u, 'd.csv')",
+        "path, _ = fetch(u)",
+        "if not os.path.exists('d.csv'):\n    fetch(u, 'd.csv')",
+        "with zipfile.ZipFile('d.zip') as z:\n    z.extractall('data')",
+        "tarfile.open('d.tar.gz', 'r:gz').extractall()",
+        "subprocess.run(['wget', u])",
+        "sp.check_call(f'wget {u}', shell=True)",
+        "system('wget -q https://a.b/d.csv > /dev/null 2>&1')",
+        "os.system('cd data && unzip d.zip')",
+        "download_url(u, '.')",
+        "shutil.unpack_archive('d.zip')",
+        "shutil.copy('a', 'd.csv')",
+        "folder = snapshot_download('a/b')",
+        "for train in (True, False):\n    datasets.MNIST('.', train=train, download=True)",
+        "with open('input.txt', 'w') as f:\n    f.write('a b')",
+        "f = open('input.txt', mode='wb')",
+        "from pathlib import Path\nPath('d.csv').open('x').write('1')",
+        "def get(): more()\ndef more(): fetch(u, 'd.csv')\nget()",
+        "!wget https://a.b/d.csv",
+        "!echo 1 > d.csv",
+        "lines = !tar -xvf d.tar",
+        "%%bash\nls\ncurl -O https://a.b/d.csv",
+        "%%writefile layers.py\nwidth = 3",
+    ],
+)
+def test_what_made_files_is_named_where_a_script_does_not_do_it(cell: str) -> None:
+    kept = found(cell)
+    assert kept.text == "net = read('d.csv')"
+    [text] = kept.left_out
+    assert TransformerManager().transform_cell(cell).rstrip().endswith(text)
+    partly = Cell(TransformerManager().transform_cell(cell), everywhere=False)
+    assert found(partly).left_out == (text,)
+    assert found(Cell(partly.source, finished=False)).left_out == ()
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "with open('d.csv') as f:\n    print(f.read())",
+        "rows = open('d.csv', 'r').read()",
+        "subprocess.run(['nvidia-smi'])",
+        "os.system('ls -l; pwd')",
+        "!nvidia-smi | head -n 3",
+        "!pip install -q a > /dev/null 2>&1",
+        "%%bash\n# What is here.\nls | wc -l",
+        "test = datasets.MNIST('.', train=False, download=True)",
+        "def get(): fetch(u, 'd.csv')",
+        "class Rows:\n    def get(self): fetch(u, 'd.csv')\nrows = Rows()",
+        "other = [u.replace('w', 'a'), len('download')]",
+    ],
+)
+def test_what_makes_no_files_is_not_named(cell: str) -> None:
+    assert found(cell).left_out == ()
+
+
+def test_a_file_that_is_made_for_what_is_needed_is_made_in_the_script() -> None:
+    kept = needed([Cell(BEGIN), Cell("path, _ = fetch(u)\nnet = open(path)")], ["net"], 0, forgotten=False)
+    assert "fetch(u)" in kept.text
+    assert kept.left_out == ()
+
+
+def test_the_answer_says_that_such_files_must_be_there() -> None:
+    [told] = _of_statements(Source("cells", left_out=("os.system(\n'wget a')",)))
+    assert told.startswith("`os.system( …`: ")
+    assert "makes no files of yours again (what it reads must be there)" in told
