@@ -91,15 +91,17 @@ def space(
 
 
 def _checked(knobs: Iterable[str], workload: WorkloadInfo) -> tuple[str, ...]:
-    if isinstance(knobs, str) or not isinstance(knobs, Iterable):
+    is_list = isinstance(knobs, Iterable) and not isinstance(knobs, str | Mapping)
+    given = tuple(knobs) if is_list else ()
+    if not is_list or not all(isinstance(name, str) for name in given):
         raise InvalidInput(f"knobs={knobs!r} is no list of names: write knobs=['precision', 'checkpointing'].")
-    names = tuple(dict.fromkeys(knobs))
+    names = tuple(dict.fromkeys(given))
     if not names:
         raise InvalidInput(f"No knob to tune was named: leave knobs out, or name some of {', '.join(TUNABLE)}.")
     for name in names:
         if name not in TUNABLE:
             hint = " %hvd_set autotune=on looks for how gradients travel fastest." if name in KNOBS else ""
-            raise InvalidInput(f"{name!r} is no knob that is tuned: {nearest(str(name), TUNABLE)}.{hint}")
+            raise InvalidInput(f"{name!r} is no knob that is tuned: {nearest(name, TUNABLE)}.{hint}")
         if name in SPLIT and workload.data.batched:
             raise InvalidInput(f"{name} cannot be tuned: the data bring micro-batches of their own.")
     return names
