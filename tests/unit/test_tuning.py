@@ -201,7 +201,10 @@ def test_what_is_tight_is_named_and_no_answer_while_something_has_room() -> None
     assert best(slow, tight).best is slow
     assert "Faster, but too tight to count on: checkpointing none → blocks, 111" in best(slow, tight).why
     assert "with up to 101.0 MiB possible." in best(slow, tight).why
+    assert "None of the others that have room is clearly faster. Faster, but" in best(slow, tight).why
+    assert "None of 1" not in best(slow, tight).why
     assert best(near, tight).best is near
+    assert "None of 1 others that were measured is clearly faster." in best(near, tight).why
     assert "too tight" not in best(near, tight).why
     assert best(tight).best is tight
     assert "tight: up to 101.0 MiB are possible" in best(tight).why
@@ -230,7 +233,7 @@ def test_a_search_that_saw_little_says_so() -> None:
     assert "It is the only one that was measured" in result.why
     result, _, _ = tuned(Settings(batch_size=64), 300, seconds=1.0)
     assert len(result.measured) == 1
-    assert "; the present settings do not fit. It is the only one that was measured" in result.why
+    assert "; the present settings do not fit. It keeps the mathematics to rounding. It is the only one" in result.why
 
 
 def test_no_error_is_told_of_few_turns() -> None:
@@ -247,7 +250,7 @@ def test_another_global_batch_is_compared_with_what_it_begins_with() -> None:
     assert result.now.settings == choice.start
     assert len(result.now.rates) == len(result.best.rates), "the first turn alone is that of a cold machine"
     assert "do not fit" not in result.why
-    assert "of these settings" in result.why
+    assert "of the present settings with that global batch" in result.why
     assert speed_of(result.best) > speed_of(result.now)
 
 

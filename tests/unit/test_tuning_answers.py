@@ -110,3 +110,27 @@ def test_what_runs_already_and_needs_more_in_whole_steps_does_not_fit() -> None:
     result, _, _ = tuned(present, 100, knobs=["optimizer_impl"], more=lambda settings: 2.0, running=present)
     assert result.now is None
     assert result.best is None
+
+
+def test_another_global_batch_is_named_where_nothing_is_faster_than_what_it_begins_with() -> None:
+    def alike(settings: Settings) -> float:
+        return 1.0
+
+    result, _, _ = tuned(Settings(batch_size=32), 600, step_s=alike, global_batch=14)
+    assert result.best is result.now
+    assert result.why.startswith("batch_size 32 → 7: 14 ± 0 samples/s with ")
+    assert ". It changes the mathematics (batch_size). Of what was measured, that is the fastest that fits. None" in (
+        result.why
+    )
+
+
+def test_the_only_one_that_was_measured_says_what_it_does_to_the_mathematics() -> None:
+    result, _, _ = tuned(Settings(batch_size=32), 600, seconds=0.11, global_batch=14)
+    [_] = result.measured
+    assert result.why.startswith("batch_size 32 → 7: ")
+    assert "It changes the mathematics (batch_size). It is the only one that was measured" in result.why
+    result, _, _ = tuned(Settings(batch_size=64), 300, seconds=1.0)
+    assert "but for batch norm" in replace(result, batch_norm=True).why
+    result, _, _ = tuned(Settings(batch_size=32), 600, seconds=0.11)
+    assert result.why.startswith("as it is: ")
+    assert "mathematics" not in result.why

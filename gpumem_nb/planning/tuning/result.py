@@ -148,28 +148,45 @@ class TuneResult:
             return self._nothing
         reserved = f"{format_bytes(best.predicted.reserved_peak_bytes)} reserved{self._limit}"
         rate = f"{_rate(best)} samples/s with {reserved}"
-        present = "these settings" if self.space.start != self.present else "the present settings"
+        of_batch = " with that global batch" if self.space.start != self.present else ""
+        present = f"the present settings{of_batch}"
         why_not = f"; {present} {self._why_not_now.rstrip('.')}" if now is None and self._why_not_now else ""
         if len(self.measured) == 1:
-            left = len(self.space.candidates) - len(self.looked_at) - len(self.refused)
-            others = f"{left} more were not looked at" if left else "no other one fits and could be measured"
-            more = f" {self._more_time}" if left and not self.stopped else ""
-            said = f"{self.flip(best)}: {rate}{why_not}. It is the only one that was measured: {others}.{more}"
-            return " ".join(filter(None, [said, self._tight(best)]))
+            only = (f"{self.flip(best)}: {rate}{why_not}.", self._does(best), self._only_one, self._tight(best))
+            return " ".join(filter(None, only))
         if best is now:
-            others = f"None of {len(self.measured) - 1} others that were measured is clearly faster"
-            said = f"Of what was measured, {present} are the fastest that fit: {rate}. {others}."
-            return " ".join(filter(None, [said, self._tight(best), self._too_tight(best)]))
+            return " ".join(filter(None, [self._none_faster(best, rate), self._tight(best), self._too_tight(best)]))
         said = f"{self.flip(best)}: {rate}"
         if now:
             said += f", {speed_of(best) / speed_of(now):.2f} × the {_rate(now)} of {present}"
             if now.tight:
                 said += f", which are tight: up to {format_bytes(now.predicted.high_bytes)} are possible"
-        said += f"{why_not}. It {mathematics(self.present, best.settings, self.batch_norm)}."
+        said += f"{why_not}. {self._does(best)}"
         few = now is not None and math.isnan(best.error + now.error) and not self.stopped
         chance = f"Of so few turns that may be chance. {self._more_time}" if few else ""
         notes = (chance, self._tight(best), self._too_tight(best), self._parts(best), self._larger(best))
         return " ".join(filter(None, [said, *notes]))
+
+    def _does(self, best: Candidate) -> str:
+        """What it does to the mathematics; empty where nothing is changed."""
+        changed = best.settings != self.present
+        return f"It {mathematics(self.present, best.settings, self.batch_norm)}." if changed else ""
+
+    @property
+    def _only_one(self) -> str:
+        """Why nothing else was measured."""
+        left = len(self.space.candidates) - len(self.looked_at) - len(self.refused)
+        others = f"{left} more were not looked at" if left else "no other one fits and could be measured"
+        more = f" {self._more_time}" if left and not self.stopped else ""
+        return f"It is the only one that was measured: {others}.{more}"
+
+    def _none_faster(self, best: Candidate, rate: str) -> str:
+        """What there is to say where all is compared with the best; another global batch is a change, too."""
+        said = f"Of what was measured, the present settings are the fastest that fit: {rate}."
+        if does := self._does(best):
+            said = f"{self.flip(best)}: {rate}. {does} Of what was measured, that is the fastest that fits."
+        others = f"{len(self.measured) - 1} others that were measured"
+        return f"{said} None of {'the others that have room' if self._too_tight(best) else others} is clearly faster."
 
     @property
     def _why_not_now(self) -> str:
