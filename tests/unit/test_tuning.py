@@ -277,6 +277,21 @@ def test_models_without_blocks_are_not_checkpointed() -> None:
     assert {one.checkpointing for one in choice.candidates} == {"none"}
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"knobs": ["checkpointing"]}, "checkpointing has no other value with what is loaded: the model has no blocks"),
+        ({"knobs": ["checkpointing"]}, r"Leave knobs out, or name others: precision, batch_size, accumulation_steps"),
+        ({"knobs": ["accumulation_steps"], "global_batch": 2}, "accumulation_steps has no other value.*one sample"),
+        ({"knobs": ["accumulation_steps"], "global_batch": 2}, "name others: precision, checkpointing, optimizer_impl"),
+        ({"knobs": ["batch_size", "checkpointing"], "global_batch": 2}, "one sample.*; checkpointing has no other"),
+    ],
+)
+def test_named_knobs_that_leave_no_choice_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        space_of(Settings(), replace(WORKLOAD, blocks=0), **options)
+
+
 def test_a_global_batch_beyond_all_bounds_is_refused_at_once() -> None:
     with pytest.raises(InvalidInput, match="too large"):
         space_of(Settings(), replace(WORKLOAD, dataset_len=None), global_batch=10**12)

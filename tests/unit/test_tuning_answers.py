@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_nb.shared.settings import Settings
-from tests.unit.tuned_machine import seconds_of, tuned
+from tests.unit.tuned_machine import WORKLOAD, seconds_of, tuned
 
 
 def test_other_knobs_are_measured_where_it_is_fastest() -> None:
@@ -134,3 +134,18 @@ def test_the_only_one_that_was_measured_says_what_it_does_to_the_mathematics() -
     result, _, _ = tuned(Settings(batch_size=32), 600, seconds=0.11)
     assert result.why.startswith("as it is: ")
     assert "mathematics" not in result.why
+
+
+def test_a_named_knob_that_has_no_other_value_is_told_beside_those_that_have() -> None:
+    workload = replace(WORKLOAD, blocks=0)
+    result, _, choice = tuned(Settings(batch_size=8), 600, workload=workload, knobs=["checkpointing", "batch_size"])
+    assert choice.knobs == ("batch_size", "accumulation_steps")
+    assert "Left out: checkpointing has no other value with what is loaded: the model has no blocks" in str(result)
+    result, _, _ = tuned(Settings(batch_size=8), 600, workload=workload)
+    assert "checkpointing has" not in str(result), "nobody named it"
+
+
+def test_where_there_is_nothing_to_choose_that_is_said() -> None:
+    result, _, choice = tuned(Settings(batch_size=32), 600, seconds=0.11)
+    alone = replace(result, space=replace(choice, candidates=(choice.start,)))
+    assert "It is the only one that was measured: there is nothing else to choose from." in alone.why

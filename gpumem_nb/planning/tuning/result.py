@@ -177,6 +177,8 @@ class TuneResult:
         """Why nothing else was measured."""
         left = len(self.space.candidates) - len(self.looked_at) - len(self.refused)
         others = f"{left} more were not looked at" if left else "no other one fits and could be measured"
+        if len(self.space.candidates) == 1:
+            others = "there is nothing else to choose from"
         more = f" {self._more_time}" if left and not self.stopped else ""
         return f"It is the only one that was measured: {others}.{more}"
 
@@ -334,8 +336,8 @@ class TuneResult:
 
     @property
     def _left_out(self) -> list[str]:
-        """What no step was possible under: a sentence for each reason."""
-        said = []
+        """Knobs that have no other value, and what no step was possible under: a sentence for each reason."""
+        said = [f"Left out: {why}." for why in self.space.idle]
         for why in dict.fromkeys(self.refused.values()):
             settings = [one for one, reason in self.refused.items() if reason == why]
             others = f" and {len(settings) - 1} more" if len(settings) > 1 else ""

@@ -21,6 +21,10 @@ TUNED = ("precision", "checkpointing", *SPLIT, "optimizer_impl")
 """What is tuned when nobody names knobs."""
 TUNABLE = (*TUNED, "optimizer")
 """What a few steps that are undone can tell of; autotune takes care of how gradients travel."""
+_ONLY_VALUE = {
+    "checkpointing": "the model has no blocks to compute again (Workload(blocks=...) would name some)",
+    **dict.fromkeys(SPLIT, "one sample of a step on each rank cannot be split (those of a larger global batch can)"),
+}
 Ask = Callable[[Mapping[str, Any]], Settings]
 
 
@@ -32,11 +36,13 @@ class Space:
         start: the present settings, with the global batch that was asked for.
         knobs: names of those that differ among the candidates.
         candidates: every combination that can be used with what is loaded, ``start`` first.
+        idle: of each knob that somebody named and that has no other value, why, without a full stop.
     """
 
     start: Settings
     knobs: tuple[str, ...]
     candidates: tuple[Settings, ...]
+    idle: tuple[str, ...] = ()
 
     def other_splits(self, settings: Settings) -> tuple[Settings, ...]:
         """Those that differ from these at most in how the batch is split."""
@@ -65,7 +71,8 @@ def space(
         same_mathematics: whether training must go on as it would have, to rounding, but for another global batch.
 
     Raises:
-        InvalidInput: a knob that is not tuned or changes the mathematics, or a global batch that cannot be used.
+        InvalidInput: a knob that is not tuned or changes the mathematics, named knobs that leave no choice, or a global
+            batch that cannot be used.
     """
     names = TUNED if knobs is None else _checked(knobs, workload)
     per_rank = _per_rank(present, ranks, global_batch)
@@ -87,7 +94,16 @@ def space(
             found[one] = None
     candidates = tuple(found)
     differ = tuple(name for name in KNOBS if len({getattr(one, name) for one in candidates}) > 1)
-    return Space(start, differ, candidates)
+    idle = () if knobs is None else tuple(_idle(name) for name in names if name not in differ)
+    if idle and not differ:
+        fixed = {*names, *(SPLIT if workload.data.batched or per_rank == 1 else ())}
+        others = ", ".join(name for name in TUNABLE if name not in fixed)
+        raise InvalidInput(f"{'; '.join(idle)}. Leave knobs out, or name others: {others}.")
+    return Space(start, differ, candidates, idle)
+
+
+def _idle(name: str) -> str:
+    return f"{name} has no other value with what is loaded: {_ONLY_VALUE.get(name, 'none can be used')}"
 
 
 def _checked(knobs: Iterable[str], workload: WorkloadInfo) -> tuple[str, ...]:
