@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
@@ -15,10 +17,12 @@ from ..planning.tuning.result import TuneResult
 from ..planning.tuning.space import TUNABLE
 from ..session import current
 from ..shared.errors import GpumemError, InvalidInput
+from ..shared.progress import Progress
 from ..shared.workload import Workload
 from ..ui.progress import progress_bar
 from .parsing import intermixed, pair, pairs, says_usage, shell_of, unquoted
 
+Found = TypeVar("Found")
 _OF_COLD = ("gpu", "memory", "ranks")  # flags that make no sense for the ranks at hand
 
 
@@ -30,6 +34,18 @@ def _name_or_pair(text: str) -> str | tuple[str, str]:
 def _goes_on(entry: str | tuple[str, str]) -> bool:
     """Whether GPUs end with a comma, so that more of them were meant to follow."""
     return entry[0] == "gpu" and entry[1].endswith(",")
+
+
+def _answer(title: str, question: Callable[[Progress], Found]) -> Found:
+    """What a question finds, with its progress; stop that is pressed once more after that loses nothing of it."""
+    found: list[Found] = []
+    try:
+        with progress_bar(title) as progress:
+            found.append(question(progress))
+    except KeyboardInterrupt:
+        if not found:
+            raise
+    return found[0]
 
 
 @magics_class
@@ -97,15 +113,16 @@ class PlanningMagics(Magics):
     def hvd_doctor(self, line: str) -> Any:
         """Say what is wrong with the session as it is, the worst first, with a button for what would mend it."""
         args, session = parse_argstring(self.hvd_doctor, line), current()
-        with progress_bar("Examining") as progress:
-            if args.checklist:
-                return session.checklist(progress)
-            found = session.doctor(progress)
+        if args.checklist:
+            return _answer("Examining", session.checklist)
+        found = _answer("Examining", session.doctor)
         if getattr(shell_of(self), "kernel", None) is None:
             return found
-        from ..ui.diagnosis_view import DiagnosisView  # widgets take long to import
+        with suppress(KeyboardInterrupt):  # of stop that was pressed once more
+            from ..ui.diagnosis_view import DiagnosisView  # widgets take long to import
 
-        return display(DiagnosisView(session, found))
+            return display(DiagnosisView(session, found))
+        return found
 
     @magic_arguments()
     @line_magic
@@ -122,8 +139,7 @@ class PlanningMagics(Magics):
         """Show the largest micro-batch that fits under each precision and checkpointing, and samples/s with it."""
         parse_argstring(self.hvd_what_fits, line)
         session = current()
-        with progress_bar("What fits") as progress:
-            return session.what_fits(progress=progress)
+        return _answer("What fits", lambda progress: session.what_fits(progress=progress))
 
     @magic_arguments()
     @argument("--budget", help="what may be reserved on a rank, such as 512MiB; by default the rank's limit")
@@ -138,22 +154,32 @@ class PlanningMagics(Magics):
         """Look for the fastest settings that fit every rank, by steps that are undone; stop ends it with the best."""
         args, session = parse_argstring(self.hvd_tune, line), current()
         knobs = [name.strip() for name in unquoted(args.knobs).split(",") if name.strip()] if args.knobs else None
-        with progress_bar("Tuning") as progress:
-            result = session.tune(
+        result = _answer(
+            "Tuning",
+            lambda progress: session.tune(
                 budget=unquoted(args.budget) if args.budget else None,
                 global_batch=args.global_batch,
                 seconds=args.seconds,
                 knobs=knobs,
                 same_mathematics=not args.any_mathematics,
                 progress=progress,
-            )
+            ),
+        )
+        try:
+            self._show(result, args.apply)
+        except KeyboardInterrupt as why:  # stop was pressed once more: what was found is returned nevertheless
+            if args.apply and result.typed and result.best and session.settings != result.best.settings:
+                _say_how_to_apply(result, str(why) or "It was interrupted.")
+        return result
+
+    def _show(self, result: TuneResult, at_once: bool) -> None:
+        """Show the chart, and train with the best settings or say how."""
         if result.measured:
             from ..ui.tune_figure import show_tuned  # plotly takes long to import
 
             show_tuned(result)
         if result.typed:
-            self._apply(result, at_once=args.apply)
-        return result
+            self._apply(result, at_once)
 
     def _apply(self, result: TuneResult, at_once: bool) -> None:
         """Train with the best settings, or say how."""
@@ -165,8 +191,13 @@ class PlanningMagics(Magics):
                     return
             except GpumemError as error:  # what was found is shown nevertheless
                 why_not = str(error)
-            print(f"Nothing was applied: {why_not} To apply it: %hvd_set {result.typed}")
+            _say_how_to_apply(result, why_not)
         if getattr(shell_of(self), "kernel", None) is not None:
-            from ..ui.apply_view import ApplyView  # widgets take long to import
+            with suppress(KeyboardInterrupt):  # how to apply it was said by then, if that was asked for
+                from ..ui.apply_view import ApplyView  # widgets take long to import
 
-            display(ApplyView(result))
+                display(ApplyView(result))
+
+
+def _say_how_to_apply(result: TuneResult, why_not: str) -> None:
+    print(f"Nothing was applied: {why_not} To apply it: %hvd_set {result.typed}")
