@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -18,6 +19,14 @@ from .steered import Steered
 Ask = Callable[[Callable[[], object]], object]
 Question = Callable[[Progress], str]
 """Asks the session, shows what it answers, and returns what is to be said of it."""
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A question that somebody pressed the button of; ``begun`` once it had its turn."""
+
+    question: Question
+    begun: bool = False
 
 
 class SearchView:
@@ -46,7 +55,8 @@ class SearchView:
         self.ask = ask
         self._search = search
         self._stopped = threading.Event()
-        self._asked: Any = None
+        self._asked: _Asked | None = None  # until it has ended, or is stopped before its turn
+        self._changing = threading.Lock()  # what is asked and what is said of it: buttons have another thread
         self._begin = [self._button(*question) for question in questions]
         self._stop = ipywidgets.Button(description="Stop", icon="stop", tooltip="end it with what was found by then")
         self._stop.on_click(lambda _: self._stop_pressed())
@@ -88,34 +98,52 @@ class SearchView:
         return button
 
     def _pressed(self, question: Question) -> None:
-        if self._asked is None:
-            self._asked = question
+        asked = _Asked(question)
+        with self._changing:
+            if self._asked is not None:
+                return
+            self._asked = asked
             self._stopped.clear()
             self.follow("")
             self._stop.layout.display = ""
             self._said.html = "<p>Waiting for the question before it …</p>"  # until it has its turn
-            self._search(lambda: self._do(question))
+        self._search(lambda: self._do(asked))
 
     def _stop_pressed(self) -> None:
         self._stopped.set()
-        if self._asked is not None:  # else it has ended meanwhile, and what it found stays
-            self._said.html = "<p>Stopping …</p>"
+        with self._changing:
+            if self._asked is None:  # it has ended meanwhile, and what it found stays
+                return
+            if self._asked.begun:
+                self._said.html = "<p>Stopping …</p>"
+            else:
+                self._end("Stopped.")
 
-    def _do(self, question: Question) -> None:
+    def _do(self, asked: _Asked) -> None:
+        with self._changing:
+            if self._asked is not asked:  # it was stopped before its turn
+                return
+            asked.begun = True
         said = ""
         try:
+            self._heed("", 0.0)  # before what was found earlier is taken away
             self.show([])
             with self._session.telling(self._heed):  # Stop is heard while ranks are waited for, too
-                said = question(self._progress)
+                said = asked.question(self._progress)
         except KeyboardInterrupt as why:
             said = str(why) or "Stopped."
         except GpumemError as error:
             said = str(error)
         finally:
-            self._asked = None
-            self._stop.layout.display = "none"
-            self._said.html = f"<p>{escape(said)}</p>" if said else ""
-            self.follow("")
+            with self._changing:
+                self._end(said)
+
+    def _end(self, said: str) -> None:
+        """Nothing is asked any more, and the next question may be."""
+        self._asked = None
+        self._stop.layout.display = "none"
+        self._said.html = f"<p>{escape(said)}</p>" if said else ""
+        self.follow("")
 
     def _heed(self, what: str, done: float) -> None:
         if self._stopped.is_set():

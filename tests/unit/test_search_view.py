@@ -1,0 +1,157 @@
+"""The panel's longer questions: one at a time, in their turn, and stopped whenever somebody presses Stop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ipywidgets
+import pytest
+
+from gpumem_nb.shared.progress import Progress
+from gpumem_nb.ui.region import Region
+from gpumem_nb.ui.search_view import SearchView
+from tests.internals import widgets_in
+from tests.timing import HANG_S, until
+
+
+class Session:
+    """Tells nothing of its ranks."""
+
+    @contextmanager
+    def telling(self, progress: Progress) -> Iterator[None]:
+        yield
+
+
+class Asking:
+    """A view with one question, whose turns are given by hand."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+        self.asked = 0
+        self.answer: Callable[[Progress], str] = lambda progress: "found"
+        questions = [("Look", "search", "looks", self._question)]
+        self.view = SearchView(Session(), [], questions, self.queue.append, lambda action: None)  # type: ignore[arg-type]
+
+    def _question(self, progress: Progress) -> str:
+        self.asked += 1
+        said = self.answer(progress)
+        self.view.show([ipywidgets.Label(f"answer {self.asked}")])
+        return said
+
+    def press(self, words: str) -> None:
+        self._button(words).click()
+
+    def turn(self) -> None:
+        self.queue.pop(0)()
+
+    def can(self, words: str) -> bool:
+        button = self._button(words)
+        return not button.disabled and button.layout.display != "none"
+
+    @property
+    def said(self) -> str:
+        [region] = [one for one in widgets_in(self.view.widget) if isinstance(one, Region)]
+        return str(region.html)
+
+    @property
+    def shown(self) -> list[str]:
+        return [one.value for one in widgets_in(self.view.widget) if type(one).__name__ == "Label"]
+
+    def _button(self, words: str) -> Any:
+        [button] = [one for one in widgets_in(self.view.widget) if getattr(one, "description", "") == words]
+        return button
+
+
+@pytest.fixture
+def asking() -> Asking:
+    return Asking()
+
+
+def test_an_answer_is_shown_with_what_is_said_of_it(asking: Asking) -> None:
+    assert asking.can("Look")
+    assert not asking.can("Stop")
+    asking.press("Look")
+    assert "Waiting for the question before it" in asking.said
+    assert asking.can("Stop")
+    assert not asking.can("Look")
+    asking.turn()
+    assert (asking.said, asking.shown) == ("<p>found</p>", ["answer 1"])
+    assert asking.can("Look")
+    assert not asking.can("Stop")
+
+
+def test_one_that_still_waits_is_stopped_at_once_and_leaves_the_earlier_answer(asking: Asking) -> None:
+    asking.press("Look")
+    asking.turn()
+    asking.press("Look")
+    asking.press("Stop")
+    assert asking.said == "<p>Stopped.</p>"
+    assert asking.can("Look")
+    assert not asking.can("Stop")
+    asking.turn()
+    assert (asking.asked, asking.said, asking.shown) == (1, "<p>Stopped.</p>", ["answer 1"])
+
+
+def test_one_that_was_stopped_while_it_waited_is_not_asked_with_the_next(asking: Asking) -> None:
+    asking.press("Look")
+    asking.press("Stop")
+    asking.press("Look")
+    asking.turn()
+    assert asking.asked == 0
+    assert "Waiting for the question before it" in asking.said, "that is the next one's"
+    assert asking.can("Stop")
+    asking.turn()
+    assert (asking.asked, asking.said) == (1, "<p>found</p>")
+
+
+def test_one_that_has_begun_hears_of_it(asking: Asking) -> None:
+    begun, pressed = threading.Event(), threading.Event()
+
+    def answer(progress: Progress) -> str:
+        begun.set()
+        assert pressed.wait(HANG_S)
+        assert "Stopping" in asking.said
+        progress("more", 0.5)
+        return "not reached"
+
+    asking.answer = answer
+    asking.press("Look")
+    worker = threading.Thread(target=asking.turn)
+    worker.start()
+    assert begun.wait(HANG_S)
+    asking.press("Stop")
+    pressed.set()
+    worker.join(HANG_S)
+    assert asking.said == "<p>Stopped.</p>"
+    assert asking.shown == []
+    assert asking.can("Look")
+
+
+def test_a_page_that_is_closed_asks_nothing_more(asking: Asking) -> None:
+    asking.press("Look")
+    asking.view.close()
+    asking.turn()
+    assert asking.asked == 0
+
+
+def test_stop_that_comes_with_the_turn_is_heard_once_and_for_all(asking: Asking) -> None:
+    """Whichever comes first, it is stopped or it was never asked, and the buttons are as they were."""
+
+    def answer(progress: Progress) -> str:
+        until(lambda: "Stopping" in asking.said)
+        progress("more", 0.5)
+        return "not reached"
+
+    asking.answer = answer
+    for _ in range(50):
+        asking.press("Look")
+        worker = threading.Thread(target=asking.turn)
+        worker.start()
+        asking.press("Stop")
+        worker.join(HANG_S)
+        assert asking.said == "<p>Stopped.</p>"
+        assert asking.can("Look")
+        assert not asking.can("Stop")
