@@ -57,6 +57,7 @@ def _check_names(order: Order, bare: str) -> None:
             "(ddp=False), or do without it."
         )
     theirs, imported = {*defined_in(bare), *_builtin_in(bare)}, dict(imported_in(bare))
+    theirs -= {"device"} if source.kind == "cells" else set()  # they find it defined, and may define it anew
     clash = source.defines & (theirs | imported.keys())
     clash |= {name for name, what in own.items() if name in theirs or imported.get(name, what) != what}
     if clash:
@@ -246,8 +247,7 @@ class Values:
         local = 'int(os.environ["LOCAL_RANK"])' if self._order.ddp else "hvd.local_rank()"
         yield "if torch.cuda.is_available():"
         yield f"    torch.cuda.set_device({local})"
-        if not self._own_device():
-            yield f"device = {_DEVICE}"
+        yield f"device = {_DEVICE}"
         for name, value in (("rank", self._rank), ("size", self._size)):
             if name in self._source.uses:
                 yield f"{name} = {value}"

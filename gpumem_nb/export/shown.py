@@ -16,6 +16,32 @@ _COUNTING = {"numel", "parameters", "named_parameters", "modules", "named_module
 _COUNTING |= {"buffers", "named_buffers", "size", "dim", "nelement", "element_size", "item", "keys", "values", "items"}
 _OF_TENSORS = {"cpu", "numpy", "detach", "permute", "transpose", "squeeze", "unsqueeze", "reshape", "view", "flatten"}
 _OF_TENSORS |= {"tolist", "float", "clone", "argmax", "mean", "std", "sum", "min", "max", "abs", "astype"}
+_MAKERS = {
+    "figure",
+    "subplots",
+    "subplot",
+    "axes",
+    "gca",
+    "gcf",
+    "add_subplot",
+    "twinx",
+    "colorbar",
+    "Figure",
+    "FacetGrid",
+}
+_MAKERS |= {
+    "make_subplots",
+    "imshow",
+    "scatter",
+    "line",
+    "bar",
+    "histogram",
+    "heatmap",
+    "lineplot",
+    "barplot",
+    "histplot",
+}
+"""What gives figures and their parts, and never data."""
 _PARTS = ast.Expr | ast.Assign | ast.AnnAssign | ast.For | ast.With | ast.If | ast.Pass
 _LOOPS = ast.For | ast.comprehension
 
@@ -35,18 +61,25 @@ def only_shown(units: Sequence[Unit]) -> frozenset[int]:
         nodes = ast.parse(unit.text).body
         if nodes and not unit.magic and all(_shows(node, plots) for node in nodes):
             found.add(place)
-        made = all(_root_of_value(node) in plots for node in nodes)
+        made = all(_makes_plot(node, plots) for node in nodes)
         plots = plots | unit.binds if nodes and made else plots - unit.binds
     return frozenset(found)
 
 
-def _root_of_value(node: ast.stmt) -> str:
-    """What the right side of ``figure, axes = plt.subplots()`` begins with."""
-    return _root(node.value) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else ""
+def _makes_plot(node: ast.stmt, plots: Collection[str]) -> bool:
+    """Whether it is as ``figure, axes = plt.subplots()``."""
+    call = node.value if isinstance(node, ast.Assign) else None
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute | ast.Name)
+        and (call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id) in _MAKERS
+        and _root(call) in plots
+    )
 
 
 def _shows(node: ast.stmt, plots: Collection[str]) -> bool:
     parts = list(ast.walk(node))
+    plots = set(plots) - {one.id for one in parts if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
     if not all(isinstance(part, _PARTS) for part in parts if isinstance(part, ast.stmt)):
         return False
     if any(isinstance(part, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom | ast.Starred) for part in parts):

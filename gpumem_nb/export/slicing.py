@@ -155,7 +155,7 @@ class _Slicing:
             if imports_all(unit.text):
                 defined = {name for earlier in self._units[:place] for name in earlier.binds}
                 brought = brought_by_all(unit.text)
-                if brought is None or not cell.known:
+                if brought is None or not cell.known or not unit.imports:
                     refuse_replaced(unit.text, (live if brought is None else live & brought) & defined - OFFERED)
             seeded = any(one.seed is not None for one in self._cells[unit.cell + 1 : drawing + 1])
             draws = not (unit.plain or unit.still) and cell.drew and drawing >= 0 and not seeded

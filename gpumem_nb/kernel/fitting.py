@@ -116,9 +116,8 @@ class Fitting:
             settings = now.replace(**changes, batch_size=largest)
             [predicted] = self._predicting.by_small_steps(settings, [largest])
             tell()
-            if largest != least:
-                missed = self._predicting.score().missed(self._history.model_version)
-                predicted = predicted.widened(*missed)
+            missed = (0.0, 0.0) if largest == least else self._predicting.score().missed(self._history.model_version)
+            said, predicted = predicted, predicted.widened(*missed)
             if fits(predicted) or largest == least:
                 if place[0] not in rates:
                     few = settings.replace(batch_size=min(largest, _LEAST))
@@ -133,7 +132,9 @@ class Fitting:
                     exact = whole if measured_at == largest else predicted
                     return Cell(*place, largest, largest == most, exact, whole.samples_per_s, measured_at, settings)
             least = least if largest > least else 0  # whole steps have said otherwise
-            largest = max(largest // 2, least)
+            only_missed = fits(said) and not fits(predicted)
+            smaller = min(largest - 1, int(largest / (1 + 2 * missed[1]))) if only_missed else largest // 2
+            largest = max(smaller, least)
         raise WorkloadError(
             "The largest micro-batch that fits could not be found: whole steps need more than small ones."
         )

@@ -38,7 +38,7 @@ from .training import Training
 
 RESUMING = "gpumem_nb resuming"
 """Names the thread that puts a state in place, or settles what a failed load has left: nothing else may overtake it."""
-_BUSY_OTHERWISE = "Interrupted. The ranks are at something else that somebody asked for, which goes on."
+_BUSY_OTHERWISE = "Interrupted. The ranks are at something else, which goes on{}. %hvd_restart would end it."
 _AHEAD_PATIENCE_S = 0.8  # for steps that come before what is interrupted, and end at the next one; a busy machine's too
 
 
@@ -242,8 +242,9 @@ class Foreground:
             try:
                 self._wait_for(call, timeout, show)
             except KeyboardInterrupt:
-                if undone and any(one not in ahead for one in self._ranks.ahead_of(call)):
-                    raise Interrupted(_BUSY_OTHERWISE) from None
+                if undone and not self.in_vain and any(one not in ahead for one in self._ranks.ahead_of(call)):
+                    report = self.wait_report
+                    raise Interrupted(_BUSY_OTHERWISE.format(f" ({report})" if report else "")) from None
                 raise
             except TimeoutError:
                 self._ranks.interrupt_until(call.finished, call.pending())

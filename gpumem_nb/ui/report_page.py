@@ -50,7 +50,7 @@ def without_home(text: str) -> str:
     """The same, with the home folder written as people do."""
     home = os.path.expanduser("~")
     for path in {home, os.path.realpath(home)} - {os.sep}:
-        text = re.sub(rf"(?<![\w.-]){re.escape(escape(path))}(?![\w.-])", "~", text)
+        text = re.sub(rf"(?:(?<![\w.-])|(?<=\s-[A-Za-z])){re.escape(escape(path))}(?![\w.-])", "~", text)
     return text
 
 

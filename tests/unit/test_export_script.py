@@ -258,3 +258,12 @@ def test_names_of_python_that_the_script_uses_are_not_to_be_redefined() -> None:
         with pytest.raises(WorkloadError, match=r"both call something (range|next)\. Rename yours"):
             written(Settings(), source)
     assert written(Settings(), replace(OWN, defines=frozenset({"filter"})))
+
+
+def test_cells_may_use_the_device_that_they_find_and_call_another_one_so() -> None:
+    code = "first = torch.zeros(2).to(device)\ndevice = 'cpu'"
+    source = Source("cells", definitions=code, names={"model": "net", "data": "rows"}, defines=frozenset({"device"}))
+    text = written(Settings(), source, own_optimizer=False)
+    assert (
+        text.index("\ndevice = torch.device(") < text.index("\nfirst = ") < text.index("\n    device = torch.device(")
+    )

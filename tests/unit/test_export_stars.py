@@ -83,3 +83,8 @@ def test_one_name_with_two_meanings_is_refused_there_too() -> None:
     kept = found("from random import *", "net = [random()]")
     with pytest.raises(WorkloadError, match="both call something random"):
         written(Settings(), replace(OWN, imports=kept.imports))
+
+
+def test_everything_that_is_imported_inside_of_something_else_is_refused_where_it_replaces() -> None:
+    with pytest.raises(WorkloadError):
+        sliced("e = 3", "try:\n    from math import *\nexcept ImportError:\n    pass", "net = [e]")

@@ -62,5 +62,6 @@ def test_a_home_folder_is_written_as_people_do_and_no_other_one(monkeypatch: pyt
     (tmp_path / "jo").symlink_to(tmp_path / "real")
     monkeypatch.setenv("HOME", str(tmp_path / "jo"))
     assert without_home(f"{tmp_path}/jo/a.csv {tmp_path}/real/b.csv") == "~/a.csv ~/b.csv"
+    assert without_home(f"gcc -I{tmp_path}/jo/inc /mnt{tmp_path}/jo/x") == f"gcc -I~/inc /mnt{tmp_path}/jo/x"
     for other in (f"{tmp_path}/john/a.csv", f"{tmp_path}/real-2"):
         assert without_home(other) == other

@@ -76,8 +76,7 @@ class InFlight:
     @property
     def calls(self) -> list[Call]:
         """All that is waited for, oldest first."""
-        leftover = self.leftover
-        return [*([leftover] if leftover else []), *(call for _, call in self._chunks)]
+        return [*(call for call in self._given_up if call.pending()), *(call for _, call in self._chunks)]
 
     @property
     def oldest(self) -> Call | None:

@@ -96,9 +96,9 @@ def space(
     differ = tuple(name for name in KNOBS if len({getattr(one, name) for one in candidates}) > 1)
     idle = () if knobs is None else tuple(_idle(name) for name in names if name not in differ)
     if idle and not differ:
-        fixed = {*names, *(SPLIT if workload.data.batched or per_rank == 1 else ())}
-        others = ", ".join(name for name in TUNABLE if name not in fixed)
-        raise InvalidInput(f"{'; '.join(idle)}. Leave knobs out, or name others: {others}.")
+        others = space(present, workload, ranks, ask, None, global_batch, same_mathematics).knobs
+        more = f"Leave knobs out, or name others: {', '.join(others)}." if others else "Nor has any other knob."
+        raise InvalidInput(f"{'; '.join(idle)}. {more}")
     return Space(start, differ, candidates, idle)
 
 
