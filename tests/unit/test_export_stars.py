@@ -87,4 +87,4 @@ def test_one_name_with_two_meanings_is_refused_there_too() -> None:
 
 def test_everything_that_is_imported_inside_of_something_else_is_refused_where_it_replaces() -> None:
     with pytest.raises(WorkloadError):
-        sliced("e = 3", "try:\n    from math import *\nexcept ImportError:\n    pass", "net = [e]")
+        found("e = 3", "try:\n    from math import *\nexcept ImportError:\n    pass", "net = [e]")
