@@ -135,9 +135,12 @@ class Fitting:
             only_missed = fits(said) and not fits(predicted)
             smaller = min(largest - 1, int(largest / (1 + 2 * missed[1]))) if only_missed else largest // 2
             largest = max(smaller, least)
-        raise WorkloadError(
-            "The largest micro-batch that fits could not be found: whole steps need more than small ones."
+        why = (
+            f"earlier predictions missed by up to {100 * missed[1]:.0f} %, and so much is not free"
+            if only_missed
+            else "whole steps need more than small ones"
         )
+        raise WorkloadError(f"The largest micro-batch that fits could not be found: {why}.")
 
 
 def _changed_since(now: Settings, training: Training) -> str:
