@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .called import last
+
 _SAVING = {
     "dump",
     "push_to_hub",
@@ -42,7 +44,7 @@ def saves(node: ast.stmt) -> bool:
 
 def only_saves(node: ast.stmt) -> bool:
     """Whether a statement that saves calls nothing that could do something else."""
-    calls = (_last(one.func) for one in ast.walk(node) if isinstance(one, ast.Call))
+    calls = (last(one.func) for one in ast.walk(node) if isinstance(one, ast.Call))
     return all(name in _BESIDE or _names_saving(name) for name in calls)
 
 
@@ -59,7 +61,7 @@ def magic_of(node: ast.AST) -> Magic | None:
     if not (isinstance(node, ast.Call) and _is_ipython(node.func)):
         return None
     given = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-    mark = {"run_line_magic": "%", "run_cell_magic": "%%"}.get(_last(node.func), "")
+    mark = {"run_line_magic": "%", "run_cell_magic": "%%"}.get(last(node.func), "")
     return Magic(mark + given[0], given[-1]) if len(given) == len(mark) + 1 and mark else None
 
 
@@ -80,12 +82,12 @@ def _parts(node: ast.stmt) -> Iterator[ast.stmt]:
 
 def _is_saving(node: ast.stmt) -> bool:
     value = node.value if isinstance(node, ast.Expr | ast.Assign) else None
-    return isinstance(value, ast.Call) and _names_saving(_last(value.func))
+    return isinstance(value, ast.Call) and _names_saving(last(value.func))
 
 
 def _is_beside(node: ast.stmt) -> bool:
     return isinstance(node, ast.Pass | ast.Import | ast.ImportFrom) or (
-        isinstance(node, ast.Expr) and (not isinstance(node.value, ast.Call) or _last(node.value.func) in _BESIDE)
+        isinstance(node, ast.Expr) and (not isinstance(node.value, ast.Call) or last(node.value.func) in _BESIDE)
     )
 
 
@@ -97,8 +99,4 @@ def _is_ipython(function: ast.expr) -> bool:
     """Whether a call is one of a method of what ``get_ipython()`` gives."""
     if not isinstance(function, ast.Attribute):
         return False
-    return isinstance(function.value, ast.Call) and _last(function.value.func) == "get_ipython"
-
-
-def _last(function: ast.AST) -> str:
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return isinstance(function.value, ast.Call) and last(function.value.func) == "get_ipython"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
+from .called import last, root
 from .imports import PLOTTING, imported_in
 from .statements import LOOKS, Unit
 
@@ -16,31 +17,9 @@ _COUNTING = {"numel", "parameters", "named_parameters", "modules", "named_module
 _COUNTING |= {"buffers", "named_buffers", "size", "dim", "nelement", "element_size", "item", "keys", "values", "items"}
 _OF_TENSORS = {"cpu", "numpy", "detach", "permute", "transpose", "squeeze", "unsqueeze", "reshape", "view", "flatten"}
 _OF_TENSORS |= {"tolist", "float", "clone", "argmax", "mean", "std", "sum", "min", "max", "abs", "astype"}
-_MAKERS = {
-    "figure",
-    "subplots",
-    "subplot",
-    "axes",
-    "gca",
-    "gcf",
-    "add_subplot",
-    "twinx",
-    "colorbar",
-    "Figure",
-    "FacetGrid",
-}
-_MAKERS |= {
-    "make_subplots",
-    "imshow",
-    "scatter",
-    "line",
-    "bar",
-    "histogram",
-    "heatmap",
-    "lineplot",
-    "barplot",
-    "histplot",
-}
+_MAKERS = {"Figure", "FacetGrid", "figure", "subplots", "make_subplots", "subplot", "add_subplot", "axes", "gca", "gcf"}
+_MAKERS |= {"twinx", "colorbar", "imshow", "scatter", "line", "bar", "histogram", "heatmap"}
+_MAKERS |= {"lineplot", "barplot", "histplot"}
 """What gives figures and their parts, and never data."""
 _PARTS = ast.Expr | ast.Assign | ast.AnnAssign | ast.For | ast.With | ast.If | ast.Pass
 _LOOPS = ast.For | ast.comprehension
@@ -69,12 +48,7 @@ def only_shown(units: Sequence[Unit]) -> frozenset[int]:
 def _makes_plot(node: ast.stmt, plots: Collection[str]) -> bool:
     """Whether it is as ``figure, axes = plt.subplots()``."""
     call = node.value if isinstance(node, ast.Assign) else None
-    return (
-        isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute | ast.Name)
-        and (call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id) in _MAKERS
-        and _root(call) in plots
-    )
+    return isinstance(call, ast.Call) and last(call.func) in _MAKERS and root(call) in plots
 
 
 def _shows(node: ast.stmt, plots: Collection[str]) -> bool:
@@ -85,10 +59,10 @@ def _shows(node: ast.stmt, plots: Collection[str]) -> bool:
     if any(isinstance(part, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom | ast.Starred) for part in parts):
         return False
     stored = (part for part in parts if isinstance(part, ast.Attribute | ast.Subscript))
-    if any(not isinstance(part.ctx, ast.Load) and _root(part) not in plots for part in stored):
+    if any(not isinstance(part.ctx, ast.Load) and root(part) not in plots for part in stored):
         return False
     calls = [part for part in parts if isinstance(part, ast.Call)]
-    methods = _COUNTING | (_OF_TENSORS if any(_root(call) in plots for call in calls) else set())
+    methods = _COUNTING | (_OF_TENSORS if any(root(call) in plots for call in calls) else set())
     if not all(_reads(call, plots, methods) for call in calls):
         return False
     return all(isinstance(read, ast.Call) or _is_made(read) for read in _read_one_by_one(parts, calls))
@@ -97,7 +71,7 @@ def _shows(node: ast.stmt, plots: Collection[str]) -> bool:
 def _reads(call: ast.Call, plots: Collection[str], methods: Collection[str]) -> bool:
     if isinstance(call.func, ast.Name):
         return call.func.id in READERS or call.func.id in plots
-    return isinstance(call.func, ast.Attribute) and (_root(call) in plots or call.func.attr in methods)
+    return isinstance(call.func, ast.Attribute) and (root(call) in plots or call.func.attr in methods)
 
 
 def _read_one_by_one(parts: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[ast.expr]:
@@ -110,9 +84,3 @@ def _read_one_by_one(parts: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Ite
 def _is_made(read: ast.expr) -> bool:
     """Whether it is begun in the statement itself."""
     return isinstance(read, ast.GeneratorExp | ast.ListComp | ast.List | ast.Tuple | ast.Constant)
-
-
-def _root(node: ast.AST) -> str:
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
+from .called import last, root
 from .imports import imported_in
 from .outside import is_idle, magics, only_saves, saves
 
@@ -292,17 +293,17 @@ def _walk(node: ast.AST, inside: bool) -> Iterator[ast.AST]:
 
 def _pokes(node: ast.AST, inside: bool = False) -> Iterator[str]:
     """Names of what gets attributes or items, is a decorator, or is called for its effect."""
-    yield from filter(None, map(_root, _set_places(node, inside)))
+    yield from filter(None, map(root, _set_places(node, inside)))
     for one in _walk(node, inside):
-        yield from filter(None, map(_root, getattr(one, "decorator_list", [])))
+        yield from filter(None, map(root, getattr(one, "decorator_list", [])))
         call = one.value if isinstance(one, ast.Expr) else one
         if isinstance(call, ast.Await):
             call = call.value
         if not isinstance(call, ast.Call):
             continue
-        if (isinstance(one, ast.Expr) and not _only_looks(one)) or _last(call.func).startswith(_SETTING):
-            attributes = _last(call.func) in ("setattr", "delattr")
-            yield from filter(None, map(_root, call.args[:1] if attributes else [call.func]))
+        if (isinstance(one, ast.Expr) and not _only_looks(one)) or last(call.func).startswith(_SETTING):
+            attributes = last(call.func) in ("setattr", "delattr")
+            yield from filter(None, map(root, call.args[:1] if attributes else [call.func]))
 
 
 def _added_to(node: ast.AST) -> Iterator[str]:
@@ -317,12 +318,12 @@ def _given(node: ast.AST) -> Iterator[str]:
     for one in _walk(node, False):
         if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) and not _only_looks(one):
             arguments = [*one.value.args, *(keyword.value for keyword in one.value.keywords)]
-            yield from (_root(part) for part in arguments if isinstance(part, ast.Name | ast.Attribute))
+            yield from (root(part) for part in arguments if isinstance(part, ast.Name | ast.Attribute))
 
 
 def _extends(node: ast.AST) -> Iterator[str]:
     classes = (one for one in _walk(node, False) if isinstance(one, ast.ClassDef))
-    yield from (_root(part) for one in classes for part in [*one.bases, *(word.value for word in one.keywords)])
+    yield from (root(part) for one in classes for part in [*one.bases, *(word.value for word in one.keywords)])
 
 
 def _registers(node: ast.AST) -> bool:
@@ -333,38 +334,26 @@ def _registers(node: ast.AST) -> bool:
 
 def _sets(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
     """Names of what gets attributes or items, or is told by a call to set something; and whether that only seeds."""
-    yield from ((_root(place), False) for place in _set_places(node, inside))
+    yield from ((root(place), False) for place in _set_places(node, inside))
     for call in _walk(node, inside):
-        last = _last(call.func) if isinstance(call, ast.Call) else ""
-        if isinstance(call, ast.Call) and last in ("setattr", "delattr"):
-            yield from ((_root(one), False) for one in call.args[:1])
-        elif isinstance(call, ast.Call) and (last in _PLACING or _changes_path(call.func, last)):
-            yield _root(call.func), False
-        elif isinstance(call, ast.Call) and last.startswith(_SETTING) and last not in _SHOWING:
-            yield _root(call.func), last.startswith(_SEEDING)
+        what = last(call.func) if isinstance(call, ast.Call) else ""
+        if isinstance(call, ast.Call) and what in ("setattr", "delattr"):
+            yield from ((root(one), False) for one in call.args[:1])
+        elif isinstance(call, ast.Call) and (what in _PLACING or _changes_path(call.func, what)):
+            yield root(call.func), False
+        elif isinstance(call, ast.Call) and what.startswith(_SETTING) and what not in _SHOWING:
+            yield root(call.func), what.startswith(_SEEDING)
 
 
-def _changes_path(function: ast.AST, last: str) -> bool:
+def _changes_path(function: ast.AST, what: str) -> bool:
     """Whether it changes ``sys.path``; ``os.path`` has no such functions."""
-    return last in _OF_LISTS and _last(getattr(function, "value", function)) == "path"
+    return what in _OF_LISTS and last(getattr(function, "value", function)) == "path"
 
 
 def _set_places(node: ast.AST, inside: bool) -> Iterator[ast.AST]:
     for one in _walk(node, inside):
         if isinstance(one, ast.Attribute | ast.Subscript) and isinstance(one.ctx, ast.Store | ast.Del):
             yield one
-
-
-def _last(function: ast.AST) -> str:
-    """What a function is called, without where it is from."""
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-
-
-def _root(node: ast.AST) -> str:
-    """The name that an expression of attributes, items and calls begins with."""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _deleted(node: ast.stmt) -> Iterator[str]:

@@ -108,6 +108,10 @@ class History:
         self._by_rank: list[deque[Sample]] = [deque(maxlen=STEPS_KEPT) for _ in range(size)]
         self._lock = threading.Lock()
 
+    def loaded_again(self, earlier: History, loaded_as: int) -> bool:
+        """Whether something was loaded since ``earlier`` was at ``loaded_as``; a restart brings back what there was."""
+        return self is earlier and self.loaded_as != loaded_as
+
     def now_s(self) -> float:
         """Seconds since the session started, on the samples' clock."""
         return time.time() - self.started_s

@@ -158,8 +158,7 @@ class Predicts:
         loaded, history, loaded_as = self._life.training.workload, self._life.history, self._life.history.loaded_as
 
         def change(knobs: dict[str, Any]) -> None:
-            again = self._life.history is history and history.loaded_as != loaded_as
-            if again or self._life.training.workload != loaded:
+            if self._life.history.loaded_again(history, loaded_as) or self._life.training.workload != loaded:
                 name = loaded.name if loaded else "nothing"
                 raise InvalidInput(f"This was found out for {name}, and something else is loaded now. Look again.")
             self._life.set(knobs)

@@ -136,8 +136,7 @@ class DiagnosisView:
         assert flip
         one.said.html = "<p>Being changed …</p>"
         now, was = (self._session.settings, self._session.workload), (flip.before, self._workload)
-        again = self._session.history is self._history and self._history.loaded_as != self._loaded_as
-        if again or now != was:
+        if now != was or self._session.history.loaded_again(self._history, self._loaded_as):
             one.said.html = (
                 "<p>Something was changed since this was found, so it may not hold any more. Look again.</p>"
             )
