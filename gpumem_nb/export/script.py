@@ -57,8 +57,8 @@ def _check_names(order: Order, bare: str) -> None:
             "(ddp=False), or do without it."
         )
     theirs, imported = {*defined_in(bare), *_builtin_in(bare)}, dict(imported_in(bare))
-    theirs -= {"device"} if source.kind == "cells" else set()  # they find it defined, and may define it anew
-    clash = source.defines & (theirs | imported.keys())
+    found = {"device"} if source.kind == "cells" else set()  # which cells may define anew, and not import
+    clash = source.defines & ((theirs - found) | imported.keys())
     clash |= {name for name, what in own.items() if name in theirs or imported.get(name, what) != what}
     if clash:
         raise WorkloadError(f"Your code and the script both call something {min(clash)}. Rename yours.")

@@ -110,7 +110,7 @@ class Fitting:
             least = now.batch_size
         largest = max(self._predicting.largest_batch(changes), least)
         tell()
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             if not largest:
                 return Cell(*place, 0)
             settings = now.replace(**changes, batch_size=largest)
@@ -133,8 +133,11 @@ class Fitting:
                     return Cell(*place, largest, largest == most, exact, whole.samples_per_s, measured_at, settings)
             least = least if largest > least else 0  # whole steps have said otherwise
             only_missed = fits(said) and not fits(predicted)
-            smaller = min(largest - 1, int(largest / (1 + 2 * missed[1]))) if only_missed else largest // 2
+            near = only_missed and attempt == 0  # weights do not shrink with the batch: if it is not near, by halves
+            smaller = min(largest - 1, int(largest / (1 + 2 * missed[1]))) if near else largest // 2
             largest = max(smaller, least)
+            if only_missed and not largest:
+                break
         why = (
             f"earlier predictions missed by up to {100 * missed[1]:.0f} %, and so much is not free"
             if only_missed

@@ -253,6 +253,7 @@ class Foreground:
                 if what := self._after_stall(call):
                     raise Stalled(error, what) from None
                 raise
+        self._interrupts.in_vain = False  # they answer
         return call
 
     def _wait_for(self, call: Call, timeout: float | None, show: Callable[[Call], None]) -> None:
