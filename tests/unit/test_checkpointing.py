@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -202,3 +206,51 @@ def test_an_interrupted_forward_leaves_no_hooks_behind() -> None:
     model(x).sum().backward()
     for param, gradient in zip(model.parameters(), checkpointed, strict=True):
         assert torch.equal(param.grad, gradient)  # type: ignore[arg-type]
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deep": copy.deepcopy,
+    "pickled": lambda model: cast(nn.Module, pickle.loads(pickle.dumps(model))),
+    "cloudpickled": lambda model: cast(nn.Module, pickle.loads(cloudpickle.dumps(model))),
+    "averaged": lambda model: torch.optim.swa_utils.AveragedModel(model),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_made_while_checkpointing_is_on_is_a_plain_model(how: str) -> None:
+    model = Stack()
+    expected = gradients(model)[0]
+    checkpointing = Checkpointing(model, find_blocks(model), "sqrt")
+    twin = COPIES[how](model)
+    assert_all_equal(gradients(twin)[0], expected)
+    assert_all_equal(gradients(model)[0], expected)
+    checkpointing.remove()
+    assert_all_equal(gradients(COPIES[how](twin))[0], expected)
+
+
+def test_a_shallow_copy_of_a_block_is_not_checkpointed() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    Checkpointing(model, find_blocks(model), "blocks")
+    x = torch.randn(4, 8)
+    expected = torch.autograd.grad(model[0](x).sum(), list(model[0].parameters()))
+    block = copy.copy(model[0])
+    model(x)  # of which no backward asks for anything
+    assert_all_equal(torch.autograd.grad(block(x).sum(), list(block.parameters())), expected)
+
+
+def test_a_graph_that_was_made_before_is_run_backward_afterwards() -> None:
+    model = Stack()
+    expected = gradients(model)[0]
+    model.zero_grad()
+    checkpointing = Checkpointing(model, find_blocks(model), "sqrt")
+    torch.manual_seed(3)
+    loss = model(torch.randn(16, 8))
+    checkpointing.take_off()
+    loss.backward()
+    assert_all_equal([param.grad for param in model.parameters() if param.grad is not None], expected)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def assert_all_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ...internals.torch_internals import (
     func_transforms_allowed,
@@ -59,7 +60,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class Checkpointing:
-    """Checkpointing of one model under one mode, active from construction to :meth:`remove`."""
+    """Checkpointing of one model under one mode, on from construction until :meth:`take_off`.
+
+    Training has it on inside of its steps only: in cells the model is a plain one, to call, to copy and to pickle.
+    """
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], mode: str) -> None:
         if not blocks:
@@ -77,22 +81,45 @@ class Checkpointing:
         self._last: weakref.ref[Segment] | None = None  # weak: only the graph keeps a segment's inputs alive
         self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
         self._open: tuple[Segment, ExitStack] | None = None
-        self._hooks = []
         self._states = [BlockState(block) for block in blocks]
-        for index, (block, state) in enumerate(zip(blocks, self._states, strict=True)):
+        self._hooks = [self._hooks_of(index, state) for index, state in enumerate(self._states)]
+        self._handles: list[RemovableHandle] = []  # of the hooks that are on the model now
+        self._configs = _generation_configs(model)
+        self._caching: list[Any] = []  # of these configurations, those that cache when checkpointing is taken off
+        self.put_on()
 
-            def enter(_: Any, args: Any, kwargs: Any, index: int = index, state: BlockState = state) -> None:
-                self._enter(index, state, args, kwargs)
-
-            def leave(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                self._leave(block, output)
-
+    def put_on(self) -> None:
+        """Checkpoint whatever the model computes from now on."""
+        for block, (enter, leave) in zip(self._blocks, self._hooks, strict=True):
             # First and last of all hooks, so that a replay runs the others on the same inputs.
-            self._hooks += [
-                block.register_forward_pre_hook(not_compiled(enter), with_kwargs=True, prepend=True),
-                block.register_forward_hook(not_compiled(leave), with_kwargs=True, always_call=True),
+            self._handles += [
+                block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+                block.register_forward_hook(leave, with_kwargs=True, always_call=True),
             ]
-        self._restore_cache = _switch_off_generation_cache(model)
+        self._caching = [config for config in self._configs if config.use_cache]
+        for config in self._caching:
+            config.use_cache = False
+
+    def take_off(self) -> None:
+        """Leave the model as it was. A graph that was made before can still be run backward."""
+        for handle in self._handles:
+            handle.remove()
+        for config in self._caching:
+            config.use_cache = True
+        self._handles, self._caching = [], []
+        self._draws.forget()
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Have it on inside."""
+        if self._handles:
+            yield
+            return
+        self.put_on()
+        try:
+            yield
+        finally:
+            self.take_off()
 
     def finished(self) -> None:
         """A forward and backward of the model is over.
@@ -125,11 +152,18 @@ class Checkpointing:
         self._open = self._last = None
 
     def remove(self) -> None:
-        """Take everything off the model again."""
+        """Take everything off the model again, for good."""
         self.abandon()
-        for hook in self._hooks:
-            hook.remove()
-        self._restore_cache()
+        self.take_off()
+
+    def _hooks_of(self, index: int, state: BlockState) -> tuple[_Hook, _Hook]:
+        def enter(args: Any, kwargs: Any) -> None:
+            self._enter(index, state, args, kwargs)
+
+        def leave(args: Any, kwargs: Any, output: Any) -> None:
+            self._leave(state.block, output)
+
+        return _Hook(state.block, enter), _Hook(state.block, leave)
 
     @property
     def _running(self) -> Segment | None:
@@ -141,7 +175,7 @@ class Checkpointing:
         if running or not torch.is_grad_enabled() or not hooks_are_allowed():
             return
         follows = index == self._last_index + 1 and index % self._length != 0
-        segment = (self._last() if follows and self._last else None) or Segment()
+        segment = (self._last() if follows and self._last else None) or Segment(self.on)
         segment.record(state, self._draws, args, kwargs)
         hooks = ExitStack()
         hooks.enter_context(func_transforms_allowed())
@@ -166,6 +200,21 @@ class Checkpointing:
             segment.returned(output)
 
 
+class _Hook:
+    """A hook on one block. A copy of that block, also one that was pickled, has a hook that does nothing instead."""
+
+    def __init__(self, block: nn.Module, act: Callable[..., None]) -> None:
+        self._block = block
+        self._act = not_compiled(act)
+
+    def __call__(self, block: nn.Module, *told: Any) -> None:
+        if block is self._block:  # not one that was copied shallowly, and shares its hooks
+            self._act(*told)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, and is read without this package
+
+
 def _refuse_what_is_compiled_around(model: nn.Module, blocks: list[nn.Module]) -> None:
     """A replay runs a block outside of what ``torch.compile`` made of its surroundings, and saves other tensors."""
     for module in filter(is_compiled, model.modules()):
@@ -178,17 +227,10 @@ def _refuse_what_is_compiled_around(model: nn.Module, blocks: list[nn.Module]) -
             )
 
 
-def _switch_off_generation_cache(model: nn.Module) -> Callable[[], None]:
-    """Hugging Face models keep keys and values for generation even in training; a replay would append to them.
+def _generation_configs(model: nn.Module) -> list[Any]:
+    """Configurations by which Hugging Face models cache keys and values even in training; a replay would append.
 
     The decoder of an encoder-decoder has a configuration of its own.
     """
     found = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
-    configs: list[Any] = [config for config in found.values() if getattr(config, "use_cache", False)]
-
-    def switch(use_cache: bool) -> None:
-        for config in configs:
-            config.use_cache = use_cache
-
-    switch(False)
-    return lambda: switch(True)
+    return [config for config in found.values() if hasattr(config, "use_cache")]

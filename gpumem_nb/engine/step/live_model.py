@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -131,6 +131,7 @@ class LiveModel:
             self._note(checkpointing="none")
         if mode != "none":
             self._checkpointing = Checkpointing(self.model, self.blocks, mode)
+            self._checkpointing.take_off()
         self._note(checkpointing=mode)
 
     def set_optimizer(self, settings: Settings) -> None:
@@ -299,6 +300,10 @@ class LiveModel:
     def changed_by_blocks(self) -> list[str] | None:
         """As :attr:`Checkpointing.changed`; nothing without checkpointing."""
         return self._checkpointing.changed if self._checkpointing else []
+
+    def checkpointed(self) -> AbstractContextManager[None]:
+        """Inside, activations are checkpointed as the settings say; outside the model is a plain one."""
+        return self._checkpointing.on() if self._checkpointing else nullcontext()
 
     def finished_backward(self) -> None:
         """Forward and backward of a step are over.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -57,6 +57,9 @@ class _Replayed(Exception):
 class Segment:
     """The recorded calls of consecutive blocks, and the tensors that they saved.
 
+    Args:
+        on: has the hooks on the model that tell of each call; a replay needs them.
+
     Attributes:
         replaying: the one that is recomputed just now.
         depth: how often the block that runs was entered, and not left: it may call itself.
@@ -64,7 +67,8 @@ class Segment:
 
     replaying: Segment | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, on: Callable[[], AbstractContextManager[None]]) -> None:
+        self._on = on
         self._calls: list[_Call] = []
         self._slots: list[weakref.ref[_Slot]] = []
         self._recomputed: dict[int, Tensor] = {}
@@ -178,6 +182,7 @@ class Segment:
         Segment.replaying = self
         try:
             with (
+                self._on(),
                 undone_afterwards([call.seen for call in self._calls]),
                 func_transforms_allowed(),
                 saved_tensors_hooks(self._uncompiled(Segment.keep), _never),

@@ -259,7 +259,7 @@ class Stepper:
         device = self._device.torch_device
         total = torch.zeros((), device=device)
         self._begin(DATA)
-        with updates_refused(), interruptible():
+        with self._live.checkpointed(), updates_refused(), interruptible():
             count = settings.accumulation_steps
             batches = self._stream.micro_batches(settings.batch_size, count)
             for index, batch in enumerate(micro_batches(self._loss, self._live.model, batches, count)):
