@@ -14,12 +14,14 @@ from setup import LOG, QUIET, ROOT, VENV, Ticker, pip, run, set_up, venv_python
 from torch_choice import Trouble
 
 QUICKSTART = "notebooks/01_quickstart.ipynb"
+TWO_PROCESSES = ("--numprocesses", "2", "--dist", "loadfile")  # of pytest-xdist; the tests of a file share fixtures
 
 HELP = """\
 make setup   make .venv with everything pinned, build Horovod and the virtual GPU (once; afterwards seconds)
 make lab     set up, then open JupyterLab on the quickstart (LAB_ARGS="--no-browser --port 9000" is passed on)
 make demo    set up, then run the quickstart without a browser and print what it measured
-make test    set up, then run every check (needs Chromium; CHROMIUM=/path/to/chromium names one)
+make test    set up, then run the first tier of checks, in 15 minutes (needs Chromium; CHROMIUM=/path names one)
+make test-full  set up, then run every check that needs no GPU: at most 75 minutes (docs/reliability.md)
 make bench   set up, then print the measured ratios beside their targets
 make matrix  set up, then hold every model and habit against a plain loop (docs/compatibility.md)
 make soak    set up, then half an hour of random flips and faults on four ranks (docs/reliability.md)
@@ -39,7 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         "help": show_help,
         "setup": set_up,
         "lab": lab,
-        "test": test,
+        "test": lambda: test("not gpu and not full"),
+        "test-full": lambda: test("not gpu"),
         "demo": lambda: in_environment("-m", "gpumem_nb.demo"),
         "bench": lambda: in_environment("-m", "tests.bench.run"),
         "matrix": lambda: in_environment("-m", "tests.matrix.run"),
@@ -108,21 +111,22 @@ def lint() -> int:
     return max(map(abs, codes))  # negative: ended by a signal
 
 
-def test() -> int:
-    """Every check that needs no GPU. A missing browser is a failure, never a skip.
+def test(tier: str) -> int:
+    """Run the tests that the marker expression ``tier`` selects. A missing browser is a failure, never a skip.
 
     A browser draws when it gets to it, so its tests have the machine for themselves. Ranks wait a lot, for one another
-    and for what is to be seen: what has none runs beside them.
+    and for what is to be seen: tests without ranks run beside them.
     """
     set_up()
     environment = dict(os.environ, CHROMIUM=find_chromium())
     prepare_two_hosts()
     prepare_parquet()
     lint_too = [str(venv_python()), str(ROOT / ".ci" / "targets.py"), "lint"]
+    unit = pytest(tier, *TWO_PROCESSES, "tests/unit", "tests/test_wheel.py")
     codes = [
-        run(pytest("tests/browser"), env=environment),
-        *side_by_side(pytest("tests/notebook"), lint_too, environment),
-        *side_by_side(pytest("tests/cluster"), pytest("tests/unit", "tests/test_wheel.py"), environment),
+        run(pytest(tier, "tests/browser"), env=environment),
+        *side_by_side(pytest(tier, "tests/notebook"), lint_too, environment),
+        *side_by_side(pytest(tier, "tests/cluster"), unit, environment),
     ]
     return max(map(abs, codes))  # negative: ended by a signal
 
@@ -141,9 +145,9 @@ def side_by_side(shown: list[str], other: list[str], environment: dict[str, str]
     return [code, beside.returncode]
 
 
-def pytest(*tests: str) -> list[str]:
-    """The command that runs these tests; two of them at once share no cache."""
-    return [str(venv_python()), "-m", "pytest", "-m", "not gpu", "-p", "no:cacheprovider", *tests]
+def pytest(tier: str, *tests: str) -> list[str]:
+    """Return the command that runs these tests; two of them at once share no cache."""
+    return [str(venv_python()), "-m", "pytest", "-m", tier, "-p", "no:cacheprovider", *tests]
 
 
 def find_chromium() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ class _Disappointed(Exception):
 
 def main() -> int:
     """Run it all; the exit code is 0, 1 after a failure, or 130 after Ctrl-C. The ranks are stopped in any case."""
+    # A shell without job control starts what it runs in the background with Ctrl-C ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in a pipe as in a terminal: progress, not silence
     try:

@@ -6,6 +6,7 @@ what they were when they started, and serve the next one.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,9 @@ from gpumem_nb.shared.errors import GpumemError
 from gpumem_nb.shared.seeds import DEFAULT_SEED
 from tests import internals
 from tests.timing import HANG_S
+
+# A shell without job control starts what it runs in the background with Ctrl-C ignored, and processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WEIGHTS = """
 import hashlib

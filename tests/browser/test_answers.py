@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from playwright.sync_api import expect
 
 from .lab import Lab
@@ -68,6 +69,7 @@ def test_three_presses_lead_to_a_script(lab: Lab, chrome: Any) -> None:
         panel.notebook.close()
 
 
+@pytest.mark.full
 def test_a_search_can_be_stopped_and_a_cell_of_the_map_is_applied(lab: Lab, chrome: Any) -> None:
     panel = _started(lab, chrome)
     page = panel.page

@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Locator, expect
 
 from gpumem_nb.shared.categories import CATEGORIES
 from tests.internals import folders_expression
+from tests.tiers import every, first_tier
 from tests.timing import until
 
 from .lab import PATIENCE_S, Lab
@@ -95,7 +96,7 @@ def straggler(panel: PanelPage) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("straggler")
-@pytest.mark.parametrize("width", [700, 1024, 1366, 1900, 2200])
+@pytest.mark.parametrize("width", first_tier([1366, 700, 1024, 1900, 2200], every(3)))
 def test_everything_fits_one_screen_and_nothing_covers_anything(panel: PanelPage, width: int) -> None:
     page = panel.page
     expect(page.locator(".gpumem-panel .annotation-text").get_by_text(" % for rank 1)")).to_be_visible()
@@ -164,6 +165,7 @@ def test_stacks_add_up_to_the_peak_and_the_words_name_the_largest_part(panel: Pa
     expect(panel.key).to_contain_text(f"{largest} {share:.1f} %")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("knob", "value", "band", "way"),
     [
@@ -187,6 +189,7 @@ def test_a_flip_moves_the_right_band(panel: PanelPage, knob: str, value: str, ba
     assert way * (after - before) > 0.2 * before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("value", "says"), [("-3", "whole number of at least 1"), ("5000", "larger than the dataset")])
 def test_a_batch_size_that_cannot_be_is_explained_and_taken_back(panel: PanelPage, value: str, says: str) -> None:
     before = panel.notebook.evaluate("s.settings.batch_size")
@@ -221,6 +224,7 @@ def test_panel_lives_and_its_controls_work_while_a_cell_runs(panel: PanelPage, l
     assert panel.notebook.evaluate("s.settings.accumulation_steps") == 1
 
 
+@pytest.mark.full
 def test_a_memory_report_has_figures_beside_its_tables_and_saves_them(panel: PanelPage, lab: Lab) -> None:
     cell = panel.notebook.run(4)
     expect(cell.locator(".js-plotly-plot")).to_have_count(2)
@@ -248,6 +252,7 @@ def test_a_saved_notebook_keeps_what_was_tried(panel: PanelPage, lab: Lab) -> No
     assert "24×" in static["text/plain"]
 
 
+@pytest.mark.full
 def test_a_slow_page_draws_the_charts_and_what_it_has_missed(panel: PanelPage) -> None:
     page = panel.page
     page.evaluate(LOAD_PLOTLY_SLOWLY)
@@ -266,6 +271,7 @@ def test_controls_follow_changes_made_in_cells(panel: PanelPage) -> None:
     expect(panel.control("clip_norm")).to_have_value("none")
 
 
+@pytest.mark.full
 def test_ranks_that_take_long_are_named(panel: PanelPage, lab: Lab) -> None:
     busy = lab.root / "busy"
     busy.touch()
@@ -323,6 +329,7 @@ def test_a_reloaded_page_shows_the_same_and_goes_on(panel: PanelPage) -> None:
     panel.pause()
 
 
+@pytest.mark.full
 def test_theme_switch_recolours_text_and_grid_at_once(panel: PanelPage) -> None:
     def colour(part: Locator, name: str) -> str:
         # Charts are drawn anew at any moment: what has just left the page has no style.
@@ -343,6 +350,7 @@ def test_theme_switch_recolours_text_and_grid_at_once(panel: PanelPage) -> None:
         expect(part).to_have_css(name, light[name])
 
 
+@pytest.mark.full
 def test_knobs_of_communication_open_with_a_button_and_tell_what_they_did(panel: PanelPage) -> None:
     panel.notebook.evaluate(f"{SET_DEFAULTS} or s.train(6) and None")
     panel.press("communication")

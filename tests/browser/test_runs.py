@@ -53,6 +53,7 @@ def test_a_click_on_a_heading_sorts(notebook: Notebook) -> None:
     assert numbers(table) == ["2", "1", "3"]
 
 
+@pytest.mark.full
 def test_two_runs_are_drawn_below_their_table(notebook: Notebook) -> None:
     cell = notebook.run(2)
     expect(cell.locator("table").first).to_contain_text("Run 1 → 2: batch_size 16 → 64")

@@ -66,6 +66,7 @@ def came(session: Session) -> int:
     return int(session.train(3).frame().groupby("step").reserved_peak_bytes.max().median())
 
 
+@pytest.mark.full
 def test_asking_changes_nothing_and_says_how_to_have_it(session: Session) -> None:
     weights, steps = session.run("[p.sum().item() for p in model.parameters()]"), session.history.steps
     said = session.allocator_what_if()
@@ -78,6 +79,7 @@ def test_asking_changes_nothing_and_says_how_to_have_it(session: Session) -> Non
     assert frame.reserved_peak_bytes.notna().all()
 
 
+@pytest.mark.full
 def test_by_magic(shell: InteractiveShell, session: Session) -> None:
     said = shell.run_line_magic("hvd_memory", "--what-if expandable_segments max_split_size_mb=64")
     assert [str(settings) for settings, _ in said.others] == ["expandable_segments:True", "max_split_size_mb:64"]
@@ -86,6 +88,7 @@ def test_by_magic(shell: InteractiveShell, session: Session) -> None:
         shell.run_line_magic("hvd_memory", "--what-if expandable")
 
 
+@pytest.mark.full
 def test_of_a_step_that_does_not_fit_small_ones_tell(session: Session) -> None:
     session.set(batch_size=4096)
     try:

@@ -80,6 +80,7 @@ def rates(session: Session, steps: int) -> list[float]:
     return list(frame[frame["rank"] == 0].learning_rate)
 
 
+@pytest.mark.full
 def test_a_scheduler_goes_on_through_flips_failures_saving_and_a_restart(two_ranks: Session, tmp_path: Path) -> None:
     session = two_ranks
     session.run(SCHEDULED)

@@ -54,6 +54,7 @@ def _said(session: Session, since_s: float) -> list[str]:
     return [event.text for event in list(session.history.events) if event.time_s >= since_s]
 
 
+@pytest.mark.full
 def test_it_finds_faster_settings_with_steps_that_count_and_ends(session: Session) -> None:
     before, tried, since_s = session.history.steps, len(session.history.tried), session.history.now_s()
     session.set(autotune="on")
@@ -88,6 +89,7 @@ def test_what_is_saved_meanwhile_is_what_was_asked_for(session: Session, tmp_pat
     assert session.train(20).steps == 20
 
 
+@pytest.mark.full
 def test_a_flip_meanwhile_is_made_and_kept(session: Session) -> None:
     session.set(autotune="on")
     session.train(30)
@@ -97,6 +99,7 @@ def test_a_flip_meanwhile_is_made_and_kept(session: Session) -> None:
     assert said.count("autotune: looking for the fastest of Horovod's settings") == 1, "anew, for the first time since"
 
 
+@pytest.mark.full
 def test_switched_off_it_leaves_what_was_asked_for(session: Session) -> None:
     session.set(autotune="on")
     session.play()
@@ -120,6 +123,7 @@ def test_an_error_of_the_model_is_none_of_the_settings(session: Session) -> None
     assert session.train(10).steps == 10
 
 
+@pytest.mark.full
 def test_cells_meanwhile_do_not_let_it_begin_anew(session: Session) -> None:
     since_s = session.history.now_s()
     session.set(autotune="on")
@@ -133,6 +137,7 @@ def test_cells_meanwhile_do_not_let_it_begin_anew(session: Session) -> None:
     assert sum("looking for" in text for text in said) == 1
 
 
+@pytest.mark.full
 def test_what_is_shown_meanwhile_is_of_what_was_asked_for(session: Session, tmp_path: Path) -> None:
     session.log_to(tmp_path / "run.jsonl")
     session.set(autotune="on")
@@ -149,6 +154,7 @@ def test_what_is_shown_meanwhile_is_of_what_was_asked_for(session: Session, tmp_
     assert {line["settings_id"] for line in lines if line["type"] == "step"} <= named
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_left_out_and_training_goes_on(two_ranks: Session) -> None:
     two_ranks.run(ONE_LAYER.format(scale=1, outputs=5000))  # gradients of 20 MB: the fusion buffer holds 16 MiB
     two_ranks.attach(model="net", data="rows", loss="loss", optimizer="own")
@@ -163,6 +169,7 @@ def test_what_does_not_fit_is_left_out_and_training_goes_on(two_ranks: Session) 
     assert len(weights(two_ranks)) == 1
 
 
+@pytest.mark.full
 def test_gradients_beyond_fp16_are_not_compressed(two_ranks: Session) -> None:
     two_ranks.run(ONE_LAYER.format(scale=1e9, outputs=200))
     two_ranks.attach(model="net", data="rows", loss="loss", optimizer="own")

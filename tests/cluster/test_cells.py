@@ -93,6 +93,7 @@ def test_a_cell_on_one_rank_moves_its_numbers_alone_until_they_are_seeded(sessio
     assert first == second
 
 
+@pytest.mark.full
 def test_ranks_begin_alike_and_one_seed_gives_the_same_losses_in_another_session(tmp_path: Path) -> None:
     def trained(session: Session, seed: int) -> list[Any]:
         session.run("import random, numpy as np\nfrom torch import nn\n" + OWN_MODEL.split("torch.manual_seed")[0])

@@ -22,6 +22,7 @@ from gpumem_nb.shared.errors import InvalidInput, RankError, TrainingFailed, Wor
 from gpumem_nb.shared.knobs.communication import VARIABLES
 from gpumem_nb.shared.settings import Settings
 from tests.conftest import weights
+from tests.tiers import every, first_tier
 from tests.timing import HANG_S, in_time, until
 
 pytestmark = pytest.mark.cluster
@@ -85,7 +86,7 @@ KNOBS: tuple[tuple[dict[str, Any], float], ...] = (
 )
 
 
-@pytest.mark.parametrize(("knobs", "rounding"), KNOBS, ids=str)
+@pytest.mark.parametrize(("knobs", "rounding"), first_tier(KNOBS, every(3)), ids=str)
 def test_each_knob_gives_the_losses_of_a_plain_script_with_the_same_environment(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, knobs: dict[str, Any], rounding: float
 ) -> None:
@@ -101,6 +102,7 @@ def test_each_knob_gives_the_losses_of_a_plain_script_with_the_same_environment(
     assert len(weights(two_ranks)) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("knobs", [{"compression": "fp16"}, {"reduction": "adasum", "optimizer": "sgd"}], ids=str)
 def test_four_ranks_get_what_a_plain_script_gets_the_same_bits_on_each(
     four_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, knobs: dict[str, Any]
@@ -142,6 +144,7 @@ def communication(run: Any) -> float:
     return float(run.frame().communication_bytes.max()) / MIB
 
 
+@pytest.mark.full
 def test_a_flip_of_horovods_own_settings_takes_little_time_and_changes_its_buffer(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
@@ -163,6 +166,7 @@ def test_a_flip_of_horovods_own_settings_takes_little_time_and_changes_its_buffe
     assert len(weights(session)) == 1
 
 
+@pytest.mark.full
 def test_what_a_flip_of_the_buffer_would_need_is_predicted_and_taken_back(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
@@ -176,6 +180,7 @@ def test_what_a_flip_of_the_buffer_would_need_is_predicted_and_taken_back(
     assert came == pytest.approx(predicted.live_peak_bytes, rel=0.01)
 
 
+@pytest.mark.full
 def test_knobs_are_kept_across_rescue_save_resume_and_restart(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -206,6 +211,7 @@ horovod_settings.follow = lambda *given: time.sleep(4) or prompt(*given)
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come_to_a_flip_keeps_nobody_waiting(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
@@ -233,6 +239,7 @@ horovod_settings.follow = late
 """
 
 
+@pytest.mark.full
 def test_a_trial_is_taken_back_where_the_ranks_come_apart_on_the_way(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
@@ -261,6 +268,7 @@ if cycle:
 """
 
 
+@pytest.mark.full
 def test_a_horovod_built_elsewhere_refuses_what_would_end_it_and_training_goes_on(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
@@ -275,6 +283,7 @@ def test_a_horovod_built_elsewhere_refuses_what_would_end_it_and_training_goes_o
     session.run(WITH_MARK)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("knobs", [{}, {"fusion_threshold_mib": 3}], ids=str)
 def test_one_such_rank_lets_all_refuse_to_be_joined_again(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, knobs: dict[str, Any]

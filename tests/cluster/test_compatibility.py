@@ -11,10 +11,11 @@ from gpumem_nb.session import Session
 from tests.matrix.case import Case
 from tests.matrix.cases import selected
 from tests.matrix.compare import Comparison
+from tests.tiers import every, first_tier
 
 pytestmark = pytest.mark.cluster
 
 
-@pytest.mark.parametrize("case", list(selected()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", first_tier(selected(), every(5)), ids=lambda case: case.name)
 def test_it_trains_as_the_plain_loop_does(two_ranks: Session, case: Case) -> None:
     Comparison(two_ranks).hold(case)

@@ -72,6 +72,7 @@ def test_a_loader_is_taken_by_its_word_and_its_workers_change_no_loss(two_ranks:
     assert session.run("workers()") == [[], []]
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_is_named_and_training_goes_on(two_ranks: Session) -> None:
     session = attached(two_ranks)
     session.train(4)

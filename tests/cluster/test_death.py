@@ -128,6 +128,7 @@ def test_a_rank_that_exits_by_itself_is_named_with_its_code_and_starting_after_a
         assert again.run("rank") == [0]
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_not_dead_and_does_not_hold_up_the_end(two_ranks: Session, traces: list[object]) -> None:
     session = two_ranks
     remember(session, traces)
@@ -144,6 +145,7 @@ def test_a_stopped_rank_is_not_dead_and_does_not_hold_up_the_end(two_ranks: Sess
     assert in_time(time.monotonic() - began, 3.0)
 
 
+@pytest.mark.full
 def test_an_idle_session_stops_itself_unless_somebody_comes_back_says_so_and_can_go_on(
     two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, traces: list[object]
 ) -> None:
@@ -187,6 +189,7 @@ def await_words(session: Session, words: str) -> None:
     until(lambda: words in session.doing, lambda: session.doing)
 
 
+@pytest.mark.full
 def test_pids_that_were_given_to_someone_else_are_left_alone() -> None:
     me = identify(os.getpid())
     assert me

@@ -75,6 +75,7 @@ def test_of_a_virtual_gpu_nothing_is_invented(two_ranks: Session, fresh: Callabl
     assert uses(two_ranks) == [None, None]
 
 
+@pytest.mark.full
 def test_while_nothing_trains_the_notebook_asks_about_once_a_second(readable: Session) -> None:
     forget(readable)
     began = time.monotonic()
@@ -84,6 +85,7 @@ def test_while_nothing_trains_the_notebook_asks_about_once_a_second(readable: Se
     assert uses(readable)[0].missing == {"power_w": "of no interest"}  # type: ignore[union-attr]
 
 
+@pytest.mark.full
 def test_while_training_it_comes_with_the_chunks_and_is_asked_beside_the_steps(
     readable: Session, fresh: Callable[..., Session]
 ) -> None:
@@ -98,6 +100,7 @@ def test_while_training_it_comes_with_the_chunks_and_is_asked_beside_the_steps(
     assert asked.count("gpumem_nb pulse") >= 2
 
 
+@pytest.mark.full
 def test_of_a_rank_in_a_long_cell_it_comes_with_the_pulses(readable: Session) -> None:
     forget(readable)
     readable.run("import time\nwhile len(_asked) < 4: time.sleep(0.02)", ranks=[1])

@@ -18,6 +18,7 @@ from tests.cluster.doctor_plants import LET_GO, MIB, PLANTS, TRANSFORMERS, Plant
 from tests.cluster.stop_button import PROMPT_S, Stop, asked
 from tests.conftest import weights
 from tests.internals import wait_for_steps
+from tests.tiers import every, first_tier
 from tests.timing import in_time
 
 pytestmark = pytest.mark.cluster
@@ -55,12 +56,12 @@ MORE_IS_ASKED = ("a fat fusion buffer", "a leak")
 """Plants with a test of their own, which goes on from what was found."""
 
 
-@pytest.mark.parametrize("name", [name for name in PLANTS if name not in MORE_IS_ASKED])
+@pytest.mark.parametrize("name", first_tier((name for name in PLANTS if name not in MORE_IS_ASKED), every(4)))
 def test_what_is_planted_is_found_first(patient: Session, name: str) -> None:
     found_first(patient, PLANTS[name])
 
 
-@pytest.mark.parametrize("name", [*CATALOG, *TRANSFORMERS])
+@pytest.mark.parametrize("name", first_tier([*CATALOG, *TRANSFORMERS], every(4)))
 def test_nothing_is_found_in_a_healthy_session(patient: Session, name: str) -> None:
     healthy(patient, name)
     found = patient.doctor()
@@ -94,6 +95,7 @@ def test_without_a_step_it_says_what_to_do(patient: Session, fresh: Callable[...
         patient.doctor()
 
 
+@pytest.mark.full
 def test_training_goes_on_meanwhile_as_if_nothing_had_been(patient: Session, fresh: Callable[..., Session]) -> None:
     fresh(patient).train(3)
     undisturbed = [patient.train(4).frame().loss.tolist() for _ in range(2)]
@@ -136,6 +138,7 @@ def test_a_flip_meanwhile_is_told(patient: Session, fresh: Callable[..., Session
         patient.doctor(flip)
 
 
+@pytest.mark.full
 def test_a_leak_is_found_and_the_checklist_says_what_to_do(patient: Session, shell: InteractiveShell) -> None:
     found_first(patient, PLANTS["a leak"])
     found: Any = shell.run_line_magic("hvd_doctor", "--checklist")
@@ -146,6 +149,7 @@ def test_a_leak_is_found_and_the_checklist_says_what_to_do(patient: Session, she
     assert "torch 2." in str(found)
 
 
+@pytest.mark.full
 def test_the_checklist_is_gone_through_where_steps_fail(patient: Session) -> None:
     planted(patient, PLANTS["a step that raises"])
     found = patient.checklist()
@@ -153,6 +157,7 @@ def test_the_checklist_is_gone_through_where_steps_fail(patient: Session) -> Non
     assert "planted" in str(found)
 
 
+@pytest.mark.full
 def test_the_magic_gives_text_where_there_is_no_notebook(
     patient: Session, shell: InteractiveShell, fresh: Callable[..., Session]
 ) -> None:

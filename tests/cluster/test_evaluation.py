@@ -131,6 +131,7 @@ def test_the_stop_button_ends_an_evaluation(own: Session, reached: Path) -> None
     assert len(weights(own)) == 1
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_in_an_evaluation_is_freed_and_named(own: Session) -> None:
     own.set(stall_limit_s=2)  # ranks say what they are at once a second
     own.run("trouble = 'once'")

@@ -80,6 +80,7 @@ def test_a_ready_made_workload_trains_alone_as_in_the_session(
     assert f"validation: loss {session.evaluate().loss:.6g}" in ran.output
 
 
+@pytest.mark.full
 def test_distributed_data_parallel_goes_on_from_a_state_of_the_session(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -242,6 +243,7 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(
     assert not path.exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ddp", [False, True])
 def test_every_command_that_is_told_runs_it_as_a_terminal_does(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, ddp: bool

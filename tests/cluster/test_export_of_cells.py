@@ -91,6 +91,7 @@ def loss(model, batch): return model(batch[0]).square().mean()
 """
 
 
+@pytest.mark.full
 def test_words_of_a_set_are_numbered_as_in_the_session_and_cells_may_use_the_offered_names(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_words_of_a_set_are_numbered_as_in_the_session_and_cells_may_use_the_off
     assert "requires_grad_(False)" in (tmp_path / "train.py").read_text()
 
 
+@pytest.mark.full
 def test_a_layer_that_is_left_out_in_some_steps_is_trained_in_the_others(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -155,6 +157,7 @@ criterion, twice = Dropped(1.0), Dropped(2.0)
 """
 
 
+@pytest.mark.full
 def test_criteria_and_metrics_that_are_modules_are_evaluated_as_in_the_session(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -170,6 +173,7 @@ def test_criteria_and_metrics_that_are_modules_are_evaluated_as_in_the_session(
     assert f"validation: loss {found.loss:.6g}, twice {found.metrics['twice']:.6g}" in ran.output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ddp", [False, True])
 def test_recomputing_counts_no_batch_twice_in_the_statistics_of_batch_norms(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, ddp: bool
@@ -211,6 +215,7 @@ def test_what_else_a_block_changes_in_forward_is_refused_under_checkpointing(
         session.export(tmp_path / "train.py")
 
 
+@pytest.mark.full
 def test_what_others_change_in_a_block_between_steps_is_not_the_blocks_doing(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:

@@ -9,14 +9,22 @@ import pytest
 from gpumem_nb.session import Session
 from tests.cluster import faults, trouble
 from tests.cluster.faults import FAULTS, Fault
+from tests.tiers import first_tier
 from tests.timing import in_time
 
 pytestmark = pytest.mark.cluster
 SITUATIONS = ("foreground", "background", "flip", "cell")
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+ALL = [(fault, SITUATIONS[(turn + index) % 4]) for turn in range(4) for index, fault in enumerate(FAULTS)]
+
+
+# The first tier has each fault once: the first turn.
+@pytest.mark.parametrize(
+    ("fault", "situation"),
+    first_tier(ALL, lambda index, _: index < len(FAULTS)),
+    ids=lambda value: value.name.replace(" ", "-") if isinstance(value, Fault) else value,
+)
 def test_fault(two_ranks: Session, fault: Fault, situation: str) -> None:
     session = trouble.prepared(two_ranks)
     session.set(stall_limit_s=faults.STALL_LIMIT_S, snapshot_steps=2)
@@ -35,6 +43,7 @@ CHEAP = [
 
 
 # Hundreds of them: make soak.
+@pytest.mark.full
 def test_faults_at_random_moments(two_ranks: Session) -> None:
     dice = random.Random(0)
     session = trouble.prepared(two_ranks)

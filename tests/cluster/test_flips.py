@@ -85,6 +85,7 @@ def test_precision_flips_keep_weights_equal_and_state(
     assert session.run("{p.dtype for p in model.parameters()} == {torch.float32}") == [True] * 2
 
 
+@pytest.mark.full
 def test_all_optimizers_train_and_stay_equal(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks)
     for name in ("sgd", "momentum", "adam", "adamw"):
@@ -97,6 +98,7 @@ def test_all_optimizers_train_and_stay_equal(two_ranks: Session, fresh: Callable
             assert len(weights(session)) == 1
 
 
+@pytest.mark.full
 def test_text_gpt_is_as_neutral(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     options = {"width": 32, "depth": 4, "heads": 2, "sequence_length": 32}
     plain = losses(fresh(two_ranks, "text-gpt", **options).train(6))
@@ -142,6 +144,7 @@ def test_knobs_move_memory_as_they_should(two_ranks: Session, fresh: Callable[..
     assert bf16 < 0.8 * plain
 
 
+@pytest.mark.full
 def test_a_flip_while_playing_does_not_wait_for_the_end_of_a_chunk(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
@@ -203,6 +206,7 @@ def test_knobs_that_two_threads_change_at_once_are_both_changed(
     assert (session.settings.batch_size, session.settings.accumulation_steps) == (8, 2)
 
 
+@pytest.mark.full
 def test_signals_that_are_not_the_notebooks_do_not_hold_training_up(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:

@@ -15,6 +15,7 @@ from tests.gpu.record import SMALL, TIMED_STEPS, record
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.full
 def test_a_record_says_what_was_measured_where_and_what_could_not_be(tmp_path: Path) -> None:
     internals.stop_running()
     cells: list[tuple[str, dict[str, int], dict[str, Any]]] = [

@@ -11,6 +11,7 @@ from gpumem_nb.cluster.hosts.parsing import Host, share_out
 from gpumem_nb.shared.errors import InvalidInput
 from tests.cluster.two_hosts import missing, run_on_a, two_hosts
 from tests.internals import here_is
+from tests.tiers import every, first_tier
 
 
 @pytest.fixture
@@ -61,11 +62,14 @@ def test_what_is_no_list_of_hosts_gets_a_sentence(text: str, n: int | None, sent
 @pytest.mark.skipif(missing() != "", reason=missing())
 @pytest.mark.parametrize(
     "scenario",
-    [
-        "trains_is_closed_to_others_can_be_interrupted_and_lives_on_when_processes_are_silent",
-        "dies_with_a_rank_or_a_host_and_says_which",
-        "ends_with_its_kernel",
-    ],
+    first_tier(
+        [
+            "trains_is_closed_to_others_can_be_interrupted_and_lives_on_when_processes_are_silent",
+            "dies_with_a_rank_or_a_host_and_says_which",
+            "ends_with_its_kernel",
+        ],
+        every(2),
+    ),
 )
 def test_a_cluster_on_two_hosts(scenario: str, tmp_path: Path) -> None:
     with two_hosts(tmp_path) as on_host_a:

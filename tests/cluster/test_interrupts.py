@@ -113,6 +113,7 @@ def test_a_cell_is_interrupted_on_all_ranks(two_ranks: Session) -> None:
     assert two_ranks.run("rank") == [0, 1]
 
 
+@pytest.mark.full
 def test_a_rank_stuck_in_c_code_is_named_and_an_end_that_is_interrupted_goes_on_by_itself(
     two_ranks: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_rank_stuck_in_c_code_is_named_and_an_end_that_is_interrupted_goes_on_
     until(lambda: not attached.exists(), lambda: list(attached.parent.iterdir()))
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_named_a_second_interrupt_gives_the_prompt_at_once_and_a_restart_forgets_both(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
@@ -227,6 +229,7 @@ def test_an_interrupted_load_leaves_nothing_half_loaded(
     assert session.train(1).steps == 1
 
 
+@pytest.mark.full
 def test_an_interrupted_resume_is_done_or_not_begun(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -280,6 +283,7 @@ def test_a_resume_that_is_interrupted_while_training_pauses_holds_nothing_of_the
     assert session.train(1).steps == 1
 
 
+@pytest.mark.full
 def test_an_interrupted_save_leaves_a_whole_file_or_none(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -304,6 +308,7 @@ def save_and_wait(session: Session, target: Path) -> None:
     session.run("import time\nfor _ in range(1000): time.sleep(0.1)")  # an interrupt may be too late for the other
 
 
+@pytest.mark.full
 def test_interrupts_at_random_moments_leave_the_ranks_together(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:

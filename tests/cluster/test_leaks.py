@@ -14,6 +14,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.messages import Leak
 from gpumem_nb.shared.workload import Workload
 from gpumem_nb.workloads.catalog import CATALOG
+from tests.tiers import every, first_tier
 
 pytestmark = pytest.mark.cluster
 
@@ -215,7 +216,7 @@ def found(session: Session) -> list[tuple[Leak, ...]]:
     return list(session.history.leaks.values())
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", first_tier(CASES.values(), every(4)), ids=CASES)
 def test_a_planted_leak_is_found_within_50_steps_and_named(two_ranks: Session, case: Case) -> None:
     session = attached(two_ranks, case.code)
     run = session.train(50)
@@ -235,6 +236,7 @@ def test_a_planted_leak_is_found_within_50_steps_and_named(two_ranks: Session, c
     assert [event.text for event in session.history.events if event.kind == "leak"][-1] == note
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "knobs",
     [{"checkpointing": "blocks"}, {"precision": "bf16", "accumulation_steps": 2}, {"precision": "fp16"}],
@@ -248,6 +250,7 @@ def test_a_leak_is_found_under_other_settings_too(two_ranks: Session, knobs: dic
     assert {leak.rank for leak in of_ranks} == {0, 1}
 
 
+@pytest.mark.full
 def test_a_leak_is_told_once_and_another_one_too(two_ranks: Session) -> None:
     session = attached(two_ranks, CASES["a closure"].code)
     assert len(session.train(50).notes) == 1
@@ -290,6 +293,7 @@ def test_the_rank_that_leaks_is_named_also_in_a_workload_of_ones_own(two_ranks: 
     assert [note for note in run.notes if note.startswith("rank 1 keeps ")]
 
 
+@pytest.mark.full
 def test_cells_may_allocate_while_training_goes_on_and_loading_clears_the_list(two_ranks: Session) -> None:
     session = attached(two_ranks, CASES["a closure"].code)
     session.train(50)
@@ -316,6 +320,7 @@ def random_settings(dice: random.Random) -> dict[str, Any]:
 TINY = {"digits": {"width": 4, "depth": 1, "resolution": 8}, "text": {"width": 8, "depth": 2, "sequence_length": 8}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CATALOG)
 def test_ready_made_workloads_leak_nothing_over_160_steps_of_random_flips(two_ranks: Session, name: str) -> None:
     dice = random.Random(name)
@@ -326,6 +331,7 @@ def test_ready_made_workloads_leak_nothing_over_160_steps_of_random_flips(two_ra
     assert not found(two_ranks)
 
 
+@pytest.mark.full
 def test_batches_of_varying_length_are_no_leak(two_ranks: Session) -> None:
     attached(
         two_ranks,

@@ -18,6 +18,7 @@ STEPS = 100
 
 
 # digits-resnet learns on four ranks in the demo, which fails if it does not; tests/notebook runs it.
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["digits-separable", "text-gpt"])
 def test_a_workload_learns_in_two_minutes(four_ranks: Session, fresh: Callable[..., Session], name: str) -> None:
     options = {option: int(entry.default) for option, entry in CATALOG[name].options.items() if option != "dropout"}

@@ -89,6 +89,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.full
 def test_what_another_key_has_signed_is_not_unpickled(shared: Session, tmp_path: Path) -> None:
     (info,) = internals.connection_files_of(shared).glob("*client.json")
     with ipyparallel.Client(str(info)) as client:
@@ -168,6 +169,7 @@ def test_a_missing_mpiexec_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert profiles() == before
 
 
+@pytest.mark.full
 def test_a_start_that_takes_too_long_is_undone() -> None:
     before = profiles()
     with pytest.raises(StartError, match="--timeout"):
@@ -177,6 +179,7 @@ def test_a_start_that_takes_too_long_is_undone() -> None:
         current()
 
 
+@pytest.mark.full
 def test_an_mpiexec_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "mpiexec"
     broken.write_text("#!/bin/sh\necho no such fabric >&2\nexit 3\n")
@@ -188,6 +191,7 @@ def test_an_mpiexec_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert profiles() == before
 
 
+@pytest.mark.full
 def test_a_rank_that_ends_while_starting_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "import os, sys; print('no such weather', file=sys.stderr, flush=True); os._exit(3)"
     monkeypatch.setattr(entry, "START_UP", words)

@@ -31,6 +31,7 @@ analytic = (samples.var(dim=0).sum() / (0.25 - samples.mean(dim=0)).square().sum
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_it_is_the_analytic_one_within_a_tenth(two_ranks: Session, precision: str) -> None:
     session = two_ranks

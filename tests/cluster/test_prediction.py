@@ -90,6 +90,7 @@ def test_a_flip_needs_what_was_predicted(own: Session, knobs: dict[str, Any]) ->
     assert sum(before.categories.values()) == before.live_peak_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "knobs", [{"batch_size": 4}, {"batch_size": 16}, {"batch_size": 8, "accumulation_steps": 5}], ids=str
 )
@@ -137,6 +138,7 @@ def test_what_does_not_fit_has_no_throughput(own: Session) -> None:
     assert (foreseen.verdict, foreseen.samples_per_s) == (DOES_NOT_FIT, None)
 
 
+@pytest.mark.full
 def test_who_waits_is_not_kept_waiting_for_throughput_and_that_is_said(
     own: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +199,7 @@ def test_what_was_predicted_to_fit_is_named_when_memory_runs_out(own: Session) -
     assert [(fit.settings, fit.peak_bytes) for fit in rescue.foreseen] == [(lighter.settings, lighter.live_peak_bytes)]
 
 
+@pytest.mark.full
 def test_where_nothing_limits_the_batch_the_end_of_the_search_is_told(own: Session) -> None:
     own.run(ENDLESS)
     own.attach(model="line", loss="nearness", data="endless")
@@ -204,6 +207,7 @@ def test_where_nothing_limits_the_batch_the_end_of_the_search_is_told(own: Sessi
     assert own.largest_batch(accumulation_steps=4) == MOST_BATCH, "each micro-batch may be that large"
 
 
+@pytest.mark.full
 def test_training_goes_on_while_somebody_asks(own: Session) -> None:
     own.play()
     predicted = [own.predict(batch_size=size).live_peak_bytes for size in (16, 32, 64)]
@@ -213,6 +217,7 @@ def test_training_goes_on_while_somebody_asks(own: Session) -> None:
     assert own.history.rescue is None
 
 
+@pytest.mark.full
 def test_whoever_finds_nobody_waiting_finds_that_the_model_may_have_changed(
     two_ranks: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +280,7 @@ def test_what_may_go_well_the_next_time_is_told_from_what_will_not(own: Session)
     assert own.predict().samples_per_s, "so is what is undone"
 
 
+@pytest.mark.full
 def test_ranks_that_are_made_alike_may_be_others(own: Session) -> None:
     foreseen = own.predict()
     assert own.foreseen() == foreseen
@@ -291,6 +297,7 @@ def test_by_magic(own: Session, shell: InteractiveShell) -> None:
     assert "keeps to rounding" in str(shell.run_line_magic("hvd_what_if", ""))
 
 
+@pytest.mark.full
 def test_ready_made_models_are_predicted_too(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks)
     for knobs in ({"batch_size": 64}, {"batch_size": 64, "checkpointing": "sqrt", "precision": "bf16"}):

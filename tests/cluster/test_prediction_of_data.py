@@ -38,6 +38,7 @@ def test_a_loss_over_pairs_of_samples_needs_what_was_predicted(two_ranks: Sessio
     assert by_small_steps == pytest.approx(reserved, rel=0.1)
 
 
+@pytest.mark.full
 def test_texts_of_different_lengths_are_predicted_roughly(two_ranks: Session) -> None:
     """Also where one small step is all there is, or where the longest text happens to be among the first."""
     two_ranks.run(

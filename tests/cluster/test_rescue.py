@@ -17,6 +17,7 @@ from tests.cluster.stop_button import PROMPT_S, Stop
 from tests.cluster.trouble import CODE, everything, prepared, same_as
 from tests.conftest import weights
 from tests.internals import LIVE
+from tests.tiers import every, first_tier
 from tests.timing import in_time
 
 pytestmark = pytest.mark.cluster
@@ -41,7 +42,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "where", "phase", "knobs"), CASES, ids=lambda value: str(value).replace(" ", ""))
+@pytest.mark.parametrize(
+    ("kind", "where", "phase", "knobs"), first_tier(CASES, every(4)), ids=lambda value: str(value).replace(" ", "")
+)
 def test_a_failed_step_leaves_no_trace(
     two_ranks: Session, kind: str, where: str, phase: str, knobs: dict[str, object]
 ) -> None:
@@ -264,6 +267,7 @@ def test_an_exit_while_loading_leaves_what_was_loaded(two_ranks: Session) -> Non
     assert session.train(1).steps == 1
 
 
+@pytest.mark.full
 def test_an_own_fused_optimizer_trains_under_every_precision(two_ranks: Session) -> None:
     session = prepared(two_ranks)
     session.run("fused = torch.optim.Adam(net.parameters(), lr=0.01, fused=True)")
@@ -319,6 +323,7 @@ def test_what_would_have_fit_really_fits(two_ranks: Session, fresh: Callable[...
             assert session.train(1).frame().live_peak_bytes.max() == pytest.approx(trial.peak_bytes, rel=0.02)
 
 
+@pytest.mark.full
 def test_far_too_much_is_tried_in_ever_smaller_micro_batches(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     session.train(2)

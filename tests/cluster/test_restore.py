@@ -157,6 +157,7 @@ if rank == 1:
 """
 
 
+@pytest.mark.full
 def test_ranks_still_in_a_chunk_that_failed_on_another_are_waited_for(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:

@@ -240,6 +240,7 @@ def test_a_report_is_one_page_of_what_is_known(
             session.report(path)
 
 
+@pytest.mark.full
 def test_the_panels_button_says_what_is_examined_for_its_report_and_can_be_stopped(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def test_the_panels_button_says_what_is_examined_for_its_report_and_can_be_stopp
     assert "Not examined: interrupted." in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_a_session_that_is_over_can_be_reported(session: Session, shell: InteractiveShell, tmp_path: Path) -> None:
     loss = session.train(6).frame().query("step == 6").loss.mean()
     evaluated = session.evaluate()

@@ -104,6 +104,7 @@ def test_a_new_cluster_goes_on_bit_for_bit(two_ranks: Session, fresh: Callable[.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adamw.state", "momentum.state", "ready.state"]
 
 
+@pytest.mark.full
 def test_one_rank_goes_on_from_two_and_two_from_one(two_ranks: Session, tmp_path: Path) -> None:
     session = two_ranks
     attach_own(session)
@@ -134,6 +135,7 @@ def test_one_rank_goes_on_from_two_and_two_from_one(two_ranks: Session, tmp_path
     assert session.run(POSITION) == [position + 3 * 16 * 2] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_state_is_resumed_under_any_precision(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, precision: str
@@ -289,6 +291,7 @@ own = Odd(net.parameters(), lr=0.01)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_a_rank_that_cannot_copy_its_part_leaves_nobody_waiting(two_ranks: Session, tmp_path: Path) -> None:
     session = two_ranks
     attach_own(session)

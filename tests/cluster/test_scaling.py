@@ -49,6 +49,7 @@ def test_steps_are_taken_by_so_many_ranks_alone_and_training_goes_on_as_if_nothi
     assert session.check_sync().ok
 
 
+@pytest.mark.full
 def test_by_default_numbers_double_up_to_all(session: Session) -> None:
     session.play()
     with pytest.raises(WorkloadError, match="%hvd_pause first"):
@@ -71,6 +72,7 @@ def test_a_step_that_fails_on_some_ranks_is_told_and_all_are_joined_again(sessio
     assert session.train(2).steps == 2
 
 
+@pytest.mark.full
 def test_what_a_cell_changed_is_agreed_upon_by_all_ranks_and_settings_of_horovod_are_kept(session: Session) -> None:
     session.set(fusion_threshold_mib=2, accumulation_steps=2)
     session.run("for param in list(model.parameters())[:4]: param.requires_grad_(False)")
@@ -83,6 +85,7 @@ def test_what_a_cell_changed_is_agreed_upon_by_all_ranks_and_settings_of_horovod
     assert session.run("os.environ['HOROVOD_FUSION_THRESHOLD']") == [str(2 * 2**20)] * 4
 
 
+@pytest.mark.full
 def test_a_stall_among_some_ranks_is_told_and_all_are_joined_again(session: Session) -> None:
     session.run("import time\ndef linger(*_):\n    if hvd.size() == 2: time.sleep(600)")
     session.run("stalling = model.register_forward_pre_hook(linger)", ranks=[1])
@@ -97,6 +100,7 @@ def test_a_stall_among_some_ranks_is_told_and_all_are_joined_again(session: Sess
     assert session.train(2).steps == 2
 
 
+@pytest.mark.full
 def test_the_network_is_timed_for_each_size(session: Session) -> None:
     report = session.check_network()
     assert list(report.seconds) == list(SWEEP_BYTES)
@@ -105,6 +109,7 @@ def test_the_network_is_timed_for_each_size(session: Session) -> None:
     assert "left out" not in str(report)
 
 
+@pytest.mark.full
 def test_on_a_slow_network_large_messages_are_left_out(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpumem_nb.kernel.scaling.LONGEST_MESSAGE_S", 0.01)  # which 64 MiB take on any machine
     report = session.check_network()

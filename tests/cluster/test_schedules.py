@@ -15,6 +15,7 @@ from tests.conftest import weights
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.full
 def test_a_schedule_goes_on_through_flips_failures_saving_and_a_restart(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def test_code_and_functions_give_results_in_rank_order(two_ranks: Session) -> No
     assert two_ranks.run("rank", ranks=1) == [1]
 
 
+@pytest.mark.full
 def test_ranks_that_have_nothing_to_do_leave_the_cores_alone(two_ranks: Session) -> None:
     def cpu_s() -> float:
         used = [psutil.Process(rank.pid).cpu_times() for rank in two_ranks.ranks]
@@ -200,6 +201,7 @@ def test_status_says_who_where_and_what(two_ranks: Session, fresh: Callable[...,
     assert {"controller", "engines", "horovod"} <= set(parsed["start_seconds"])
 
 
+@pytest.mark.full
 def test_the_rank_that_the_others_wait_for_is_named(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     fresh(two_ranks)
     two_ranks.run("import time; slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.2))", ranks=[1])
@@ -332,6 +334,7 @@ def test_a_model_that_is_none_leaves_nothing_loaded(two_ranks: Session) -> None:
         two_ranks.train(1)
 
 
+@pytest.mark.full
 def test_a_load_that_takes_long_says_what_the_ranks_are_at(two_ranks: Session, tmp_path: Path) -> None:
     go = tmp_path / "go"
     two_ranks.run(

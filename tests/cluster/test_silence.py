@@ -66,6 +66,7 @@ def ranks_of(session: Session) -> list[Identity]:
     return [who for info in session.ranks if (who := identify(info.pid))]
 
 
+@pytest.mark.full
 def test_a_controller_that_is_silent_ends_nobody(session: Session) -> None:
     limits = session.run(HURRY)
     with stopped([process.pid for process in controller_of(session)]):
@@ -74,6 +75,7 @@ def test_a_controller_that_is_silent_ends_nobody(session: Session) -> None:
     assert limits == [0, 0], "engines expect no heartbeat"
 
 
+@pytest.mark.full
 def test_a_rank_that_is_silent_stays_registered(session: Session) -> None:
     with stopped([session.ranks[1].pid]):
         assert not await_end(ranks_of(session)[:1], LONG_S)
@@ -119,6 +121,7 @@ def test_ranks_that_are_silent_together_did_not_wait_for_one_another(session: Se
     assert not [event.text for event in session.history.events if event.kind == "stall"]
 
 
+@pytest.mark.full
 def test_silence_may_last_ten_minutes(session: Session) -> None:
     (misses,) = (
         int(word.rpartition("=")[2])

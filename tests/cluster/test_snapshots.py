@@ -125,6 +125,7 @@ def test_a_full_disk_is_noted_and_training_goes_on(two_ranks: Session, fresh: Ca
     assert snapshots(session) == [3]
 
 
+@pytest.mark.full
 def test_taking_them_changes_no_loss(two_ranks: Session) -> None:
     def run(every: int | str) -> list[tuple[int, int, float]]:
         attach_own(two_ranks)
@@ -194,6 +195,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 # Of a kernel whose ranks are all well: see test_side_by_side.py.
+@pytest.mark.full
 def test_nothing_outlives_a_kernel_that_was_killed_but_its_snapshots_even_if_a_rank_is_stopped(
     two_ranks: Session, fresh: Callable[..., Session], snapshots_of_tests: Path
 ) -> None:
@@ -224,6 +226,7 @@ def test_nothing_outlives_a_kernel_that_was_killed_but_its_snapshots_even_if_a_r
     assert session.train(1).steps == 1
 
 
+@pytest.mark.full
 def test_a_snapshot_that_came_to_nothing_is_not_the_last(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks)
     session.set(snapshot_steps=5)

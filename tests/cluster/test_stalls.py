@@ -124,6 +124,7 @@ def test_one_rank_alone_in_a_collective_is_freed(impatient: Session, fresh: Call
     goes_on(session, before)
 
 
+@pytest.mark.full
 def test_ranks_in_different_collectives_are_freed(impatient: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(impatient)
     with pytest.raises(RankError, match=r"(?s)[Rr]ank 0 waited in broadcast 'n0'.*rank 1 waited in all-gather 'n1'"):
@@ -163,6 +164,7 @@ def test_training_again_at_once_after_a_stall_joins_the_ranks(
     goes_on(session)
 
 
+@pytest.mark.full
 def test_the_notebook_is_answered_while_ranks_are_being_joined(
     impatient: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +187,7 @@ def test_the_notebook_is_answered_while_ranks_are_being_joined(
     goes_on(session)
 
 
+@pytest.mark.full
 def test_a_collective_that_begins_while_horovod_ends_fails_and_does_not_hang(impatient: Session) -> None:
     session = attach(impatient)
     for turn in range(5):
@@ -210,6 +213,7 @@ horovod_internals.end_threads()
 
 
 # A chunk is sent ahead while one is under way, if it is expected to take less than a second.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("step_s", "wait"),
     [
@@ -256,6 +260,7 @@ def test_a_stall_while_playing_pauses_and_is_told(impatient: Session) -> None:
     goes_on(session)
 
 
+@pytest.mark.full
 def test_a_step_that_is_long_on_all_ranks_is_no_stall(impatient: Session) -> None:
     session = attach(impatient)
     session.run("stuck = 'all'")
@@ -277,6 +282,7 @@ def test_a_step_that_is_long_on_all_ranks_is_no_stall(impatient: Session) -> Non
     goes_on(session)
 
 
+@pytest.mark.full
 def test_a_disk_that_is_slow_while_saving_is_no_stall(impatient: Session, tmp_path: Path) -> None:
     session = attach(impatient)
     session.run(SLOW_DISK)
@@ -309,6 +315,7 @@ def test_an_interrupt_reaches_a_rank_in_a_collective(two_ranks: Session, fresh: 
     goes_on(session)
 
 
+@pytest.mark.full
 def test_a_cell_stuck_on_one_rank_is_interrupted(impatient: Session) -> None:
     session = impatient
     with pytest.raises(RankError, match="Rank 1 was in a cell, rank 0 waited in barrier of a cell for"):
@@ -316,6 +323,7 @@ def test_a_cell_stuck_on_one_rank_is_interrupted(impatient: Session) -> None:
     assert session.run("hvd.allreduce(torch.ones(1), op=hvd.Sum).item()", timeout=HANG_S) == [2.0, 2.0]
 
 
+@pytest.mark.full
 def test_a_long_cell_on_one_rank_is_left_alone(impatient: Session, tmp_path: Path) -> None:
     session = attach(impatient)
     session.set(snapshot_steps=1)  # chunks of one step are not left early: the other rank begins the next one
@@ -338,6 +346,7 @@ def test_a_long_cell_on_one_rank_is_left_alone(impatient: Session, tmp_path: Pat
     goes_on(session)
 
 
+@pytest.mark.full
 def test_a_rank_that_no_interrupt_reaches_is_named_with_the_way_out(impatient: Session, tmp_path: Path) -> None:
     session = attach(impatient)
     session.run(f"stuck, way_out = 'c', {str(tmp_path / 'way out')!r}")
@@ -351,6 +360,7 @@ def test_a_rank_that_no_interrupt_reaches_is_named_with_the_way_out(impatient: S
     goes_on(session)
 
 
+@pytest.mark.full
 def test_a_rank_that_is_stopped_is_named_with_the_way_out(impatient: Session) -> None:
     session = attach(impatient)
     os.kill(session.ranks[1].pid, signal.SIGSTOP)
@@ -387,6 +397,7 @@ own = Slow(net.parameters(), lr=0.01)
     goes_on(session, before)
 
 
+@pytest.mark.full
 def test_three_ranks_wait_for_the_fourth(four_ranks: Session) -> None:
     with limited(four_ranks) as session:
         attach(session)

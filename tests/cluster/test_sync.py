@@ -71,6 +71,7 @@ def test_what_is_planted_is_named(loop: Session, planted: str, ranks: list[int],
     assert len(report.faults) == 1
 
 
+@pytest.mark.full
 def test_samplers_that_fill_up_or_draw_twice_are_no_fault(loop: Session) -> None:
     loop.run(
         "rows = TensorDataset(torch.randn(95, 8))\n"
@@ -81,6 +82,7 @@ def test_samplers_that_fill_up_or_draw_twice_are_no_fault(loop: Session) -> None
     assert "1 of 95 samples are seen by several ranks" in str(report)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("data", "said"),
     [

@@ -67,6 +67,7 @@ def test_before_a_step_was_done_it_says_so(own: Session) -> None:
         own.time()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", PLANTED)
 def test_what_is_planted_is_found_in_its_part_of_its_rank(own: Session, part: str) -> None:
     own.run(PLANTED[part], ranks=[1])
@@ -103,6 +104,7 @@ def test_the_verdict_names_what_is_planted_and_what_would_help(
     assert words in str(own.time())
 
 
+@pytest.mark.full
 def test_what_backward_hides_of_the_reduction_is_told(two_ranks: Session) -> None:
     two_ranks.run_cell(MODEL, title="<model>")
     two_ranks.run(
@@ -135,6 +137,7 @@ def test_the_latest_step_of_each_rank_lies_beside_the_others(own: Session) -> No
     assert sorted(first) == sorted(second), "each bucket is on both"  # type: ignore[type-var]
 
 
+@pytest.mark.full
 def test_a_rank_that_waits_leaves_its_core_to_others(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks)
     session.train(2)

@@ -175,6 +175,7 @@ def test_steps_are_those_without_a_trace_and_nothing_stays_on(
     assert max(cpu_s) < 0.25, "a timeline's thread would take a core"
 
 
+@pytest.mark.full
 def test_workers_that_begin_in_it_do_not_keep_the_profiler(own: Session, tmp_path: Path) -> None:
     own.run(
         "class Told(torch.utils.data.Dataset):\n"
@@ -194,6 +195,7 @@ def test_workers_that_begin_in_it_do_not_keep_the_profiler(own: Session, tmp_pat
     own.set(num_workers=0)
 
 
+@pytest.mark.full
 def test_training_in_the_background_goes_on(two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path) -> None:
     session = fresh(two_ranks)
     session.play()
@@ -209,6 +211,7 @@ def test_training_in_the_background_goes_on(two_ranks: Session, fresh: Callable[
     assert len(weights(session)) == 1
 
 
+@pytest.mark.full
 def test_an_evaluation_ends_it_and_that_is_said(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -270,6 +273,7 @@ def test_the_magic_shows_what_it_does_and_says_what_was_written(
     assert written(path)
 
 
+@pytest.mark.full
 def test_a_file_that_cannot_grow_is_told_and_leaves_nothing(own: Session, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -285,6 +289,7 @@ def test_a_file_that_cannot_grow_is_told_and_leaves_nothing(own: Session, tmp_pa
     assert own.train(1).steps == 1
 
 
+@pytest.mark.full
 def test_a_step_that_fails_in_it_is_told_and_leaves_nothing(own: Session, reached: Path, tmp_path: Path) -> None:
     own.run("trouble, seen = 'raises', 0")
     with pytest.raises(TrainingFailed, match="not this one"):
@@ -312,6 +317,7 @@ def test_the_stop_button_ends_it_and_nothing_stays_on(own: Session, reached: Pat
     assert len(weights(own)) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", ["recording", "ranks write", "gathering"])
 def test_the_stop_button_leaves_nothing_whenever_it_is_pressed(own: Session, tmp_path: Path, at: str) -> None:
     def press(what: str, done: float) -> None:
@@ -325,6 +331,7 @@ def test_the_stop_button_leaves_nothing_whenever_it_is_pressed(own: Session, tmp
     assert own.trace(tmp_path / "trace.json", 1).steps == (own.history.steps,)
 
 
+@pytest.mark.full
 def test_a_step_that_runs_out_of_memory_in_it_is_told_with_what_became_of_it(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -337,6 +344,7 @@ def test_a_step_that_runs_out_of_memory_in_it_is_told_with_what_became_of_it(
     assert session.history.steps == 1
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_in_it_is_freed_and_named(own: Session, tmp_path: Path) -> None:
     own.set(stall_limit_s=2)
     own.run("trouble, seen = 'sleeps', 0")

@@ -63,6 +63,7 @@ def test_tuning_finds_what_is_faster_and_changes_nothing(two_ranks: Session, fre
     assert any("best so far" in what for what in told)
 
 
+@pytest.mark.full
 def test_losses_go_on_as_without_tuning(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, **DIGITS)
     session.set(batch_size=8)
@@ -75,6 +76,7 @@ def test_losses_go_on_as_without_tuning(two_ranks: Session, fresh: Callable[...,
     assert len(weights(session)) == 1
 
 
+@pytest.mark.full
 def test_what_trains_already_fits_whatever_is_predicted(
     two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +105,7 @@ def test_the_best_is_applied_and_foretold(two_ranks: Session, fresh: Callable[..
     assert foreseen.samples_per_s == best.samples_per_s
 
 
+@pytest.mark.full
 def test_a_budget_is_kept_to(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, width=16, depth=2, resolution=16)
     session.set(batch_size=64)
@@ -137,6 +140,7 @@ criterion = torch.nn.functional.cross_entropy
 """
 
 
+@pytest.mark.full
 def test_a_precision_that_is_slow_is_left_after_its_first_step(two_ranks: Session) -> None:
     two_ranks.run(f"torch.manual_seed(0)\n{SLOW}")
     two_ranks.attach(model="net", data="rows", loss="criterion")
@@ -152,6 +156,7 @@ def test_a_precision_that_is_slow_is_left_after_its_first_step(two_ranks: Sessio
     assert "times as long as in another precision" in str(found)
 
 
+@pytest.mark.full
 def test_where_nothing_fits_that_is_the_answer(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, **DIGITS)
     session.set(batch_size=16)
@@ -177,6 +182,7 @@ def test_an_interrupt_gives_the_best_so_far(two_ranks: Session, fresh: Callable[
     session.train(1)
 
 
+@pytest.mark.full
 def test_training_goes_on_in_between(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, **DIGITS)
     session.set(batch_size=16)
@@ -196,6 +202,7 @@ def _set(event: threading.Event, what: str, done: float) -> None:
     event.set()
 
 
+@pytest.mark.full
 def test_stopping_it_does_not_pause_training(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     """The signal comes while its trial waits for the step under way: that is not what somebody stops."""
     session = fresh(two_ranks, **DIGITS)
@@ -218,6 +225,7 @@ def test_stopping_it_does_not_pause_training(two_ranks: Session, fresh: Callable
         session.pause()
 
 
+@pytest.mark.full
 def test_a_cell_in_between_ends_it(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, **DIGITS)
 
@@ -230,6 +238,7 @@ def test_a_cell_in_between_ends_it(two_ranks: Session, fresh: Callable[..., Sess
     assert len(result.measured) == 1
 
 
+@pytest.mark.full
 def test_settings_that_change_in_between_end_it_and_later_ones_are_not_overwritten(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
@@ -252,6 +261,7 @@ def test_settings_that_change_in_between_end_it_and_later_ones_are_not_overwritt
         found.apply()
 
 
+@pytest.mark.full
 def test_a_stop_that_comes_while_it_waits_for_a_cell_leaves_the_cell_alone(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -279,6 +289,7 @@ def test_a_stop_that_comes_while_it_waits_for_a_cell_leaves_the_cell_alone(
     session.train(1)
 
 
+@pytest.mark.full
 def test_a_restart_in_between_ends_it_and_is_told_as_one(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, **DIGITS)
     session.set(batch_size=16)
@@ -296,6 +307,7 @@ def test_a_restart_in_between_ends_it_and_is_told_as_one(two_ranks: Session, fre
     session.train(1)
 
 
+@pytest.mark.full
 def test_an_optimizer_without_a_fused_way_is_left_out(two_ranks: Session) -> None:
     two_ranks.run(
         "import torch\n"
@@ -329,6 +341,7 @@ def test_bad_input_is_refused_in_a_sentence(
         session.tune(**options)
 
 
+@pytest.mark.full
 def test_the_magics_say_the_same(two_ranks: Session, fresh: Callable[..., Session], shell: InteractiveShell) -> None:
     session = fresh(two_ranks, **DIGITS)
     session.set(batch_size=4, accumulation_steps=8)
@@ -339,6 +352,7 @@ def test_the_magics_say_the_same(two_ranks: Session, fresh: Callable[..., Sessio
         shell.run_line_magic("hvd_tune", "--knobs precision")
 
 
+@pytest.mark.full
 def test_in_a_notebook_there_is_a_button_that_applies_it(
     two_ranks: Session, fresh: Callable[..., Session], shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +369,7 @@ def test_in_a_notebook_there_is_a_button_that_applies_it(
     until(lambda: session.settings == _best(result).settings)
 
 
+@pytest.mark.full
 def test_knobs_that_were_not_tuned_stay_as_they_are(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, **DIGITS)
     session.set(batch_size=2, accumulation_steps=16)

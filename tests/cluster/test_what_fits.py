@@ -71,6 +71,7 @@ def test_what_runs_fits_whatever_is_predicted(two_ranks: Session, fresh: Callabl
     assert session.tune(seconds=5, knobs=["optimizer_impl"]).now is not None, "after a cell, too"
 
 
+@pytest.mark.full
 def test_what_earlier_predictions_missed_is_left_free(
     two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_what_earlier_predictions_missed_is_left_free(
         assert session.predict(**settings.changed_from(session.settings)).verdict == "fits"
 
 
+@pytest.mark.full
 def test_what_is_loaded_meanwhile_is_not_mixed_in(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, **DIGITS)
 
@@ -98,6 +100,7 @@ def test_what_is_loaded_meanwhile_is_not_mixed_in(two_ranks: Session, fresh: Cal
         found.apply("fp32", "none")
 
 
+@pytest.mark.full
 def test_what_fits_is_not_mixed_with_settings_that_come_meanwhile_or_later(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
@@ -119,6 +122,7 @@ def test_what_fits_is_not_mixed_with_settings_that_come_meanwhile_or_later(
     assert session.settings.batch_size == found.cells[0].largest
 
 
+@pytest.mark.full
 def test_what_fits_keeps_what_was_found_before_a_restart(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, **DIGITS)
     session.set(batch_size=16)

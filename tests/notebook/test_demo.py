@@ -11,13 +11,20 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.tiers import every, first_tier
 from tests.timing import HANG_S
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(400)]
 
 DEMO = [sys.executable, "-m", "gpumem_nb.demo"]
-# How it ends does not depend on the number of ranks; two start sooner than four.
-SMALL_DEMO = [sys.executable, "-c", "import sys; from gpumem_nb import demo; demo.RANKS = 2; sys.exit(demo.main())"]
+# How it ends does not depend on the number of ranks: two start sooner than four. They train until they are interrupted.
+SMALL_DEMO = """
+import sys
+from gpumem_nb import demo
+demo.RANKS = 2
+demo._flip = lambda session: demo._train(session, 1_000_000)
+sys.exit(demo.main())
+"""
 FLIPS = ("precision fp32 → bf16", "checkpointing none → blocks", "batch_size 32 → 64", "accumulation_steps 1 → 2")
 ROOT = Path(__file__).parents[2]
 
@@ -44,8 +51,18 @@ def test_the_demo_trains_flips_and_recovers(temporary: Path) -> None:
     assert not list(temporary.glob("gpumem_nb-*"))
 
 
-def test_an_interrupt_ends_the_ranks_too(temporary: Path) -> None:
-    with subprocess.Popen(SMALL_DEMO, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+@pytest.mark.parametrize(
+    "ignored", first_tier([True, False], every(2)), ids=["started in the background of a script", "by hand"]
+)
+def test_an_interrupt_ends_the_ranks_too(temporary: Path, ignored: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SMALL_DEMO],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None,
+    ) as demo:
         assert demo.stdout is not None
         assert demo.stderr is not None
         next(line for line in demo.stdout if "20 steps on 2 ranks" in line)
