@@ -176,3 +176,20 @@ def open_panel(lab: Lab, browser: Any, name: str, start: str, *more_cells: str) 
     panel = PanelPage(notebook)
     panel.wait_until_shown()
     return panel
+
+
+def tried(panel: PanelPage) -> dict[str, object]:
+    """The latest configuration that was trained."""
+    value = panel.notebook.evaluate(
+        "(lambda t: {'peak': t.peak_bytes, 'memory': s.history.effect().memory, 'speed': s.history.effect().speed,"
+        " 'flip': s.history.effect().flip})(s.history.tried[-1])"
+    )
+    assert isinstance(value, dict)
+    return value
+
+
+def began(panel: PanelPage) -> int:
+    """A step under the latest configuration, the first one or a later one."""
+    step = panel.notebook.evaluate("1 - s.history.tried[-1].steps + s.history.steps")
+    assert isinstance(step, int)
+    return step

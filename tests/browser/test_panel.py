@@ -19,7 +19,7 @@ from tests.timing import until
 
 from .lab import PATIENCE_S, Lab
 from .layout import expect_tidy, size
-from .panel_page import LOAD_PLOTLY_SLOWLY, SET_DEFAULTS, SHOWN, PanelPage, open_panel
+from .panel_page import LOAD_PLOTLY_SLOWLY, SET_DEFAULTS, SHOWN, PanelPage, began, open_panel, tried
 
 pytestmark = pytest.mark.browser
 GONE_S = 30.0  # the server waits for its kernel; ranks that lost theirs end within ten seconds, on an idle machine
@@ -47,23 +47,6 @@ def panel(lab: Lab, chrome: Browser) -> Iterator[PanelPage]:
 def paused(panel: PanelPage) -> None:
     """Training is paused when a test begins, even if the one before has failed."""
     panel.notebook.evaluate("s.ended or s.pause()")
-
-
-def tried(panel: PanelPage) -> dict[str, object]:
-    """The latest configuration that was trained."""
-    value = panel.notebook.evaluate(
-        "(lambda t: {'peak': t.peak_bytes, 'memory': s.history.effect().memory, 'speed': s.history.effect().speed,"
-        " 'flip': s.history.effect().flip})(s.history.tried[-1])"
-    )
-    assert isinstance(value, dict)
-    return value
-
-
-def began(panel: PanelPage) -> int:
-    """A step under the latest configuration, the first one or a later one."""
-    step = panel.notebook.evaluate("1 - s.history.tried[-1].steps + s.history.steps")
-    assert isinstance(step, int)
-    return step
 
 
 def test_play_advances_steps_and_draws_every_chart(panel: PanelPage) -> None:

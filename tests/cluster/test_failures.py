@@ -10,8 +10,10 @@ import pytest
 
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError, TrainingFailed
+from tests.cluster.test_stalls import attach, goes_on, limited
 from tests.conftest import about, weights
 from tests.internals import COLLECT, LIVE, RESERVED, hooks_expression, wait_for_steps
+from tests.timing import HANG_S
 
 pytestmark = pytest.mark.cluster
 
@@ -178,3 +180,15 @@ def size(model, batch):
     assert len(weights(session)) == 1
     session.set(learning_rate=1e-4)
     assert session.train(2).steps == 2
+
+
+@pytest.mark.full
+def test_three_ranks_wait_for_the_fourth(four_ranks: Session) -> None:
+    with limited(four_ranks) as session:
+        attach(session)
+        before = weights(session)
+        session.run("stuck = 'data'")
+        with pytest.raises(TrainingFailed, match=r"Rank 1 was in the data part of step 3, ranks 0,2-3 waited"):
+            session.train(5)
+        session.run("stuck = None", timeout=HANG_S)
+        goes_on(session, before)

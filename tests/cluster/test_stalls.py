@@ -395,15 +395,3 @@ own = Slow(net.parameters(), lr=0.01)
         session.train(1)
     session.run("stuck = None", timeout=HANG_S)
     goes_on(session, before)
-
-
-@pytest.mark.full
-def test_three_ranks_wait_for_the_fourth(four_ranks: Session) -> None:
-    with limited(four_ranks) as session:
-        attach(session)
-        before = weights(session)
-        session.run("stuck = 'data'")
-        with pytest.raises(TrainingFailed, match=r"Rank 1 was in the data part of step 3, ranks 0,2-3 waited"):
-            session.train(5)
-        session.run("stuck = None", timeout=HANG_S)
-        goes_on(session, before)
