@@ -1,18 +1,32 @@
-"""Copies of tensors in host memory that no device counts."""
+"""Tensors put aside and compared: copies in host memory, layouts to make tensors in, and checksums."""
 
 from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 divided by the golden ratio: far from any small multiple
+_MIX = 0xBF58476D1CE4E5B9 - 2**64  # of the generator splitmix64
+_SMALL_PIECE, _LARGE_PIECE = 1 << 13, 1 << 20  # words that are mixed at once, on the host and on a GPU
+
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A copy in memory of NumPy's, which the virtual GPU rightly does not count: on a GPU it would be the host's."""
+    """Copy a tensor into memory of NumPy's, in the order in which its elements lie.
+
+    The virtual GPU rightly does not count such memory: on a GPU it would be the host's.
+    """
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype)  # which NumPy's memory cannot be viewed as
     host = torch.from_numpy(np.empty(tensor.numel() * tensor.element_size(), dtype=np.uint8))
-    return host.view(tensor.dtype).reshape(tensor.shape).copy_(tensor.detach())
+    return host.view(tensor.dtype).as_strided(tensor.shape, _strides(tensor)).copy_(tensor.detach())
 
 
 def overwrite(tensor: Tensor, content: Tensor) -> None:
@@ -22,3 +36,107 @@ def overwrite(tensor: Tensor, content: Tensor) -> None:
             if stride == 0 and tensor.size(dim) > 1:
                 tensor, content = tensor.narrow(dim, 0, 1), content.narrow(dim, 0, 1)
         tensor.copy_(content)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies in memory, so that one like it can be made elsewhere.
+
+    Strides count: fused kernels go through weights and moments in the order of memory, whatever their indices are.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """Describe a tensor; of one with gaps, as a copy without them would lie."""
+        return cls(tuple(tensor.shape), _strides(tensor), tensor.dtype, tensor.device.type == "cpu")
+
+    def made(self, device: torch.device) -> Tensor:
+        """Make a tensor without content, on ``device`` unless it belongs to the host."""
+        where = torch.device("cpu") if self.on_host else device
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=where)
+
+
+class Aside:
+    """Values that are put aside: every tensor in them, however deep in lists, tuples and dicts, is copied to the host.
+
+    A tensor that occurs twice comes back as one. With ``release`` tensors are made anew with the layout that they had,
+    because nothing holds them meanwhile; without, they are written back in place.
+    """
+
+    def __init__(self, release: bool) -> None:
+        self._release = release
+        self._kept: dict[int, _Kept] = {}  # by the tensor's id, until all are put aside
+
+    def put(self, value: Any) -> Callable[[], Any]:
+        """Put a value aside; returns what brings it back."""
+        if isinstance(value, Tensor):
+            kept = self._kept.setdefault(id(value), _Kept(value, self._release))
+            return kept.restored
+        if type(value) is dict:
+            named = {name: self.put(item) for name, item in value.items()}
+            return lambda: {name: back() for name, back in named.items()}
+        if type(value) in (list, tuple):
+            items, kind = [self.put(item) for item in value], type(value)
+            return lambda: kind(back() for back in items)
+        try:
+            content = copy.deepcopy(value)
+        except Exception:  # of what cannot be copied, such as a file, nobody can tell whether it changes
+            content = value
+        return lambda: content
+
+
+class _Kept:
+    """A tensor's content."""
+
+    def __init__(self, tensor: Tensor, release: bool) -> None:
+        self._tensor = None if release else tensor
+        self._device, self._layout, self._copy = tensor.device, Layout.of(tensor), host_copy(tensor)
+
+    def restored(self) -> Tensor:
+        if self._tensor is None:
+            self._tensor = self._layout.made(self._device)
+        overwrite(self._tensor, self._copy)
+        return self._tensor
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Sum up all bits of a tensor, each word mixed with its place; one 64-bit number on the tensor's device.
+
+    A value that moves changes the sum, as does one that changes. A tensor that does not lie in the order of its
+    indices is copied for it; otherwise next to nothing is allocated.
+    """
+    device = tensor.device
+    total = torch.tensor(zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode()), device=device)
+    flat = tensor.detach()
+    if flat.is_sparse or not flat.numel():
+        return total
+    flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat.resolve_neg()).contiguous()
+    flat = flat.view(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    aligned = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
+    weights = _weights_on_host() if device.type == "cpu" else _weights(_LARGE_PIECE, device)
+    words = aligned.view(torch.int64)
+    for piece in (*words.split(len(weights)), *((flat[whole:],) if whole < flat.numel() else ())):
+        mixed = piece * weights[: len(piece)]
+        total = total * _ODD + mixed.bitwise_xor_(mixed >> 32).sum()
+    return total
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers that have nothing to do with each other."""
+    places = torch.arange(1, count + 1, device=device) * _ODD
+    return places.bitwise_xor_(places >> 30).mul_(_MIX).bitwise_or_(1)
+
+
+@cache
+def _weights_on_host() -> Tensor:
+    return host_copy(_weights(_SMALL_PIECE, torch.device("cpu")))
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()

@@ -30,7 +30,7 @@ from .live_model import LiveModel
 from .own_loss import micro_batches
 from .parts import as_given
 from .precision import autocast
-from .undo import ForwardState, ForwardUndo
+from .undo import ForwardState, ForwardUndo, KeptWeights
 
 PHASE = "evaluation"
 
@@ -85,7 +85,7 @@ class Evaluator:
         try:
             collectives.check()
             if failure is None:
-                with left_as_it_was(self._modules(), self._forward), interruptible():
+                with left_as_it_was(self._modules(), self._forward, self._live), interruptible():
                     sums, samples = self._sum_up()
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self._failure(error)
@@ -148,13 +148,13 @@ class Evaluator:
 
 
 @contextmanager
-def left_as_it_was(modules: Iterable[nn.Module], forward: ForwardState) -> Iterator[None]:
-    """All of these in eval mode inside; modes, buffers, what a forward pass keeps and random numbers as before.
+def left_as_it_was(modules: Iterable[nn.Module], forward: ForwardState, live: LiveModel) -> Iterator[None]:
+    """All of these in eval mode inside; modes, weights, buffers, what forward keeps and random numbers as before.
 
     Modes are set module by module and not by ``eval()``, which some models use to change their weights.
     """
     modes = [(module, module.training) for module in modules]
-    before = ForwardUndo(forward)
+    before = ForwardUndo(forward, KeptWeights.of_trial(live.parameters, live.parts.parameters()))
     try:
         for module, _ in modes:
             module.training = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...shared.errors import WorkloadError, text_of
-from ..copies import overwrite
+from ..copies import Layout, overwrite
 from ..together.agreement import alike, any_rank
 from . import optimizers
 from .live_model import LiveModel
@@ -110,7 +109,10 @@ def send_optimizer_state(optimizer: Optimizer) -> None:
     params = list(in_groups(optimizer))
     first = hvd.rank() == 0
     skeleton = {
-        index: {name: _Placeholder.of(value) for name, value in optimizer.state[param].items()}
+        index: {
+            name: Layout.of(value) if isinstance(value, Tensor) else value
+            for name, value in optimizer.state[param].items()
+        }
         for index, param in enumerate(params)
         if first and param in optimizer.state
     }
@@ -118,7 +120,7 @@ def send_optimizer_state(optimizer: Optimizer) -> None:
     if not first:
         state = {
             params[index]: {
-                name: value.made(params[index].device) if isinstance(value, _Placeholder) else value
+                name: value.made(params[index].device) if isinstance(value, Layout) else value
                 for name, value in values.items()
             }
             for index, values in skeleton.items()
@@ -128,24 +130,8 @@ def send_optimizer_state(optimizer: Optimizer) -> None:
         (f"state.{index}.{name}", optimizer.state[params[index]][name])
         for index, values in skeleton.items()
         for name, value in values.items()
-        if isinstance(value, _Placeholder)
+        if isinstance(value, Layout)
     )
-
-
-@dataclass(frozen=True)
-class _Placeholder:
-    """A tensor of rank 0, to be made on the others and then filled."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    on_host: bool
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        return cls(tuple(value.shape), value.dtype, value.device.type == "cpu") if isinstance(value, Tensor) else value
-
-    def made(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="cpu" if self.on_host else device)
 
 
 def _send_extra_states(parts: Parts) -> None:

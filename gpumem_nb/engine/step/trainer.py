@@ -340,6 +340,7 @@ class Trainer:
         if cells.ran() == self._cells:
             return None
         self._cells = cells.ran()
+        self._proven_id = -1  # the next update may fail for what a cell has set: it is prepared to be undone
         self.stepper.phase = "forward"
         self.stepper.voting.come_last()
         try:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...internals.torch_internals import forget_scaler
-from ..copies import host_copy, overwrite
+from ..copies import Aside, host_copy, overwrite
 from ..random_state import RandomState
 from . import optimizers
 from .changing import Before, Changing, Key, can_be_filled
@@ -100,7 +98,8 @@ class KeptWeights:
     """Weights, copied to host memory."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self._params = [_Kept(param, release=False) for param in params]
+        aside = Aside(release=False)
+        self._params = [aside.put(param) for param in params]
 
     @classmethod
     def of_trial(cls, trained: Iterable[Tensor], weights: Iterable[Tensor]) -> KeptWeights:
@@ -121,7 +120,7 @@ class KeptWeights:
     def put_back(self) -> None:
         """Put everything back, bit by bit."""
         for param in self._params:
-            param.restored()
+            param()
 
 
 class UpdateUndo:
@@ -149,42 +148,20 @@ class KeptState:
 
     def __init__(self, optimizer: Optimizer, release: bool) -> None:
         self.optimizer = optimizer
-        self._state = {param: _kept(values, release) for param, values in optimizer.state.items()}
-        self._groups = [dict(group) for group in optimizer.param_groups]
+        aside = Aside(release)
+        self._state = {param: aside.put(values) for param, values in optimizer.state.items()}
+        in_place = Aside(release=False)  # the groups stay, and so do rates that are tensors
+        self._groups = [
+            {name: in_place.put(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
         self._own = {name: value for name, value in vars(optimizer).items() if type(value) in _PLAIN}
         if release:
             optimizer.state.clear()
 
     def restore(self) -> None:
         """Put state and options back."""
-        optimizers.put_state(
-            self.optimizer, {param: _restored(values) for param, values in self._state.items()}, self._groups
-        )
+        state = {param: back() for param, back in self._state.items()}
+        groups = [{name: back() for name, back in group.items()} for group in self._groups]
+        optimizers.put_state(self.optimizer, state, groups)
         vars(self.optimizer).update(self._own)
-
-
-def _kept(values: Any, release: bool) -> Any:
-    """The state of one parameter, by name; some optimizers have a single value of their own in its place."""
-    if not isinstance(values, dict):
-        return _Kept(values, release)
-    return {name: _Kept(value, release) for name, value in values.items()}
-
-
-def _restored(values: Any) -> Any:
-    return {name: kept.restored() for name, kept in values.items()} if isinstance(values, dict) else values.restored()
-
-
-class _Kept:
-    """One value. A tensor is put back in place where it was kept alive, else made anew."""
-
-    def __init__(self, value: Any, release: bool) -> None:
-        self._tensor = value if isinstance(value, Tensor) and not release else None
-        self._device = value.device if isinstance(value, Tensor) else None
-        self._copy = host_copy(value) if isinstance(value, Tensor) else copy.deepcopy(value)
-
-    def restored(self) -> Any:
-        if self._device is None:
-            return self._copy
-        with torch.no_grad():
-            tensor = torch.empty_like(self._copy, device=self._device) if self._tensor is None else self._tensor
-            return tensor.copy_(self._copy)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...shared.ranklist import name_ranks
 from .. import cells
+from ..copies import checksum
 from ..together.agreement import same_everywhere
-from .checksum import sum_of_words
 from .parts import Parts
 
 EVERY_STEPS = 40
@@ -59,11 +59,11 @@ class WeightWatch:
         # By their content: torch's own batch norm changes its statistics without counting that as a change.
         still = {name: buffer for name, buffer in self._parts.named_buffers() if name not in self._moving}
         self._ids = {name: id(buffer) for name, buffer in still.items()}
-        self._before = {name: sum_of_words(buffer) for name, buffer in still.items()}
+        self._before = {name: checksum(buffer) for name, buffer in still.items()}
 
     def digest(self) -> Tensor:
         """Of all that must agree: ``2 × DIGITS`` small numbers in float32, digits and their squares."""
-        sums = {name: sum_of_words(tensor) for name, tensor in self._compared().items() if name not in self._moving}
+        sums = {name: checksum(tensor) for name, tensor in self._compared().items() if name not in self._moving}
         for name in self._moved_since(sums):
             self._moving.add(name)
             sums.pop(name, None)
@@ -92,7 +92,7 @@ class WeightWatch:
                 "the ranks hold weights or buffers of different names: a cell added or removed some on one rank alone. "
                 "Run it on all ranks, or attach the model again"
             )
-        mine = [int(sum_of_words(tensor)) for tensor in compared.values()]
+        mine = [int(checksum(tensor)) for tensor in compared.values()]
         moving = [int(name in self._moving) for name in compared]
         row = torch.tensor([cells.ran() - self._cells, *mine, *moving], dtype=torch.int64)
         rows = hvd.allgather(row[None], name="gpumem_nb.weights").tolist()

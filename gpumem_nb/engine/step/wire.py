@@ -52,7 +52,10 @@ def arrived(param: Tensor, wires: list[Tensor]) -> None:
     if param.is_complex():
         wire = torch.view_as_complex(wire)
     if grad is None or grad.is_sparse:
-        param.grad = wire.to(param.dtype).view_as(param)
+        grad = wire.to(param.dtype).view_as(param)
+        if grad.stride() != param.stride():  # autograd's own would lie as the weight does, and fused kernels rely on it
+            grad = torch.empty_like(param).copy_(grad)
+        param.grad = grad
     elif grad.data_ptr() != wire.data_ptr():
         grad.copy_(wire)
 

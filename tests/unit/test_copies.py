@@ -1,0 +1,116 @@
+"""What is put aside comes back with its bits and its layout, and a checksum sees each of them in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from gpumem_nb.engine.copies import Aside, Layout, checksum, host_copy
+from gpumem_nb.engine.step.undo import KeptState
+from gpumem_nb.engine.step.wire import arrived, outgoing
+
+CPU = torch.device("cpu")
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "contiguous": lambda: torch.randn(2, 3, 4, 5),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(3, 4).t(),
+    "permuted": lambda: torch.randn(2, 3, 4).permute(2, 0, 1),
+    "part of a larger one": lambda: torch.randn(4, 6)[:, 1:4],
+    "expanded": lambda: torch.randn(4, 1).expand(4, 3),
+    "empty": lambda: torch.randn(0, 3),
+    "scalar": lambda: torch.randn(()),
+    "bf16": lambda: torch.randn(2, 3, 4, 5).bfloat16().to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_copy_lies_as_torch_itself_would_lay_it(kind: str) -> None:
+    tensor = LAYOUTS[kind]()
+    copied, made = host_copy(tensor), Layout.of(tensor).made(CPU)
+    expected = torch.empty_like(tensor).stride()
+    assert (copied.stride(), made.stride(), made.dtype) == (expected, expected, tensor.dtype)
+    assert torch.equal(copied, tensor)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_what_was_given_up_is_made_anew_as_it_lay(kind: str) -> None:
+    tensor = LAYOUTS[kind]()
+    back = Aside(release=True).put({"one": tensor, "more": [tensor, (1, tensor)]})()
+    assert back["one"] is back["more"][0] is back["more"][1][1]
+    assert back["one"] is not tensor
+    assert back["one"].stride() == torch.empty_like(tensor).stride()
+    assert torch.equal(back["one"], tensor)
+
+
+def test_state_that_was_given_up_is_paired_with_the_same_elements_by_fused_kernels() -> None:
+    def trained(put_aside: bool) -> Tensor:
+        torch.manual_seed(0)
+        net = nn.Conv2d(3, 4, 3)
+        net.weight.data = net.weight.data.to(memory_format=torch.channels_last)
+        optimizer = Adam(net.parameters(), lr=0.1, fused=True)
+        for _ in range(4):
+            net(torch.randn(2, 3, 5, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if put_aside:
+                KeptState(optimizer, release=True).restore()
+        weight: Tensor = net.weight.detach()
+        return weight
+
+    assert torch.equal(trained(True), trained(False))
+
+
+def test_options_that_are_tensors_are_put_back_in_place() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = Adam([weight], lr=torch.tensor(0.1))
+    rate = optimizer.param_groups[0]["lr"]
+    kept = KeptState(optimizer, release=False)
+    rate.fill_(7.0)
+    kept.restore()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == torch.tensor(0.1)
+
+
+def test_a_gradient_that_this_rank_lacked_lies_as_its_weight_does() -> None:
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    wires = outgoing(weight, sparse=False, compressed=False)
+    wires[0].copy_(torch.randn(4, 3, 2, 2))
+    arrived(weight, wires)
+    assert weight.grad is not None
+    assert weight.grad.stride() == weight.stride()
+    assert torch.equal(weight.grad, wires[0])
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows in reverse": lambda w: w.flip(0),
+    "columns in reverse": lambda w: w.flip(1),
+    "two rows exchanged": lambda w: torch.cat([w[[1, 0]], w[2:]]),
+    "two neighbours exchanged": lambda w: torch.cat([w[:, [1, 0]], w[:, 2:]], 1),
+    "rolled": lambda w: w.roll(1),
+    "rolled by a power of two": lambda w: w.roll(2**11),
+    "another shape": lambda w: w.reshape(32, -1),
+    "all signs": lambda w: -w,
+    "the signs of every other column": lambda w: w * torch.tensor([1.0, -1.0]).repeat(w.shape[1] // 2),
+    "two signs": lambda w: torch.cat([w[:, :1], -w[:, 1:2], w[:, 2:3], -w[:, 3:4], w[:, 4:]], 1),
+    "one bit": lambda w: torch.cat([w[:-1], torch.nextafter(w[-1:], w[-1:] + 1)]),
+    "moved from row to row": lambda w: torch.cat([w[:1] + 1, w[1:2] - 1, w[2:]]),
+}
+
+
+@pytest.mark.parametrize("rows", [64, 640, 4096])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checksum_sees_what_changed_and_what_moved(change: str, rows: int) -> None:
+    weight = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+    assert checksum(weight) == checksum(weight.clone()) == checksum(weight.t().contiguous().t())
+    assert checksum(CHANGES[change](weight)) != checksum(weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.complex64])
+def test_a_checksum_is_of_any_type_and_place_in_memory(dtype: torch.dtype) -> None:
+    tensor = (torch.arange(77) % 3).to(dtype)
+    assert checksum(tensor[3:]) == checksum(tensor[3:].clone())
+    assert checksum(tensor.roll(1)) != checksum(tensor)
