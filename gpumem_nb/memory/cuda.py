@@ -42,6 +42,7 @@ class CudaDevice:
         self._total: int = properties.total_memory
         self._limit = self._total
         self._is_told = False  # its limit
+        self._exempt = 0  # how often exempt() was entered
         self._nvml = Nvml(str(properties.uuid))
         self.driver = self._nvml.driver
         self.allocator, not_modelled = in_force()
@@ -74,6 +75,13 @@ class CudaDevice:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return min(self._limit - torch.cuda.memory_reserved(self.torch_device), free)
 
+    def releasable(self) -> int:
+        """Bytes of cached segments that hold no tensor; parts of segments in use are not among them."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        names = ("reserved_bytes", "active_bytes", "inactive_split_bytes")
+        reserved, active, split = (int(stats[name]["all"]["current"]) for name in names)
+        return max(0, reserved - active - split)
+
     @property
     def allowed_bytes(self) -> int:
         """The limit of which torch takes a share; 0 where it has none (``set_fraction``, CUDACachingAllocator.cpp)."""
@@ -95,7 +103,8 @@ class CudaDevice:
                 f"at most {format_bytes(self._total)} is allowed."
             )
         self._limit = limit or self._total
-        self._allow(self._limit)
+        if not self._exempt:
+            self._allow(self._limit)
 
     def empty_cache(self) -> None:
         """Give cached segments that hold no tensor back to the device."""
@@ -103,12 +112,18 @@ class CudaDevice:
 
     @contextmanager
     def exempt(self) -> Iterator[None]:
-        """Inside, this process may use the whole GPU."""
-        self._allow(self._total)
+        """Inside, this process may use the whole GPU; cached segments beyond its limit go afterwards."""
+        self._exempt += 1
+        if self._exempt == 1:
+            self._allow(self._total)
         try:
             yield
         finally:
-            self._allow(self._limit)
+            self._exempt -= 1
+            if self._exempt == 0:
+                self._allow(self._limit)
+                if torch.cuda.memory_reserved(self.torch_device) > self._limit:
+                    self.empty_cache()
 
     def communicates_on(self, threads: Collection[int]) -> None:
         """Nothing to do: torch's allocator does not tell who asks."""

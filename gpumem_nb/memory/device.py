@@ -65,6 +65,10 @@ class Device(Listened, Protocol):
         """Bytes that this process may still take from the device; ``None`` when that is not known."""
         ...
 
+    def releasable(self) -> int:
+        """Bytes of cached segments that hold no tensor; the allocator gives them back before it runs out of memory."""
+        ...
+
     @property
     def allowed_bytes(self) -> int:
         """What this process was told that it may reserve, of which garbage is collected above a share; 0: nothing."""
@@ -79,7 +83,10 @@ class Device(Listened, Protocol):
         ...
 
     def exempt(self) -> AbstractContextManager[None]:
-        """Inside, the limit is not enforced: room for what a rescue must allocate."""
+        """Inside, the limit is not enforced: room for what a rescue must allocate. May be entered again inside.
+
+        Cached segments that are then beyond the limit go back to the device at the end of the outermost one.
+        """
         ...
 
     def communicates_on(self, threads: Collection[int]) -> None:

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
-from collections.abc import Iterator
+from collections import UserList, deque
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a tensor, or in lists, tuples and dicts, however nested."""
+    """All tensors in a tensor, or in lists, tuples, mappings and data classes, however nested."""
+    kind = type(value)
+    if kind in _PLAIN:  # most arguments of operators
+        return
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque | UserList):
         for item in value:
             yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif found := attributes(value):
+        yield from tensors_in(found)
+
+
+def attributes(value: Any) -> dict[str, Any] | None:
+    """What a data class (or one of attrs, or a namespace) holds, by name; ``None`` for any other object."""
+    kind = type(value)
+    if not (dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or kind is SimpleNamespace):
+        return None
+    names = dict.fromkeys(getattr(kind, "__dataclass_fields__", ()))
+    names |= dict.fromkeys(field.name for field in getattr(kind, "__attrs_attrs__", ()))
+    names |= dict.fromkeys(getattr(value, "__dict__", ()))
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def tensors_of_this_process() -> Iterator[torch.Tensor]:

@@ -362,6 +362,24 @@ def test_memory_runs_out_in_a_cell_and_is_free_again(two_ranks: Session) -> None
     assert session.run(kept) == [[], []], "what Python keeps of the last exception would keep its frames' tensors"
 
 
+def test_a_rescue_leaves_no_room_beyond_the_limit(two_ranks: Session) -> None:
+    two_ranks.run("""
+import torch
+from torch import nn
+wide = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
+rows = torch.utils.data.TensorDataset(torch.ones(64, 1024))
+def loss(model, batch): return model(batch[0]).square().mean()
+""")
+    two_ranks.attach(model="wide", loss="loss", data="rows")
+    two_ranks.set(on_oom="stop", optimizer="sgd")
+    for _ in range(2):  # the second finds what the first has cached
+        with pytest.raises(TrainingFailed, match="ran out of memory"):
+            two_ranks.train(1)
+        for rank in two_ranks.memory().ranks:
+            assert rank.reading.reserved_bytes <= (rank.reading.limit_bytes or 0)
+    two_ranks.set(on_oom="revert", optimizer="adamw")
+
+
 def losses(session: Session, steps: int) -> list[float]:
     frame = session.train(steps).frame()
     return [float(loss) for loss in frame.sort_values(["step", "rank"]).loss]

@@ -46,11 +46,37 @@ def test_memory_that_ran_out_is_found_behind_what_was_raised(error: BaseExceptio
     [
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+        "CUDA error: CUSPARSE_STATUS_NOT_INITIALIZED when calling `cusparseCreate(handle)`",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
+        "CUDA driver error: out of memory",
+        "CUDA out of memory. Tried to allocate 2.00 MiB",
+        "Triton Error [CUDA]: out of memory",
+        "NCCL error in: NCCLUtils.hpp, unhandled cuda error.\nLast error:\nCuda failure 2 'out of memory'",
+        "ncclCommInitRank failed: unhandled cuda error.\nLast error: Failed to CUDA calloc 4194304 bytes",
     ],
 )
 def test_memory_that_ran_out_in_cuda_itself_is_known_by_its_words(text: str) -> None:
     assert told(RuntimeError(text)).kind == "oom"
     assert told(ValueError(text)).kind == "error"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+        "CUDA error: an illegal memory access was encountered",
+        "NCCL error: remote process exited or there was a network error",
+        "my queue is out of memory of what it saw",
+    ],
+)
+def test_other_errors_of_cuda_are_no_want_of_memory(text: str) -> None:
+    assert told(RuntimeError(text)).kind == "error"
 
 
 def test_an_interrupt_stays_one_while_memory_had_run_out() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,8 @@ class Driver:
             "allocated_bytes": stat(self.live),
             "requested_bytes": stat(self.requested),
             "reserved_bytes": stat(self.reserved),
+            "active_bytes": stat(self.live + MIB),
+            "inactive_split_bytes": stat(19 * MIB),
         }
 
     def empty_cache(self) -> None:
@@ -135,6 +138,32 @@ def test_a_limit_is_torchs_fraction_of_the_gpu_and_lifted_inside_exempt(driver: 
     with pytest.raises(InvalidInput, match="more than Fake H1 has: at most 16"):
         device.set_limit(17 * GIB)
     assert device.reading().limit_bytes == 16 * GIB
+
+
+def test_an_exemption_within_another_does_not_end_it(driver: Driver) -> None:
+    device = open_device("cuda", 1, GIB)
+    driver.fractions.clear()
+    with device.exempt():
+        with device.exempt():
+            assert [int(fraction * 16 * GIB) for fraction, _ in driver.fractions] == [16 * GIB]
+        device.set_limit(2 * GIB)
+        assert [int(fraction * 16 * GIB) for fraction, _ in driver.fractions] == [16 * GIB]
+    assert [int(fraction * 16 * GIB) for fraction, _ in driver.fractions] == [16 * GIB, 2 * GIB]
+
+
+def test_what_an_exemption_has_cached_beyond_the_limit_goes_back(driver: Driver) -> None:
+    device = open_device("cuda", 1, GIB)
+    with device.exempt():
+        driver.reserved = GIB
+    assert driver.emptied == 0
+    with suppress(KeyError), device.exempt():
+        driver.reserved = GIB + MIB
+        raise KeyError
+    assert driver.emptied == 1
+
+
+def test_releasable_are_whole_segments_without_a_tensor(driver: Driver) -> None:
+    assert open_device("cuda", 1, GIB).releasable() == (400 - 301 - 19) * MIB
 
 
 def test_room_is_what_the_limit_and_the_other_processes_leave(driver: Driver) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections import OrderedDict, UserDict, defaultdict, deque
+from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gpumem_nb.engine.data.device import to_device
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
+from gpumem_nb.memory.tensors import tensors_in
 
 
 def streams(length: int, size: int) -> list[ShardedStream]:
@@ -64,6 +68,90 @@ def test_a_loader_brings_dataset_and_collate() -> None:
     dataset, found = as_dataset(DataLoader(rows, collate_fn=collate))
     assert dataset is rows
     assert found([1, 2]) == "2 samples"
+
+
+class Words(UserDict[str, Any]):
+    """Like transformers' BatchEncoding."""
+
+    def to(self, device: torch.device) -> Words:
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+        return self
+
+
+class Case(dict[str, Any]):
+    source = ""
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: Any = None
+    length: int = field(init=False, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    x: torch.Tensor
+    size: torch.Size
+
+    def __post_init__(self) -> None:
+        assert self.x.device.type == "cpu", "is not run again for the one that is on the device"
+
+
+class Checked(NamedTuple("Checked", [("x", torch.Tensor)])):
+    def __new__(cls, x: torch.Tensor) -> Checked:
+        assert x.device.type == "cpu"
+        return super().__new__(cls, x)
+
+
+class Several(list[Any]):
+    name = ""
+
+
+def with_attributes(value: Any, **attributes: Any) -> Any:
+    for name, item in attributes.items():
+        setattr(value, name, item)
+    return value
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Words(x=torch.ones(2)),
+        with_attributes(Case(x=torch.ones(2)), source="here"),
+        OrderedDict(x=torch.ones(2)),
+        defaultdict(lambda: torch.ones(1), x=torch.ones(2)),
+        MappingProxyType({"x": torch.ones(2)}),
+        with_attributes(Pair(torch.ones(2), y=[torch.ones(3)]), length=4),
+        Fixed(torch.ones(2), torch.Size([2])),
+        Checked(torch.ones(2)),
+        SimpleNamespace(x=torch.ones(2)),
+        with_attributes(Several([torch.ones(2)]), name="these"),
+        deque([torch.ones(2)], maxlen=1),
+        {"x": Pair(torch.ones(2), y=Words(z=torch.ones(1)))},
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_batch_moves_in_what_it_came_in(batch: Any, copy: bool) -> None:
+    kind, content, held = type(batch), tensors_in(batch), getattr(batch, "__dict__", {}).keys()
+    before = list(content)
+    moved = to_device(batch, torch.device("meta"), copy)
+    assert type(moved) is kind
+    assert [tensor.device.type for tensor in tensors_in(moved)] == ["meta"] * len(before)
+    assert [tensor.shape for tensor in tensors_in(moved)] == [tensor.shape for tensor in before]
+    assert getattr(moved, "__dict__", {}).keys() == held
+    assert all(tensor.device.type == "cpu" for tensor in tensors_in(batch)), "the data set keeps its own"
+    for name in ("source", "length", "name", "size", "maxlen", "default_factory"):
+        assert getattr(moved, name, None) == getattr(batch, name, None)
+
+
+def test_what_another_process_shares_is_copied_whatever_it_comes_in() -> None:
+    batch: Any
+    for batch in (Words(x=torch.ones(2)), Pair(torch.ones(2)), Fixed(torch.ones(2), torch.Size([2]))):
+        (before,) = tensors_in(batch)
+        (after,) = tensors_in(to_device(batch, torch.device("cpu"), copy=True))
+        assert after.data_ptr() != before.data_ptr()
 
 
 def test_batches_of_any_shape_move() -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from gpumem_nb.engine import building
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
+from gpumem_nb.engine.step import step
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.together.interrupts import held_back, take_over
 from gpumem_nb.memory.device import Device, opened
@@ -102,6 +103,37 @@ def test_what_fails_while_the_ballot_is_made_is_this_ranks_vote(
     assert (reply.failure.phase, reply.failure.message) == ("reduction", "DeviceFault: an illegal memory access")
     assert [sample.event for sample in reply.samples] == ["error"]
     assert all(map(torch.equal, weights(trainer), before))
+
+
+def test_cached_segments_are_room_for_an_update(
+    trainer: Trainer, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates_voted_on: list[bool] = []
+
+    def vote(flag: bool, name: str) -> bool:
+        updates_voted_on.append(name == "update")
+        return flag
+
+    monkeypatch.setattr(step, "any_rank", vote)
+    settings = Settings(batch_size=2)
+
+    def voted() -> bool:
+        updates_voted_on.clear()
+        assert trainer.run(Chunk(settings, 1, 1)).failure is None
+        return any(updates_voted_on)
+
+    device.set_limit(2**30)
+    try:
+        assert voted(), "under settings that nothing is known of"
+        assert not voted()
+        cached = torch.empty(30 * 2**20, dtype=torch.uint8)
+        device.empty_cache()
+        device.set_limit(device.reading().reserved_bytes)
+        assert voted(), "nothing is left"
+        del cached
+        assert not voted(), "what a tensor has left in the cache can be used"
+    finally:
+        device.set_limit(None)
 
 
 def test_an_exception_without_words_is_a_failure_like_any_other(device: Device) -> None:

@@ -224,6 +224,70 @@ def test_exempt_makes_room_only_inside(gpu: VirtualGPU) -> None:
 
 
 @on_virtual_gpu
+def test_what_an_exemption_has_cached_is_no_room_beyond_the_limit(gpu: VirtualGPU) -> None:
+    import torch
+
+    gpu.set_limit(64 * MIB)
+    held = tensor(30 * MIB)
+    with gpu.exempt(), gpu.exempt():
+        beyond = [tensor(20 * MIB) for _ in range(4)]
+        beyond.clear()
+    assert gpu.reading().reserved_bytes == held.nbytes, "given back with the end of the exemption"
+    with pytest.raises(torch.OutOfMemoryError):
+        beyond += [tensor(20 * MIB) for _ in range(4)]
+    assert gpu.reading().reserved_bytes <= 64 * MIB
+
+
+@on_virtual_gpu
+def test_reserved_stays_within_the_limit_whoever_has_cached_something(gpu: VirtualGPU) -> None:
+    import torch
+
+    gpu.set_limit(64 * MIB)
+    thread = threading.Thread(target=lambda: tensor(100 * MIB))  # Horovod's, say
+    thread.start()
+    thread.join()
+    assert gpu.reading().reserved_bytes == gpu.releasable() == 100 * MIB
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor(80 * MIB)
+    kept = [tensor(20 * MIB) for _ in range(3)]
+    assert gpu.reading().reserved_bytes == 60 * MIB
+    gpu.set_limit(40 * MIB)
+    kept.pop()
+    assert gpu.reading().reserved_bytes == 60 * MIB
+    with pytest.raises(torch.OutOfMemoryError):
+        kept.append(tensor(20 * MIB))
+    assert gpu.reading().reserved_bytes == 40 * MIB
+
+
+@on_virtual_gpu
+def test_where_live_tensors_alone_pass_the_limit_no_more_are_made_from_what_is_cached(gpu: VirtualGPU) -> None:
+    import torch
+
+    with gpu.exempt():
+        held = [tensor(MIB) for _ in range(8)]
+    gpu.set_limit(4 * MIB)
+    held.pop()
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor(MIB)
+    with gpu.exempt():
+        held.append(tensor(MIB))
+    assert gpu.reading().reserved_bytes == 8 * MIB, "inside, what is cached is used before more is reserved"
+    held.clear()
+    assert tensor(MIB).nbytes == MIB
+
+
+@on_virtual_gpu
+def test_releasable_is_what_emptying_the_cache_gives_back(gpu: VirtualGPU) -> None:
+    kept = [tensor(30 * MIB), tensor(MIB), tensor(MIB), tensor(12 * MIB)]
+    del kept[2], kept[0]
+    reserved, releasable = gpu.reading().reserved_bytes, gpu.releasable()
+    assert (reserved, releasable) == (44 * MIB, 30 * MIB), "half a segment of the small ones is in use"
+    gpu.empty_cache()
+    assert gpu.reading().reserved_bytes == reserved - releasable
+    assert gpu.releasable() == 0
+
+
+@on_virtual_gpu
 def test_a_forked_data_worker_is_not_on_the_device(gpu: VirtualGPU) -> None:
     gpu.set_limit(8 * MIB)
     child = os.fork()

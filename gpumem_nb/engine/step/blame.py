@@ -18,8 +18,14 @@ from ..together import collectives
 from .ambient import behind, let_go
 from .segment import Segment
 
-# What CUDA itself says, where torch raises no error of its own for it.
-_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# What CUDA and its libraries say where torch raises no error of its own for it. A library that cannot make its handle
+# calls itself "not initialized": it asks the device for memory past torch's allocator, which had left it none.
+_OUT_OF_MEMORY = (
+    r"(?is)(cuda|hip|nccl|cudnn|cublas|cusolver|cusparse|cufft|triton).*out of memory",
+    r"CU(BLAS|SOLVER|SPARSE|DNN|FFT|RAND)_\w*ALLOC\w*_FAILED",
+    r"CU(BLAS|SOLVER|SPARSE|DNN)_STATUS_NOT_INITIALIZED",
+    r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|Failed to CUDA \w*alloc|Cuda failure 2\b",
+)
 
 
 def failure_of(
@@ -62,7 +68,7 @@ def nonfinite_loss(rank: int, loss: Tensor) -> Failure:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    told = isinstance(error, RuntimeError) and any(words in text_of(error) for words in _OUT_OF_MEMORY)
+    told = isinstance(error, RuntimeError) and any(re.search(words, text_of(error)) for words in _OUT_OF_MEMORY)
     return told or isinstance(error, torch.OutOfMemoryError)
 
 

@@ -290,7 +290,11 @@ class Stepper:
         if order.trial or not order.proven or not optimizers.from_torch(self._live.optimizer):
             return True
         room = self._device.room()
-        return room is None or room < UPDATE_COPIES * sum(param.nbytes for param in self._live.parameters)
+        if room is None:
+            return True
+        # What is cached is room as well. Asked for only when it matters, because it takes a look at all blocks.
+        needed = UPDATE_COPIES * sum(param.nbytes for param in self._live.parameters)
+        return room < needed and room + self._device.releasable() < needed
 
     def _update_or_undo(self, trial: bool) -> tuple[Failure | None, bool]:
         """Update, and undo it on all ranks if one cannot, or for a trial; returns this rank's failure and if undone."""

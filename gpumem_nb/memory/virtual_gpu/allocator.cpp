@@ -128,7 +128,7 @@ Header count_in(size_t nbytes) {
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
   const size_t size = s.cache.block_size(nbytes);
-  Block* block = s.cache.allocate(size, s.limit, s.limit);
+  Block* block = enforced ? s.cache.allocate_within(size, s.limit, s.limit) : s.cache.allocate(size, s.limit, s.limit);
   if (!block) {
     if (enforced) {
       const GpumemReading at = read_locked(s);
@@ -260,11 +260,16 @@ void gpumem_set_limit(uint64_t bytes) {
   state().limit = bytes;
 }
 
-// Returns what it was before. Horovod's own thread never asks for it: an exception there would end the process.
+// Returns what it was before. Horovod's own thread never asks for it: an exception there would end the process. Cached
+// segments beyond the limit go back to the device when the limit is enforced again.
 bool gpumem_enforce_on_this_thread(bool enforce) {
   const bool before = enforced;
   enforced = enforce;
-  if (enforce) ours = true;
+  if (!enforce) return before;
+  ours = true;
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.limit && s.cache.reserved > s.limit) s.cache.release_free_segments();
   return before;
 }
 
@@ -323,6 +328,12 @@ size_t gpumem_log_layout(const int64_t** numbers) {
 
 // Which allocation a storage lies in; 0 for one that was not counted here.
 uint64_t gpumem_allocation(const c10::StorageImpl* storage) { return allocation_of(storage); }
+
+// Bytes that gpumem_empty_cache() would give back.
+uint64_t gpumem_releasable() {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return state().cache.releasable();
+}
 
 void gpumem_empty_cache() {
   std::lock_guard<std::mutex> lock(state().mutex);

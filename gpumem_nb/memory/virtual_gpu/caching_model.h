@@ -45,6 +45,16 @@ class CachingModel {
   // free segments given back. Garbage is collected above a share of what is allowed (0: never).
   Block* allocate(size_t size, uint64_t limit, uint64_t allowed) {
     if (Block* block = from_cache(size)) return block;
+    return from_device_within(size, limit, allowed);
+  }
+
+  // The same on a thread that keeps to the limit: what other threads have reserved beyond it is not for this one to use.
+  Block* allocate_within(size_t size, uint64_t limit, uint64_t allowed) {
+    if (limit && reserved > limit) release_free_segments();
+    return limit && reserved > limit ? nullptr : allocate(size, limit, allowed);
+  }
+
+  Block* from_device_within(size_t size, uint64_t limit, uint64_t allowed) {
     const auto passes = [&] { return limit && reserved + segment_size(size) > limit; };
     collect_garbage(allowed);
     if (passes()) release_oversize(size);
@@ -108,6 +118,22 @@ class CachingModel {
   void give_back(Block* block) {
     block->in_use = false;
     insert(merged(block));
+  }
+
+  // Bytes that release_free_segments() would give back.
+  uint64_t releasable() const {
+    uint64_t bytes = 0;
+    for (const Pool* pool : {&small_, &large_}) {
+      for (const Block* block : pool->free) {
+        if (block->expandable) {
+          const auto [begin, end] = whole_pages(block);
+          bytes += begin < end ? end - begin : 0;
+        } else if (!block->is_split()) {
+          bytes += block->size;
+        }
+      }
+    }
+    return bytes;
   }
 
   void release_free_segments() {
@@ -298,11 +324,14 @@ class CachingModel {
     return block;
   }
 
+  static std::pair<size_t, size_t> whole_pages(const Block* block) {
+    const size_t page = block->small ? kSmallSegment : kLargeSegment;
+    return {round_up(block->address, page), (block->address + block->size) / page * page};
+  }
+
   // Takes the memory of the whole pages in a free block.
   void unmap(Block* block) {
-    const size_t page = block->small ? kSmallSegment : kLargeSegment;
-    const size_t begin = round_up(block->address, page);
-    const size_t end = (block->address + block->size) / page * page;
+    const auto [begin, end] = whole_pages(block);
     if (begin >= end) return;
     remove(block);
     if (block->address < begin) {

@@ -170,6 +170,10 @@ class VirtualGPU:
         now = self._read()
         return now.limit - now.reserved if now.limit else None
 
+    def releasable(self) -> int:
+        """Bytes of cached segments that hold no tensor, which :meth:`empty_cache` would give back."""
+        return int(self._library.gpumem_releasable())
+
     @property
     def allowed_bytes(self) -> int:
         """The limit; 0 without one."""
@@ -193,7 +197,7 @@ class VirtualGPU:
         self._library.gpumem_reset_peak()
 
     def set_limit(self, limit: int | None) -> None:
-        """Move the limit, in bytes; ``None`` for none. What is held already stays, even beyond it."""
+        """Move the limit, in bytes; ``None`` for none. Tensors that exist stay, but above the limit none is added."""
         self._library.gpumem_set_limit(limit or 0)
 
     def empty_cache(self) -> None:
@@ -202,7 +206,7 @@ class VirtualGPU:
 
     @contextmanager
     def exempt(self) -> Iterator[None]:
-        """Inside, on this thread, passing the limit is counted and not raised."""
+        """Inside, passing the limit on this thread is counted and not raised; afterwards cached segments beyond it go."""
         before = self._library.gpumem_enforce_on_this_thread(False)
         try:
             yield
@@ -252,6 +256,7 @@ def _load(path: Path) -> ctypes.CDLL:
     library.gpumem_log_end.restype = None
     library.gpumem_allocation.argtypes, library.gpumem_allocation.restype = [ctypes.c_void_p], ctypes.c_uint64
     library.gpumem_empty_cache.restype = None
+    library.gpumem_releasable.argtypes, library.gpumem_releasable.restype = [], ctypes.c_uint64
     events = ctypes.POINTER(ctypes.c_int64)
     config = ctypes.POINTER(CConfig)
     library.gpumem_log_layout.argtypes, library.gpumem_log_layout.restype = [address], ctypes.c_size_t
