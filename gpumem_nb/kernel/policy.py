@@ -6,7 +6,7 @@ from typing import Any
 
 from ..shared.knobs.option import Option, only_words, positive, whole
 from ..shared.knobs.values import Values
-from ..shared.units import parse_size
+from ..shared.units import parse_size, typed_size
 
 
 def _seconds(value: Any) -> float:
@@ -53,6 +53,7 @@ _OPTIONS = (
         "disk space for automatic snapshots",
         parse=parse_size,
         allowed="a size, such as 4GiB",
+        write=typed_size,
     ),
     Option(
         "ledger_steps",

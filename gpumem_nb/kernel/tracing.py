@@ -6,7 +6,7 @@ import gzip
 import os
 import statistics
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -99,15 +99,35 @@ class Tracing:
         total, done = sum(part.size_bytes for part in parts), 0
         for rank, part in enumerate(parts):
             file.write(BETWEEN if rank else b"")
-            unpacking, read = zlib.decompressobj(_GZIP), 0
-            while read < part.size_bytes:
-                progress(f"gathering the part of rank {rank}", _WRITTEN + (1 - _WRITTEN) * (done + read) / total)
-                (piece,) = self._foreground.call("read_trace", read, ranks=[rank])
-                read += len(piece)
-                file.write(unpacking.decompress(piece))
+
+            def piece(offset: int, rank: int = rank, before: int = done) -> bytes:
+                progress(f"gathering the part of rank {rank}", _WRITTEN + (1 - _WRITTEN) * (before + offset) / total)
+                (read,) = self._foreground.call("read_trace", offset, ranks=[rank])
+                return bytes(read)
+
+            for text in unpacked(rank, part.size_bytes, piece):
+                file.write(text)
             done += part.size_bytes
         file.write(TAIL)
         return sum(part.events for part in parts)
+
+
+def unpacked(rank: int, size_bytes: int, piece: Callable[[int], bytes]) -> Iterator[bytes]:
+    """Yield what the part of a rank holds; ``piece`` reads some of its ``size_bytes`` compressed bytes from an offset.
+
+    Raises:
+        WorkloadError: the part ends before that, or is damaged.
+    """
+    unpacking, read = zlib.decompressobj(_GZIP), 0
+    with suppress(zlib.error):
+        while read < size_bytes and (packed := piece(read)):
+            read += len(packed)
+            yield unpacking.decompress(packed)
+    if not unpacking.eof:
+        raise WorkloadError(
+            f"The part of rank {rank} is cut short or damaged: {read} of {size_bytes} bytes could be read. "
+            "No trace was written. Free some room on the disk of temporary files, then trace again."
+        )
 
 
 def _order(ranks: Sequence[RankInfo], lanes: Sequence[Sequence[StepLanes]]) -> TraceOrder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import textwrap
 from typing import Any
 
@@ -41,12 +42,12 @@ class TrainingMagics(Magics):
             return
         settings, policy = session.settings, session.policy
         wanted = settings.replace(**{name: value for name, value in knobs.items() if name in KNOBS})
-        if wanted != settings:  # said before it is done
-            loaded = session.workload
-            print(f"This {mathematics(settings, wanted, loaded is not None and loaded.batch_norm)}.")
+        loaded = session.workload
         session.set(**knobs)
+        if wanted != settings:
+            print(f"This {mathematics(settings, wanted, loaded is not None and loaded.batch_norm)}.")
         changes = [arrows(settings, session.settings), arrows(policy, session.policy)]
-        print("\n".join(filter(None, changes)) or "That is how it is already: nothing was changed.")
+        print("\n".join(filter(None, changes)) or "No change: already set.")
         foreseen = session.foreseen()
         if foreseen and foreseen.refusal:
             print(f"It was predicted that this {foreseen.refusal}.")
@@ -82,7 +83,7 @@ class TrainingMagics(Magics):
     @line_magic
     @says_usage
     def hvd_eval(self, line: str) -> Any:
-        """Show loss and metrics on the validation data; %%hvd_set eval_every=100 does it every 100 steps."""
+        """Show loss and metrics on the validation data; %hvd_set eval_every=100 does it every 100 steps."""
         parse_argstring(self.hvd_eval, line)
         return current().evaluate()
 
@@ -92,9 +93,9 @@ class TrainingMagics(Magics):
     @argument("--compare", nargs=2, type=int, metavar=("A", "B"), help="two runs, by their numbers, with their charts")
     @argument(
         "--note",
-        nargs="+",
-        metavar=("RUN", "TEXT"),
-        help="keep words of your own beside a run ('' erases them, none shows them)",
+        nargs=argparse.REMAINDER,
+        metavar="RUN TEXT",
+        help="keep words of your own beside a run, up to the end of the line ('' erases them, none shows them)",
     )
     @argument("--export", metavar="PATH", help="write all of them to a file: .csv, .parquet or .html")
     @argument("--load", metavar="PATH", help="bring back those that %%hvd_save wrote, without what was trained")

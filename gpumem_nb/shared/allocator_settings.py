@@ -14,7 +14,8 @@ from .errors import InvalidInput, nearest
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Where torch looks: in the second only if the first is not set, even to nothing (torch 2.13); before 2.9 never."""
-LARGE_SEGMENT_MIB = 20
+LEAST_SPLIT_MIB = 21
+"""Torch takes more than the size of a large segment, 20 MiB (2.8); later ones take 20 as well."""
 _MOST_MIB, _MOST_DIVISIONS = 2**24, 1024
 
 
@@ -26,7 +27,7 @@ def _switch(text: str) -> bool:
 
 def _mebibytes(text: str) -> int:
     size = int(text)
-    if not LARGE_SEGMENT_MIB <= size <= _MOST_MIB:
+    if not LEAST_SPLIT_MIB <= size <= _MOST_MIB:
         raise ValueError
     return size
 
@@ -56,7 +57,7 @@ class _Option:
 
 _OPTIONS: Mapping[str, _Option] = {
     "expandable_segments": _Option(_switch, "True or False", "True"),
-    "max_split_size_mb": _Option(_mebibytes, f"a whole number of MiB from {LARGE_SEGMENT_MIB} on", "128"),
+    "max_split_size_mb": _Option(_mebibytes, f"a whole number of MiB from {LEAST_SPLIT_MIB} on", "128"),
     "garbage_collection_threshold": _Option(_share, "a number between 0 and 1", "0.8"),
     "roundup_power2_divisions": _Option(_power_of_two, f"a power of two up to {_MOST_DIVISIONS}", "4"),
 }

@@ -40,7 +40,15 @@ def _bytes(size: object) -> int | None:
         return None
     number, unit = match.groups()
     factor = _BY_LOWER_CASE.get(unit.lower() or "b")
-    return None if factor is None else int(Decimal(number) * factor)
+    if factor is None or (factor == 1 and "." in number):  # a unit was forgotten: nobody means half a byte
+        return None
+    return int(Decimal(number) * factor)
+
+
+def typed_size(n: int) -> str:
+    """Return ``n`` bytes in the largest unit of which they are a whole number: what :func:`parse_size` reads back."""
+    unit = max((unit for unit, factor in _UNIT_BYTES.items() if n % factor == 0), key=_UNIT_BYTES.__getitem__)
+    return str(n) if unit == "B" else f"{n // _UNIT_BYTES[unit]}{unit}"
 
 
 def format_bytes(n: int | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,11 +27,15 @@ _WHY_NOT = {
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
     """What is written inside becomes the file when the block ends well; until then an older one stays.
 
+    The new file has the mode of the older one. Where ``path`` is a symbolic link, the file that it leads to is written.
     The folder must be there. Raises ``OSError`` where it cannot be written.
     """
+    path = Path(os.path.realpath(path))
     partial = path.parent / f".{path.name}.{os.getpid()}.partial"
     try:
         with open(partial, "wb") as file:
+            with suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -75,7 +75,10 @@ def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: 
     assert told == "This keeps the mathematics to rounding."
     assert sorted(printed.split(", ")) == sorted(changes.split(", "))
     run(shell, "%hvd_set batch_size=8")
-    assert "nothing was changed" in capsys.readouterr().out
+    assert capsys.readouterr().out == "No change: already set.\n"
+    with pytest.raises(UsageError, match="batch_size=100000"):
+        run(shell, "%hvd_set batch_size=100000")
+    assert capsys.readouterr().out == "", "nothing is said of what is refused"
     run(shell, "%hvd_set on_oom=shrink stall_limit_s=20")
     assert capsys.readouterr().out == "on_oom revert → shrink, stall_limit_s 30.0 → 20.0\n"
     run(shell, "%hvd_set on_oom=revert stall_limit_s=30")

@@ -160,6 +160,9 @@ def test_magics_of_runs(
     capsys.readouterr()
     run(shell, f"%hvd_runs --note {b}")
     assert capsys.readouterr().out == f"There is no note on run {b}.\n"
+    for note in ("-3% slower", "--faster than before", "it's #1 -- of 2"):
+        run(shell, f"%hvd_runs --note {b} {note}")
+        assert session.runs[b].note == note
     order = [row.number for row in run(shell, "%hvd_runs --sort batch_size")]
     assert order.index(b) < order.index(a)
     assert f"Run {a} → {b}: batch_size 16 → 8" in str(run(shell, f"%hvd_runs --compare {a} {b}"))

@@ -52,3 +52,9 @@ def test_completion_offers_names_and_values(line: str, found: list[str]) -> None
 def test_every_flag_that_a_magic_explains_is_offered(name: str) -> None:
     explained = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", MAGICS[name].parser.format_usage()))
     assert {word for word in complete(f"%{name} ") if word.startswith("-")} == explained
+
+
+def test_help_names_magics_as_they_are_typed() -> None:
+    for name, magic in MAGICS.items():
+        said = f"{magic.__doc__}\n{magic.parser.format_help()}" if hasattr(magic, "parser") else magic.__doc__ or ""
+        assert not re.search(r"%%hvd_", said), name

@@ -251,6 +251,21 @@ def test_what_cannot_be_logged_to_is_refused_in_a_sentence(tmp_path: Path, monke
     assert not list(session.logs)
 
 
+@pytest.mark.parametrize("name", ["run.jsonl", "runs/a"])
+def test_a_place_is_logged_to_once_however_it_is_spelled(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "link").symlink_to(tmp_path)
+    session = Measured()
+    session.logs.begin(name, None, None)
+    for same in (f"./{name}", str(tmp_path / name), f"~/{name}", f"link/{name}", f"other/../{name}"):
+        with pytest.raises(InvalidInput, match="is logged to already"):
+            session.logs.begin(same, None, None)
+    assert len(session.logs.stop(f"./{name}")) == 1
+
+
 def test_a_log_goes_on_in_its_file(tmp_path: Path) -> None:
     for _ in range(2):
         session = Measured()

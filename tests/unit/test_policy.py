@@ -12,6 +12,7 @@ def test_values_given_as_text_are_read() -> None:
     policy = Policy().replace(stall_limit_s="5", idle_minutes="never", snapshot_steps="20", snapshot_space="1GiB")
     assert (policy.stall_limit_s, policy.idle_minutes, policy.snapshot_steps) == (5.0, None, 20)
     assert policy.snapshot_space == 2**30
+    assert "snapshot_space=1GiB" in str(policy)
     words = policy.replace(snapshot_steps="auto", ledger_steps="never")
     assert (words.snapshot_steps, words.ledger_steps) == ("auto", "never")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
+
+import pytest
 
 from gpumem_nb.engine.tracing.events import (
     FLIGHTS,
@@ -16,7 +19,9 @@ from gpumem_nb.engine.tracing.events import (
 )
 from gpumem_nb.internals.horovod_internals import Activity, read_timeline
 from gpumem_nb.internals.profiler_internals import read_profile
+from gpumem_nb.kernel.tracing import unpacked
 from gpumem_nb.report.step_time import behind
+from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.step_times import BACKWARD, FORWARD, REDUCTION, Lap, StepLanes
 
 Events = list[dict[str, Any]]
@@ -145,3 +150,16 @@ def test_what_travels_together_is_one_lane_of_horovods_process() -> None:
 def test_a_hosts_clock_is_behind_by_what_its_ranks_left_the_reduction_earlier() -> None:
     lanes = [lane(0, 7, 100.0), lane(1, 7, 100.25), lane(2, 7, 4000.0)]
     assert behind(lanes, ["here", "here", "there"]) == {0: 0.0, 1: 0.0, 2: 103.25 - 4003.0}
+
+
+def test_the_part_of_a_rank_is_unpacked_whole_or_refused() -> None:
+    text = b"some events " * 10_000
+    packed = gzip.compress(text)
+
+    def read(there: bytes) -> bytes:
+        return b"".join(unpacked(1, len(packed), lambda offset: there[offset : offset + 7]))
+
+    assert read(packed) == text
+    for there in (packed[:-9], packed[:40], b"", packed[:20] + b"?" * (len(packed) - 20)):
+        with pytest.raises(WorkloadError, match=r"The part of rank 1 is cut short or damaged: \d+ of \d+ bytes"):
+            read(there)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gpumem_nb.shared.errors import InvalidInput
-from gpumem_nb.shared.units import format_bytes, parse_size
+from gpumem_nb.shared.units import format_bytes, parse_size, typed_size
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,24 @@ def test_a_size_means_its_bytes(text: str | int, n: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GiB", "2 GiBs", "two", "-1GiB", "0", "0.1 B", "1e9", "inf", "nan", "1,5GB", "2000 TiB", "9" * 400, "٣GiB"],
+    [
+        "",
+        "GiB",
+        "2 GiBs",
+        "two",
+        "-1GiB",
+        "0",
+        "0.1 B",
+        "1.5",
+        "4.0",
+        "1e9",
+        "inf",
+        "nan",
+        "1,5GB",
+        "2000 TiB",
+        "9" * 400,
+        "٣GiB",
+    ],
 )
 def test_what_is_no_size_is_refused_with_what_is_allowed(text: str) -> None:
     with pytest.raises(InvalidInput, match=r"is not a memory size: it must be .*GiB"):
@@ -55,3 +72,12 @@ def test_numbers_that_are_no_size_are_refused(value: object) -> None:
 )
 def test_bytes_are_shown_in_the_unit_that_fits(n: int | None, text: str) -> None:
     assert format_bytes(n) == text
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(4 * 2**30, "4GiB"), (1536 * 2**20, "1536MiB"), (5_000_000_000, "5GB"), (2**20 + 1, "1048577"), (1024, "1KiB")],
+)
+def test_a_size_is_told_as_it_can_be_typed(n: int, text: str) -> None:
+    assert typed_size(n) == text
+    assert parse_size(text) == n

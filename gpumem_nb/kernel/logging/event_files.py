@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,20 @@ class EventFiles:
 
     def __init__(self, folder: Path) -> None:
         try:
-            # Torch touches no GPU by being imported.
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from torch.utils.tensorboard import FileWriter
-            from torch.utils.tensorboard.summary import text
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
+            from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError:
             raise InvalidInput(
                 "TensorBoard event files need a package that is not installed. Type: pip install tensorboard"
             ) from None
-        self._open: Any = FileWriter
-        self._text: Any = text
+        self._open: Any = EventFileWriter
         self._events, self._summaries = event_pb2, summary_pb2
+        self._tensors, self._shape = tensor_pb2, tensor_shape_pb2.TensorShapeProto
+        plugin = summary_pb2.SummaryMetadata.PluginData(
+            plugin_name="text", content=TextPluginData(version=0).SerializeToString()
+        )
+        self._shown_as_text = summary_pb2.SummaryMetadata(plugin_data=plugin)
         self._folder = folder
         self.about = f"TensorBoard event files in {folder} (tensorboard --logdir {folder.parent})"
         self._writer: Any = self._opened(folder)
@@ -48,12 +52,12 @@ class EventFiles:
     def go_on_from(self, step: int) -> None:
         """TensorBoard shows nothing of earlier files from this step on."""
         log = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._writer.add_event(self._events.Event(session_log=log), step)
+        self._writer.add_event(self._events.Event(session_log=log, step=step, wall_time=time.time()))
 
     def settings(self, time_s: float, step: int, tried: Tried) -> None:
         """Numbers as scalars, and all of them as text."""
         self._scalars(of_settings(tried), step, time_s)
-        self._writer.add_summary(self._text("settings", f"{tried.workload}: {tried.settings}"), step, time_s)
+        self._text("settings", f"{tried.workload}: {tried.settings}", step, time_s)
 
     def step(self, time_s: float, samples: Sequence[Sample]) -> None:
         """The scalars of a finished step; a discarded one has none."""
@@ -66,7 +70,7 @@ class EventFiles:
 
     def event(self, time_s: float, event: Event) -> None:
         """Text."""
-        self._writer.add_summary(self._text("events", f"{event.kind}: {event.text}"), event.step, time_s)
+        self._text("events", f"{event.kind}: {event.text}", event.step, time_s)
 
     def flush(self) -> None:
         """Wait until the events are written."""
@@ -78,12 +82,23 @@ class EventFiles:
 
     def _scalars(self, numbers: Mapping[str, float], step: int, time_s: float) -> None:
         value = self._summaries.Summary.Value
-        values = [value(tag=tag, simple_value=number) for tag, number in numbers.items()]
-        self._writer.add_summary(self._summaries.Summary(value=values), step, time_s)
+        self._add([value(tag=tag, simple_value=number) for tag, number in numbers.items()], step, time_s)
+
+    def _text(self, tag: str, text: str, step: int, time_s: float) -> None:
+        """As ``SummaryWriter.add_text`` writes it."""
+        tensor = self._tensors.TensorProto(
+            dtype="DT_STRING", string_val=[text.encode()], tensor_shape=self._shape(dim=[self._shape.Dim(size=1)])
+        )
+        value = self._summaries.Summary.Value
+        self._add([value(tag=f"{tag}/text_summary", metadata=self._shown_as_text, tensor=tensor)], step, time_s)
+
+    def _add(self, values: Sequence[Any], step: int, time_s: float) -> None:
+        summary = self._summaries.Summary(value=values)
+        self._writer.add_event(self._events.Event(summary=summary, step=step, wall_time=time_s))
 
     def _opened(self, folder: Path) -> Any:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return self._open(str(folder), max_queue=1000)
+            return self._open(str(folder), max_queue_size=1000)
         except OSError as error:
             raise InvalidInput(f"{folder} cannot be written: {error}. Give another folder, such as runs/a.") from None

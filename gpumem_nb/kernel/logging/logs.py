@@ -30,12 +30,25 @@ TARGETS: dict[str, Callable[[str], Target]] = {
 }
 
 
+def place_of(target: str, to: str) -> str:
+    """Where a log to this target is written, however the target is spelled.
+
+    Raises:
+        InvalidInput: not a path.
+    """
+    if to == "trackio":
+        project, _, name = target.partition("/")
+        return f"{project}/{name or TrackioRun.NAME}"
+    return os.path.realpath(as_path(target))
+
+
 class Log:
     """One target, and the thread that writes to it.
 
     Attributes:
         target: as it was named.
         to: which kind, by its name in :data:`TARGETS`.
+        place: the same for each spelling of the target.
         problem: why nothing is written any more; empty while it is.
 
     Args:
@@ -45,6 +58,7 @@ class Log:
     def __init__(self, target: str, to: str, told: Callable[[str], None]) -> None:
         self.target = target
         self.to = to
+        self.place = place_of(target, to)
         self.problem = ""
         self._told = told
         self._run = Run(TARGETS[to](target))
@@ -130,7 +144,8 @@ class Logs:
         kind = to or ("jsonl" if target.endswith(".jsonl") else "tensorboard")
         if kind not in TARGETS:
             raise InvalidInput(f"Nothing can be logged to {kind!r}: {nearest(kind, TARGETS)}.")
-        if any((log.target, log.to) == (target, kind) and not log.problem for log in self._all):
+        place = place_of(target, kind)
+        if any((log.place, log.to) == (place, kind) and not log.problem for log in self._all):
             raise InvalidInput(f"{target} is logged to already. %hvd_log {target} --stop ends that.")
         log = Log(target, kind, self._told)
         log.start()
@@ -145,7 +160,7 @@ class Logs:
         Raises:
             InvalidInput: nothing is logged there.
         """
-        ended = [log for log in self._all if target in (None, log.target)]
+        ended = [log for log in self._all if target is None or log.place == place_of(target, log.to)]
         if target is not None and not ended:
             raise InvalidInput(f"Nothing is logged to {target}. %hvd_log shows what is logged.")
         self._all = tuple(log for log in self._all if log not in ended)

@@ -24,6 +24,8 @@ class TrackioRun:
         InvalidInput: the package is missing, or trackio refuses the name.
     """
 
+    NAME = "run"  # where only a project is named
+
     def __init__(self, target: str) -> None:
         try:
             import trackio
@@ -31,7 +33,7 @@ class TrackioRun:
             raise InvalidInput("trackio is not installed. Type: pip install trackio") from None
         self._trackio: Any = trackio
         self._project, _, name = target.partition("/")
-        self._name = name or "run"
+        self._name = name or self.NAME
         self.about = f"run {self._name} of the trackio project {self._project} (trackio show --project {self._project})"
         self._run = self._opened(self._name)
 

@@ -206,7 +206,7 @@ class VirtualGPU:
 
     @contextmanager
     def exempt(self) -> Iterator[None]:
-        """Inside, passing the limit on this thread is counted and not raised; afterwards cached segments beyond it go."""
+        """Inside, passing the limit on this thread is counted, not raised; afterwards cached segments beyond it go."""
         before = self._library.gpumem_enforce_on_this_thread(False)
         try:
             yield

@@ -19,6 +19,7 @@ class Option:
         parse: turns a number given as text or value into the stored value, or raises ``ValueError``.
         allowed: the allowed values in words, for the error message.
         words: what can be written in place of a number, and the value that is stored for it.
+        write: a stored number as people type it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Option:
     parse: Callable[[Any], Any] | None = None
     allowed: str = ""
     words: Mapping[str, Any] = field(default_factory=dict)
+    write: Callable[[Any], str] = str
 
     def check(self, value: Any) -> Any:
         """The value to store for ``value``, or ``InvalidInput`` saying what is allowed."""
@@ -47,7 +49,7 @@ class Option:
 
     def text(self, value: Any) -> str:
         """A stored value as people write it."""
-        return next((word for word, stored in self.words.items() if stored == value), str(value))
+        return next((word for word, stored in self.words.items() if stored == value), self.write(value))
 
 
 def whole(value: Any) -> int:
