@@ -48,7 +48,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode
 
 CHECKED_WITH = ("2.13.0",)
 
@@ -266,6 +266,30 @@ def stand_in(mode: Any, tensor: Tensor) -> Tensor | None:
     return None if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
+def copied_as_fake(mode: Any) -> AbstractContextManager[Any]:
+    """Inside, ``copy.deepcopy`` makes fake tensors of the tensors that it meets."""
+    from torch._subclasses.fake_tensor import FakeCopyMode
+
+    return FakeCopyMode(mode)
+
+
+def fake_constant(mode: Any, tensor: Tensor) -> Tensor:
+    """A fake tensor that stands for a real one and knows its values, as long as these do not depend on unknown ones."""
+    constant = tensor.detach().clone()
+    found: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, constant, make_constant=True)
+    return found
+
+
+def has_constant(tensor: Tensor) -> bool:
+    """Whether a fake tensor knows its values."""
+    return getattr(tensor, "constant", None) is not None
+
+
+def modes_set_aside() -> AbstractContextManager[Any]:
+    """Inside, operators run as they do without any dispatch mode."""
+    return _disable_current_modes()
+
+
 @contextmanager
 def fake_weights_converted_in_place() -> Iterator[None]:
     """Inside, ``module.to(dtype)`` and its like work on fake weights: torch would swap them, and fails."""
@@ -316,6 +340,12 @@ def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
         # The norm of finite numbers could be too large for fp16.
         return torch._foreach_norm(tensors, 2, torch.float32) if tensors else ()
     return torch._foreach_norm(tensors)
+
+
+def stepped_by_others(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's own ``step`` was replaced on the object by something else than a scheduler's counter."""
+    step = vars(optimizer).get("step")
+    return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

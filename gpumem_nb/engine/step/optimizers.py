@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ...internals.torch_internals import has_step_hooks, keep_scale_from
@@ -35,14 +36,19 @@ def build(params: Iterable[Tensor], settings: Settings) -> Optimizer:
     return optimizer
 
 
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's own."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # of some without the file
+
+
 def from_torch(optimizer: Optimizer) -> bool:
     """Whether its update is torch's own code alone, which fails for want of memory only."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not has_step_hooks(optimizer)
+    return is_torchs(optimizer) and not has_step_hooks(optimizer)
 
 
 def beside_state(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer has that every optimizer does not, by name; nothing of torch's own, which make it again."""
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_torchs(optimizer):
         return {}
     usual = vars(SGD([torch.zeros(1)], lr=0.1)).keys() | {"step"}  # which schedulers wrap
     return {name: value for name, value in vars(optimizer).items() if name not in usual}
@@ -84,7 +90,29 @@ def put_state(optimizer: Optimizer, state: dict[Any, Any], groups: list[dict[str
         group.update({name: value for name, value in saved.items() if name != "params"})
 
 
-def clip_gradients(optimizer: Optimizer, max_norm: float) -> None:
-    """Scale all gradients down together when their 2-norm exceeds ``max_norm``."""
+def update(
+    optimizer: Optimizer, scaler: GradScaler | None, clip_norm: float | None, step: Callable[[], Any]
+) -> Tensor | None:
+    """Unscale, clip, update: in this order, because clipping is about true gradients.
+
+    Args:
+        optimizer: whose gradients they are.
+        scaler: that has scaled the loss, ``None`` for none.
+        clip_norm: scale all gradients down together when their 2-norm exceeds this, unless it is ``None``.
+        step: does the update.
+
+    Returns:
+        The loss scale before and after the update, on the device; ``None`` without a scaler.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    torch.nn.utils.clip_grad_norm_(params, max_norm)
+    if scaler:
+        one = torch.ones((), device=params[0].device)
+        before = scaler.scale(one)
+        scaler.unscale_(optimizer)
+    if clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(params, clip_norm)
+    step()
+    if not scaler:
+        return None
+    scaler.update()
+    return torch.stack((before, scaler.scale(one)))

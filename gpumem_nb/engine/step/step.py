@@ -352,22 +352,11 @@ class Stepper:
             self._after_update = self._after_update or replace(failure, message=f"{told}: {failure.message}")
 
     def _update(self) -> None:
-        """Unscale, clip, update: in this order, because clipping is about true gradients."""
         self._begin(UPDATE)
-        settings, optimizer, scaler = self._live.settings, self._live.optimizer, self._live.scaler
-        scaled = settings.precision == "fp16"
-        if scaled:
-            one = torch.ones((), device=self._device.torch_device)
-            before = scaler.scale(one)
-            scaler.unscale_(optimizer)
-        if settings.clip_norm is not None:
-            optimizers.clip_gradients(optimizer, settings.clip_norm)
-        if scaled:
-            scaler.step(optimizer)
-            scaler.update()
-            self._scales = torch.stack((before, scaler.scale(one)))
-        else:
-            optimizer.step()
+        settings, optimizer = self._live.settings, self._live.optimizer
+        scaler = self._live.scaler if settings.precision == "fp16" else None
+        step = (lambda: scaler.step(optimizer)) if scaler else optimizer.step
+        self._scales = optimizers.update(optimizer, scaler, settings.clip_norm, step)
         if Recorder.current:
             Recorder.current.claim_model(self._live.parts.parameters(), optimizer.state)
 

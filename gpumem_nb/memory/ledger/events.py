@@ -149,7 +149,7 @@ class TensorLog:
         known = self._known.get(address(storage))
         if known is None or known() is None:
             known = Known(storage, self._died)
-            known.number, known.nbytes = new_number(), storage.nbytes()
+            known.number, known.nbytes = self._new_number() if new else self._known_before(), storage.nbytes()
             self._known[address(storage)] = known
             if new:
                 self._note(known.number, known.nbytes)
@@ -166,6 +166,13 @@ class TensorLog:
         none = np.zeros(len(rows), dtype=np.int64)
         peak = self._requested()[1]
         return Events(rows[:, 0], rows[:, 1], rows[:, 2], none.astype(np.bool_), none, self._casts, peak)
+
+    def _new_number(self) -> int:
+        return new_number()
+
+    def _known_before(self) -> int:
+        """The number of what an operator is given and has not been seen before."""
+        return new_number()
 
     def _died(self, known: Known) -> None:
         if self._logging:

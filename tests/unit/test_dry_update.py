@@ -1,0 +1,189 @@
+"""What an update is foreseen to allocate, against what the real one allocates: to the byte, and nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from gpumem_nb.engine.step import optimizers
+from gpumem_nb.engine.step.dry_update import CannotBeForeseen, foresee
+from gpumem_nb.memory.device import open_device
+from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
+
+Build = Callable[[list[Tensor]], Optimizer]
+
+
+class Replacing(Optimizer):
+    """Somebody's own, which makes its state and its weights anew with each update and counts updates in Python."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.updates += 1
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            state = self.state[param]
+            state["mean"] = param.grad * 0.1 + state["mean"] * 0.9 if "mean" in state else param.grad.clone()
+            param.data = param.data - 0.1 * state["mean"]
+
+
+class Around(Optimizer):
+    """Somebody's own around another one, whose groups and state it shares; it makes a slow copy at every third."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.counted = inner, torch.zeros(())
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.slow: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.counted += 1
+        if self.counted.item() % 3 == 0:
+            self.slow = [param.clone() for group in self.param_groups for param in group["params"]]
+
+
+class Deciding(Optimizer):
+    """Somebody's own that looks at gradients before it decides."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            if param.grad.norm() > 1:
+                param.sub_(param.grad * 0.1)
+
+
+FLAGS = {
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+    "loop": {"foreach": False, "fused": False},
+}
+FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (optim.SGD, {"lr": 0.1}),
+    "momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adam": (optim.Adam, {}),
+    "adamw": (optim.AdamW, {}),
+    "amsgrad": (optim.AdamW, {"amsgrad": True, "maximize": True}),
+    "adagrad": (optim.Adagrad, {}),
+}
+OTHERS = ["RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD", "Adafactor"]
+BUILDS: dict[str, Build] = {
+    f"{name} {impl}": partial(FUSED[name][0], **FUSED[name][1], **flags)
+    for name in FUSED
+    for impl, flags in FLAGS.items()
+}
+BUILDS |= {f"{name} {way}": partial(getattr(optim, name), foreach=way) for name in OTHERS for way in (False, True)}
+BUILDS |= {"replacing": Replacing, "around": lambda params: Around(optim.Adam(params, foreach=True))}
+# The CPU's products of 16-bit matrices take memory inside, which is not foreseen.
+CASES = [(name, torch.float32) for name in BUILDS] + [
+    (name, torch.bfloat16) for name in BUILDS if not name.startswith(("Adafactor", "ASGD"))
+]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> VirtualGPU:
+    device = open_device("virtual", 0, None)
+    assert isinstance(device, VirtualGPU)
+    device.set_limit(None)
+    return device
+
+
+def network(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 40, 5), nn.BatchNorm2d(40), nn.Flatten(), nn.Linear(300, 71), nn.Linear(71, 1)
+    ).to(dtype)
+
+
+def with_gradients(net: nn.Module) -> None:
+    for number, param in enumerate(net.parameters()):
+        param.grad = torch.randn_like(param) if number != 1 else None  # one weight takes no part
+
+
+def everything(net: nn.Module, optimizer: Optimizer) -> list[Any]:
+    """What an update could change: values, where they lie, and plain attributes."""
+    tensors = [*net.parameters(), *(param.grad for param in net.parameters() if param.grad is not None)]
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    lying = [(one.data_ptr(), one._version, one.stride()) for one in [*tensors, *state] if isinstance(one, Tensor)]
+    values = [one.clone() for one in [*tensors, *state] if isinstance(one, Tensor)]
+    return [lying, [one.tolist() for one in values], repr(optimizer.param_groups), getattr(optimizer, "updates", 0)]
+
+
+def highest_and_left(changes: Iterable[int]) -> tuple[int, int]:
+    live = np.cumsum([0, *changes])
+    return int(live.max()), int(live[-1])
+
+
+def compared(gpu: VirtualGPU, net: nn.Module, optimizer: Optimizer, fp16: bool, clip_norm: float | None) -> None:
+    """One update foreseen, and taken."""
+    scaler = GradScaler("cpu") if fp16 else None
+    if scaler:
+        scaler.scale(torch.ones(()))
+    before = everything(net, optimizer)
+    log = gpu.event_log()
+    log.begin([])
+    foreseen = foresee(optimizer, "default", scaler, clip_norm, gpu.torch_device, log.allocation)
+    log.end()
+    assert everything(net, optimizer) == before
+    log = gpu.event_log()
+    log.begin([])
+    optimizers.update(optimizer, scaler, clip_norm, (lambda: scaler.step(optimizer)) if scaler else optimizer.step)
+    real = log.end()
+    assert highest_and_left(row[1] for row in foreseen.rows) == highest_and_left(real.bytes.tolist())
+    owned = sum(nbytes for _, nbytes, _ in foreseen.owned)
+    held = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    assert owned == sum(value.untyped_storage().nbytes() for value in held)
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_an_update_is_foreseen_to_the_byte_state_there_or_not(gpu: VirtualGPU, name: str, dtype: torch.dtype) -> None:
+    for fp16, clip_norm in ((False, None), (True, 1.0)):
+        net = network(dtype)
+        optimizer = BUILDS[name](list(net.parameters()))
+        optimizers.set_implementation(optimizer, "default")  # as for whatever is trained
+        for _ in range(3 if name == "around" else 2):
+            with_gradients(net)
+            compared(gpu, net, optimizer, fp16 and dtype is torch.float32, clip_norm)
+
+
+def test_a_schedulers_counter_and_hooks_are_not_called(gpu: VirtualGPU) -> None:
+    net = network(torch.float32)
+    optimizer = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    called: list[object] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    with_gradients(net)
+    foreseen = foresee(optimizer, "foreach", None, None, gpu.torch_device, lambda _: 0)
+    assert foreseen.highest_bytes > 0
+    assert not called
+    assert not getattr(optimizer, "_opt_called", False)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["foreach"] is None, "the implementation was the copy's"
+
+
+def test_what_decides_by_values_or_was_replaced_cannot_be_foreseen(gpu: VirtualGPU) -> None:
+    net = network(torch.float32)
+    deciding, replaced = Deciding(net.parameters()), optim.SGD(net.parameters(), lr=0.1)
+    with_gradients(net)
+    before = everything(net, deciding)
+    replaced.step = lambda closure=None: None  # type: ignore[method-assign]
+    for optimizer in (deciding, replaced):
+        with pytest.raises(CannotBeForeseen):
+            foresee(optimizer, "default", None, None, gpu.torch_device, lambda _: 0)
+    assert everything(net, deciding) == before
+    assert torch.zeros(2).sum().item() == 0, "no mode of the dry run is left"
