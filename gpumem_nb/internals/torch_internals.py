@@ -48,7 +48,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 CHECKED_WITH = ("2.13.0",)
 
@@ -248,83 +248,6 @@ def leave_autocast() -> None:
     for _ in range(torch.autocast_increment_nesting()):
         torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
-
-
-def fake_mode() -> AbstractContextManager[Any]:
-    """Inside, tensors have shapes and no memory, also where they meet real ones, such as weights of a loss."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # takes half a second to import
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]  # or a copied module could not meet the others
-    return mode
-
-
-def stand_in(mode: Any, tensor: Tensor) -> Tensor | None:
-    """The fake tensor that a fake mode takes for a real one, the same while it lives; ``None`` for a fake one."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return None if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
-
-
-def copied_as_fake(mode: Any) -> AbstractContextManager[Any]:
-    """Inside, ``copy.deepcopy`` makes fake tensors of the tensors that it meets."""
-    from torch._subclasses.fake_tensor import FakeCopyMode
-
-    return FakeCopyMode(mode)
-
-
-def fake_constant(mode: Any, tensor: Tensor) -> Tensor:
-    """A fake tensor that stands for a real one and knows its values, as long as these do not depend on unknown ones."""
-    constant = tensor.detach().clone()
-    found: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, constant, make_constant=True)
-    return found
-
-
-def has_constant(tensor: Tensor) -> bool:
-    """Whether a fake tensor knows its values."""
-    return getattr(tensor, "constant", None) is not None
-
-
-def modes_set_aside() -> AbstractContextManager[Any]:
-    """Inside, operators run as they do without any dispatch mode."""
-    return _disable_current_modes()
-
-
-@contextmanager
-def fake_weights_converted_in_place() -> Iterator[None]:
-    """Inside, ``module.to(dtype)`` and its like work on fake weights: torch would swap them, and fails."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    own: Callable[..., nn.Module] = nn.Module._apply
-
-    def applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        names, weights = list(module._parameters), module._parameters
-        fake: dict[str, Any] = {name: weights.pop(name) for name in names if isinstance(weights[name], FakeTensor)}
-        for weight in fake.values():
-            with torch.no_grad():
-                weight.data = fn(weight)
-        own(module, fn, recurse)
-        for name in names:  # in the same order
-            weights[name] = fake[name] if name in fake else weights.pop(name)
-        return module
-
-    nn.Module._apply = applied  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = own  # type: ignore[method-assign]
-
-
-def refused_operator(error: BaseException) -> str | None:
-    """The operator that cannot be run on fake tensors, if that is what an error says."""
-    from torch._subclasses import fake_tensor
-
-    kinds = (
-        fake_tensor.UnsupportedOperatorException,
-        fake_tensor.DataDependentOutputException,
-        fake_tensor.DynamicOutputShapeException,
-    )
-    return str(error.func) if isinstance(error, kinds) else None
 
 
 def without_autocast_on_cpu() -> AbstractContextManager[Any]:

@@ -25,7 +25,7 @@ from gpumem_nb.engine.dry import answer, kernels
 from gpumem_nb.engine.dry.batches import Batches
 from gpumem_nb.engine.dry.refusals import refused
 from gpumem_nb.engine.dry.step import DryStep
-from gpumem_nb.internals.torch_internals import fake_mode
+from gpumem_nb.internals.fake_internals import fake_mode
 from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.shared.dry_run import Kernels, Target

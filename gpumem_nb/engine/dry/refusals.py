@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...internals.torch_internals import refused_operator
+from ...internals.fake_internals import refused_operator
 from ...shared.errors import WorkloadError, text_of
 
 _OURS = Path(__file__).parents[2]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...internals.torch_internals import TorchDispatchMode, fake_mode, fake_weights_converted_in_place, stand_in
+from ...internals.fake_internals import fake_mode, fake_weights_converted_in_place, stand_in
+from ...internals.torch_internals import TorchDispatchMode
 from ...memory.ledger.recorder import Recorder
 from ...memory.ledger.trace import Trace
 from ...memory.tensors import tensors_in

@@ -19,13 +19,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from ...internals.fake_internals import copied_as_fake, fake_constant, fake_mode, has_constant, modes_set_aside
 from ...internals.torch_internals import (
     TorchDispatchMode,
-    copied_as_fake,
-    fake_constant,
-    fake_mode,
-    has_constant,
-    modes_set_aside,
     step_hooks_held_back,
     stepped_by_others,
 )
