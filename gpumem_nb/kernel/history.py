@@ -19,7 +19,6 @@ from ..report.rescue import Rescue
 from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
 from ..shared.ranklist import name_ranks
 from ..shared.settings import Settings
-from ..shared.units import format_bytes, format_rate
 
 T = TypeVar("T")
 
@@ -130,7 +129,7 @@ class History:
                     by_step[sample.step].append(sample)
             for step, of_step in sorted(by_step.items()):
                 self.steps = step
-                tried = self.configuration(of_step[0].settings_id)
+                tried = self._of_step(step, of_step[0].settings_id)
                 if tried:
                     tried.add(of_step, limits)
                 elif self.tried:
@@ -138,6 +137,21 @@ class History:
             if samples:
                 self._tell(samples)
         self.read(readings, device_uses)
+
+    def _of_step(self, step: int, settings_id: int) -> Tried | None:
+        """The configuration that a step belongs to: a new one, where a cell may have changed the model before it."""
+        tried = self.configuration(settings_id)
+        latest = tried is not None and tried is self.tried[-1]
+        if tried and latest and tried.steps and tried.model_version != self.model_version and step > self.changed_after:
+            tried = tried.anew(self.model_version)
+            self._append(tried)
+        return tried
+
+    def failed(self, settings_id: int, kind: str) -> None:
+        """The next step under these settings could not be kept."""
+        with self._lock:
+            if tried := self._of_step(self.steps + 1, settings_id):
+                tried.outcome = kind
 
     def read(self, readings: Sequence[Reading | None], device_uses: Sequence[DeviceUse | None] = ()) -> None:
         """Take in how each rank's device looks."""
@@ -160,7 +174,7 @@ class History:
             self.version += 1
 
     def model_may_have_changed(self) -> None:
-        """What was predicted before does not count any more, nor how long the parts of a step took."""
+        """What was predicted and measured before does not count any more: the next step begins a configuration."""
         with self._lock:
             self.changed_after = self.steps
             self._forget_foreseen()
@@ -177,8 +191,8 @@ class History:
         self.model_version += 1
         self.foreseen = {}
         self.foreseen_version += 1
-        if self.tried:
-            self.tried[-1].model_may_have_changed(self.model_version)
+        if self.tried and not self.tried[-1].steps:
+            self.tried[-1].model_version = self.model_version
 
     def rescued(self, rescue: Rescue) -> None:
         """A step was discarded."""
@@ -244,11 +258,14 @@ class History:
                 parameters=parameters,
                 batch_norm=batch_norm,
             )
-            self.tried.append(tried)
+            self._append(tried)
             self._tell(tried)
-            for old in self.tried[-LATE_STEPS - 1 : -LATE_STEPS]:
-                old.settle()
             self.version += 1
+
+    def _append(self, tried: Tried) -> None:
+        self.tried.append(tried)
+        for old in self.tried[-LATE_STEPS - 1 : -LATE_STEPS]:
+            old.settle()
 
     def autotune_ended(self, said: str) -> None:
         """It has set what it found, or nothing."""
@@ -317,7 +334,7 @@ class History:
         From the durations of rank 0's steps under the latest settings, the first ones left out: those are special.
         """
         with self._lock:
-            steps = [sample for sample in self._by_rank[0] if sample.event == ""]
+            steps = [one for one in self._by_rank[0] if one.event == "" and one.step > self.changed_after]
         latest = steps[-1].settings_id if steps else None
         steps = [sample for sample in steps if sample.settings_id == latest][2:]
         recorded = [sample.step_s for sample in steps if sample.ledger]
@@ -326,15 +343,6 @@ class History:
             return None
         longer = statistics.median(recorded) / statistics.median(others) - 1
         return max(0.0, longer) * len(recorded) / len(steps)
-
-    def latest(self) -> str:
-        """The latest step and what was measured under its settings, in one line; empty before there is one."""
-        now = self.tried[-1] if self.tried else None
-        if now is None or not now.steps:
-            return ""
-        loss = "" if now.loss is None else f"loss {now.loss:.4g}, "
-        measured = f"{format_rate(now.samples_per_s)} samples/s, live peak {format_bytes(now.peak_bytes)}"
-        return f"step {self.steps}, {loss}{measured}"
 
     def now(self) -> Tried | None:
         """The latest configuration; of several with the same settings in a row the last that has figures.

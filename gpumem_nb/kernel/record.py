@@ -97,23 +97,23 @@ class Record:
             return []
         now = history.now()
         foretold = {
-            one.came.settings_id: Foretold(
+            _key(history, one.came): Foretold(
                 one.predicted.live_peak_bytes,
                 one.predicted.reserved_peak_bytes,
                 one.samples_per_s,
                 one.predicted.verdict,
-                one.came.foreseeable_peak_bytes,
+                one.came.peak_bytes,
             )
             for one in score(history.asked, history.tried).scored
         }
-        _hand_on(foretold, history.tried)
+        _hand_on(foretold, history)
         rows = history.of_tried(self._row_of(history, foretold.get))
         self._settled = {row.key: row for row, settled in rows if settled}
         present = now and _key(history, now)
         return [replace(row, present=True) if row.key == present else row for row, _ in rows]
 
     def _row_of(
-        self, history: History, foretold: Callable[[int], Foretold | None]
+        self, history: History, foretold: Callable[[str], Foretold | None]
     ) -> Callable[[Tried], tuple[Row, bool]]:
         """What makes a row of a configuration, and says whether it stays so; those that stay are made once."""
 
@@ -121,7 +121,7 @@ class Record:
             known = self._settled.get(_key(history, tried))
             if known and (known.steps, known.outcome) == (tried.steps, tried.outcome):
                 return known, True
-            return self._made(history, tried, foretold(tried.settings_id)), tried.settled
+            return self._made(history, tried, foretold(_key(history, tried))), tried.settled
 
         return row_of
 
@@ -155,16 +155,15 @@ class Record:
         )
 
 
-def _hand_on(foretold: dict[int, Foretold], tried: Sequence[Tried]) -> None:
+def _hand_on(foretold: dict[str, Foretold], history: History) -> None:
     """What was predicted holds for settings that go on under another number, after an interrupt or an error."""
-    for before, after in pairwise(tried):
-        known = foretold.get(before.settings_id)
+    for before, after in pairwise(history.tried):
+        known = foretold.get(_key(history, before))
         same = before.settings == after.settings and before.model_version == after.model_version
         if known and same and before.workload == after.workload:
-            came = after.foreseeable_peak_bytes
-            foretold.setdefault(after.settings_id, replace(known, came_bytes=came))
+            foretold.setdefault(_key(history, after), replace(known, came_bytes=after.peak_bytes))
 
 
 def _key(history: History, tried: Tried) -> str:
     """What no other configuration of any session is called."""
-    return f"{history.started_s:.6f}-{tried.settings_id}"
+    return f"{history.started_s:.6f}-{tried.settings_id}" + (f".{tried.part}" if tried.part else "")

@@ -260,7 +260,7 @@ def _running(history: History, budget_bytes: int | None) -> Settings | None:
     tried = history.running
     if tried is None:
         return None
-    fits = budget_bytes is None or max(tried.reserved, default=0) <= budget_bytes
+    fits = budget_bytes is None or (tried.reserved_peak_bytes or 0) <= budget_bytes
     return tried.settings if fits else None
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..shared.allocator_settings import AllocatorSettings
@@ -92,6 +92,17 @@ class Device(Listened, Protocol):
     def communicates_on(self, threads: Collection[int]) -> None:
         """These threads of the process, by the system's numbers, are Horovod's."""
         ...
+
+
+@contextmanager
+def leaving_no_cache(device: Device) -> Iterator[None]:
+    """Give back what the allocator's cache has grown by inside: it is not what training needs."""
+    reserved = device.reading().reserved_bytes
+    try:
+        yield
+    finally:
+        if device.reading().reserved_bytes > reserved:
+            device.empty_cache()
 
 
 def open_device(kind: str, local_rank: int, memory_limit: int | None) -> Device:

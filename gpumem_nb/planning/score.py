@@ -42,7 +42,7 @@ class Scored:
     @property
     def error(self) -> float | None:
         """By which share of what came the live peak was predicted too high; ``None`` where no step was done."""
-        peak = self.came.foreseeable_peak_bytes
+        peak = self.came.peak_bytes
         return None if not peak else self.predicted.live_peak_bytes / peak - 1
 
     @property
@@ -67,7 +67,7 @@ class Scored:
 
         Of what was said to fit and ran out of memory the least that this can mean.
         """
-        said, peak = self.predicted, self.came.foreseeable_peak_bytes
+        said, peak = self.predicted, self.came.peak_bytes
         if not said.reserved_peak_bytes or not said.live_peak_bytes:
             return 0.0
         if said.verdict == FITS and self.came.outcome == OOM:
@@ -98,7 +98,7 @@ class Scoreboard:
                 "outcome": one.came.outcome,
                 "right": one.right,
                 "predicted_bytes": one.predicted.live_peak_bytes,
-                "came_bytes": one.came.foreseeable_peak_bytes,
+                "came_bytes": one.came.peak_bytes,
                 "error": one.error,
             }
             for one in self.scored
@@ -121,7 +121,7 @@ class Scoreboard:
                 one.came.outcome,
                 "yes" if one.right else "no",
                 format_bytes(one.predicted.live_peak_bytes),
-                format_bytes(one.came.foreseeable_peak_bytes),
+                format_bytes(one.came.peak_bytes),
                 _percent(one.error),
             )
             for one in self.scored
@@ -147,16 +147,17 @@ def score(asked: Sequence[Asked], tried: Sequence[Tried]) -> Scoreboard:
     for place, came in enumerate(list(tried)):  # another thread may add to both
         if came.steps or came.outcome == OOM:
             about[_key(came.model_version, came.settings)].append((place, came))
-    scored = dict[int, Scored]()
+    scored = dict[tuple[int, int], Scored]()
     for one in list(asked):
         of_it = about.get(_key(one.model_version, one.prediction.settings), [])
         met = next((came for place, came in of_it if place >= one.begun), None)
         if met is not None:
             flip = arrows(one.settings, one.prediction.settings) or "as it is"
-            this, first = Scored(flip, one.prediction, met), scored.get(met.settings_id)
+            name = met.settings_id, met.part
+            this, first = Scored(flip, one.prediction, met), scored.get(name)
             if first is None or (this.exact and not first.exact):
-                scored[met.settings_id] = this
-    return Scoreboard([scored[settings_id] for settings_id in sorted(scored)])
+                scored[name] = this
+    return Scoreboard([scored[name] for name in sorted(scored)])
 
 
 def foretold(asked: Sequence[Asked], tried: Sequence[Tried], came: Tried) -> Prediction | None:

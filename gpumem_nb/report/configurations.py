@@ -23,39 +23,46 @@ _COMMUNICATION = {knob.name for knob in COMMUNICATION_KNOBS}
 
 @dataclass(slots=True)
 class Tried:
-    """One configuration and what it measured.
+    """One configuration of one model, and what its steps measured: after a cell that may change the model, a new one.
 
     Attributes:
         options, parameters: of a ready-made workload by name, and of its model when it was loaded.
-        model_version: which the model had at its first step; see ``History``.
+        model_version: which the model has in its steps; see ``History``.
+        part: how many cells that may have changed the model ran between steps under this ``settings_id``.
         steps: steps done under it.
         steps_beside: steps that autotune did meanwhile under others.
-        peak_bytes: highest live bytes of any rank in the steps judged.
+        loss: of the latest step, mean of the ranks.
+        outcome: ``ok`` once a step was done, ``oom`` or ``error`` when it could not be kept.
+        peak_bytes, reserved_peak_bytes: highest live and reserved bytes of any rank in any of its steps.
+        fullest: peak and limit of the rank whose live peak was the largest share of its own limit, in bytes.
+        headroom: of the limit what the reserved peak left free, between 0 and 1; the least of any rank and step.
         throughputs: samples/s of all ranks together, one value for each of the last steps; none once it is settled.
         hidden: the mean over the ranks of the share of communication that backward hid, for each of the last steps.
+        starved: of each of the last steps the share in which the rank that lacked a core most was waiting for one.
         compression_error: the share of a rank's gradients that compression took, as last measured; the worst rank's.
-        headrooms: of the limit what the reserved peak leaves free, on the rank with least, for each of the last steps.
         part_times: the mean over the ranks of the seconds of each of ``PARTS``, for each of the last steps.
-        categories: live bytes at the peak of the latest step that was recorded, of the rank with the highest.
+        categories: live bytes at the highest recorded peak, of the rank that had it.
         curve: loss, samples/s and live peak over all of its steps.
         began_s: when it was chosen, in seconds since 1970.
-        outcome: ``ok`` once a step was done, ``oom`` or ``error`` when it could not be kept.
     """
 
     settings_id: int
     workload: str
     settings: Settings
     model_version: int = 0
+    part: int = 0
     steps: int = 0
     steps_beside: int = 0
     loss: float | None = None
     outcome: str = _NOT_RUN
-    peaks: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
-    reserved: deque[int] | list[int] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    fullest: tuple[int, int] | None = None
+    headroom: float | None = None
     throughputs: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     hidden: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    starved: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     compression_error: float | None = None
-    headrooms: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     part_times: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     categories: Mapping[str, int] = field(default_factory=dict)
     curve: Curve = field(default_factory=Curve)
@@ -64,57 +71,66 @@ class Tried:
     parameters: int | None = None
     batch_norm: bool = False
     _settled: Speed | None = field(default=None, init=False)
-    _of_that_model: int | None = field(default=None, init=False)
 
-    def model_may_have_changed(self, version: int) -> None:
-        """Steps that follow are of the model at this version."""
-        if not self.steps:
-            self.model_version = version
-        elif self._of_that_model is None:
-            self._of_that_model = self.peak_bytes
+    def anew(self, model_version: int) -> Tried:
+        """The same configuration of the model at another version, before its first step."""
+        return Tried(
+            self.settings_id,
+            self.workload,
+            self.settings,
+            model_version,
+            self.part + 1,
+            options=self.options,
+            parameters=self.parameters,
+            batch_norm=self.batch_norm,
+        )
 
     def add(self, samples: Sequence[Sample], limits: Sequence[int | None] = ()) -> None:
         """Take in one finished step of all ranks, whose memory has these limits, in rank order."""
-        if self._settled:  # a step that was under way for long; the figures are made
-            self.steps += 1
-            return
-        if self.steps == WARM_UP_STEPS:
-            for judged in (self.peaks, self.reserved, self.throughputs, self.hidden, self.headrooms, self.part_times):
+        if self.steps == WARM_UP_STEPS and not self._settled:
+            for judged in (self.throughputs, self.hidden, self.starved, self.part_times):
                 judged.clear()
         self.steps += 1
         self.outcome = "ok"
-        self.peaks.append(max(sample.live_peak_bytes for sample in samples))
-        self.reserved.append(max(sample.reserved_peak_bytes for sample in samples))
+        self._add_memory(samples, limits)
+        if self._settled:  # a step that was under way for long; its speed is known
+            return
         self.throughputs.append(sum(sample.samples_per_s for sample in samples))
-        shares = [one.times.hidden_share for one in samples if one.times]
-        if known := [share for share in shares if share is not None]:
+        times = [one.times for one in samples if one.times]
+        if known := [share for share in (one.hidden_share for one in times) if share is not None]:
             self.hidden.append(statistics.fmean(known))
+        if known := [share for share in (one.starved_share for one in times) if share is not None]:
+            self.starved.append(max(known))
+        if times:
+            self.part_times.append(tuple(map(statistics.fmean, zip(*(one.seconds for one in times), strict=True))))
         errors = [one.compression_error for one in samples if one.compression_error is not None]
         self.compression_error = max(errors, default=self.compression_error)
         losses = [sample.loss for sample in samples if sample.loss is not None]
         self.loss = statistics.fmean(losses) if losses else None
-        self._add_for_the_record(samples, limits)
+        live = max(sample.live_peak_bytes for sample in samples)
+        self.curve.add(self.settings.samples_per_rank * len(samples), self.loss, self.throughputs[-1], live)
 
-    def _add_for_the_record(self, samples: Sequence[Sample], limits: Sequence[int | None]) -> None:
-        """What %hvd_runs says of it, besides."""
-        known = [(one.reserved_peak_bytes, limits[one.rank]) for one in samples if one.rank < len(limits)]
-        if shares := [1 - reserved / limit for reserved, limit in known if limit]:
-            self.headrooms.append(min(shares))
-        if times := [one.times.seconds for one in samples if one.times]:
-            self.part_times.append(tuple(map(statistics.fmean, zip(*times, strict=True))))
-        if ledgers := [one.ledger for one in samples if one.ledger]:
-            self.categories = max(ledgers, key=lambda ledger: ledger.peak_bytes).at_peak
-        batch = self.settings.samples_per_rank * len(samples)
-        self.curve.add(batch, self.loss, self.throughputs[-1], self.peaks[-1])
+    def _add_memory(self, samples: Sequence[Sample], limits: Sequence[int | None]) -> None:
+        ledgers = [one.ledger for one in samples if one.ledger]
+        highest = max(ledgers, key=lambda ledger: ledger.peak_bytes, default=None)
+        if highest and highest.peak_bytes >= sum(self.categories.values()):
+            self.categories = highest.at_peak
+        for one in samples:
+            self.peak_bytes = max(self.peak_bytes or 0, one.live_peak_bytes)
+            self.reserved_peak_bytes = max(self.reserved_peak_bytes or 0, one.reserved_peak_bytes)
+            limit = limits[one.rank] if one.rank < len(limits) else None
+            if limit:
+                mine = (one.live_peak_bytes, limit)
+                self.fullest = max(self.fullest or mine, mine, key=lambda pair: pair[0] / pair[1])
+                left = 1 - one.reserved_peak_bytes / limit
+                self.headroom = left if self.headroom is None else min(self.headroom, left)
 
     def settle(self) -> None:
         """Keep only the resulting figures: a long session tries thousands of configurations."""
-        self.peaks = [self.peak_bytes] if self.peak_bytes is not None else []
-        self.reserved = [self.reserved_peak_bytes] if self.reserved_peak_bytes is not None else []
         self._settled = self.speed
+        parts = self.part_seconds
         self.throughputs.clear()
-        room, parts = self.headroom, self.part_seconds
-        self.headrooms = deque([] if room is None else [room], STEPS_JUDGED)
+        self.starved.clear()
         self.part_times = deque([tuple(parts.values())] if parts else [], STEPS_JUDGED)
         self.curve.thin()
 
@@ -122,26 +138,6 @@ class Tried:
     def ran(self) -> bool:
         """Whether a step was done, or failed."""
         return bool(self.steps) or self.outcome != _NOT_RUN
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Highest live bytes over the steps judged, worst rank."""
-        return max(self.peaks, default=None)
-
-    @property
-    def foreseeable_peak_bytes(self) -> int | None:
-        """The same of the steps before the model may have changed: what was predicted of it is held against that."""
-        return self.peak_bytes if self._of_that_model is None else self._of_that_model
-
-    @property
-    def reserved_peak_bytes(self) -> int | None:
-        """Highest reserved bytes over the steps judged, worst rank."""
-        return max(self.reserved, default=None)
-
-    @property
-    def headroom(self) -> float | None:
-        """Of the limit what the reserved peak left free over the steps judged, between 0 and 1; the least rank's."""
-        return min(self.headrooms, default=None)
 
     @property
     def part_seconds(self) -> dict[str, float]:
@@ -168,7 +164,10 @@ class Tried:
     @property
     def speed(self) -> Speed | None:
         """Samples/s over the steps judged, all ranks together."""
-        return self._settled or Speed.of(list(self.throughputs))
+        if self._settled:
+            return self._settled
+        starved = list(self.starved)  # another thread adds to it
+        return Speed.of(list(self.throughputs), statistics.fmean(starved) if starved else 0.0)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..shared.categories import CATEGORIES
@@ -13,7 +13,6 @@ from ..shared.messages import Sample
 from ..shared.settings import Settings
 from ..shared.step_times import UNKNOWN
 from ..shared.units import format_bytes, format_rate
-from .configurations import Tried
 from .evaluation import Evaluation
 from .speed import Speed
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """What one stretch of training measured. Printed, it says what ``%hvd_runs`` has of its last settings.
+    """What one stretch of training measured; printed, it sums up these steps and no others.
 
     Attributes:
         steps: optimizer steps done in it.
@@ -34,7 +33,6 @@ class Run:
         self,
         samples: Sequence[Sample],
         settings: Mapping[int, Settings],
-        configuration: Callable[[int], Tried | None],
         notes: Sequence[str],
         evaluations: Sequence[Evaluation] = (),
     ) -> None:
@@ -44,9 +42,6 @@ class Run:
         self.evaluations = list(evaluations)
         self._done = [sample for sample in self._samples if sample.done]
         self.steps = len({sample.step for sample in self._done})
-        latest_first = (configuration(sample.settings_id) for sample in reversed(self._done))
-        now = next(filter(None, latest_first), None)  # autotune's are none
-        self._samples_per_s, self._peak_bytes = (now.samples_per_s, now.peak_bytes) if now else self._own_figures()
 
     def frame(self) -> pd.DataFrame:
         """One row per rank and step; bytes, seconds and samples/s as the column names say.
@@ -69,23 +64,31 @@ class Run:
             rows.append(row | settings.as_dict() | row | {"event": sample.event} | shares)
         return pd.DataFrame(rows)
 
-    def _own_figures(self) -> tuple[float | None, int | None]:
-        by_step: dict[int, float] = defaultdict(float)
-        for sample in self._done:
-            by_step[sample.step] += sample.samples_per_s
-        speed = Speed.of(list(by_step.values()))
-        return speed.median if speed else None, max((sample.live_peak_bytes for sample in self._done), default=None)
-
     def __str__(self) -> str:
         if not self.steps:
             return "\n".join(["No step was done.", *self.notes])
-        last = [sample for sample in self._done if sample.step == self._done[-1].step]
-        losses = [sample.loss for sample in last if sample.loss is not None]
-        text = f"{self.steps} steps on {len(last)} ranks"
-        if losses:
-            text += f": loss {statistics.fmean(losses):.4g}"
-        speed, peak = format_rate(self._samples_per_s), format_bytes(self._peak_bytes)
-        measured = f"{text}, {speed} samples/s, live peak {peak}."
+        ranks = len({sample.rank for sample in self._done})
+        measured = f"{_count(self.steps, 'step')} on {_count(ranks, 'rank')}: {measured_by(self._done)}."
         return "\n".join([measured, *map(str, self.evaluations[-1:]), *self.notes])
 
     __repr__ = __str__
+
+
+def measured_by(samples: Sequence[Sample], peak_bytes: int | None = None) -> str:
+    """The latest loss, the median throughput and the highest live peak of finished steps, in words.
+
+    ``peak_bytes``: where it is known already.
+    """
+    rates: dict[int, float] = defaultdict(float)
+    for sample in samples:
+        rates[sample.step] += sample.samples_per_s
+    losses = [one.loss for one in samples if one.step == samples[-1].step and one.loss is not None]
+    speed = Speed.of(list(rates.values()))
+    loss = [f"loss {statistics.fmean(losses):.4g}"] if losses else []
+    rate = f"{format_rate(speed.median if speed else None)} samples/s"
+    peak = max(one.live_peak_bytes for one in samples) if peak_bytes is None else peak_bytes
+    return ", ".join([*loss, rate, f"live peak {format_bytes(peak)}"])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

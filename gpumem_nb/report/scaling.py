@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ FORECAST_RANKS = (8, 16, 64)
 _COMPUTING = (FORWARD, BACKWARD, UPDATE)
 _LOSSES = {"slower computing": _COMPUTING, "reduction": (REDUCTION,), "data": (DATA, COPY)}
 _WORTH_A_WORD = 0.01  # of a step
-_LEAST_ERROR = 0.1  # of a forecast, whatever the spread of steps says
+_LEAST_ERROR = 0.1  # of a forecast for twice as many ranks, whatever the measured steps say
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Scaled:
     @property
     def spread(self) -> float:
         """Half of what lies between the quarters of steps, as a share of the median."""
+        if len(self.each_s) < 2:
+            return 0.0
         low, _, high = statistics.quantiles(self.each_s, n=4)
         return (high - low) / 2 / self.step_s
 
@@ -89,22 +92,41 @@ class ScalingReport:
         return rate / ranks / (self._least.samples_per_s / self._least.ranks)
 
     def forecast(self, ranks: int) -> tuple[float, float]:
-        """Samples/s of so many ranks, and the error of that as a share: from those measured, by a model.
+        """Samples/s of so many ranks, and the error of that as a share: from the most ranks measured, by a model.
+
+        The error has two parts: how much single steps differ, and by how much the model missed the most ranks when it
+        forecast them from fewer, for each doubling of ranks (at least a tenth, which is all where nothing can be held
+        against it).
 
         Computing takes as long as on the ranks measured, but where they have virtual GPUs, which share their hosts'
         cores: these are shared by more. The reduction that backward does not hide grows as an all-reduce of the
         gradients does, over links like those measured.
         """
         most = self.measured[-1]
-        crowding = self._crowding(ranks) / self._crowding(most.ranks)
-        reduction = most.part_s([REDUCTION])
-        computing = most.step_s - reduction
-        if self.network and most.ranks > 1:
+        doublings = math.log2(max(2.0, ranks / most.ranks))
+        return self._forecast(most, ranks), math.hypot(most.spread, self._missed * doublings)
+
+    def _forecast(self, one: Scaled, ranks: int) -> float:
+        """Samples/s of so many ranks, from the steps of these."""
+        crowding = self._crowding(ranks) / self._crowding(one.ranks)
+        reduction = one.part_s([REDUCTION])
+        computing = one.step_s - reduction
+        if self.network and one.ranks > 1:
             predicted = self.network.predicted_s
-            reduction *= predicted(self.gradient_bytes, ranks) / predicted(self.gradient_bytes, most.ranks)
-        samples = most.samples // most.ranks * ranks
-        error = max(_LEAST_ERROR, most.spread)
-        return samples / (crowding * (computing + reduction)), error  # cores sum up gradients, too
+            reduction *= predicted(self.gradient_bytes, ranks) / predicted(self.gradient_bytes, one.ranks)
+        samples = one.samples // one.ranks * ranks
+        return samples / (crowding * (computing + reduction))  # cores sum up gradients, too
+
+    @property
+    def _missed(self) -> float:
+        """By which share a forecast misses for each doubling of ranks."""
+        most = self.measured[-1]
+        fewer = [one for one in self.measured[:-1] if one.ranks > 1]  # one rank alone shows no reduction
+        misses = [
+            abs(self._forecast(one, most.ranks) / most.samples_per_s - 1) / math.log2(most.ranks / one.ranks)
+            for one in fewer
+        ]
+        return max([_LEAST_ERROR, *misses])
 
     def lost(self, one: Scaled) -> Mapping[str, float]:
         """What a step has more than on the fewest ranks, as shares of it, by what it is lost to."""

@@ -17,26 +17,31 @@ WARM_UP_STEPS = 2  # under new settings: buffers, caches and kernels are made in
 STEPS_JUDGED = 50  # the latest ones
 FEWEST_STEPS = 5  # of each side, before two are compared
 WORTH_A_WORD = 0.1  # of a step, that all others wait for one rank
+STARVED_SHARE = 0.15  # of a step, that ranks wait for a core: from here on the machine decides how long steps take
 # The standard error of a median of n normal values is 1.253 σ/√n, and σ is the interquartile range ÷ 1.349.
 _MEDIAN_ERROR = 1.253 / 1.349
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Samples/s over some steps: the median, half of all values lie between ``low`` and ``high``."""
+    """Samples/s over some steps: the median, half of all values lie between ``low`` and ``high``.
+
+    ``starved`` is the mean share of a step in which ranks waited for a core.
+    """
 
     median: float
     low: float
     high: float
     steps: int
+    starved: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Speed | None:
+    def of(cls, values: Sequence[float], starved: float = 0.0) -> Speed | None:
         """Of the values of single steps; ``None`` without any."""
         if len(values) < 2:
-            return cls(values[0], values[0], values[0], 1) if values else None
+            return cls(values[0], values[0], values[0], 1, starved) if values else None
         low, median, high = statistics.quantiles(values, method="inclusive")
-        return cls(median, low, high, len(values))
+        return cls(median, low, high, len(values), starved)
 
     @property
     def error(self) -> float:
@@ -82,11 +87,21 @@ def compared(before: Speed | None, after: Speed | None) -> str:
         return f"{both} (too few steps before to compare: {before.steps} of {FEWEST_STEPS})"
     if after.steps < FEWEST_STEPS:
         return f"{both} (too early to tell: {after.steps} of {FEWEST_STEPS} steps)"
+    if why := not_comparable(before, after):
+        return f"{both} ({why})"
     doubt = 2 * math.hypot(before.error, after.error)
     about = f"±{100 * doubt / before.median:.0f} %, {before.steps} and {after.steps} steps"
     if abs(after.median - before.median) <= doubt:
         return f"{both}: no clear difference ({about})"
     return f"{both} ({percent(before.median, after.median)}, {about})"
+
+
+def not_comparable(before: Speed | None, after: Speed | None) -> str:
+    """Why a difference of these speeds says nothing about the settings; empty where it does."""
+    starved = max((speed.starved for speed in (before, after) if speed), default=0.0)
+    if starved < STARVED_SHARE:
+        return ""
+    return f"not comparable: machine busy, ranks waited for a core in {100 * starved:.0f} % of a step"
 
 
 def percent(before: float, after: float) -> str:

@@ -79,6 +79,13 @@ class StepTimes:
         return self.hidden_s / travelled_s if travelled_s and self.hidden_s is not None else None
 
     @property
+    def starved_share(self) -> float | None:
+        """The share of the step in which the rank was ready and had no core; ``None`` on GPUs, which go on then."""
+        if self.queued_s is None or self.hidden_s is None:
+            return None
+        return self.queued_s / (self.total_s or 1)
+
+    @property
     def total_s(self) -> float:
         """All parts together."""
         return sum(self.seconds)

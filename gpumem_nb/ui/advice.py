@@ -26,11 +26,11 @@ def what_helps(category: str, phase: str, history: History, blocks: int) -> str:
     if not history.tried:
         return ""
     now = history.tried[-1]
-    of_this_workload = [tried for tried in reversed(history.tried) if tried.settings_id >= history.loaded_as]
+    of_this_model = [tried for tried in reversed(history.tried) if tried.model_version == now.model_version]
     maybe, measured = [], []
     for changes in strongest_first(Need(category, phase, now.settings, blocks)):
         changed = now.settings.replace(**changes)
-        tried = next((t for t in of_this_workload if t.settings == changed), None)
+        tried = next((t for t in of_this_model if t.settings == changed), None)
         if tried is None or tried.peak_bytes is None:
             maybe.append(typed(now.settings, changed))
         elif now.peak_bytes and tried.peak_bytes < now.peak_bytes:

@@ -21,13 +21,15 @@ MOST_LEDGERS = 240  # points of each band; by default one step in twenty is reco
 class Peak:
     """The latest known peak of a rank in bytes.
 
-    ``ledger`` says what it is made of, once a step was recorded under the current settings.
+    ``ledger`` says what it is made of, once a step was recorded under the current settings; ``reserved`` is what the
+    allocator held at most in that step.
     """
 
     rank: int
     bytes: int
     limit: int | None
     ledger: Ledger | None
+    reserved: int = 0
 
     @property
     def share(self) -> float:
@@ -43,11 +45,13 @@ def peaks(by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None
         newest = next((sample for sample in reversed(samples) if sample.done and not sample.tried), None)
         if newest is None:
             if reading:
-                found.append(Peak(rank, reading.live_peak_bytes, limit, None))
+                found.append(Peak(rank, reading.live_peak_bytes, limit, None, reading.reserved_peak_bytes))
             continue
         recorded = next((s for s in reversed(samples) if s.ledger and s.done), newest)
         ledger = recorded.ledger if recorded.settings_id == newest.settings_id else None
-        found.append(Peak(rank, ledger.peak_bytes if ledger else newest.live_peak_bytes, limit, ledger))
+        of_step = recorded if ledger else newest
+        live = ledger.peak_bytes if ledger else newest.live_peak_bytes
+        found.append(Peak(rank, live, limit, ledger, max(live, of_step.reserved_peak_bytes)))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
 
-from .runs_picture import picture
+from .runs_picture import common_limit, picture
 from .steered import Steered
 
 MOST_ROWS = 50  # the latest
@@ -61,6 +61,5 @@ class Kept:
         runs = self._session.runs.latest(MOST_ROWS)
         if not len(runs):
             return {"text/html": "", "text/plain": ""}
-        limits = [reading.limit_bytes for reading in self._session.history.readings if reading and reading.limit_bytes]
-        svg = picture(runs.rows, min(limits, default=None), self._session.ranks[0].device_name)
+        svg = picture(runs.rows, common_limit(self._session.history.readings), self._session.ranks[0].device_name)
         return {"text/html": svg + runs._repr_html_(), "image/svg+xml": svg, "text/plain": str(runs)}

@@ -18,7 +18,7 @@ from ..shared.messages import RankInfo
 from ..shared.units import format_bytes
 from . import legend
 from .charts import Assembly, View
-from .runs_picture import picture
+from .runs_picture import common_limit, picture
 from .steered import Steered
 from .style import CSS
 
@@ -98,8 +98,7 @@ def _charts(session: Steered) -> tuple[str, str]:
 
 def _runs(session: Steered) -> str:
     runs = session.runs
-    limits = [reading.limit_bytes for reading in session.history.readings if reading and reading.limit_bytes]
-    svg = picture(runs.rows, min(limits, default=None), session.ranks[0].device_name) if len(runs) else ""
+    svg = picture(runs.rows, common_limit(session.history.readings), session.ranks[0].device_name) if len(runs) else ""
     return f"<div class='gpumem-runs'>{svg}{runs._repr_html_()}</div>"
 
 

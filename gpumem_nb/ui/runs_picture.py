@@ -9,6 +9,7 @@ from ..report.differences import short
 from ..report.runs import Row
 from ..report.runs.models import named
 from ..report.runs.sorting import latest
+from ..shared.messages import Reading
 from ..shared.units import format_bytes, format_rate
 from .style import BLUE, TEXT, VERMILION
 
@@ -22,7 +23,10 @@ _FONT = f"font-family='sans-serif' font-size='13' fill='{TEXT}'"
 def picture(rows: Sequence[Row], limit_bytes: int | None, device: str) -> str:
     """SVG with the latest configurations from top to bottom; the limit is drawn where all bars leave room for it.
 
-    It is that of ``device``, so runs of another one have none.
+    Args:
+        rows: what was tried.
+        limit_bytes: of every rank; ``None`` where there is none, or ranks have different ones.
+        device: whose limit that is: runs of another one have none.
     """
     shown = latest(rows, MOST_BARS)
     top = max((one.peak_bytes or 0 for one in shown), default=0) or 1
@@ -40,6 +44,12 @@ def picture(rows: Sequence[Row], limit_bytes: int | None, device: str) -> str:
         f"style='max-width: 100%; min-width: 480px; height: auto' role='img' "
         f"aria-label='{title}'><text x='0' y='14' {_FONT}>{title}</text>{limit}{bars}</svg>"
     )
+
+
+def common_limit(readings: Sequence[Reading | None]) -> int | None:
+    """The limit that all ranks have; ``None`` if they differ, for one rank's limit says nothing of another's peak."""
+    limits = {reading.limit_bytes for reading in readings if reading}
+    return limits.pop() if len(limits) == 1 else None
 
 
 def _row(

@@ -10,7 +10,7 @@ from ..kernel.lifecycle import RESTARTING
 from ..planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ..report import leak_sentences
 from ..report.breakdown import place
-from ..report.configurations import Effect
+from ..report.configurations import Effect, Tried
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
 from ..shared.forecast import MOST_BATCH
@@ -19,6 +19,7 @@ from ..shared.messages import Leak, RankInfo, Reading
 from ..shared.units import format_bytes, format_rate
 from .advice import FIXED, what_helps
 from .bands import Peak, above_median, worst_first
+from .runs_picture import common_limit
 from .steered import Steered
 
 PATIENCE_S = 2.0  # an answer that takes longer is worth a word
@@ -81,7 +82,7 @@ def tiles(session: Steered, readings: Sequence[Reading | None]) -> str:
     tried = session.history.now()
     speed = tried.samples_per_s if tried else None
     batch = tried.settings.samples_per_rank * session.size if tried else 0
-    memory, of = _worst(readings, tried.peak_bytes if tried else None)
+    memory, of = _peak(tried, readings)
     return _tiles(
         (f"{format_rate(speed)}", "samples/s, all ranks"),
         (memory, f"VRAM peak{of}"),
@@ -91,16 +92,14 @@ def tiles(session: Steered, readings: Sequence[Reading | None]) -> str:
     )
 
 
-def _worst(readings: Sequence[Reading | None], peak_bytes: int | None) -> tuple[str, str]:
-    """The worst rank's peak, and what it is of its limit; before a step was done, the peak since the limit was set."""
-    known = [reading for reading in readings if reading]
-    if not known:
-        return "n/a", ""
-    worst = max(known, key=lambda reading: reading.live_peak_bytes / (reading.limit_bytes or 1))
-    peak = worst.live_peak_bytes if peak_bytes is None else peak_bytes
-    if not worst.limit_bytes:
-        return format_bytes(peak), ", limit n/a"
-    return format_bytes(peak), f", {peak / worst.limit_bytes:.0%} of {format_bytes(worst.limit_bytes)}"
+def _peak(tried: Tried | None, readings: Sequence[Reading | None]) -> tuple[str, str]:
+    """The peak of the rank that came nearest to its own limit, and what it is of that; n/a before a step was done."""
+    if tried is not None and tried.fullest:
+        peak, limit = tried.fullest
+        return format_bytes(peak), f", {peak / limit:.0%} of {format_bytes(limit)}"
+    limit_bytes = common_limit(readings)
+    of = f", of {format_bytes(limit_bytes)}" if limit_bytes else ", limit n/a"
+    return format_bytes(tried.peak_bytes if tried else None), of
 
 
 def _epochs(session: Steered) -> str:
@@ -127,7 +126,7 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
         return f"<div><span>{escape(flip)}</span> will be measured with the next step</div>"
     peaks = f"<span>live peak <b>{escape(effect.memory)}</b></span>"
     if foretold:
-        came = format_bytes(effect.after.foreseeable_peak_bytes)
+        came = format_bytes(effect.after.peak_bytes)
         peaks += f" <span>predicted <b>{format_bytes(foretold.live_peak_bytes)}</b>, came <b>{came}</b></span>"
     measured = "".join(f" <span>{escape(told)}</span>" for told in (effect.speed, effect.communication) if told)
     return f"<div><span>{escape(flip)}</span> {peaks}{measured}</div>"

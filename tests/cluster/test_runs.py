@@ -19,6 +19,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared import snapshot_folder
 from gpumem_nb.shared.errors import InvalidInput, StateFileError
 from gpumem_nb.shared.step_times import PARTS
+from gpumem_nb.shared.units import format_bytes, format_rate
 from gpumem_nb.ui.controls import family
 from gpumem_nb.ui.export_view import ExportView
 from tests import internals
@@ -55,10 +56,10 @@ def test_figures_are_those_of_the_steps(session: Session) -> None:
     assert [row.steps for row in rows] == [12, 12]
     assert [row.present for row in rows] == [False, True]
     for row, frame in zip(rows, frames, strict=True):
+        assert row.peak_bytes == frame.live_peak_bytes.max()
+        assert row.reserved_peak_bytes == frame.reserved_peak_bytes.max()
+        assert row.headroom == 1 - frame.reserved_peak_bytes.max() / LIMIT
         judged = frame[frame.step > frame.step.min() + 1]  # two steps warm up
-        assert row.peak_bytes == judged.live_peak_bytes.max()
-        assert row.reserved_peak_bytes == judged.reserved_peak_bytes.max()
-        assert row.headroom == 1 - judged.reserved_peak_bytes.max() / LIMIT
         rates = judged.groupby("step").samples_per_s.sum()
         assert row.samples_per_s == pytest.approx(rates.median())
         last = frame[frame.step == frame.step.max()]
@@ -76,6 +77,53 @@ def test_figures_are_those_of_the_steps(session: Session) -> None:
     moved = rows[1].categories["activations"] - rows[0].categories["activations"]
     assert compared.categories["activations"] == moved
     assert "batch_size 16 → 32" in str(compared)
+
+
+SLOWER = """
+import time, torch
+scratch = []
+def slower(module, args):
+    time.sleep(0.05)
+    scratch[:] = [torch.ones(6 << 18)]
+hook = model.register_forward_pre_hook(slower)
+"""
+
+
+def test_a_run_and_its_row_tell_of_the_steps_since_a_cell_changed_the_model(session: Session) -> None:
+    before = session.train(8)
+    session.run(SLOWER)
+    after = session.train(6)
+    session.run("hook.remove(); scratch.clear()")
+    for trained, row in zip((before, after), new_rows(session, len(session.runs) - 2), strict=True):
+        frame = trained.frame()
+        rates = frame.groupby("step").samples_per_s.sum()
+        assert f"{format_rate(rates.median())} samples/s" in str(trained)
+        assert f"live peak {format_bytes(frame.live_peak_bytes.max())}." in str(trained)
+        assert (row.steps, row.peak_bytes) == (trained.steps, frame.live_peak_bytes.max())
+        assert row.samples_per_s == pytest.approx(rates[2:].median())
+    assert (row.peak_bytes or 0) > before.frame().live_peak_bytes.max()
+
+
+def test_equal_settings_reserve_equal_memory_whatever_ran_before(session: Session) -> None:
+    known = len(session.runs)
+    session.set(batch_size=8)
+    session.train(4)
+    session.run("torch.ones(30 << 18); None")
+    session.train(2)
+    session.set(batch_size=512)
+    session.train(2)
+    session.memory(timeline=True)
+    session.set(batch_size=8)
+    session.evaluate()
+    session.train(4)
+    first, after_a_cell, large, again = new_rows(session, known)
+    for row in (after_a_cell, again):
+        assert (row.reserved_peak_bytes, row.headroom) == (first.reserved_peak_bytes, first.headroom)
+    assert large.headroom
+    assert first.headroom
+    assert large.headroom < first.headroom
+    for row in new_rows(session, known):
+        assert (row.reserved_peak_bytes or 0) >= (row.peak_bytes or 0) > 0
 
 
 def test_a_configuration_that_was_predicted_says_so(session: Session) -> None:

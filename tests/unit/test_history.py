@@ -31,7 +31,7 @@ def test_the_cost_of_recording_steps_is_a_share_of_all_time() -> None:
     history.begin(1, "w", Settings())
     assert history.ledger_cost() is None
     ledger = Ledger(1, "", "", {}, {}, (), True, True)
-    steps = [sample(step, 1, 0.15, ledger) if step % 10 == 9 else sample(step, 1) for step in range(42)]
+    steps = [sample(step, 1, 0.15, ledger) if step % 10 == 9 else sample(step, 1) for step in range(1, 43)]
     history.add(steps, [Reading(1, 1, 2, 2, None, None)])
     assert history.ledger_cost() == pytest.approx(0.5 / 10)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +37,7 @@ def came(settings_id: int, peak_mib: int | None, version: int = 0, **knobs: Any)
     if peak_mib is None:
         tried.outcome = "oom"
     else:
-        tried.steps, tried.outcome, tried.peaks = 3, "ok", deque([peak_mib * MIB])
+        tried.steps, tried.outcome, tried.peak_bytes = 3, "ok", peak_mib * MIB
     return tried
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from ...memory.device import Device
+from ...memory.device import Device, leaving_no_cache
 from ...memory.leaks.detector import LeakDetector
 from ...shared.errors import WorkloadError
 from ...shared.messages import Chunk, ChunkReply, Evaluated, Failure, Sample, Timeline
@@ -97,6 +97,7 @@ class Trainer:
         self._recorded_steps = 0  # under these settings
         self._latest: Laps | None = None  # of the step that was done last
         self._noise = NoiseScale(stream.size)
+        device.reset_peak()  # what was loaded before needed is no figure of this
 
     def join(self) -> None:
         """Begin with the values of rank 0; all ranks call it together.
@@ -226,7 +227,7 @@ class Trainer:
             WorkloadError: this rank could not finish it.
         """
         chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1)
-        with self.drawing(), self.trying(chunk) as failure:
+        with leaving_no_cache(self._device), self.drawing(), self.trying(chunk) as failure:
             outcome, _ = self._step(failure, chunk)
         if outcome.failure:
             raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
@@ -258,7 +259,8 @@ class Trainer:
         if self.evaluator is None:
             return None, failure
         self.stepper.phase, self.stepper.began_s = EVALUATION, time.monotonic()
-        found, failure = self.evaluator.run(failure)
+        with leaving_no_cache(self._device):
+            found, failure = self.evaluator.run(failure)
         if found is None:
             return None, failure
         now_s = time.time() - self._started_s
@@ -276,14 +278,14 @@ class Trainer:
         chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True)
         self.stepper.looks = looks
         try:
-            with self.aside(self.live.settings), self.trying(chunk) as failure:
+            with leaving_no_cache(self._device), self.aside(self.live.settings), self.trying(chunk) as failure:
                 return self.try_step(failure, chunk).failure
         finally:
             self.stepper.looks = Looks()
 
     def _try_out(self, chunk: Chunk) -> ChunkReply:
         """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""
-        with self.trying(chunk) as failure:
+        with leaving_no_cache(self._device), self.trying(chunk) as failure:
             outcome, sample = self._step(failure, chunk)
         return ChunkReply(self.stream.rank, (sample,), self._device.reading(), outcome.failure)
 
@@ -331,6 +333,8 @@ class Trainer:
         except BaseException as error:
             self._settings_id = NO_CONFIGURATION
             return self.stepper.failure(error)
+        if not chunk.trial:
+            self._device.empty_cache()  # what a configuration reserves is its own need, and not what came before
         self._settings_id = chunk.settings_id
         self._flipped, self._recorded_steps = self._flipped or changed, 0
         return None
@@ -341,6 +345,7 @@ class Trainer:
             return None
         self._cells = cells.ran()
         self._proven_id = -1  # the next update may fail for what a cell has set: it is prepared to be undone
+        self._device.empty_cache()
         self.stepper.phase = "forward"
         self.stepper.voting.come_last()
         try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ...memory.device import Device
+from ...memory.device import Device, leaving_no_cache
 from ...memory.ledger.account import Account
 from ...memory.ledger.trace import Trace
 from ...memory.prediction.forecast import forecast, largest
@@ -82,7 +82,7 @@ class Trials:
         ``most`` is the largest batch size of which the largest that fits is looked for; with 0 none is.
         """
         began_s = time.monotonic()
-        with self._leaving_no_cache(), self._takes.aside(settings):
+        with leaving_no_cache(self._device), self._takes.aside(settings):
             steps, failure, failed_batch = self._small_steps(settings, small)
         return self._forecasts(steps, began_s, batch_sizes, most, failure, failed_batch)
 
@@ -99,7 +99,7 @@ class Trials:
             return trial.work_s, 0.0 if settings.num_workers else trial.data_s, trial.failure
 
         began_s = time.monotonic()
-        with self._leaving_no_cache(), self._takes.aside(settings):
+        with leaving_no_cache(self._device), self._takes.aside(settings):
             steps_s, failure = timed(self._takes.trying, step, Chunk(settings, NO_CONFIGURATION, 1, trial=True))
         steps = SmallSteps(traces[:1], self._takes.stream.varies) if steps_s else None
         batch_size = settings.batch_size
@@ -117,16 +117,6 @@ class Trials:
         if not together.times:
             return together
         return among(count, self._device, lambda: self._steps(settings, steps)) or StepsAmong()
-
-    @contextmanager
-    def _leaving_no_cache(self) -> Iterator[None]:
-        """What trials leave in the allocator's cache is not what training needs."""
-        reserved = self._device.reading().reserved_bytes
-        try:
-            yield
-        finally:
-            if self._device.reading().reserved_bytes > reserved:
-                self._device.empty_cache()
 
     def _steps(self, settings: Settings, steps: int) -> StepsAmong:
         times: list[StepTimes] = []
@@ -152,7 +142,7 @@ class Trials:
         From one recorded step at each of the ``small`` batch sizes, as :meth:`forecast`.
         """
         began_s, batch_size = time.monotonic(), settings.batch_size
-        with self._leaving_no_cache(), self._takes.aside(settings):
+        with leaving_no_cache(self._device), self._takes.aside(settings):
             steps, failure, failed_batch = self._small_steps(settings, small)
         now = self._forecasts(steps, began_s, [batch_size], 0, failure, failed_batch)
         if steps is None:

@@ -117,9 +117,7 @@ class Failures:
             )
 
     def _rescue(self, failure: Failure, chunk: Chunk) -> Rescue:
-        tried = self._history.configuration(chunk.settings_id)
-        if tried:
-            tried.outcome = failure.kind
+        self._history.failed(chunk.settings_id, failure.kind)
         rescue = Rescue(failure, self._history.steps + 1, chunk.settings)
         self._history.rescued(rescue)
         self._state.note(rescue)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ...cluster.shield import shielded
 from ...report.evaluation import Evaluation
 from ...report.rescue import Rescue
+from ...report.run_summary import measured_by
+from ...report.speed import STEPS_JUDGED
 from ...shared.errors import GpumemError, TrainingFailed
 from ...shared.messages import Sample
 from ...shared.settings import Settings
@@ -43,6 +46,8 @@ class TrainingState:
         self.wanted_steps: float = 0
         self.failure: GpumemError | Rescue | None = None
         self._recording: list[Sample] | None = None
+        self._latest_recorded: deque[Sample] = deque(maxlen=STEPS_JUDGED * history.size)
+        self._recorded_peak = 0
         self._notes: list[Rescue | Evaluation | str] = []
 
     @contextmanager
@@ -98,11 +103,21 @@ class TrainingState:
     def start_recording(self) -> None:
         """Keep samples and notes from now on."""
         self._recording, self._notes = [], []
+        self._latest_recorded.clear()
+        self._recorded_peak = 0
 
     def record(self, samples: Sequence[Sample]) -> None:
         """Keep samples for whoever records."""
         if self._recording is not None:
+            done = [sample for sample in samples if sample.done]
             self._recording.extend(samples)
+            self._latest_recorded.extend(sorted(done, key=lambda sample: sample.step))
+            self._recorded_peak = max([self._recorded_peak, *(sample.live_peak_bytes for sample in done)])
+
+    def recorded_so_far(self) -> str:
+        """The latest step that was recorded and what these steps measured, in a line; empty before there is one."""
+        done = list(self._latest_recorded)
+        return f"step {done[-1].step}, {measured_by(done, self._recorded_peak)}" if done else ""
 
     def note(self, *notes: Rescue | Evaluation | str) -> None:
         """Keep what happened on the way for whoever records; it is put into words at the end, when more is known."""

@@ -238,7 +238,7 @@ class Training:
                 self._state.start_recording()
 
             def ended(began: int = self._history.steps) -> bool:
-                progress(self._history.latest(), (self._history.steps - began) / steps)
+                progress(self._state.recorded_so_far(), (self._history.steps - began) / steps)
                 # After a stall some rank may be busy for long with what the others were freed from.
                 return not self.busy or (self._stalls.told and self._state.failure is not None)
 
@@ -256,7 +256,7 @@ class Training:
             with self._state.locked():
                 samples, notes, evaluations = self._state.end_recording()
         self._state.raise_failure()
-        return Run(samples, dict(self._state.known_settings), self._history.configuration, notes, evaluations)
+        return Run(samples, dict(self._state.known_settings), notes, evaluations)
 
     def interrupt(self) -> bool:
         """Stop training and interrupt the ranks; a step under way is discarded. Says whether they stopped in time."""

@@ -12,7 +12,7 @@ from ...shared.knobs import KNOBS
 from ...shared.step_times import PARTS
 from ...shared.units import format_bytes, format_rate
 from ..differences import arrows, mathematics
-from ..speed import compared
+from ..speed import compared, not_comparable
 from ..tables import Table, notes_html
 from . import columns
 from .models import named
@@ -116,6 +116,11 @@ class Comparison:
         self.draw(self)
 
     @property
+    def _busy(self) -> str:
+        """Why differences of times say nothing; empty where they do."""
+        return not_comparable(self.a.speed, self.b.speed)
+
+    @property
     def _same_model(self) -> bool:
         return self.a.model == self.b.model
 
@@ -150,8 +155,9 @@ class Comparison:
                 cells = columns.rate(self.a.speed), columns.rate(self.b.speed)
             else:
                 cells = words(before), words(after)
+            change = "" if name == "samples/s" and self._busy else _change(name, before, after, unit)
             if before is not None or after is not None:
-                figures.append((name, *cells, _change(name, before, after, unit)))
+                figures.append((name, *cells, change))
         tables = [self._table(heading, "", figures)]
         if self.categories:
             rows = [
@@ -162,7 +168,12 @@ class Comparison:
             tables.append(self._table("Live peak by category, worst rank", "category", rows))
         if self.parts:
             rows = [
-                (part, _ms(self.a.parts.get(part, 0.0)), _ms(self._scaled(part)), _ms(moved, sign="+"))
+                (
+                    part,
+                    _ms(self.a.parts.get(part, 0.0)),
+                    _ms(self._scaled(part)),
+                    "" if self._busy else _ms(moved, sign="+"),
+                )
                 for part, moved in self.parts.items()
             ]
             title = "A step by part, mean of ranks"
@@ -215,7 +226,7 @@ class Comparison:
         return [f"Live peak {_size(moved)}: {', '.join(parts)}."]
 
     def _why_time(self) -> list[str]:
-        if not self.parts:
+        if not self.parts or self._busy:
             return []
         before, after = sum(self.a.parts.values()), sum(map(self._scaled, PARTS))
         named = {part: by for part, by in self.parts.items() if abs(by) >= _WORTH_A_WORD * max(before, after)}

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ...shared.categories import CATEGORIES
@@ -204,6 +205,11 @@ class Runs:
             which = f"run {some} is folded away: it" if len(folded) == 1 else f"runs {some} are folded away: each"
             notes.append(f"{which[:1].upper()}{which[1:]} has one step (%hvd_runs --all shows all).")
         notes.append(_ABOUT)
+        if any(a.model == b.model and a.settings == b.settings for a, b in pairwise(self.rows)):
+            notes.append(
+                "Under equal settings another run begins after a cell on the ranks, which may change the model, an "
+                "interrupt or a restart."
+            )
         compared = {row.model for row in shown if self._around.loss(row) is not None}
         if compared:
             sizes = sorted({self._around.samples[model] for model in compared})

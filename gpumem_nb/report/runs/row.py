@@ -199,8 +199,8 @@ def _fields(value: Any) -> list[Any] | None:
     return None if value is None else [getattr(value, name) for name in value.__slots__]
 
 
-def _speed(median: Any, low: Any, high: Any, steps: Any) -> Speed:
-    return Speed(_finite(median), _finite(low), _finite(high), _whole(steps, 1))
+def _speed(median: Any, low: Any, high: Any, steps: Any, starved: Any = 0.0) -> Speed:
+    return Speed(_finite(median), _finite(low), _finite(high), _whole(steps, 1), _finite(starved))
 
 
 def _foretold(live: Any, reserved: Any, rate: Any, verdict: Any, came: Any) -> Foretold:

@@ -157,8 +157,8 @@ class View:
     def top(self) -> int:
         """The most bytes that any chart of memory shows, limits aside; at least 1."""
         present = [reading for reading in self.readings if reading]
-        now = [value for reading in present for value in (reading.live_peak_bytes, reading.reserved_bytes)]
-        return max([1, int(self.highest_peaks.max(initial=0)), *now, *(peak.bytes for peak in self.peaks)])
+        now = [reading.live_peak_bytes for reading in present]
+        return max([1, int(self.highest_peaks.max(initial=0)), *now, *(peak.reserved for peak in self.peaks)])
 
     @property
     def unit_bytes(self) -> int:

@@ -17,7 +17,7 @@ from ..style import GREY, LOOKS, UNKNOWN, VERMILION
 from .chart import Axes, Chart, Drawn, Place
 from .view import View
 
-_READINGS = ("reserved_bytes", "live_bytes", "device_used_bytes", "limit_bytes")  # in the order of their traces
+_READINGS = ("live_bytes", "device_used_bytes", "limit_bytes")  # in the order of their traces, after reserved bytes
 
 
 def _title(view: View) -> str:
@@ -65,8 +65,10 @@ def _truths(view: View, axes: Axes) -> list[Any]:
 def _draw(view: View, axes: Axes) -> Drawn:
     bars = shown(view.peaks)
     stacks = [[_part(peak, name) for peak in bars.values()] for name in (*CATEGORIES, None)]
+    reserved: list[int | None] = [peak.reserved for peak in bars.values()]
     truths = [[getattr(view.readings[peak.rank], name, None) for peak in bars.values()] for name in _READINGS]
-    points = [(list(bars), _scaled(of_ranks, view.unit_bytes)) for of_ranks in (*stacks, *truths)]
+    lines: list[list[int | None]] = [*stacks, reserved, *truths]
+    points = [(list(bars), _scaled(of_ranks, view.unit_bytes)) for of_ranks in lines]
     return Drawn(points, view.memory_range, annotations=_far_limits(view, axes))
 
 
