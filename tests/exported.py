@@ -7,7 +7,6 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,10 +58,9 @@ def run(
     ranks: int = 2,
     ddp: bool = False,
     peaks: bool = False,
-    paths: Sequence[Path] = (),
     **variables: str,
 ) -> Ran:
-    """Run a script to its end; ``paths`` are where its process imports from, besides its own environment."""
+    """Run a script to its end."""
     import torch
 
     alone, saved = script.parent / "alone.txt", script.parent / "weights.pt"
@@ -71,7 +69,6 @@ def run(
     environment |= mpi.environment(1, "cpu") | variables
     for name in ("HOROVOD_FUSION_THRESHOLD", "PYTHONHASHSEED"):  # the script says them
         environment.pop(name)
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths))} if paths else {}
     environment |= {"PEAK": str(Path(__file__).parents[1])} if peaks else {}
     starter = [str(require_tool("mpiexec")), "-n", str(ranks), sys.executable]
     if ddp:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
+import site
+import sys
+import sysconfig
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import horovod
@@ -16,7 +20,6 @@ from torch.optim import Optimizer
 from ..internals.torch_internals import batch_norms, buffers_by_name, has_step_hooks
 from ..memory.device import Device
 from ..shared.exporting import Facts as Facts
-from ..shared.knobs.communication import VARIABLES
 from .data.handed import Columns, collated_copies
 from .data.once import samples_at
 from .data.orders import InTurn, Shuffled
@@ -27,6 +30,7 @@ from .step.optimizers import beside_state
 from .step.own_loss import OwnLoss, labels_counted
 from .step.parts import CRITERION, LOOSE, as_given, in_groups
 from .step.trainer import Trainer
+from .together import horovod_settings
 
 # What Horovod's broadcast takes.
 _COMMON = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
@@ -89,13 +93,11 @@ def _facts(trainer: Trainer) -> Facts:
         cache=any(hasattr(getattr(module, "config", None), "use_cache") for module in live.model.modules()),
         rate=live.learning_rate,
         asked_rate=live.asked_rate,
-        variables={
-            one.name: os.environ[one.name]
-            for one in VARIABLES.values()
-            if os.environ.get(one.name, one.default) != one.default
-        },
+        variables=horovod_settings.started_with(),
         hash_seed=os.environ.get("PYTHONHASHSEED", "random"),
-        torch=torch.__version__,
+        folder=os.getcwd(),
+        modules=_own_modules(),
+        torch=str(torch.__version__),
         horovod=horovod.__version__,
     )
 
@@ -134,3 +136,21 @@ def _order(stream: Stream) -> str:
         return ""
     known = {Shuffled: "shuffled", InTurn: "in turn"}
     return known.get(type(stream.order), getattr(stream.order, "name", "a DistributedSampler"))
+
+
+def _own_modules() -> dict[str, str]:
+    """Return the folders of top-level modules that people have written beside their notebook."""
+    installed = {sys.prefix, sys.base_prefix, *site.getsitepackages(), site.getusersitepackages()}
+    installed |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    ours, found = __name__.partition(".")[0], dict[str, str]()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        place = file or next(iter(getattr(module, "__path__", ())), None)  # a package without an __init__.py
+        if "." in name or name in (ours, "__main__", "__mp_main__") or not place:
+            continue
+        folder = Path(place).parent.parent if file and hasattr(module, "__path__") else Path(place).parent
+        if not any(folder.is_relative_to(one) for one in installed if one):
+            found[name] = str(folder)
+    order = [os.path.abspath(entry) for entry in sys.path]
+    places_of = {folder: order.index(folder) if folder in order else len(order) for folder in found.values()}
+    return dict(sorted(found.items(), key=lambda one: places_of[one[1]]))

@@ -5,14 +5,26 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Iterator, Sequence
+from math import ceil, sqrt
 
 from .order import quoted
 
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
 
-def checkpointed(names: Sequence[str], norms: bool) -> Iterator[str]:
-    """Lines that recompute each of these modules of ``model`` in backward; with ``norms``, it is no other batch."""
+def segment_length(blocks: int, mode: str) -> int:
+    """How many blocks are recomputed together."""
+    return ceil(sqrt(blocks)) if mode == "sqrt" else 1
+
+
+def checkpointed(names: Sequence[str], norms: bool, length: int) -> Iterator[str]:
+    """Lines that recompute these modules of ``model`` in backward, ``length`` of them together.
+
+    With ``norms``, recomputing is no other batch for statistics of batch norms.
+    """
+    if length > 1:
+        yield f"recompute_together({_which(names)}, {length})"
+        return
     yield f"for block in {_which(names)}:"
     if norms:
         yield "    contexts = functools.partial(once_in_statistics, block)"

@@ -7,8 +7,10 @@ import enum
 import linecache
 import types
 from collections.abc import Iterator
+from itertools import chain
 
 from .evaluated import is_another, other_defaults
+from .sameness import other_methods
 
 _NONE = object()
 # Of abstract classes, of named tuples and of enumerations.
@@ -32,10 +34,11 @@ def class_source(value: type) -> str:
             continue
         for node in nodes:
             if node.name == value.__name__ and _is_in(function, node):
-                if changed := next(_changed(value, node, function.__code__.co_filename), ""):
-                    raise ValueError(changed)
                 begin = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-                return "\n".join(source.split("\n")[begin - 1 : node.end_lineno])
+                text, file = "\n".join(source.split("\n")[begin - 1 : node.end_lineno]), function.__code__.co_filename
+                if changed := next(chain(_changed(value, node, file), other_methods(text, value, file, source)), ""):
+                    raise ValueError(changed)
+                return text
     raise OSError(value.__name__)
 
 

@@ -9,13 +9,15 @@ import inspect
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from ..shared.errors import WorkloadError
 from .classes import class_source, functions_of, globals_of
 from .evaluated import other_defaults
+from .sameness import is_definition_of, is_lambda, returns_like
 from .statements import units_of
 
 _OURS = "gpumem_nb"
@@ -54,8 +56,9 @@ class Collector:
             arguments += [f"{name}={self._plain(role)(value)}" for name, value in function.keywords.items()]
             self._import("from functools import partial")
             return f"partial({', '.join([self.add(role, function.func), *arguments])})"
-        if isinstance(function, types.LambdaType) and function.__name__ == "<lambda>":
-            return self._lambda(role, function)
+        if _is_lambda(function):
+            self._lambda(role, f"{role}_of_workload", function)
+            return f"{role}_of_workload"
         name = getattr(function, "__qualname__", "")
         if not name.isidentifier():
             what = f"is {name}, inside of another object" if name else f"is a {type(function).__name__}"
@@ -82,6 +85,12 @@ class Collector:
         elif module := _importable(value):
             self._check_not_ours(role, module)
             self._import(f"from {module} import {value.__name__}" + (f" as {name}" if value.__name__ != name else ""))
+        elif _is_lambda(value):
+            self._lambda(role, name, value)
+        elif isinstance(value, types.FunctionType | type) and value.__name__ != name:
+            self._define(role, value.__name__, value)
+            self.definitions.append(f"{name} = {value.__name__}")
+            self.defined.append(name)
         elif isinstance(value, types.FunctionType | type):
             source = _source(role, name, value)
             self._names_in(role, source, _globals(value))
@@ -92,18 +101,20 @@ class Collector:
             self.definitions.append(f"{name} = {self._plain(role, name)(value)}")
             self.defined.append(name)
 
-    def _lambda(self, role: str, function: types.FunctionType) -> str:
-        """A lambda becomes a function of its own name."""
+    def _lambda(self, role: str, name: str, function: types.FunctionType) -> None:
+        """Define a lambda as a function of that name."""
         node, source = _lambda_node(role, function)
         for argument in other_defaults(node.args, function, function.__globals__):
             raise _changed(f"The workload's {role} is a lambda whose default of {argument}", "Define it")
-        name = f"{role}_of_workload"
         body = ast.get_source_segment(source, node.body) or ast.unparse(node.body)
+        body = f"(\n        {body}\n    )" if "\n" in body else body  # a return ends with its line
+        written = f"def {name}({ast.unparse(node.args)}):\n    return {body}"
+        if not returns_like(written, function, source):
+            raise _another_source(f"The workload's {role} is a lambda that")
         self._names_in(role, ast.unparse(node), function.__globals__)
-        self.definitions.append(f"def {name}({ast.unparse(node.args)}):\n    return {body}")
+        self.definitions.append(written)
         self.names[name] = function
         self.defined.append(name)
-        return name
 
     def _names_in(self, role: str, source: str, known: dict[str, Any]) -> None:
         """Define whatever some code uses of its module."""
@@ -195,9 +206,10 @@ def _source(role: str, name: str, value: Any) -> str:
             "it. Define it at the top level of a cell."
         )
     try:
-        of_cell = isinstance(value, type) and value.__module__ == "__main__"
-        source = (class_source(value) if of_cell and isinstance(value, type) else inspect.getsource(value)).rstrip()
-        source = textwrap.dedent(source) if source[:1].isspace() else source  # which changes blank lines in strings
+        if isinstance(value, type) and value.__module__ == "__main__":
+            return class_source(value)
+        source = inspect.getsource(value).rstrip()
+        return source if isinstance(value, type) else _definition(role, name, value, source)
     except ValueError as error:
         raise _changed(f"The workload's {role} uses {name}, whose {error}", f"Define {name}") from None
     except (OSError, TypeError):
@@ -206,11 +218,45 @@ def _source(role: str, name: str, value: Any) -> str:
             f"The workload's {role} uses {name}, whose source is not known. Define it in {where}, and load the "
             "workload again."
         ) from None
-    node = ast.parse(source).body[0]
-    if isinstance(value, types.FunctionType) and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        for argument in other_defaults(node.args, value, value.__globals__):
-            raise _changed(f"The workload's {role} uses {name}, whose default of {argument}", f"Define {name}")
-    return source
+
+
+def _definition(role: str, name: str, function: types.FunctionType, source: str) -> str:
+    """Return the code that makes a function, at no indentation.
+
+    Raises:
+        WorkloadError: there is none, or its defaults have changed.
+    """
+    around = "".join(inspect.findsource(function)[0])
+    for text in _without_indentation(source):
+        with suppress(SyntaxError):
+            if is_definition_of(text, function, around):
+                break
+    else:
+        raise _another_source(f"The workload's {role} uses {name}, which")
+    node = ast.parse(text).body[0]
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name != name:
+        raise _another_source(f"The workload's {role} uses {name}, which")
+    for argument in other_defaults(node.args, function, function.__globals__):
+        raise _changed(f"The workload's {role} uses {name}, whose default of {argument}", f"Define {name}")
+    return text
+
+
+def _without_indentation(source: str) -> Iterator[str]:
+    """Yield a definition inside of a block as it would stand at the top level: its lines, then its code."""
+    yield textwrap.dedent(source) if source[:1].isspace() else source
+    with suppress(SyntaxError):
+        yield "\n".join(map(ast.unparse, ast.parse(f"if True:\n{source}").body[0].body))  # type: ignore[attr-defined]
+
+
+def _is_lambda(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and value.__name__ == "<lambda>"
+
+
+def _another_source(what: str) -> WorkloadError:
+    return WorkloadError(
+        f"{what} cannot be written into a script: the source that is found for it is not the code that runs. Define it "
+        "at the top level of a cell, with def or class, and load the workload again."
+    )
 
 
 def _changed(what: str, define: str) -> WorkloadError:
@@ -234,21 +280,14 @@ def _lambda_node(role: str, function: types.FunctionType) -> tuple[ast.Lambda, s
         raise WorkloadError(
             f"The workload's {role} is a lambda whose source is not known. Write it as a function."
         ) from None
-    found = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Lambda) and node.lineno == function.__code__.co_firstlineno
-    ]
-    same = [node for node in found if _code_of(node) == function.__code__.co_code] if len(found) > 1 else found
-    if len(same) != 1:
+    lambdas = (node for node in ast.walk(tree) if isinstance(node, ast.Lambda))
+    there = [node for node in lambdas if node.lineno == function.__code__.co_firstlineno]
+    found = {ast.unparse(node): node for node in there if is_lambda(node, function, "".join(lines))}
+    if not found:
+        raise _another_source(f"The workload's {role} is a lambda that")
+    if len(found) > 1:
         raise WorkloadError(
             f"The workload's {role} is one of several lambdas in one line, which cannot be told apart. Write it as a "
             "function, or in a line of its own."
         )
-    return same[0], "".join(lines)
-
-
-def _code_of(node: ast.Lambda) -> bytes:
-    code = compile(ast.Expression(node), "<lambda>", "eval")
-    inner = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return inner.co_code
+    return next(iter(found.values())), "".join(lines)

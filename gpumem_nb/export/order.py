@@ -67,6 +67,7 @@ class Order:
         evaluates: whether there is validation data.
         own_rate: the learning rate that the workload's own optimizer came with.
         header: of the script.
+        folder: in which it will lie.
         parameter_bytes: of the model.
     """
 
@@ -80,4 +81,5 @@ class Order:
     evaluates: bool
     own_rate: float | None
     header: str
+    folder: str
     parameter_bytes: int

@@ -9,7 +9,6 @@ from ..shared.exporting import Facts
 from ..shared.knobs import KNOBS
 from ..shared.learning_rate import OWN
 from ..shared.settings import Settings
-from .script import segment_length
 
 _DTYPES = {"float32", "float64"}
 _AGAIN = "Train a step first (%hvd_train 1)"
@@ -64,13 +63,10 @@ def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
     yield from _data(facts)
     yield from _weights(facts, ddp)
     yield from _optimizer(facts, settings, ddp)
-    count = len(facts.blocks)
-    if settings.checkpointing != "none" and (
-        segment_length(count, settings.checkpointing) > 1 or not all(facts.blocks)
-    ):
+    if settings.checkpointing != "none" and not all(facts.blocks):
         yield (
-            f"checkpointing={settings.checkpointing} joins blocks of a model without rewriting it, which torch's own "
-            "checkpoint does not. Set checkpointing=blocks or none first."
+            f"checkpointing={settings.checkpointing} recomputes a block that is not part of the model, which a script "
+            "does not find. Make it part of the model, or set checkpointing=none first."
         )
     if settings.checkpointing != "none" and facts.changed_by_blocks is None:
         yield f"{_AGAIN}: that shows what blocks change when they run, which checkpointing does once more."

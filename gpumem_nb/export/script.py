@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator
-from math import ceil, sqrt
+from math import ceil
 from typing import Any
 
 from ..shared.errors import WorkloadError
+from ..shared.knobs.communication import VARIABLES
 from ..shared.learning_rate import OWN
 from .batches import Batches, wrapped
-from .blocks import checkpointed
+from .blocks import checkpointed, segment_length
 from .imports import UNNAMED, imported_in, with_sorted_imports
 from .order import MAKERS, ROLES, Order, quoted
 from .templating import render
@@ -64,6 +65,15 @@ def _check_names(order: Order, bare: str) -> None:
         raise WorkloadError(f"Your code and the script both call something {min(clash)}. Rename yours.")
 
 
+def own_modules(order: Order) -> list[str]:
+    """Return the modules beside the notebook that the script imports, by name."""
+    source = order.source
+    nodes = list(ast.walk(ast.parse("\n".join([*source.imports, source.definitions]))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    return sorted({name.partition(".")[0] for name in names} & order.facts.modules.keys())
+
+
 def defined_in(text: str) -> Iterator[str]:
     """What a module calls something at its top level, what it imports aside."""
     for node in ast.parse(text).body:
@@ -114,6 +124,7 @@ class Values:
             "separable": source.separable,
             "dropout": dropout,
             "checkpointing": settings.checkpointing != "none",
+            "joined": own and self._together() > 1,
             "statistics": own and settings.checkpointing != "none" and facts.norms,
             "amp": settings.precision != "fp32",
             "fp16": settings.precision == "fp16",
@@ -156,7 +167,7 @@ class Values:
             "seeds_ranks": own or dropout,
             "random_numbers": own or dropout,
             "math": source.template == "digits" or settings.lr_schedule == "cosine" or settings.lr_scaling == "sqrt",
-            "os": ddp or facts.variables or self._variables(),
+            "os": ddp or self._variables(),
             "numpy": True,
             "nn": not own or (ddp and (facts.loss == "batch" or facts.criterion_weights)),
         }.items()
@@ -171,6 +182,7 @@ class Values:
             "header": order.header,
             "data_names": self._data_names(flags),
             "imports": "\n".join(source.imports),
+            "paths": self._paths(),
             "join": "\n".join(self._join()),
             "cell_seed": source.cell_seed,
             "hash_seed": quoted(facts.hash_seed),
@@ -232,8 +244,23 @@ class Values:
         return ", ".join([*names, *(["default_collate"] if default else [])])
 
     def _variables(self) -> dict[str, str]:
-        """Horovod's, as the session has them."""
-        return {} if self._order.ddp else self._facts.variables
+        """Return Horovod's variables under these settings; what autotune tries meanwhile does not count."""
+        if self._order.ddp:
+            return {}
+        wanted = dict(self._facts.variables)
+        for knob, variable in VARIABLES.items():
+            if (value := getattr(self._settings, knob)) is not None:
+                wanted[variable.name] = variable.written(value)
+        defaults = {one.name: one.default for one in VARIABLES.values()}
+        return {name: value for name, value in wanted.items() if value != defaults.get(name)}
+
+    def _paths(self) -> str:
+        """Let the script import what lies beside the notebook, wherever the script lies itself."""
+        own = own_modules(self._order)
+        folders = [folder for folder in dict.fromkeys(self._facts.modules.values()) if folder != self._order.folder]
+        if not {self._facts.modules[name] for name in own} - {self._order.folder}:
+            return ""
+        return f"sys.path[:0] = [{', '.join(map(quoted, folders))}]  # where the session has {', '.join(own)} from"
 
     def _join(self) -> Iterator[str]:
         for name, value in self._variables().items():
@@ -288,7 +315,11 @@ class Values:
                 yield "for module in model.modules():"
                 yield '    if getattr(getattr(module, "config", None), "use_cache", False):'
                 yield "        module.config.use_cache = False  # of generation: recomputation would add to it again"
-            yield from checkpointed(self._facts.blocks, self._facts.norms)
+            yield from checkpointed(self._facts.blocks, self._facts.norms, self._together())
+
+    def _together(self) -> int:
+        """Return how many blocks of somebody's own model are recomputed together."""
+        return segment_length(len(self._facts.blocks), self._settings.checkpointing)
 
     def _frozen(self) -> Iterator[str]:
         for name in self._facts.absent if self._own else ():
@@ -334,11 +365,6 @@ class Values:
         if settings.optimizer == OWN and settings.optimizer_impl != "default":
             yield "for group in optimizer.param_groups:"
             yield f"    group.update({_GROUP_FLAGS[settings.optimizer_impl]})"
-
-
-def segment_length(blocks: int, mode: str) -> int:
-    """How many blocks are recomputed together."""
-    return ceil(sqrt(blocks)) if mode == "sqrt" else 1
 
 
 def _calls_of_blocks(count: int, mode: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from ..export import refusals
 from ..export.functions import Collector
 from ..export.order import ROLES, Order, Source
-from ..export.script import script
+from ..export.script import own_modules, script
 from ..export.slicing import needed, settings_in
 from ..export.unclear import in_short
 from ..report.exported import ExportedScript, commands
@@ -81,10 +81,11 @@ class Exporting:
         try:
             refusals.check(settings, facts, own, ddp)
             source = self._source(workload, settings)
-            text = script(self._order(target, source, settings, facts, workload, ddp))
+            order = self._order(target, source, settings, facts, workload, ddp)
+            text = script(order)
         except WorkloadError as error:
             raise WorkloadError(f"No script was written. {error}") from None
-        left_out = (*self._left_out(), *_of_statements(source), *refusals.left_out(settings, ddp))
+        left_out = (*self._left_out(), *_of_statements(source), *refusals.left_out(settings, ddp), *_of_places(order))
         try:
             with written_whole(target) as file:
                 file.write(text.encode())
@@ -107,6 +108,7 @@ class Exporting:
             evaluates=workload.eval_len is not None,
             own_rate=workload.own_learning_rate,
             # It stands in a docstring.
+            folder=str(target.resolve().parent),
             header=self._header(target, facts, settings, workload, ddp).replace("\\", "/").replace('"', "'"),
             parameter_bytes=workload.parameter_bytes,
         )
@@ -240,6 +242,21 @@ def _of_statements(source: Source) -> list[str]:
         "of IPython's"
         for text in source.left_out
     ]
+
+
+def _of_places(order: Order) -> list[str]:
+    """Return what is told of a script that does not lie beside the notebook's files."""
+    facts = order.facts
+    if order.source.kind == "ready" or order.folder == facts.folder:
+        return []
+    told = [
+        f"the session's folder, {facts.folder}: relative paths in your code begin at the folder in which you start the "
+        "script"
+    ]
+    if elsewhere := [name for name in own_modules(order) if facts.modules[name] != order.folder]:
+        folders = ", ".join(dict.fromkeys(facts.modules[name] for name in elsewhere))
+        told.append(f"the code of {', '.join(elsewhere)}: the script imports that from {folders}, which must be there")
+    return told
 
 
 def _used(roles: Mapping[str, Any], settings: Settings) -> dict[str, Any]:

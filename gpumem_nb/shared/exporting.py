@@ -50,8 +50,11 @@ class Facts:
         cache: whether the model has a configuration with a cache for generation.
         rate: of the optimizer's first group just now.
         asked_rate: what the settings asked for last.
-        variables: Horovod's, by name, where they are not its own defaults.
+        variables: Horovod's that the rank was started with, by name, where they are not its own defaults.
         hash_seed: ``PYTHONHASHSEED``, which is alike on all ranks.
+        folder: in which the rank works.
+        modules: top-level modules that were imported from outside of Python's environment, each with its folder, in
+            the order in which Python looks into these.
         torch, horovod: versions.
     """
 
@@ -100,6 +103,8 @@ class Facts:
     asked_rate: float
     variables: dict[str, str]
     hash_seed: str
+    folder: str
+    modules: dict[str, str]
     torch: str
     horovod: str
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,7 @@ def test_a_workload_of_functions_is_imported_or_written_out(
         source = (
             "class Head(nn.Linear):\n    def forward(self, features):\n        return 2 * super().forward(features)\n"
             "def model():\n    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), Head(8, 3))\n"
-            "def loss(net, batch):\n    return nn.functional.cross_entropy(net(batch[0]), batch[1])\n"
+            "loss = lambda net, batch: (\n    nn.functional.cross_entropy(net(batch[0]), batch[1])\n  + rate\n    )\n"
             "optimizer = lambda params: torch.optim.SGD(params, lr=rate)\n"
         )
         import linecache
@@ -194,9 +195,11 @@ def test_a_workload_of_functions_is_imported_or_written_out(
         session = fresh(two_ranks)
         session.load(Workload("mine", *parts), seed=4)
         session.set(batch_size=5)
-        script = tmp_path / "train.py"
-        held_against(session, script, paths=[tmp_path])
+        script = tmp_path / "elsewhere" / "train.py"
+        script.parent.mkdir()
+        held_against(session, script)
         assert "from own_parts import make_data" in script.read_text()
+        assert f"imports that from {tmp_path}" in str(session.export(script))
     finally:
         sys.path.remove(str(tmp_path))
 
@@ -290,3 +293,29 @@ def test_the_magic_says_what_is_not_carried_over_and_how_to_run_it(
     thread.join(60)
     session.pause()
     assert "mpiexec -n 2 --bind-to none" in str(written[0])
+
+
+def test_what_autotune_tries_is_not_in_a_script(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks, "digits-resnet", width=8, depth=1, resolution=8)
+    path = tmp_path / "train.py"
+
+    def variables() -> list[str]:
+        session.export(path)
+        return [line for line in path.read_text().splitlines() if "HOROVOD_" in line]
+
+    session.train(1)
+    before = variables()
+    session.set(autotune="on")
+    session.play()
+    try:
+        now, there = "__import__('os').environ.get('HOROVOD_CYCLE_TIME')", set[Any]()
+        deadline = time.monotonic() + HANG_S
+        while len(there) < 3:  # until two of its settings were tried
+            assert variables() == before
+            there |= set(session.run(now, ranks=0))
+            assert time.monotonic() < deadline
+    finally:
+        session.pause()
+        session.set(autotune="off")

@@ -174,14 +174,14 @@ def test_criteria_and_metrics_that_are_modules_are_evaluated_as_in_the_session(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize(("ddp", "mode"), [(False, "blocks"), (True, "blocks"), (False, "sqrt"), (True, "sqrt")])
 def test_recomputing_counts_no_batch_twice_in_the_statistics_of_batch_norms(
-    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, ddp: bool
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, ddp: bool, mode: str
 ) -> None:
     session = fresh(two_ranks)
     session.run(NORMS)
     session.attach("net", "rows", "loss", eval_data="held_out")
-    session.set(batch_size=4, accumulation_steps=2, checkpointing="blocks")
+    session.set(batch_size=4, accumulation_steps=2, checkpointing=mode)
     run = session.train(STEPS)
     found = session.evaluate()
     script = tmp_path / "train.py"

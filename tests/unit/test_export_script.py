@@ -47,7 +47,9 @@ def written(settings: Settings, source: Source = OWN, ddp: bool = True, evaluate
         "own_optimizer": True,
         "groups": 1,
     }
-    order = Order(source, settings, replace(FACTS, **told | facts), ddp, None, 0, 5, evaluates, 0.1, "A script.", 100)
+    order = Order(
+        source, settings, replace(FACTS, **told | facts), ddp, None, 0, 5, evaluates, 0.1, "A script.", "/here", 100
+    )
     text = script(order)
     ast.parse(text)
     return text
@@ -95,6 +97,30 @@ def test_resuming_keeps_the_rate_and_the_implementation_of_now(tmp_path: Path) -
 def test_what_is_left_out_in_some_steps_is_looked_for_in_each() -> None:
     assert "find_unused_parameters=True" in written(Settings(), sometimes=("extra.weight",))
     assert "find_unused_parameters" not in written(Settings(), absent=("extra.weight",))
+
+
+def test_variables_of_horovod_are_those_of_the_settings_and_of_the_start() -> None:
+    started = {"HOROVOD_FUSION_THRESHOLD": "16777216", "HOROVOD_CYCLE_TIME": "5"}
+    own = replace(OWN, kind="cells")
+    text = written(Settings(cycle_time_ms=2, cache_capacity=0), own, ddp=False, variables=started)
+    assert 'setdefault("HOROVOD_CYCLE_TIME", "2")' in text
+    assert 'setdefault("HOROVOD_FUSION_THRESHOLD", "16777216")' in text
+    assert 'setdefault("HOROVOD_CACHE_CAPACITY", "0")' in text
+    assert "HOROVOD" not in written(Settings(cycle_time_ms=2), own, ddp=True, variables=started)
+    assert "HOROVOD_CYCLE" not in written(Settings(cycle_time_ms=1), own, ddp=False, variables=started)
+
+
+def test_a_script_finds_the_modules_that_lie_beside_the_notebook() -> None:
+    modules = {"layers": "/project", "extra": "/project/src", "unused": "/other"}
+    source = replace(OWN, definitions="def f():\n    from layers.blocks import B\n    import os, extra")
+    text = written(Settings(), source, modules=modules)
+    path = 'sys.path[:0] = ["/project", "/project/src", "/other"]  # where the session has extra, layers from'
+    assert text.index("import sys\n") < text.index(path) < text.index("import argparse\n")
+    assert "sys.path" not in written(Settings(), source, modules={"layers": "/here", "unused": "/other"})
+    assert "sys.path" not in written(Settings(), OWN, modules=modules)
+    there = written(Settings(), replace(OWN, imports=("import layers.a as a",)), modules=modules | {"layers": "/here"})
+    assert "sys.path" not in there
+    assert "sys.path" in written(Settings(), replace(OWN, imports=("import layers.a as a",)), modules=modules)
 
 
 @pytest.mark.parametrize("kind", ["functions", "cells"])
@@ -192,7 +218,7 @@ def test_ready_made_workloads_under_default_settings_have_at_most_200_lines(name
     source = Source("ready", entry.task, dict(entry.values({})), separable=name == "digits-separable")
     facts = replace(FACTS, stepped=True, order="shuffled")
     header = "\n" * 8
-    order = Order(source, Settings(), facts, ddp, 1, 0, 1000, True, None, header, 10**6)
+    order = Order(source, Settings(), facts, ddp, 1, 0, 1000, True, None, header, "/here", 10**6)
     assert script(order).count("\n") <= 200
 
 

@@ -16,6 +16,12 @@ _started_with = {one.name: os.environ.get(one.name, one.default) for one in VARI
 _now = dict(_started_with)
 
 
+def started_with() -> dict[str, str]:
+    """Return Horovod's variables that this rank was started with, where they are not Horovod's own defaults."""
+    defaults = {one.name: one.default for one in VARIABLES.values()}
+    return {name: value for name, value in _started_with.items() if value != defaults[name]}
+
+
 def follow(settings: Settings, device: Device) -> None:
     """Let Horovod work as these settings say. All ranks must come here, and nothing may be under way.
 

@@ -1,0 +1,94 @@
+"""Functions, lambdas and classes in a script are the code that ran, or are refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from typing import Any
+
+import pytest
+
+from gpumem_nb.export.functions import Collector
+from gpumem_nb.shared.errors import WorkloadError
+
+_numbers = itertools.count()
+
+
+def notebook(source: str, shown: str | None = None) -> dict[str, Any]:
+    """What a cell of a notebook defines; ``shown`` is the source that Python finds for it."""
+    title, names = f"<a cell {next(_numbers)}>", {"__name__": "__main__"}
+    shown = source if shown is None else shown
+    linecache.cache[title] = (len(shown), None, shown.splitlines(keepends=True), title)
+    exec(compile(source, title, "exec", dont_inherit=True), names)
+    return names
+
+
+def written(source: str, name: str = "loss") -> Any:
+    """The function of that name as a script has it."""
+    collector = Collector()
+    called = collector.add("loss", notebook(source)[name])
+    namespace: dict[str, Any] = {"__name__": "script"}
+    exec("\n".join([*collector.imports, *collector.definitions]), namespace)
+    return eval(called, namespace)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "loss = lambda a, b: (\n    a\n    + 10 * b\n    + 100\n)",
+        "loss = lambda a, b: (a\n+ 10 * b\n+ 100)",
+        "loss = lambda a, b: (\n        a  # the first\n            + 10 * b\n    # and\n        + 100  # more\n)",
+        "loss = (\n    lambda a, b:\n        a + 10 * b +\n        100\n)",
+        "loss = lambda a, b: a + \\\n    10 * b + 100",
+        "loss = lambda a, b: sum([\n    a,\n    10 * b,\n    100,\n])",
+        "loss = lambda a, b: len('''x\n  y''') - 5 + (\n    a + 10 * b + 100)",
+        "loss = lambda a, b: (\n    a + 10 * b + 100\n    if b > 1\n    else -1\n)",
+        "loss = lambda a, *, b=2, c=(1,\n    2): (\n    a + 10 * b\n    + 100\n)",
+        "from functools import partial\nloss = partial(lambda c, a, b: (\n    a + 10 * b\n    + c\n), 100)",
+        "import math\nloss = lambda a, b: (a + math.floor(10.5) * b\n    + 100)",
+        "class Sum:\n    def __call__(self, *x): return sum(x)\nloss = lambda a, b: (\n  Sum()(a,\n 10 * b)\n + 100)",
+        "if True:\n    def loss(a, b):\n        return (a +\n    10 * b\n  + 100)",
+        "if True:\n    def loss(a, b):\n        return len('''a\n  b\n''') - 6 + a + 10 * b + 100",
+        "rate = lambda b: (\n    10\n    * b)\ndef loss(a, b): return a + rate(b) + 100",
+        "def ten(b): return 10 * b\nrate = ten\ndef loss(a, b): return a + rate(b) + 100",
+        "other, loss = lambda a, b: 0, lambda a, b: a + 10 * b + 100",
+    ],
+)
+def test_no_part_of_a_function_is_lost(source: str) -> None:
+    function = written(source)
+    arguments = {"b": 2} if "*," in source else {}
+    assert (function(3, **arguments) if arguments else function(3, 2)) == 123
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("loss = lambda a: a + 1", "loss = lambda a: a - 1"),
+        ("loss = lambda a: a + 0.0", "loss = lambda a: a + -0.0"),
+        ("def loss(a): return a + 1", "def loss(a): return a + 2"),
+        ("def loss(a): return [a for a in a if a]", "def loss(a): return [a for a in a]"),
+        (
+            "class Net:\n    def f(self): return 1\nloss = lambda a: Net()",
+            "class Net:\n    def f(self): return 2\nloss = lambda a: Net()",
+        ),
+        (
+            "class Net:\n    @property\n    def f(self): return 1\n    def g(self): return 1\nloss = lambda a: Net()",
+            "class Net:\n    @property\n    def f(self): return 2\n    def g(self): return 1\nloss = lambda a: Net()",
+        ),
+    ],
+)
+def test_what_is_not_the_code_that_ran_is_refused_by_its_name(source: str, shown: str | None) -> None:
+    function = notebook(source, shown)["loss"]
+    with pytest.raises(WorkloadError, match=r"The workload's loss (is a lambda|uses (loss|Net)).*(Define)"):
+        Collector().add("loss", function)
+
+
+def test_a_function_whose_code_was_replaced_is_refused() -> None:
+    names = notebook("def loss(a): return 1\ndef other(a): return 2\nloss.__code__ = other.__code__")
+    with pytest.raises(WorkloadError, match=r"uses loss, which cannot be written.*Define it at the top level"):
+        Collector().add("loss", names["loss"])
+
+
+def test_lambdas_in_one_line_are_told_apart_by_what_they_do() -> None:
+    with pytest.raises(WorkloadError, match="several lambdas in one line"):
+        written("first, loss = lambda a, b=1: a + b, lambda a, b=2: a + b")
