@@ -119,7 +119,7 @@ class PlanningMagics(Magics):
         if getattr(shell_of(self), "kernel", None) is None:
             return found
         with suppress(KeyboardInterrupt):  # of stop that was pressed once more
-            from ..ui.diagnosis_view import DiagnosisView  # widgets take long to import
+            from ..ui.doctor_view import DiagnosisView  # widgets take long to import
 
             return display(DiagnosisView(session, found))
         return found
@@ -194,7 +194,7 @@ class PlanningMagics(Magics):
             _say_how_to_apply(result, why_not)
         if getattr(shell_of(self), "kernel", None) is not None:
             with suppress(KeyboardInterrupt):  # how to apply it was said by then, if that was asked for
-                from ..ui.apply_view import ApplyView  # widgets take long to import
+                from ..ui.tune_view import ApplyView  # widgets take long to import
 
                 display(ApplyView(result))
 

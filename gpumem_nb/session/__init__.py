@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _current: Session | None = None
 _latest: Session | None = None
+_panel: Panel | None = None  # the notebook's; one session after the other is shown in it
 
 
 def current() -> Session:
@@ -69,9 +70,10 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
     def __init__(self, plan: starting.Plan, progress: Progress) -> None:
         global _current, _latest
         self._life = Lifecycle(plan)
-        self._panel: Panel | None = None
         self._life.start(progress)
         _current = _latest = self
+        if _panel is not None:
+            _panel.show(self)
 
     @property
     def history(self) -> History:
@@ -99,19 +101,20 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
         return self._life.ended
 
     def panel(self, big: bool = False) -> Panel:
-        """Controls and live charts; the same panel each time, until it is closed.
+        """Controls and live charts; the same panel each time, until it is closed, also for the session after this one.
 
         Args:
             big: in type that can be read from the back of a room.
         """
+        global _panel
         from ..ui.panel import Panel
 
-        if self._panel is not None and self._panel.big != big:
-            self._panel.close()
-        if self._panel is None or self._panel.closed:
-            self._panel = Panel(self, big)
-            self._panel.watch()
-        return self._panel
+        if _panel is not None and _panel.big != big:
+            _panel.close()
+        if _panel is None or _panel.closed:
+            _panel = Panel(self, big)
+        _panel.show(self)
+        return _panel
 
     def report(self, path: str | os.PathLike[str], progress: Progress = lambda what, done: None) -> Written:
         """Write the session as one page: charts, runs, findings, what was predicted, versions.
@@ -151,8 +154,8 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
         try:
             self._life.restart(progress)
         finally:
-            if self._panel is not None:
-                self._panel.watch()
+            if _panel is not None:
+                _panel.show(self)
         return self
 
     def stop(self) -> None:

@@ -42,7 +42,7 @@ class Controls:
         self._foresight = Foresight(session, later)
         self._doubted: tuple[str, str] | None = None  # the latest flip that was not made at once
         self._asked: dict[str, int] = dict.fromkeys((*KNOBS, _AUTOTUNE.name), 0)
-        self._knobs = dict(KNOBS)
+        self._knobs = {name: knob for name, knob in KNOBS.items() if knob.in_front or knob.fold}
         self._own_changes = OwnChanges()
         self._settings = session.settings
         self._widgets = {name: self._control(knob) for name, knob in self._knobs.items()}
@@ -57,7 +57,7 @@ class Controls:
         front = [name for name, knob in self._knobs.items() if knob.in_front]
         self.knobs = box([self._with_error(name) for name in front], "gpumem-knobs")
         self._shown_knobs = set(front)
-        folds = dict.fromkeys(knob.fold for knob in self._knobs.values() if not knob.in_front)
+        folds = dict.fromkeys(knob.fold for knob in self._knobs.values() if knob.fold and not knob.in_front)
         toggles, self.folds = zip(*(self._fold(name) for name in folds), strict=True)
         self.foreseen = box([self._foresight.key, self._foresight.lines], "gpumem-foreseen")
         self.buttons = box([self._play, self._step, self._foresight.button, *toggles], "gpumem-buttons")

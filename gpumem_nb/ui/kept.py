@@ -16,10 +16,14 @@ MOST_ROWS = 50  # the latest
 
 
 class Kept:
-    """An output below the panel, wherever it is shown; it changes when training has paused."""
+    """An output below the panel, wherever it is shown; it changes when training has paused.
+
+    Attributes:
+        session: whose runs are kept; those of the session before stay until this one has any.
+    """
 
     def __init__(self, session: Steered) -> None:
-        self._session = session
+        self.session = session
         self._id = uuid.uuid4().hex
         self._bundle = self._now()
         self._is_shown = False
@@ -44,12 +48,12 @@ class Kept:
 
     def follow(self) -> None:
         """Bring it up to date, if there is anything new."""
-        version = self._session.runs_version  # not the history's: that grows with every look at a device
+        version = self.session.runs_version  # not the history's: that grows with every look at a device
         with self._changing:
             if not self._is_shown or version == self._version:
                 return
             self._version, bundle = version, self._now()
-            if bundle == self._bundle:
+            if bundle == self._bundle or not bundle["text/plain"]:
                 return
             self._bundle = bundle
             update_display(bundle, raw=True, display_id=self._id)
@@ -58,8 +62,8 @@ class Kept:
         self.follow()
 
     def _now(self) -> dict[str, str]:
-        runs = self._session.runs.latest(MOST_ROWS)
+        runs = self.session.runs.latest(MOST_ROWS)
         if not len(runs):
             return {"text/html": "", "text/plain": ""}
-        svg = picture(runs.rows, common_limit(self._session.history.readings), self._session.ranks[0].device_name)
+        svg = picture(runs.rows, common_limit(self.session.history.readings), self.session.ranks[0].device_name)
         return {"text/html": svg + runs._repr_html_(), "image/svg+xml": svg, "text/plain": str(runs)}

@@ -19,7 +19,7 @@ from .charts import Charts, View
 from .charts.view import LAST_STEPS, Attempt, Choice
 from .controls import Controls, box, family
 from .kept import Kept
-from .region import Region
+from .region import ClosesDeadTabs, Region
 from .steered import Steered
 from .style import BIG, CSS
 from .verdict_line import VerdictLine
@@ -48,21 +48,18 @@ class Panel:
     def __init__(self, session: Steered, big: bool = False) -> None:
         self._session = session
         self.big = big
-        self._actions = Actions(self._refused, self._refresh)
-        self._questions = Actions(_log.warning, self._refresh)
-        self._searches = Actions(self._refused, self._refresh)
+        self._actions = Actions("actions", self._refused, self._refresh)
+        self._questions = Actions("questions", _log.warning, self._refresh)
+        self._searches = Actions("searches", self._refused, self._refresh)
         self._refreshing = threading.RLock()
         self._shown: tuple[Any, ...] = ()
-        self._heard_s = time.monotonic()
         self._heard: Any = None
-        self._refusal = ""
         self._dismissed: Rescue | None = None
         self._sidecar: Any = None
         self._kept = Kept(session)
         self._own_changes = threads.OwnChanges()
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._worker: threading.Thread | None = None
         self.view = threads.make(self._make)
 
     @property
@@ -82,14 +79,25 @@ class Panel:
         self._kept.show()
         return self
 
+    def show(self, session: Steered) -> None:
+        """Show and steer another session from now on, in the same place of the page, and watch it."""
+        with self._refreshing:
+            if session is not self._session and not self.closed:
+                self._rest()
+                self._session = self._kept.session = session
+                self._watcher = None  # that of the session before ends by itself
+                before = self.view.children
+                self.view.children = threads.make(self._content)
+                for widget in before:
+                    for one in family(widget):
+                        one.close()
+        self.watch()
+
     def close(self) -> None:
         """Take it off the page and stop updating it; the session goes on."""
         self._closing.set()
         self._kept.close()
-        self._actions.close()
-        self._questions.close()
-        self._answers.close()
-        self._searches.close()
+        self._rest()
         with self._refreshing:
             for widget in (self._sidecar, *family(self.view)):
                 if widget is not None:
@@ -97,13 +105,18 @@ class Panel:
 
     def watch(self) -> None:
         """Keep the panel up to date until it is closed or the session ends, and do what its controls ask for."""
-        if self._worker is None:
-            self._worker = threads.start(self._actions.work, "gpumem_nb panel actions")
-            threads.start(self._questions.work, "gpumem_nb panel questions")
-            threads.start(self._searches.work, "gpumem_nb panel searches")
+        for actions in (self._actions, self._questions, self._searches):
+            actions.start()
         if self._watcher is None or not self._watcher.is_alive():
-            self._shown = ()
-            self._watcher = threads.start(self._watch, "gpumem_nb panel")
+            self._draw_anew()
+            session = self._session
+            self._watcher = threads.start(lambda: self._watch(session), "gpumem_nb panel")
+
+    def _rest(self) -> None:
+        """End all threads but the one that watches; what is under way is finished first."""
+        self._answers.close()
+        for actions in (self._actions, self._questions, self._searches):
+            actions.close()
 
     def _ipython_display_(self) -> None:
         display(self.view)
@@ -113,6 +126,17 @@ class Panel:
         return f"<Panel of {self._session!r}>"
 
     def _make(self) -> Any:
+        view = ipywidgets.VBox(self._content())
+        view.add_class("gpumem-panel")
+        if self.big:
+            view.add_class("gpumem-big")
+        return view
+
+    def _content(self) -> list[Any]:
+        """Make what the panel shows of its session."""
+        self._draw_anew()
+        self._heard_s, self._heard = time.monotonic(), None
+        self._refusal, self._dismissed = "", None
         self._ranks = self._session.ranks
         self._charts = Charts(self._ranks, BIG if self.big else 1.0)
         self._controls = Controls(self._session, self._ask, self._questions.submit)
@@ -148,33 +172,19 @@ class Panel:
         message = box([self._alert, self._dismiss, fits, usual], "gpumem-message")
         view_of = box([self._pin, self._latest, self._smooth, self._log_loss], "gpumem-choices")
         knobs = [self._controls.knobs, *self._controls.folds, self._controls.foreseen]
-        view = ipywidgets.VBox(
-            [
-                css,
-                top,
-                *knobs,
-                *answers,
-                self._tiles,
-                self._effect,
-                message,
-                self._charts.figure,
-                self._key,
-                view_of,
-                self._truths,
-            ]
-        )
-        view.add_class("gpumem-panel")
-        if self.big:
-            view.add_class("gpumem-big")
-        return view
+        figures = [self._tiles, self._effect, message, self._charts.figure, self._key, view_of, self._truths]
+        return [css, top, *knobs, *answers, *figures, ClosesDeadTabs()]
 
-    def _watch(self) -> None:
+    def _watch(self, session: Steered) -> None:
         pause_s = 0.0
         while not self._closing.wait(pause_s):
             began = time.thread_time()
-            ended = bool(self._session.ended)
+            ended = bool(session.ended)
+            if session is not self._session:
+                return
             self._refresh()
             if ended:
+                self._rest()
                 return
             pause_s = max(REFRESH_S, (time.thread_time() - began) / LARGEST_SHARE)
 

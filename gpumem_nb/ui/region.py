@@ -30,3 +30,27 @@ class Region(anywidget.AnyWidget):
     html = traitlets.Unicode().tag(sync=True)
     role = traitlets.Unicode("group").tag(sync=True)
     label = traitlets.Unicode().tag(sync=True)
+
+
+# Lumino listens for pointer events on a tab's close icon; a click alone does nothing.
+_CLOSE_DEAD_TABS = """
+export default {
+  render({ el }) {
+    el.style.display = "none";
+    for (const dead of document.querySelectorAll(".jupyterlab-sidecar .gpumem-panel.jupyter-widgets-disconnected")) {
+      const tab = document.querySelector(`.lm-TabBar-tab[data-id="${dead.closest(".jupyterlab-sidecar").id}"]`);
+      const icon = tab && tab.querySelector(".lm-TabBar-tabCloseIcon");
+      for (const kind of icon ? ["pointerdown", "pointerup"] : []) {
+        const { x, y } = icon.getBoundingClientRect();
+        icon.dispatchEvent(new PointerEvent(kind, { bubbles: true, button: 0, clientX: x + 2, clientY: y + 2 }));
+      }
+    }
+  },
+};
+"""
+
+
+class ClosesDeadTabs(anywidget.AnyWidget):
+    """Draws nothing, and closes docked panels of a kernel that is gone, of which this kernel knows nothing."""
+
+    _esm = _CLOSE_DEAD_TABS

@@ -76,6 +76,12 @@ CSS = """<style>
   line-height: 1.35; padding: 2px 8px 8px; overflow: visible; }
 .gpumem-panel.gpumem-big { font-size: 21px; }
 .gpumem-panel .widget-box { overflow: visible; }
+/* JupyterLab sets this class when the kernel is gone. */
+.gpumem-panel.jupyter-widgets-disconnected > * { display: none !important; }
+.gpumem-panel.jupyter-widgets-disconnected::before { display: block; width: auto; height: auto; margin: 0.4em 0;
+  padding: 0.6em 0.9em; border-left: 5px solid #D55E00; background: var(--jp-layout-color2, #eee); font-family: inherit;
+  font-size: 1.2em; font-weight: 600; white-space: normal;
+  content: "The kernel that drew this panel has ended, and its ranks with it. Run %hvd_start and %hvd_panel again."; }
 .gpumem-panel .gpumem-top { display: flex; align-items: center; justify-content: space-between; gap: 0.6em;
   min-height: 2.7em; }
 .gpumem-panel .gpumem-status { flex: 1 1 0; min-width: 0; font-size: 1.2em; font-weight: 600; line-height: 1.2;

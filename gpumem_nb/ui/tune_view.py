@@ -1,18 +1,128 @@
-"""The panel's tuner: what to look for, and what was found with a button that applies it."""
+"""The panel's tuner: what to look for, the best settings with a button that applies them, and a map of what fits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from html import escape
 from typing import Any
 
 import ipywidgets
 
 from ..planning.tuning.result import TuneResult
-from ..shared.errors import InvalidInput
+from ..planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
+from ..report.tables import notes_html
+from ..shared.errors import GpumemError, InvalidInput
 from ..shared.progress import Progress
-from .apply_view import ApplyView
-from .fits_view import fits_view
+from . import threads
+from .controls import box
+from .region import Region
 from .search_view import Ask, SearchView
 from .steered import Steered
+from .style import shade
+
+# The theme's variables, so that a change of theme shows at once; the panel has a style of its own.
+_CSS = """<style>
+.gpumem-tuned { display: flex; flex-wrap: wrap; align-items: center; gap: 0.2em 0.8em; overflow: visible; }
+.gpumem-tuned .gpumem-css { display: none; }
+.gpumem-tuned .gpumem-apply { width: auto; max-width: 100%; height: auto; min-height: 2.1em; line-height: 1.4;
+  padding: 0.2em 0.8em; white-space: normal; font-weight: 600; }
+.gpumem-tuned button:focus-visible { outline: 3px solid #E69F00; outline-offset: 1px; }
+.gpumem-tuned .gpumem-came p { margin: 0.1em 0; color: var(--jp-ui-font-color1, inherit); }
+</style>"""
+
+
+class ApplyView:
+    """The best settings to apply, which there must be; shown by being displayed, or by :attr:`view` as part of more.
+
+    Attributes:
+        view: the widget.
+
+    Args:
+        result: what was found; ``typed`` of it is not empty.
+        ask: has something done away from the page's own thread; without one, a thread does it.
+    """
+
+    def __init__(self, result: TuneResult, ask: Callable[[Callable[[], object]], object] | None = None) -> None:
+        self._result = result
+        self._ask = ask
+        self.view = threads.make(self._make)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        """The widget, and for a page without a kernel what is typed instead."""
+        said = f"Train with the best settings: %hvd_set {self._result.typed}"
+        bundle: dict[str, Any] = dict(self.view._repr_mimebundle_() or {})
+        return bundle | {"text/plain": said, "text/html": notes_html([said])}
+
+    def _make(self) -> Any:
+        self._button = ipywidgets.Button(
+            description=f"Apply {self._result.typed}", tooltip="train with the best settings"
+        )
+        self._button.add_class("gpumem-apply")
+        self._button.on_click(lambda _: self._press())
+        self._said = Region(role="status", label="what came of it")
+        self._said.add_class("gpumem-came")
+        css = ipywidgets.HTML(_CSS)
+        css.add_class("gpumem-css")
+        return box([css, self._button, self._said], "gpumem-tuned")
+
+    def _press(self) -> None:
+        self._button.disabled = True
+        if self._ask:
+            self._ask(self._apply)
+        else:
+            threads.start(self._apply, "gpumem_nb apply")
+
+    def _apply(self) -> None:
+        """Change the settings, and say so or why not."""
+        self._said.html = "<p>Being changed …</p>"
+        try:
+            self._result.apply()
+        except GpumemError as refused:
+            self._said.html = f"<p>{escape(str(refused))}</p>"
+        except Exception as error:
+            self._said.html = f"<p>That did not work: {escape(f'{type(error).__name__}: {error}')}</p>"
+        else:
+            self._said.html = "<p>Changed: the next steps are trained with these settings.</p>"
+        self._button.disabled = False
+
+
+def fits_view(found: WhatFits, ask: Ask) -> Any:
+    """A widget with a button for each cell, darker the faster it is; cells on the frontier have a frame.
+
+    ``ask`` has something done of which somebody may be told that it was refused.
+    """
+    modes = list(dict.fromkeys(cell.checkpointing for cell in found.cells))
+    fastest = max((cell.samples_per_s or 0.0 for cell in found.cells), default=0.0)
+    children: list[Any] = [_label(f"{ROWS} \\ {COLUMNS}"), *map(_label, modes)]
+    for precision in dict.fromkeys(cell.precision for cell in found.cells):
+        children.append(_label(precision))
+        cells = {cell.checkpointing: cell for cell in found.cells if cell.precision == precision}
+        children += [_button(cells.get(mode), found, fastest, ask) for mode in modes]
+    grid = box(children, "gpumem-fits-map")
+    grid.layout.grid_template_columns = f"max-content repeat({len(modes)}, minmax(7em, 1fr))"
+    notes = ipywidgets.HTML("".join(f"<p>{escape(note)}</p>" for note in [*found.notes, _KEY]))
+    notes.add_class("gpumem-notes")
+    return ipywidgets.VBox([grid, notes])
+
+
+_KEY = "Darker is faster; with a frame: no other cell has as large a micro-batch and is as fast. A press sets it."
+
+
+def _button(cell: Cell | None, found: WhatFits, fastest: float, ask: Ask) -> Any:
+    button = ipywidgets.Button(description=cell.words if cell else "n/a", disabled=not (cell and cell.settings))
+    if cell and cell.settings:
+        button.style.button_color = shade((cell.samples_per_s or 0.0) / (fastest or 1.0))
+        button.style.text_color = "#000"
+        button.tooltip = f"set {ROWS}={cell.precision} {COLUMNS}={cell.checkpointing} batch_size={cell.largest}"
+        button.on_click(lambda _: ask(partial(found.apply, cell.precision, cell.checkpointing)))
+    if cell in found.frontier:
+        button.add_class("gpumem-frontier")
+    return button
+
+
+def _label(text: str) -> Any:
+    return ipywidgets.Label(text)
 
 
 class TuneView(SearchView):

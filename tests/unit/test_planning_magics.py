@@ -15,8 +15,8 @@ from gpumem_nb.magics import planning
 from gpumem_nb.magics.planning import PlanningMagics
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.ui import diagnosis_view, tune_figure
-from tests.unit.test_diagnosis_view import diagnosis
+from gpumem_nb.ui import doctor_view, tune_figure
+from tests.unit.test_doctor_view import diagnosis
 from tests.unit.tuned_machine import tuned
 
 
@@ -49,8 +49,8 @@ def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InteractiveShell.instance(), "kernel", object(), raising=False)
     monkeypatch.setattr(planning, "progress_bar", lambda title: _bar(lambda: None))
     monkeypatch.setattr(tune_figure, "show_tuned", lambda result: None)
-    monkeypatch.setattr("gpumem_nb.ui.apply_view.ApplyView", lambda result: "a button")
-    monkeypatch.setattr(diagnosis_view, "DiagnosisView", lambda session, found: "cards")
+    monkeypatch.setattr("gpumem_nb.ui.tune_view.ApplyView", lambda result: "a button")
+    monkeypatch.setattr(doctor_view, "DiagnosisView", lambda session, found: "cards")
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class Knob(Option):
 
     Attributes:
         in_front: whether the panel shows it at once, or with those of its fold.
-        fold: the button of the panel that opens this and others.
+        fold: the panel's button that shows this knob and others; ``None``: the panel does not show it, `%hvd_set` does.
         short: what stands before the value in a chart's marks; by default the name.
         moves: the categories of memory that it makes smaller or larger, and roughly how much of each.
         mathematics: what a change of it does to them (``KEEPS``, ``KEEPS_TO_ROUNDING`` or ``CHANGES``), or a function
@@ -107,7 +107,7 @@ class Knob(Option):
     """
 
     in_front: bool = False
-    fold: str = "more"
+    fold: str | None = "more"
     short: str | None = None
     moves: Mapping[str, int] = field(default_factory=dict)
     mathematics: str | Callable[[Settings, Settings], str] = CHANGES

@@ -17,8 +17,8 @@ from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.messages import Failure
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import WorkloadInfo
-from gpumem_nb.ui import diagnosis_view, threads
-from gpumem_nb.ui.diagnosis_view import DiagnosisView
+from gpumem_nb.ui import doctor_view, threads
+from gpumem_nb.ui.doctor_view import DiagnosisView
 from gpumem_nb.ui.region import Region
 from tests.internals import widgets_in
 from tests.ledgers import MIB, sample
@@ -139,8 +139,8 @@ def test_a_flip_whose_first_step_failed_says_so(session: Session) -> None:
 
 
 def test_where_nothing_is_trained_it_says_what_to_do(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis_view, "LOOK_EVERY_S", 0.001)
-    monkeypatch.setattr(diagnosis_view, "WATCHED_S", 0.003)
+    monkeypatch.setattr(doctor_view, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(doctor_view, "WATCHED_S", 0.003)
     view = DiagnosisView(session, diagnosis())  # type: ignore[arg-type]
     buttons(view)[0].click()
     until(lambda: "Train some steps and look again" in regions(view))
@@ -161,8 +161,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Thread]:
 
 
 def test_figures_of_a_few_steps_stay(session: Session, started: list[Thread], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis_view, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(diagnosis_view, "WATCHED_S", 1.0)
+    monkeypatch.setattr(doctor_view, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(doctor_view, "WATCHED_S", 1.0)
     session.set(precision="bf16")
     session.step(1)
     session.settings = Settings()
@@ -177,7 +177,7 @@ def test_figures_of_a_few_steps_stay(session: Session, started: list[Thread], mo
 def test_by_itself_it_uses_a_thread_that_ends(
     session: Session, started: list[Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnosis_view, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(doctor_view, "LOOK_EVERY_S", 0.001)
     view = DiagnosisView(session, diagnosis())  # type: ignore[arg-type]
     started.clear()  # that made the widgets
     buttons(view)[0].click()
