@@ -29,7 +29,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WEIGHTS = """
 import hashlib
-hashlib.sha1(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
+hashlib.sha1(
+    b"".join(p.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters())
+).hexdigest()
 """
 SMALL = {"width": 8, "depth": 1, "resolution": 8}
 

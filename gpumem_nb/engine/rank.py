@@ -88,7 +88,7 @@ def set_up(config: RankConfig) -> RankInfo:
         check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
     _device.communicates_on(horovod_threads)
-    collectives.greet(_device.torch_device)
+    collectives.greet(_device)
 
     def publish(request: Any, sent: Pulse) -> None:
         publish_beside(kernel, request, {pulse.KEY: sent})
@@ -105,7 +105,7 @@ def set_up(config: RankConfig) -> RankInfo:
 def rejoin() -> None:
     """Join the other ranks again after Horovod was shut down; what is trained stays as it is."""
     _device.communicates_on(collectives.join_again())
-    collectives.greet(_device.torch_device)
+    collectives.greet(_device)
 
 
 def apart(what: str) -> Apart | None:

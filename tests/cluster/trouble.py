@@ -28,7 +28,7 @@ def fingerprint(trainer):
     for parameter in live.parameters:
         values = sorted(live.optimizer.state.get(parameter, {}).items())
         state += [value for _, value in values if isinstance(value, torch.Tensor)]
-    digest = hashlib.sha1(b"".join(tensor.detach().numpy().tobytes() for tensor in state))
+    digest = hashlib.sha1(b"".join(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in state))
     digest.update(random_bytes() + repr(len(live.optimizer.state)).encode())
     return digest.digest()
 
@@ -126,7 +126,7 @@ class Own(torch.optim.SGD):
         first = self.param_groups[0]["params"][0]
         with torch.no_grad():
             first.add_(1.0)
-        self.state[first]["touched"] = torch.ones(1)
+        self.state[first]["touched"] = torch.ones(1, dtype=torch.float32, device="cpu")
         strike("update")
         with torch.no_grad():
             first.sub_(1.0)

@@ -41,7 +41,7 @@ from gpumem_nb.shared.workload import Workload
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank is asked by itself, and hears that no other has failed."""
     monkeypatch.setattr(hvd, "is_initialized", lambda: True)
-    monkeypatch.setattr(hvd, "allreduce", lambda tensor, **_: tensor)
+    monkeypatch.setattr(hvd, "allreduce_", lambda tensor, **_: tensor)
     monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: tensor)
     monkeypatch.setattr(hvd, "broadcast_parameters", lambda state, root_rank: None)
     monkeypatch.setattr(hvd, "grouped_allreduce_async_", lambda tensors, **_: 1)
@@ -312,7 +312,7 @@ def test_a_rank_whose_settings_failed_takes_part_in_the_vote(device: Device, mon
         asked.append(tensor.item())
         return tensor
 
-    monkeypatch.setattr(hvd, "allreduce", note)
+    monkeypatch.setattr(hvd, "allreduce_", note)
     reply = evaluated(one, optimizer="own")  # the workload brings none
     assert reply.failure is not None
     assert reply.failure.phase == "settings"
@@ -321,7 +321,7 @@ def test_a_rank_whose_settings_failed_takes_part_in_the_vote(device: Device, mon
 
 def test_what_another_rank_failed_in_gives_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     one = trainer(device, samples(5))
-    monkeypatch.setattr(hvd, "allreduce", lambda tensor, **_: tensor + 1)
+    monkeypatch.setattr(hvd, "allreduce_", lambda tensor, **_: tensor.add_(1))
     reply = evaluated(one)
     assert (reply.evaluated, reply.failure) == (None, None)
 

@@ -18,6 +18,7 @@ from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.step import step
 from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.engine.together import collectives
 from gpumem_nb.engine.together.interrupts import held_back, take_over
 from gpumem_nb.memory.device import Device, opened
 from gpumem_nb.shared.errors import WorkloadError
@@ -44,12 +45,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hvd, "rank", lambda: 0)
     monkeypatch.setattr(hvd, "size", lambda: 1)
     monkeypatch.setattr(hvd, "broadcast_object", lambda value, **_: value)
-    monkeypatch.setattr(hvd, "allreduce", lambda tensor, **_: tensor)
+    monkeypatch.setattr(hvd, "allreduce_", lambda tensor, **_: tensor)
     monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: tensor)
     monkeypatch.setattr(hvd, "broadcast_parameters", lambda state, root_rank: None)
     monkeypatch.setattr(hvd, "grouped_allreduce_async_", lambda tensors, **_: 1)
     monkeypatch.setattr(hvd, "allreduce_async_", lambda tensor, **_: 1)
     monkeypatch.setattr(hvd, "synchronize", lambda handle: None)
+    monkeypatch.setattr(collectives, "leave", lambda what: None)
 
 
 def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -169,16 +171,25 @@ def test_an_interrupt_while_a_bucket_is_sent_sends_it_once(device: Device, monke
     assert sent == ["gpumem_nb.bucket.0", "gpumem_nb.bucket.1"]
 
 
-def test_what_gets_past_a_step_leaves_no_gradients(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_the_reduction_ends_the_waiting_of_all_ranks_and_is_told(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[str] = []
+
     def failing(handle: int) -> None:
-        raise DeviceFault
+        raise DeviceFault("gone")
 
     monkeypatch.setattr(hvd, "synchronize", failing)
-    with pytest.raises(DeviceFault):
-        trainer.run(Chunk(Settings(batch_size=2), 1, 1))
+    monkeypatch.setattr(collectives, "leave", left.append)
+    before = weights(trainer)
+    reply = trainer.run(Chunk(Settings(batch_size=2), 1, 1))
+    assert reply.failure is not None
+    assert (reply.failure.phase, reply.failure.message) == ("reduction", "DeviceFault: gone")
+    assert left == ["reduction of a step"]
+    assert all(map(torch.equal, weights(trainer), before))
     assert all(param.grad is None for param in trainer.live.model.parameters())
     monkeypatch.setattr(hvd, "synchronize", lambda handle: None)
-    assert trainer.run(Chunk(Settings(batch_size=2), 1, 1)).failure is None
+    assert trainer.run(Chunk(Settings(batch_size=2), 2, 1)).failure is None
 
 
 @pytest.fixture
@@ -217,7 +228,7 @@ def test_a_trainer_that_is_dropped_leaves_no_hooks(
     assert hooks(model) == 2
     trainer.close()
     if dropped == "another rank failed":
-        monkeypatch.setattr(hvd, "allreduce", lambda tensor, **_: tensor + 1)
+        monkeypatch.setattr(hvd, "allreduce_", lambda tensor, **_: tensor.add_(1))
         assert building.build(attached, stream(), device, time.time()) is None
     else:
         monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: torch.stack([tensor, tensor + 1]))

@@ -106,7 +106,7 @@ def test_hooks_leave_no_trace_when_another_rank_could_not_update(
     trainer.run(Chunk(SETTINGS, 1, 2))
     before, so_far, updates = list(ran), average.weight.clone(), average.updates
     with monkeypatch.context() as patched:
-        patched.setattr(hvd, "allreduce", lambda tensor, **_: tensor + 1)
+        patched.setattr(hvd, "allreduce_", lambda tensor, **_: tensor.add_(1))
         reply = trainer.run(Chunk(SETTINGS, 1, 1))
     assert [sample.event for sample in reply.samples] == ["discarded"]
     assert ran == before

@@ -166,7 +166,7 @@ class DryStep:
     def _forward_backward(self, batch_size: int) -> None:
         settings, count = self._settings, self._settings.accumulation_steps
         self._mark("data")
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32)
         coming = (self._batches.of(batch_size) for _ in range(count))
         for batch in micro_batches(self._workload.loss, self.model, coming, count):
             if Recorder.current:

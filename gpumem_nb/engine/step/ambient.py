@@ -64,7 +64,7 @@ def _empty_ready_queue() -> None:
     for itself, so the nodes of a new thread come last.
     """
     last: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: last.append(torch.ones(1, requires_grad=True).sum()))
+    thread = threading.Thread(target=lambda: last.append(torch.ones(1, device="cpu", requires_grad=True).sum()))
     thread.start()
     thread.join()
     last[0].backward()

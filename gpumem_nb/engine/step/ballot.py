@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .weight_watch import DIGITS, agree
 
 _FLAGS = 6
+NUMBERS = _FLAGS + 1 + 2 * DIGITS  # on a ballot
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,21 @@ class Ballot:
     nonfinite: Tensor | None
     digest: Tensor | None
 
-    def numbers(self, device: torch.device) -> Tensor:
-        """In float32, in the order in which :meth:`Votes.counted` reads their sums."""
+    def write(self, into: Tensor) -> None:
+        """Write it in the order in which :meth:`Votes.counted` reads the sums; takes no memory.
+
+        Args:
+            into: ``NUMBERS`` numbers in float32, the first of which says whether the rank failed.
+        """
+        into.zero_()
         flags = (self.failed, self.leave, self.careful, self.torn, self.relisted, self.digest is not None)
-        nonfinite = torch.zeros((), device=device) if self.nonfinite is None else self.nonfinite.float()
-        digits = torch.zeros(2 * DIGITS, device=device) if self.digest is None else self.digest
-        return torch.cat([_flags(flags, device), nonfinite.reshape(1), digits])
+        for place, flag in enumerate(flags):
+            if flag:
+                into[place].fill_(1)
+        if self.nonfinite is not None:
+            into[_FLAGS].copy_(self.nonfinite)
+        if self.digest is not None:
+            into[_FLAGS + 1 :].copy_(self.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +97,3 @@ class Votes:
         everywhere = sums[_FLAGS - 1] == ranks
         differ = everywhere and not agree(sums[_FLAGS + 1 :], ranks)
         return cls(failed, leave, careful, torn, relisted, nonfinite, compared and not everywhere, differ, missed)
-
-
-def _flags(flags: tuple[bool, ...], device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.tensor(flags, dtype=torch.float32)
-    # From the host a tensor would be copied, and that waits for the device.
-    return torch.stack([torch.full((), flag, dtype=torch.float32, device=device) for flag in flags])

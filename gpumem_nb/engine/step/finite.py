@@ -32,7 +32,7 @@ class GradientNorms:
         that is below 1 it is not the scale that makes them infinite.
         """
         if self._norms:
-            self._found = ~torch.isfinite(torch.stack(self._norms)).all()
+            self._found = ~torch.isfinite(torch.stack([norm.to(loss.device) for norm in self._norms])).all()
             if scaler:
                 self._found = self._found & (scaler.scale(torch.ones_like(loss)) < 1)
         return ~torch.isfinite(loss) if self._found is None else ~torch.isfinite(loss) | self._found

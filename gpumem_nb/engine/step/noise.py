@@ -34,7 +34,7 @@ def square_of(params: Iterable[Tensor]) -> Tensor:
     gradients = [values_of(param.grad) for param in there if param.grad is not None]
     norms = norms_of([gradient for gradient in gradients if gradient.numel()])
     if not norms:
-        return torch.zeros((), device=there[0].device)
+        return torch.zeros((), dtype=torch.float32, device=there[0].device)
     return torch.stack(norms).float().square().sum()
 
 

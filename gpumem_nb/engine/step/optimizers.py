@@ -50,7 +50,7 @@ def beside_state(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer has that every optimizer does not, by name; nothing of torch's own, which make it again."""
     if is_torchs(optimizer):
         return {}
-    usual = vars(SGD([torch.zeros(1)], lr=0.1)).keys() | {"step"}  # which schedulers wrap
+    usual = vars(SGD([torch.zeros(1, device="cpu")], lr=0.1)).keys() | {"step"}  # which schedulers wrap
     return {name: value for name, value in vars(optimizer).items() if name not in usual}
 
 
@@ -106,7 +106,7 @@ def update(
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if scaler:
-        one = torch.ones((), device=params[0].device)
+        one = torch.ones((), dtype=torch.float32, device=params[0].device)
         before = scaler.scale(one)
         scaler.unscale_(optimizer)
     if clip_norm is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -15,9 +16,10 @@ from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
 from ...shared.settings import Settings
 from ..together.interrupts import postponed
+from .ballot import NUMBERS
 from .noise import square_of
 from .step_clock import Flight
-from .wire import arrived, carried_dtype, outgoing, rounding
+from .wire import arrived, carried_dtype, carried_shapes, outgoing, rounding
 
 _OPERATIONS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
@@ -54,16 +56,18 @@ class Reduced:
     ``sums`` are those of the ballot's numbers. ``missed``: a weight outside of the buckets has a gradient, so the step
     must be taken again after :meth:`GradientReduction.regroup`. ``partial`` are the weights for which only some ranks
     had a gradient. ``square`` is the mean of all ranks' squared norms before it, of a step that is measured.
+    ``error``, this rank's own, is what kept it from sending its gradients, or from taking back what came.
     """
 
     sums: list[int]
     missed: bool
     partial: tuple[Tensor, ...]
     square: float
+    error: BaseException | None
 
 
 class _Bucket:
-    """Gradients that travel together: same type, neighbours in the order in which backward produces them."""
+    """Gradients that travel together: same type and device, neighbours in the order in which backward makes them."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -75,6 +79,7 @@ class _Bucket:
         self.sent_s, self.sent_bytes = 0.0, 0
         self.wires: list[list[Tensor]] = []
         self.square: Tensor | None = None
+        self.places: dict[int, Tensor] = {}  # of weights without a gradient here, for what comes in another type
 
 
 class GradientReduction:
@@ -83,16 +88,21 @@ class GradientReduction:
     The ballot travels in the last bucket, so agreement costs no round trip of its own; with another reduction than
     average, or where that bucket does not travel in fp32, it travels by itself. It also says which weights have a
     gradient: one that has none on any rank is left alone, as torch leaves it; one that only some ranks have is
-    averaged with zeros. A rank that failed sends zeros for what it lacks, so nobody waits.
+    averaged with zeros. A rank that failed takes part with no more memory than its largest gradient needs, which it
+    has because it lets go of its own first. All ranks discard that step, so what it sends does not matter.
 
     Attributes:
         latest: the weight whose gradient was computed last, which tells how far backward got.
         torn: a gradient changed after it had left, as reentrant checkpoints can do: the step must be taken again,
             on all ranks after :meth:`wait_for_backward`.
         flights: the buckets that have arrived since :meth:`begin`.
+        ballot: what this rank votes, to be written before :meth:`finish`: ``NUMBERS`` whole numbers in float32, whose
+            sums over all ranks stay below 2**24. The first one says whether the rank failed.
     """
 
-    def __init__(self, params: Sequence[Tensor], sparse: Collection[int], ranks: int, travel: Travel) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], sparse: Collection[int], ranks: int, travel: Travel, device: torch.device
+    ) -> None:
         """Reduce these weights.
 
         Args:
@@ -100,6 +110,7 @@ class GradientReduction:
             sparse: places of those that embeddings give sparse gradients.
             ranks: how many there are.
             travel: how gradients travel, until :meth:`begin` says otherwise.
+            device: where the ballot lies.
         """
         self._travel = travel
         self._params = [param for param in params if param.numel()]
@@ -119,6 +130,9 @@ class GradientReduction:
         self.flights: list[Flight] = []
         self._measures = False
         self._rounded: list[tuple[Tensor, Tensor]] | None = None
+        # Made ahead of time: the ballot, the squared norm, and which gradients there are.
+        self._row = torch.zeros(NUMBERS + 1 + len(self._params), dtype=torch.float32, device=device)
+        self.ballot = self._row[:NUMBERS]
         self.regroup()
 
     def regroup(self) -> None:
@@ -175,7 +189,10 @@ class GradientReduction:
         """The share of this step's gradients that compression took (2-norms), on the device, if it was measured."""
         if not self._rounded:
             return None
-        norms, lost = (torch.stack(some).square().sum() for some in zip(*self._rounded, strict=True))
+        norms, lost = (
+            torch.stack([one.to(self._row.device) for one in some]).square().sum()
+            for some in zip(*self._rounded, strict=True)
+        )
         return (lost / norms.clamp(min=torch.finfo(norms.dtype).tiny)).sqrt()
 
     def arm(self) -> None:
@@ -195,53 +212,124 @@ class GradientReduction:
         if not (self._measures and self._buckets):
             return None
         times = 1 if self._travel.averaged else self._ranks  # of the average, that a gradient now is
-        return torch.stack([square_of(bucket.params) for bucket in self._buckets]).sum() / times**2
+        squares = [square_of(bucket.params).to(self._row.device) for bucket in self._buckets]
+        return torch.stack(squares).sum() / times**2
 
-    def finish(self, ballot: Tensor) -> Reduced:
+    def finish(self, failed: bool) -> Reduced:
         """Send what was not sent, wait for all of it, and add up the ballot.
 
         Afterwards every ``grad`` is the average over all ranks (or their sum, or Adasum), the same bits on each; unless
-        some were ``missed``.
+        some were ``missed``, or a rank failed.
 
         Args:
-            ballot: whole numbers in float32, whose sums over all ranks stay below 2**24.
+            failed: this rank could not finish forward and backward, so that it has no gradients to send.
+
+        Raises:
+            BaseException: what keeps this rank from taking part at all; the others wait for it.
         """
         self._armed = False
         self._notice_arrivals()
-        squares = [bucket.square for bucket in self._buckets if bucket.square is not None]
-        square = torch.stack(squares).sum() if squares else ballot.new_zeros(())
-        ballot = torch.cat([ballot, square.reshape(1), self._presence(ballot.device)])
-        last = self._buckets[-1] if self._buckets else None
-        fits = last and self._travel.averaged and self._carried(last) == ballot.dtype
-        carrier = last if fits else None
-        for bucket in self._buckets:
-            if bucket.handle is None:
-                self._send(bucket, ballot if bucket is carrier else None)
+        carrier = self._carrier()
+        error = None
+        if not failed:
+            try:
+                self._count_gradients()
+                for bucket in self._buckets:
+                    if bucket.handle is None:
+                        self._send(bucket, self._row if bucket is carrier else None)
+            except BaseException as raised:
+                error = raised
+                self.ballot[0].fill_(1)
+        if failed or error is not None:
+            self._take_part(carrier)
         if carrier is None:
-            hvd.synchronize(hvd.allreduce_async_(ballot, name="gpumem_nb.ballot", op=hvd.Average))
+            hvd.synchronize(hvd.allreduce_async_(self._row, name="gpumem_nb.ballot", op=hvd.Average))
         for bucket in self._buckets:
-            assert bucket.handle is not None
-            handle, bucket.handle = bucket.handle, None
-            hvd.synchronize(handle)
-            self._arrived(bucket)
-        numbers: list[float] = ballot.tolist()
-        count = len(numbers) - len(self._params) - 1
-        missed, partial, absent = self._learn(numbers[count + 1 :])
-        for bucket in self._buckets:
-            for param, wires in zip(bucket.params, bucket.wires, strict=True):
-                if not missed and id(param) not in absent:
-                    arrived(param, wires)
-            bucket.wires = []
+            self._wait_for(bucket)
+        numbers: list[float] = self._row.tolist()
+        sums = [round(number * self._ranks) for number in numbers[:NUMBERS]]
+        if sums[0]:  # some rank failed: nothing is learned from what it sent
+            self._let_go()
+            return Reduced(sums, False, (), 0.0, error)
+        missed, partial, absent = self._learn(numbers[NUMBERS + 1 :])
+        try:
+            if not missed:
+                self._take_back(absent)
+        except BaseException as raised:
+            error = raised
+        self._let_go()
         if not missed:
             self.regroup()
-        return Reduced([round(number * self._ranks) for number in numbers[:count]], missed, partial, numbers[count])
+        return Reduced(sums, missed, partial, numbers[NUMBERS], error)
+
+    def _carrier(self) -> _Bucket | None:
+        """The bucket that the ballot travels in, if it can."""
+        last = self._buckets[-1] if self._buckets else None
+        fits = last and self._travel.averaged and self._carried(last) == self._row.dtype
+        return last if last and fits and last.params[0].device == self._row.device else None
+
+    def _count_gradients(self) -> None:
+        """Write behind the ballot what else all ranks add up."""
+        squares = [bucket.square.to(self._row.device) for bucket in self._buckets if bucket.square is not None]
+        if squares:
+            self._row[NUMBERS].copy_(torch.stack(squares).sum())
+        else:
+            self._row[NUMBERS].fill_(0)
+        codes = tuple(FROZEN * (not param.requires_grad) + (param.grad is not None) for param in self._params)
+        if self._codes is None or self._codes[0] != codes:  # fetching it from the host would wait for the device
+            self._codes = codes, torch.tensor(codes, dtype=torch.float32, device=self._row.device)
+        self._row[NUMBERS + 1 :].copy_(self._codes[1])
+
+    def _take_part(self, carrier: _Bucket | None) -> None:
+        """Send what others wait for, bucket by bucket, through memory that each of them uses again."""
+        for param in self._params:
+            param.grad = None
+        unsent = [bucket for bucket in self._buckets if bucket.handle is None]
+        for bucket in self._buckets:
+            self._wait_for(bucket)
+        self._let_go()
+        most: dict[torch.device, int] = {}
+        for param in (param for bucket in unsent for param in bucket.params):
+            for shape, dtype, device in self._specs(param):
+                most[device] = max(most.get(device, 0), math.prod(shape) * dtype.itemsize)
+        room = {device: torch.empty(nbytes, dtype=torch.uint8, device=device) for device, nbytes in most.items()}
+        for bucket in unsent:
+            wires = [
+                room[device][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+                for param in bucket.params
+                for shape, dtype, device in self._specs(param)
+            ]
+            self._start(bucket, wires if bucket is not carrier else [*wires, self._row])
+            self._wait_for(bucket)
+
+    def _specs(self, param: Tensor) -> list[tuple[Sequence[int], torch.dtype, torch.device]]:
+        dtype, device = carried_dtype(param.dtype, self._travel.compressed), param.device
+        return [(shape, dtype, device) for shape in carried_shapes(param, id(param) in self._sparse)]
+
+    def _wait_for(self, bucket: _Bucket) -> None:
+        handle, bucket.handle = bucket.handle, None
+        if handle is not None:
+            hvd.synchronize(handle)
+            self._arrived(bucket)
+
+    def _take_back(self, absent: Collection[int]) -> None:
+        for bucket in self._buckets:
+            for param, wires in zip(bucket.params, bucket.wires, strict=True):
+                if id(param) not in absent:
+                    if param.grad is None:
+                        param.grad = bucket.places.get(id(param))
+                    arrived(param, wires)
+
+    def _let_go(self) -> None:
+        for bucket in self._buckets:
+            bucket.wires, bucket.places = [], {}
 
     def forget(self) -> None:
         """Let go of what was sent: Horovod was shut down, and nothing will come back."""
         self._armed = False
         for bucket in self._buckets:
             bucket.handle = None
-            bucket.wires = []
+        self._let_go()
         self._under_way.clear()
 
     def remove(self) -> None:
@@ -272,6 +360,12 @@ class GradientReduction:
     def _send(self, bucket: _Bucket, ballot: Tensor | None) -> None:
         compressed = self._travel.compressed
         bucket.wires = [outgoing(param, id(param) in self._sparse, compressed) for param in bucket.params]
+        # What comes must find its place: this rank could not say any more that it has none.
+        bucket.places = {
+            id(param): torch.empty_like(param)
+            for param, wires in zip(bucket.params, bucket.wires, strict=True)
+            if param.grad is None and len(wires) == 1 and not (wires[0].dtype == param.dtype and param.is_contiguous())
+        }
         wires = [wire for wires in bucket.wires for wire in wires]
         if ballot is not None:
             wires.append(ballot)
@@ -280,6 +374,9 @@ class GradientReduction:
             Recorder.current.claim(COMMUNICATION, (wire for wire in wires if id(wire) not in gradients))
         if self._rounded is not None:
             self._rounded += [rounding(param, sent) for param, sent in zip(bucket.params, bucket.wires, strict=True)]
+        self._start(bucket, wires)
+
+    def _start(self, bucket: _Bucket, wires: list[Tensor]) -> None:
         bucket.sent_s, bucket.sent_bytes = time.perf_counter(), sum(wire.nbytes for wire in wires)
         name = bucket.name if self._travel.averaged else f"{bucket.name}.{self._travel.reduction}"
         bucket.handle = hvd.grouped_allreduce_async_(wires, name=name, op=_OPERATIONS[self._travel.reduction])
@@ -297,15 +394,6 @@ class GradientReduction:
         if bucket in self._under_way:
             self._under_way.remove(bucket)
             self.flights.append(Flight(bucket.sent_bytes, bucket.sent_s, time.perf_counter(), bucket.index))
-
-    def _presence(self, device: torch.device) -> Tensor:
-        """For each weight whether there is a gradient, or whether it is frozen, here."""
-        codes = tuple(FROZEN * (not param.requires_grad) + (param.grad is not None) for param in self._params)
-        if device.type == "cpu":
-            return torch.tensor(codes, dtype=torch.float32)
-        if self._codes is None or self._codes[0] != codes:  # fetching it from the host would wait for the device
-            self._codes = codes, torch.tensor(codes, dtype=torch.float32, device=device)
-        return self._codes[1]
 
     def _learn(self, presence: list[float]) -> tuple[bool, tuple[Tensor, ...], set[int]]:
         """What the ranks' gradients have in common: were any missed, which are partial, and which are absent."""
@@ -332,7 +420,8 @@ def _into_buckets(params: list[Tensor], most_bytes: int) -> list[_Bucket]:
     buckets: list[_Bucket] = []
     for param in reversed(params):
         bucket = buckets[-1] if buckets else None
-        if bucket is None or bucket.bytes >= most_bytes or bucket.params[0].dtype != param.dtype:
+        alike = bucket and (bucket.params[0].dtype, bucket.params[0].device) == (param.dtype, param.device)
+        if bucket is None or bucket.bytes >= most_bytes or not alike:
             bucket = _Bucket(len(buckets))
             buckets.append(bucket)
         bucket.params.append(param)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 from ...internals.torch_internals import Update, run_post_hooks, step_hooks_held_back, step_pre_hooks
@@ -257,7 +256,7 @@ class Stepper:
         """Accumulate the gradients of all micro-batches of this step; returns the mean loss."""
         settings, scaler = self._live.settings, self._live.scaler
         device = self._device.torch_device
-        total = torch.zeros((), device=device)
+        total = torch.zeros((), dtype=torch.float32, device=device)
         self._begin(DATA)
         with self._live.checkpointed(), updates_refused(), interruptible():
             count = settings.accumulation_steps
@@ -316,11 +315,12 @@ class Stepper:
                 self.record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:
             failure = self.failure(error)
-        self.enter(REDUCTION)
         try:
+            self.enter(REDUCTION)
             undone = any_rank(failure is not None, "update") or trial
-        except HorovodInternalError as error:
-            failure, undone = self.failure(error), True
+        except BaseException as error:  # without a vote nobody knows whether the update counts
+            failure, undone = failure or self.failure(error), True
+            collectives.leave("the vote on an update")
         self.enter(TOOLKIT)
         if undone:
             if undo:

@@ -6,21 +6,20 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 from torch.amp import GradScaler
 
 from ...memory.device import Device
 from ...shared.messages import Failure
 from ...shared.step_times import REDUCTION, TOOLKIT
-from ..together import nudge
+from ..together import collectives, nudge
 from .ballot import Ballot, Votes
 from .blame import nonfinite_loss
 from .finite import GradientNorms
 from .gradients_had import GradientsHad
 from .live_model import LiveModel
 from .noise import is_measured
-from .reduction import GradientReduction, Travel
+from .reduction import GradientReduction, Reduced, Travel
 from .step_clock import Flight
 from .weight_watch import WeightWatch
 
@@ -131,19 +130,38 @@ class Voting:
         self, order: StepOrder, loss: Tensor | None, failure: Failure | None, step: Step
     ) -> tuple[Votes, Failure | None]:
         """Average the gradients over all ranks, and learn what any of them votes for; this rank may fail in it."""
-        norms = None
         try:
-            # A failed rank has room for the zeros it sends: whatever its step held is gone by now.
             with self._device.exempt():
                 ballot, norms, failure = self._ballot(order, loss, failure, step)
                 step.enter(REDUCTION)
-                reduced = self._reduction.finish(ballot.numbers(self._device.torch_device))
-                average = self._reduction.average_square()
-        except HorovodInternalError as error:  # on every rank, because Horovod was shut down
+                reduced = self._reduction.finish(failure is not None)
+                if reduced.error is not None:
+                    failure = step.failure(reduced.error)
+                votes = Votes.counted(reduced.sums, self._ranks, reduced.missed)
+                if failure is not None and not votes.failed:
+                    raise reduced.error or RuntimeError(failure.message)  # the others do not know of it
+                step.enter(TOOLKIT)
+                return self._seen(order, loss, votes, reduced, ballot, norms, failure)
+        except BaseException as error:
+            # Either the ranks came apart already, or this one cannot take part: then nobody shall wait for it.
+            failure = failure or step.failure(error)
+            self.watch.ask()
+            collectives.leave(f"{REDUCTION} of a step")
             self._reduction.forget()
-            return Votes.of_one_that_left(), step.failure(error)
-        step.enter(TOOLKIT)
-        votes = Votes.counted(reduced.sums, self._ranks, reduced.missed)
+            return Votes.of_one_that_left(), failure
+
+    def _seen(
+        self,
+        order: StepOrder,
+        loss: Tensor | None,
+        votes: Votes,
+        reduced: Reduced,
+        ballot: Ballot,
+        norms: GradientNorms | None,
+        failure: Failure | None,
+    ) -> tuple[Votes, Failure | None]:
+        """What follows from the votes, and this rank's failure if it has one."""
+        average = None if votes.failed else self._reduction.average_square()
         self._partial = reduced.partial
         self.squares = None if average is None else (reduced.square, average)
         if ballot.digest is not None and not (votes.compare or votes.differ or votes.failed):
@@ -159,7 +177,7 @@ class Voting:
     def _overflow(self) -> Failure | None:
         """What became too large for fp16 on its way: every rank has the same average, so all of them find the same."""
         norms = GradientNorms(self._live.parameters)
-        if not norms.nonfinite(torch.zeros((), device=self._device.torch_device), self._scaler):
+        if not norms.nonfinite(torch.zeros((), dtype=torch.float32, device=self._device.torch_device), self._scaler):
             return None
         failure = norms.failure(self._rank, self._live.parts)
         assert failure is not None
@@ -235,7 +253,9 @@ class Voting:
             failure = failure or step.failure(error)
         left = nudge.newer_than(order.nudges)
         torn, relisted = self._reduction.torn, self._live.relisted()
-        return Ballot(failure is not None, left, careful, torn, relisted, nonfinite, digest), norms, failure
+        ballot = Ballot(failure is not None, left, careful, torn, relisted, nonfinite, digest)
+        ballot.write(self._reduction.ballot)
+        return ballot, norms, failure
 
     def _compares(self, order: StepOrder) -> bool:
         """Whether the ranks' weights are compared in this step; not in trials, of which questions take many."""
@@ -243,4 +263,5 @@ class Voting:
 
     def _reduce_all(self) -> GradientReduction:
         """The reduction of all that the optimizer trains."""
-        return GradientReduction(self._live.parameters, self._live.sparse_places(), self._ranks, self._travel)
+        live, device = self._live, self._device.torch_device
+        return GradientReduction(live.parameters, live.sparse_places(), self._ranks, self._travel, device)

@@ -21,6 +21,12 @@ def carried_dtype(dtype: torch.dtype, compressed: bool) -> torch.dtype:
     return _CARRIED_AS.get(dtype, dtype.to_real() if dtype.is_complex else dtype)
 
 
+def carried_shapes(param: Tensor, sparse: bool) -> list[tuple[int, ...]]:
+    """Return the shapes of what :func:`outgoing` gives for one weight."""
+    shape = (*param.shape, 2) if param.is_complex() else tuple(param.shape)
+    return [shape, shape[:1]] if sparse else [shape]
+
+
 def outgoing(param: Tensor, sparse: bool, compressed: bool) -> list[Tensor]:
     """What a rank sends for one weight: its gradient, or zeros where it has none.
 
@@ -62,7 +68,7 @@ def arrived(param: Tensor, wires: list[Tensor]) -> None:
 
 def rounding(param: Tensor, wires: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The 2-norms of a gradient and of what it lost on its way out; on the device, nobody waits for it."""
-    grad, none = param.grad, torch.zeros((), device=param.device)
+    grad, none = param.grad, torch.zeros((), dtype=torch.float32, device=param.device)
     if grad is None:
         return none, none
     if grad.is_sparse:

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import horovod.torch as hvd
 import torch
 
+# Made ahead of time: a rank without any memory left can vote, whatever torch's defaults are by then.
+_vote = torch.zeros(1, dtype=torch.float32, device="cpu")
+
 
 def any_rank(vote: bool, about: str) -> bool:
-    """Whether any rank votes yes. All ranks must ask; ``about`` names the question."""
-    total = hvd.allreduce(torch.tensor([float(vote)]), op=hvd.Sum, name=f"gpumem_nb.{about}")
-    return bool(total.item() > 0)
+    """Return whether any rank votes yes. All ranks must ask; ``about`` names the question."""
+    _vote.fill_(vote)
+    hvd.allreduce_(_vote, op=hvd.Sum, name=f"gpumem_nb.{about}")
+    return _vote.item() > 0
 
 
 def same_everywhere(number: int, about: str) -> bool:
@@ -21,7 +25,7 @@ def same_everywhere(number: int, about: str) -> bool:
 
 def alike(numbers: Sequence[int], about: str) -> list[bool]:
     """For each of these numbers whether all ranks have the same; each must fit in 62 bits."""
-    own = torch.tensor([numbers], dtype=torch.int64)
+    own = torch.tensor([numbers], dtype=torch.int64, device="cpu")
     gathered = hvd.allgather(own, name=f"gpumem_nb.{about}").reshape(-1, len(numbers))
     same: list[bool] = (gathered == own).all(dim=0).tolist()
     return same

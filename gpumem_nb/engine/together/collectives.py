@@ -19,6 +19,7 @@ import torch
 
 from ...install.horovod_source import MARK
 from ...internals import horovod_internals
+from ...memory.device import Device
 from ...shared.answers import Waiting
 from ...shared.errors import WorkloadError
 from ...shared.knobs.communication import CYCLE_TIME
@@ -130,6 +131,17 @@ def free(waited: Waiting) -> None:
         _freeing.start()
 
 
+def leave(what: str) -> None:
+    """End what all ranks wait for, because this one cannot take part in ``what`` any more. They join again later."""
+    global _freeing, _left, _left_at_s
+    if separated():
+        return
+    _left, _left_at_s = Waiting(what, 0.0), time.monotonic()
+    if _freeing is None:
+        _freeing = threading.Thread(target=horovod_internals.end_threads, daemon=True)
+        _freeing.start()
+
+
 def _init(ranks: list[int] | None) -> set[int]:
     with new_threads_give_way() if _on_cpu else nullcontext(set[int]()) as threads:
         hvd.init(comm=ranks)
@@ -216,8 +228,14 @@ def _noticing(what: str) -> Iterator[None]:
         raise
 
 
-def greet(device: torch.device) -> None:
-    """Prove the connection to the other ranks with a real all-reduce."""
-    total = hvd.allreduce(torch.ones(1, device=device), op=hvd.Sum, name="gpumem_nb.hello")
-    if total.item() != hvd.size():
-        raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")
+def greet(device: Device) -> None:
+    """Prove the connection to the other ranks with a real all-reduce, of two numbers that travel together.
+
+    From here on Horovod's fusion buffer is there in its size: made in a step it would come on top of the limit, and
+    Horovod ends the process where it cannot make it. All ranks must come here.
+    """
+    with device.exempt():
+        pair = [torch.ones(1, dtype=torch.float32, device=device.torch_device) for _ in range(2)]
+        for total in hvd.grouped_allreduce(pair, op=hvd.Sum, name="gpumem_nb.hello"):
+            if total.item() != hvd.size():
+                raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")

@@ -13,7 +13,6 @@ from ...memory.device import Device
 from ...shared.errors import WorkloadError
 from . import collectives
 from .agreement import any_rank
-from .horovod_settings import make_fusion_buffer
 
 T = TypeVar("T")
 _TAG = 20_011  # of messages between ranks that Horovod does not join
@@ -50,7 +49,7 @@ def among(count: int, device: Device, work: Callable[[], T]) -> T | None:
     if rank >= count and not _others_are_done():
         raise collectives.Separated("The ranks that this one waited for came apart.")
     device.communicates_on(collectives.join_again())
-    make_fusion_buffer(device)
+    collectives.greet(device)
     return found
 
 

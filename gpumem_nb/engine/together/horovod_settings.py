@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import horovod.torch as hvd
-import torch
 
 from ...memory.device import Device
 from ...shared.knobs.communication import VARIABLES
@@ -41,7 +40,7 @@ def follow(settings: Settings, device: Device) -> None:
     _now.update(changed)
     os.environ.update(changed)
     device.communicates_on(collectives.join_again())
-    make_fusion_buffer(device)
+    collectives.greet(device)
 
 
 def why_flat() -> str:
@@ -51,13 +50,3 @@ def why_flat() -> str:
     if hvd.size() == hvd.local_size():
         return "it is for ranks on several hosts, and these are on one"
     return ""
-
-
-def make_fusion_buffer(device: Device) -> None:
-    """Two numbers that travel together: from here on the buffer is there in its new size, and the old one is gone.
-
-    All ranks must come here.
-    """
-    with device.exempt():
-        pair = [torch.zeros(1, device=device.torch_device) for _ in range(2)]
-        hvd.grouped_allreduce(pair, op=hvd.Sum, name="gpumem_nb.settings")

@@ -21,7 +21,7 @@ def sweep(sizes: Sequence[int], device: Device) -> Sweep:
     seconds = {}
     with device.exempt():
         for size in sizes:
-            tensor = torch.zeros(size // 4, device=device.torch_device)
+            tensor = torch.zeros(size // 4, dtype=torch.float32, device=device.torch_device)
             times = [_once(tensor, f"gpumem_nb.sweep.{size}") for _ in range(1 + _times(size))]
             seconds[size] = statistics.median(times[1:])  # with the first one the ranks agree on its name
     return Sweep(seconds)

@@ -14,7 +14,7 @@ from ...shared.messages import ChunkReply
 from ..compatibility import check_held_out
 from ..history import History
 from .chunks import Chunks
-from .stalls import Stalls
+from .stalls import Stalls, cause_of
 from .state import TrainingState
 
 
@@ -98,7 +98,7 @@ class Between:
         return [] if call.pending() else call.get()
 
     def _fail(self, replies: Sequence[ChunkReply], what: str) -> NoReturn:
-        failure = next((reply.failure for reply in replies if reply.failure), None)
+        failure = cause_of(replies)
         if failure and failure.kind != "stall":
             step = self._history.steps + (failure.phase != "evaluation")
             raise TrainingFailed(Rescue(failure, step, self._state.settings).headline)

@@ -48,8 +48,11 @@ class Failures:
         """Whether it is still being found out what would have fit."""
         return self._tryout is not None
 
-    def handle(self, failure: Failure, chunk: Chunk) -> None:
-        """Go on with other settings, as the policy says; without any, or when they are not to blame, stop."""
+    def handle(self, failure: Failure, chunk: Chunk, apart: bool = False) -> None:
+        """Go on with other settings, as the policy says; without any, or when they are not to blame, stop.
+
+        ``apart``: the ranks have to join again before they can try anything out.
+        """
         if failure.phase == "evaluation":
             self._not_evaluated(failure, chunk)
             return
@@ -68,7 +71,7 @@ class Failures:
             return
         other = None if newer else self._way_out(failure, chunk.settings)
         shrinks = other is not None and self._policy().on_oom == "shrink" and other == shrunk(chunk.settings)
-        if failure.kind == "oom" and not shrinks:
+        if failure.kind == "oom" and not shrinks and not apart:
             self._try_out(rescue)
         if other:
             self._go_on(rescue, other, shrinks)

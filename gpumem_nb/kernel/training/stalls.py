@@ -11,7 +11,7 @@ from ...cluster.ranks import Ranks
 from ...report import waits
 from ...report.waits import WaitReport
 from ...shared.errors import TrainingFailed
-from ...shared.messages import ChunkReply
+from ...shared.messages import ChunkReply, Failure
 from ...shared.ranklist import name_ranks
 from ..history import History
 from .state import TrainingState
@@ -47,7 +47,8 @@ class Stalls:
         """Interrupt ranks whose step the others have been freed from; one that is out of reach is named."""
         if self._report(call):
             if not self.told:
-                call.finished(0.5)  # ranks that waited together are freed together
+                if call.finished(0.5):  # ranks that waited together are freed together
+                    return  # what they answered says more
                 self.tell(call)
             self._interrupt_late(call)
         elif not self.stuck and waits.out_of_reach(call.pulses()):
@@ -103,5 +104,12 @@ class Stalls:
 
 
 def came_apart(replies: Sequence[ChunkReply]) -> bool:
-    """Whether a rank was freed from waiting for the others."""
-    return any(reply.failure and reply.failure.kind == "stall" for reply in replies)
+    """Return whether the ranks came apart, and no rank's own failure is the cause."""
+    failure = cause_of(replies)
+    return failure is not None and failure.kind == "stall"
+
+
+def cause_of(replies: Sequence[ChunkReply]) -> Failure | None:
+    """Return why a step failed: what a rank could not do, before that others waited for it."""
+    failures = [reply.failure for reply in replies if reply.failure]
+    return next((failure for failure in failures if failure.kind != "stall"), failures[0] if failures else None)

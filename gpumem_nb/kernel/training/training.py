@@ -30,7 +30,7 @@ from .chunks import Chunks
 from .device_readings import DeviceReadings
 from .failures import Failures
 from .in_flight import InFlight, Pace
-from .stalls import Stalls, came_apart
+from .stalls import Stalls, came_apart, cause_of
 from .state import TrainingState
 
 MOST_STEPS = 10**9
@@ -345,7 +345,7 @@ class Training:
         """Take in what the ranks did with a chunk."""
         samples = [sample for reply in replies for sample in reply.samples]
         done = [sample for sample in samples if sample.done]
-        failure = next((reply.failure for reply in replies if reply.failure), None)
+        failure = cause_of(replies)
         self._history.add(samples, [reply.reading for reply in replies], [reply.device_use for reply in replies])
         if evaluation := Evaluation.of_ranks(replies):
             self._history.evaluated(evaluation)
@@ -366,7 +366,7 @@ class Training:
             if came_apart(replies):
                 self._stalled(chunk, call)
             elif failure and not not_possible:
-                self._failures.handle(failure, chunk)
+                self._failures.handle(failure, chunk, apart=bool(call.apart()))
             elif done and not chunk.tried:
                 self._failures.worked(chunk, done)
         self._state.bell.ring()
