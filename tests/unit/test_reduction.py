@@ -144,6 +144,6 @@ def test_what_overflows_on_its_way_discards_the_step_and_is_told(sent: list[list
 
 def test_weights_on_another_device_do_not_travel_in_the_same_bucket() -> None:
     here, there = torch.device("cpu"), torch.device("meta")
-    params = [nn.Parameter(torch.ones(4, device=device)) for device in (here, here, there, here)]
+    params: list[Tensor] = [nn.Parameter(torch.ones(4, device=device)) for device in (here, here, there, here)]
     buckets = _into_buckets(params, 2**20)
     assert [[param.device for param in bucket.params] for bucket in buckets] == [[here], [there], [here, here]]
