@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpumem_nb.engine import cells
-from gpumem_nb.engine.step.reduction import _into_buckets
+from gpumem_nb.engine.step.buckets import into_buckets
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk
@@ -144,6 +144,6 @@ def test_what_overflows_on_its_way_discards_the_step_and_is_told(sent: list[list
 
 def test_weights_on_another_device_do_not_travel_in_the_same_bucket() -> None:
     here, there = torch.device("cpu"), torch.device("meta")
-    params: list[Tensor] = [nn.Parameter(torch.ones(4, device=device)) for device in (here, here, there, here)]
-    buckets = _into_buckets(params, 2**20)
+    params = [nn.Parameter(torch.ones(4, device=device)) for device in (here, here, there, here)]
+    buckets = into_buckets(params, 2**20)
     assert [[param.device for param in bucket.params] for bucket in buckets] == [[here], [there], [here, here]]

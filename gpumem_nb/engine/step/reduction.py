@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -14,39 +13,15 @@ from torch import Tensor
 
 from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
-from ...shared.settings import Settings
 from ..together.interrupts import postponed
 from .ballot import NUMBERS
+from .buckets import Bucket, Travel, into_buckets, stand_ins
 from .noise import square_of
 from .step_clock import Flight
-from .wire import arrived, carried_dtype, carried_shapes, outgoing, rounding
+from .wire import arrived, carried_dtype, outgoing, rounding
 
 _OPERATIONS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
-
-
-@dataclass(frozen=True, slots=True)
-class Travel:
-    """How gradients travel.
-
-    A bucket is one Horovod group: negotiated once instead of once a tensor. ``bucket_bytes`` large enough keep the
-    number of negotiations small, small enough they let the first ones travel while backward still runs.
-    ``compressed``: in 16 bit. ``reduction`` is what they become, by the knob's names.
-    """
-
-    bucket_bytes: int
-    compressed: bool
-    reduction: str
-
-    @classmethod
-    def under(cls, settings: Settings) -> Travel:
-        """As these settings have it."""
-        return cls(round(settings.bucket_mib * 2**20), settings.compression != "none", settings.reduction)
-
-    @property
-    def averaged(self) -> bool:
-        """Whether they become their average."""
-        return self.reduction == "average"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +39,6 @@ class Reduced:
     partial: tuple[Tensor, ...]
     square: float
     error: BaseException | None
-
-
-class _Bucket:
-    """Gradients that travel together: same type and device, neighbours in the order in which backward makes them."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.name = f"gpumem_nb.bucket.{index}"
-        self.params: list[Tensor] = []
-        self.bytes = 0
-        self.ready: set[int] = set()
-        self.handle: int | None = None
-        self.sent_s, self.sent_bytes = 0.0, 0
-        self.wires: list[list[Tensor]] = []
-        self.square: Tensor | None = None
-        self.places: dict[int, Tensor] = {}  # of weights without a gradient here, for what comes in another type
 
 
 class GradientReduction:
@@ -121,12 +80,12 @@ class GradientReduction:
         self._armed = False
         self._learned: tuple[list[float], tuple[Tensor, ...], set[int]] = ([], (), set())
         self._codes: tuple[tuple[int, ...], Tensor] | None = None
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._grouped: list[bool] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.latest: Tensor | None = None
         self.torn = False
-        self._under_way: deque[_Bucket] = deque()
+        self._under_way: deque[Bucket] = deque()
         self.flights: list[Flight] = []
         self._measures = False
         self._rounded: list[tuple[Tensor, Tensor]] | None = None
@@ -144,7 +103,7 @@ class GradientReduction:
 
     def _group(self) -> None:
         grouped = [param for param, is_frozen in zip(self._params, self._grouped, strict=True) if not is_frozen]
-        self._buckets = _into_buckets(grouped, self._travel.bucket_bytes)
+        self._buckets = into_buckets(grouped, self._travel.bucket_bytes)
         self.come_last()
 
     def come_last(self) -> None:
@@ -262,7 +221,7 @@ class GradientReduction:
             self.regroup()
         return Reduced(sums, missed, partial, numbers[NUMBERS], error)
 
-    def _carrier(self) -> _Bucket | None:
+    def _carrier(self) -> Bucket | None:
         """The bucket that the ballot travels in, if it can."""
         last = self._buckets[-1] if self._buckets else None
         fits = last and self._travel.averaged and self._carried(last) == self._row.dtype
@@ -280,7 +239,7 @@ class GradientReduction:
             self._codes = codes, torch.tensor(codes, dtype=torch.float32, device=self._row.device)
         self._row[NUMBERS + 1 :].copy_(self._codes[1])
 
-    def _take_part(self, carrier: _Bucket | None) -> None:
+    def _take_part(self, carrier: Bucket | None) -> None:
         """Send what others wait for, bucket by bucket, through memory that each of them uses again."""
         for param in self._params:
             param.grad = None
@@ -288,25 +247,11 @@ class GradientReduction:
         for bucket in self._buckets:
             self._wait_for(bucket)
         self._let_go()
-        most: dict[torch.device, int] = {}
-        for param in (param for bucket in unsent for param in bucket.params):
-            for shape, dtype, device in self._specs(param):
-                most[device] = max(most.get(device, 0), math.prod(shape) * dtype.itemsize)
-        room = {device: torch.empty(nbytes, dtype=torch.uint8, device=device) for device, nbytes in most.items()}
-        for bucket in unsent:
-            wires = [
-                room[device][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-                for param in bucket.params
-                for shape, dtype, device in self._specs(param)
-            ]
+        for bucket, wires in stand_ins(unsent, self._sparse, self._travel.compressed):
             self._start(bucket, wires if bucket is not carrier else [*wires, self._row])
             self._wait_for(bucket)
 
-    def _specs(self, param: Tensor) -> list[tuple[Sequence[int], torch.dtype, torch.device]]:
-        dtype, device = carried_dtype(param.dtype, self._travel.compressed), param.device
-        return [(shape, dtype, device) for shape in carried_shapes(param, id(param) in self._sparse)]
-
-    def _wait_for(self, bucket: _Bucket) -> None:
+    def _wait_for(self, bucket: Bucket) -> None:
         handle, bucket.handle = bucket.handle, None
         if handle is not None:
             hvd.synchronize(handle)
@@ -338,7 +283,7 @@ class GradientReduction:
             hook.remove()
         self._hooks = []
 
-    def _gradient_ready(self, param: Tensor, bucket: _Bucket) -> None:
+    def _gradient_ready(self, param: Tensor, bucket: Bucket) -> None:
         self.latest = param
         if not self._armed:
             return
@@ -353,11 +298,11 @@ class GradientReduction:
             with postponed():  # what Horovod has begun must be known: it would be sent a second time
                 self._send(bucket, None)
 
-    def _measure(self, bucket: _Bucket) -> None:
+    def _measure(self, bucket: Bucket) -> None:
         if self._measures:
             bucket.square = square_of(bucket.params)
 
-    def _send(self, bucket: _Bucket, ballot: Tensor | None) -> None:
+    def _send(self, bucket: Bucket, ballot: Tensor | None) -> None:
         compressed = self._travel.compressed
         bucket.wires = [outgoing(param, id(param) in self._sparse, compressed) for param in bucket.params]
         # What comes must find its place: this rank could not say any more that it has none.
@@ -376,13 +321,13 @@ class GradientReduction:
             self._rounded += [rounding(param, sent) for param, sent in zip(bucket.params, bucket.wires, strict=True)]
         self._start(bucket, wires)
 
-    def _start(self, bucket: _Bucket, wires: list[Tensor]) -> None:
+    def _start(self, bucket: Bucket, wires: list[Tensor]) -> None:
         bucket.sent_s, bucket.sent_bytes = time.perf_counter(), sum(wire.nbytes for wire in wires)
         name = bucket.name if self._travel.averaged else f"{bucket.name}.{self._travel.reduction}"
         bucket.handle = hvd.grouped_allreduce_async_(wires, name=name, op=_OPERATIONS[self._travel.reduction])
         self._under_way.append(bucket)
 
-    def _carried(self, bucket: _Bucket) -> torch.dtype:
+    def _carried(self, bucket: Bucket) -> torch.dtype:
         return carried_dtype(bucket.params[0].dtype, self._travel.compressed)
 
     def _notice_arrivals(self) -> None:
@@ -390,7 +335,7 @@ class GradientReduction:
         while self._under_way and _is_over(self._under_way[0].handle):
             self._arrived(self._under_way[0])
 
-    def _arrived(self, bucket: _Bucket) -> None:
+    def _arrived(self, bucket: Bucket) -> None:
         if bucket in self._under_way:
             self._under_way.remove(bucket)
             self.flights.append(Flight(bucket.sent_bytes, bucket.sent_s, time.perf_counter(), bucket.index))
@@ -414,16 +359,3 @@ def _is_over(handle: int | None) -> bool:
         return bool(hvd.poll(handle))
     except ValueError:  # Horovod does not know it any more
         return True
-
-
-def _into_buckets(params: list[Tensor], most_bytes: int) -> list[_Bucket]:
-    buckets: list[_Bucket] = []
-    for param in reversed(params):
-        bucket = buckets[-1] if buckets else None
-        alike = bucket and (bucket.params[0].dtype, bucket.params[0].device) == (param.dtype, param.device)
-        if bucket is None or bucket.bytes >= most_bytes or not alike:
-            bucket = _Bucket(len(buckets))
-            buckets.append(bucket)
-        bucket.params.append(param)
-        bucket.bytes += param.nbytes
-    return buckets

@@ -23,6 +23,7 @@ from ..data.held_out import HeldOut
 from ..data.stream import Stream
 from ..random_state import OwnNumbers, seeded
 from ..together import horovod_settings, nudge
+from .buckets import Travel
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .joining import check_alike, make_alike, take_from_first
@@ -30,7 +31,6 @@ from .live_model import LiveModel, RatesMemory
 from .loaded import workload_info
 from .noise import NoiseScale
 from .rates import Course
-from .reduction import Travel
 from .samples import begun, completed
 from .step import Looks, Outcome, Stepper
 from .step_clock import Laps

@@ -15,11 +15,12 @@ from ...shared.step_times import REDUCTION, TOOLKIT
 from ..together import collectives, nudge
 from .ballot import Ballot, Votes
 from .blame import nonfinite_loss
+from .buckets import Travel
 from .finite import GradientNorms
 from .gradients_had import GradientsHad
 from .live_model import LiveModel
 from .noise import is_measured
-from .reduction import GradientReduction, Reduced, Travel
+from .reduction import GradientReduction, Reduced
 from .step_clock import Flight
 from .weight_watch import WeightWatch
 
