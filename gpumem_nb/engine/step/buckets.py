@@ -54,6 +54,7 @@ class Bucket:
 
 
 def into_buckets(params: Sequence[Tensor], most_bytes: int) -> list[Bucket]:
+    """Sort weights into buckets of at least so many bytes, the last weights first, as backward reaches them."""
     buckets: list[Bucket] = []
     for param in reversed(params):
         bucket = buckets[-1] if buckets else None
