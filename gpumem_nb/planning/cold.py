@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..report.tables import Table, notes_html
@@ -38,6 +38,7 @@ class ColdPredictions:
         by_gpu: a prediction for each GPU, in the order in which they were named.
         largest: the largest ``batch_size`` that surely fits each; 0 if none does, ``None`` if the data says it, or it
             is not known.
+        slow: GPUs on which the settings would be slow, and why, in words.
         unknown: why the largest ``batch_size`` is not known, as a sentence, for those GPUs of which it is not.
         seconds: what predicting took.
     """
@@ -46,6 +47,7 @@ class ColdPredictions:
     largest: Mapping[str, int | None]
     unknown: Mapping[str, str]
     seconds: float
+    slow: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, gpu: str) -> Prediction:
         by_key = {gpu_table.key_of(name): one for name, one in self.by_gpu.items()}
@@ -85,7 +87,8 @@ class ColdPredictions:
         gpus: dict[str, list[str]] = {}
         for gpu, why in self.unknown.items():
             gpus.setdefault(why, []).append(gpu)
-        return [f"Largest batch of {', '.join(those)} not known: {why}" for why, those in gpus.items()]
+        notes = [f"Largest batch of {', '.join(those)} not known: {why}" for why, those in gpus.items()]
+        return notes + [f"{why}." for why in self.slow.values()]
 
     def _largest_text(self, gpu: str) -> str:
         if gpu in self.unknown:
@@ -142,7 +145,8 @@ def predict(
     if several:
         largest = {name: answer.of[name].largest for name in by_gpu}
         unknown = {name: why for name in by_gpu if (why := answer.of[name].unknown)}
-        return ColdPredictions(by_gpu, largest, unknown, seconds)
+        slow = {one.name: why for one in gpus if (why := _slow(one, answer.settings))}
+        return ColdPredictions(by_gpu, largest, unknown, seconds, slow)
     return by_gpu[gpus[0].name]
 
 
@@ -222,9 +226,22 @@ def _prediction(answer: DryAnswer, gpu: Gpu, asked: Target, ranks: int, known: b
     estimated = ", with estimates of its memory or its libraries" if known and gpu.estimated else ""
     where = f"for {gpu.name}{estimated}" if known else f"with kernels as on {gpu.name}"
     basis = f"{found.forecast.how} {where}: from {found.how}"
+    if known and (slow := _slow(gpu, answer.settings)):
+        basis += f"; {slow}"
     device = gpu.beside(ranks)[0] + asked.convolution_bytes * found.convolves if known else None
     error = asked.limit_error_bytes
     return predicted(found.forecast, answer.settings, found.limit_bytes, device, basis, seconds, error)
+
+
+def _slow(gpu: Gpu, settings: Settings) -> str:
+    """Why these settings would be slow on a GPU however little memory they need; empty if nothing speaks for that."""
+    if settings.precision != "bf16" or gpu.kernels.ampere:
+        return ""
+    major, minor = gpu.capability
+    return (
+        f"{gpu.name} has no arithmetic for bf16 (compute capability {major}.{minor}, it came with 8.0), so expect it to "
+        "be slower than fp32: precision=fp16 is what that GPU has"
+    )
 
 
 def _pickled(workload: Workload) -> bytes:

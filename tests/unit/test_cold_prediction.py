@@ -306,3 +306,12 @@ def test_the_magic_needs_no_session() -> None:
     assert found["T4-16GB"].categories["communication"] == 128 * MIB
     with pytest.raises(UsageError, match="workload=x cannot be used: the workload is named already, text-gpt"):
         PlanningMagics(shell).hvd_predict("text-gpt workload=x")
+
+
+def test_a_gpu_without_bf16_arithmetic_is_named() -> None:
+    def said(gpu: str, precision: str) -> str:
+        return str(gm.predict(workload(perceptron), gpu=gpu, precision=precision, batch_size=4))
+
+    assert "T4-16GB has no arithmetic for bf16 (compute capability 7.5, it came with 8.0)" in said("T4-16GB", "bf16")
+    assert said("T4-16GB,A100-40GB", "bf16").count("has no arithmetic for bf16") == 1
+    assert "no arithmetic" not in said("T4-16GB,A100-40GB", "fp16") + said("A100-40GB", "bf16")
