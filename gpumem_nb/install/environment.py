@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pynvml
 
-from ..report.tables import Table
+from ..report.tables import Report, Table
 from .mpi_tools import find_tool, mpi_version
 
 OLDEST_PYTHON = (3, 11)
@@ -45,8 +45,8 @@ class Item:
     remedy: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class EnvironmentReport(Report):
     """Every part with what was found. Prints as a table, in a notebook as one that follows the theme."""
 
     items: tuple[Item, ...]
@@ -57,21 +57,14 @@ class EnvironmentReport:
         return all(item.ok is not False for item in self.items)
 
     @property
-    def _table(self) -> Table:
+    def parts(self) -> list[Table]:
+        """One table."""
         rows = tuple(
             (item.name, MARKS[item.ok], "\n".join(filter(None, [item.found, item.remedy and f"-> {item.remedy}"])))
             for item in self.items
         )
         headings = ("part", "state", "found")
-        return Table("Environment", headings, rows, frozenset(headings), COLOURS)
-
-    def __str__(self) -> str:
-        return str(self._table)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html()
+        return [Table("Environment", headings, rows, frozenset(headings), COLOURS)]
 
 
 def check() -> EnvironmentReport:

@@ -15,10 +15,10 @@ from ..planning.doctor.rules.limits import BARELY
 from ..planning.doctor.rules.time import larger, small_batch
 from ..planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ..planning.score import foretold
+from ..report.bottleneck import Changes
 from ..report.critical_path import FEWEST_STEPS
 from ..report.differences import typed
 from ..report.speed import WARM_UP_STEPS
-from ..report.verdict import Changes
 from ..shared.errors import InvalidInput, NotThisTime, RankError, TrainingFailed, WorkloadError
 from ..shared.messages import Leak, RankInfo, Sample
 from ..shared.model_facts import ModelFacts

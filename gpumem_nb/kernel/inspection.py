@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..report.bottleneck import Bottleneck, Circumstances
 from ..report.memory import MemoryReport, RankMemory, check_view
 from ..report.step_time import TimeReport, aligned
 from ..report.sync import SyncReport
-from ..report.verdict import Circumstances, Verdict
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.messages import Ledger, RankInfo, Timeline
 from ..shared.ranklist import name_ranks
@@ -73,18 +73,18 @@ class Inspection:
         lanes = [lane for lane in self._foreground.call("step_lanes") if lane is not None]
         return dataclasses.replace(report, lanes=tuple(aligned(lanes, [info.host for info in self._ranks])))
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Bottleneck | None:
         """What the time of a step is lost to; ``None`` while nothing is, or under settings of too few steps so far."""
         return next(iter(self.verdicts()), None)
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[Bottleneck]:
         """All that it is lost to and that is worth a word, the largest first."""
         history, settings = self._history, self._training.settings
         now = history.now()
         if now is None or now.settings != settings:
             return []
         around = Circumstances(settings, self._ranks, self._training.workload)
-        return Verdict.all_of(history.asked_for(), history.changed_after, around)
+        return Bottleneck.all_of(history.asked_for(), history.changed_after, around)
 
     def sync(self, model: str | None, data: str | None) -> SyncReport:
         """Whether ranks hold the same, of what is loaded or of variables.

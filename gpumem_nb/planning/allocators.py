@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..report.tables import Table, notes_html
+from ..report.tables import Report, Table
 from ..shared.allocator_settings import AllocatorSettings
 from ..shared.units import format_bytes
 from .prediction import Prediction
@@ -21,7 +21,7 @@ _COLLECTS = "garbage_collection_threshold counts only for ranks with a memory li
 
 
 @dataclass(frozen=True, repr=False)
-class AllocatorWhatIf:
+class AllocatorWhatIf(Report):
     """The same step under other settings of the caching allocator, on the rank that has least room under each.
 
     Attributes:
@@ -73,13 +73,10 @@ class AllocatorWhatIf:
             advice,
         )
 
-    def __str__(self) -> str:
-        return f"{self._table}\n\n" + "\n".join(self.sentences)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html() + notes_html(self.sentences)
+    @property
+    def parts(self) -> list[Table | str]:
+        """The table and what it does not say."""
+        return [self._table, *self.sentences]
 
     @property
     def _table(self) -> Table:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..report.tables import Table, notes_html
+from ..report.tables import Report, Table
 from ..shared.dry_run import DryAnswer, DryRun, Target
 from ..shared.errors import InvalidInput, nearest
 from ..shared.knobs import KNOBS, additional
@@ -30,8 +30,8 @@ FUSION_MIB = 128
 """Horovod's fusion buffer, from torch's allocator: the default of HOROVOD_FUSION_THRESHOLD (operations.cc)."""
 
 
-@dataclass(frozen=True)
-class ColdPredictions:
+@dataclass(frozen=True, repr=False)
+class ColdPredictions(Report):
     """What the same steps would need on several GPUs.
 
     Attributes:
@@ -60,11 +60,10 @@ class ColdPredictions:
         """The GPUs on which it fits."""
         return tuple(gpu for gpu, one in self.by_gpu.items() if one.verdict == FITS)
 
-    def frame(self) -> Any:
-        """A pandas DataFrame with one row a GPU."""
-        import pandas as pd  # takes long to import
-
-        return pd.DataFrame(
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each GPU."""
+        return [
             {
                 "gpu": gpu,
                 **one.columns,
@@ -72,15 +71,12 @@ class ColdPredictions:
                 "largest_batch": self.largest[gpu],
             }
             for gpu, one in self.by_gpu.items()
-        )
+        ]
 
-    def __str__(self) -> str:
-        return "\n".join((str(self._table), *self._notes))
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html() + notes_html(self._notes)
+    @property
+    def parts(self) -> list[Table | str]:
+        """The table and what it does not say."""
+        return [self._table, *self._notes]
 
     @property
     def _notes(self) -> list[str]:
@@ -239,8 +235,8 @@ def _slow(gpu: Gpu, settings: Settings) -> str:
         return ""
     major, minor = gpu.capability
     return (
-        f"{gpu.name} has no arithmetic for bf16 (compute capability {major}.{minor}, it came with 8.0), so expect it to "
-        "be slower than fp32: precision=fp16 is what that GPU has"
+        f"{gpu.name} has no arithmetic for bf16 (compute capability {major}.{minor}, it came with 8.0), so expect it "
+        "to be slower than fp32: precision=fp16 is what that GPU has"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..report.configurations import Tried
 from ..report.differences import arrows
-from ..report.tables import Table
+from ..report.tables import Report, Table
 from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
 from ..shared.units import format_bytes
@@ -76,7 +76,7 @@ class Scored:
         return off if abs(off) > said.high_bytes / said.reserved_peak_bytes - 1 else 0.0
 
 
-class Scoreboard:
+class Scoreboard(Report):
     """Every prediction of this session whose settings were tried afterwards, in the order in which they were made."""
 
     def __init__(self, scored: Sequence[Scored]) -> None:
@@ -87,11 +87,10 @@ class Scoreboard:
         shares = [0.0, *(one.missed for one in self.scored if one.came.model_version == model_version)]
         return max(-MOST_MISSED, min(shares)), min(MOST_MISSED, max(shares))
 
-    def frame(self) -> Any:
-        """A pandas DataFrame with one row a prediction."""
-        import pandas as pd  # takes long to import
-
-        return pd.DataFrame(
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each prediction."""
+        return [
             {
                 "flip": one.flip,
                 "verdict": one.predicted.verdict,
@@ -102,15 +101,12 @@ class Scoreboard:
                 "error": one.error,
             }
             for one in self.scored
-        )
+        ]
 
-    def __str__(self) -> str:
-        return str(self._table) if self.scored else _NONE
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html() if self.scored else f"<pre>{_NONE}</pre>"
+    @property
+    def parts(self) -> list[Table | str]:
+        """A table, if there is anything in it."""
+        return [self._table if self.scored else _NONE]
 
     @property
     def _table(self) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..report.tables import Table, notes_html
+from ..report.tables import Report, Table
 from ..shared.errors import InvalidInput
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
@@ -48,8 +48,8 @@ class Cell:
         return f"{self.largest}{'*' * self.all_samples}\n{about}{format_rate(self.samples_per_s)} samples/s"
 
 
-@dataclass(frozen=True)
-class WhatFits:
+@dataclass(frozen=True, repr=False)
+class WhatFits(Report):
     """The largest micro-batch under each precision and checkpointing.
 
     Attributes:
@@ -86,12 +86,11 @@ class WhatFits:
         fitting = [cell for cell in self.cells if cell.largest and cell.samples_per_s]
         return tuple(cell for cell in fitting if not any(_beats(other, cell) for other in fitting))
 
-    def frame(self) -> Any:
-        """A pandas DataFrame with a row for each cell."""
-        import pandas as pd  # takes long to import
-
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each cell."""
         frontier = self.frontier
-        rows = [
+        return [
             {
                 ROWS: cell.precision,
                 COLUMNS: cell.checkpointing,
@@ -103,7 +102,6 @@ class WhatFits:
             }
             for cell in self.cells
         ]
-        return pd.DataFrame(rows)
 
     @property
     def notes(self) -> list[str]:
@@ -121,13 +119,10 @@ class WhatFits:
         said += [f"{precision}, {mode}: {why}" for (precision, mode), why in self.failed.items()]
         return said
 
-    def __str__(self) -> str:
-        return "\n".join([str(self._table), *self.notes])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html() + notes_html(self.notes)
+    @property
+    def parts(self) -> list[Table | str]:
+        """The table and what it does not say."""
+        return [self._table, *self.notes]
 
     @property
     def _table(self) -> Table:

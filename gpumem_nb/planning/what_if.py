@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..report.differences import arrows
-from ..report.tables import Table
+from ..report.tables import Report, Table
 from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
@@ -41,8 +41,8 @@ def single_flips(settings: Settings, workload: WorkloadInfo) -> Iterator[tuple[s
                 yield name, settings.replace(**{name: value})
 
 
-@dataclass(frozen=True)
-class WhatIf:
+@dataclass(frozen=True, repr=False)
+class WhatIf(Report):
     """What each flip would need beside what is needed now.
 
     Attributes:
@@ -53,29 +53,17 @@ class WhatIf:
     now: Prediction
     flips: tuple[Prediction, ...]
 
-    def frame(self) -> Any:
-        """A pandas DataFrame with one row a flip, the present settings first."""
-        import pandas as pd  # takes long to import
-
-        return pd.DataFrame(
-            {
-                "flip": self._flip(one),
-                **one.columns,
-                "mathematics": one.settings.mathematics(self.now.settings),
-            }
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each flip, the present settings first."""
+        return [
+            {"flip": self._flip(one), **one.columns, "mathematics": one.settings.mathematics(self.now.settings)}
             for one in (self.now, *self.flips)
-        )
-
-    def __str__(self) -> str:
-        return str(self._table)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html()
+        ]
 
     @property
-    def _table(self) -> Table:
+    def parts(self) -> list[Table]:
+        """One table."""
         rows = tuple(
             (
                 self._flip(one),
@@ -90,7 +78,7 @@ class WhatIf:
         )
         limit = format_bytes(self.now.limit_bytes) if self.now.limit_bytes else "n/a"
         headings = ("flip", "verdict", "live peak", "change", "reserved", "samples/s", "mathematics")
-        return Table(f"What if (limit {limit})", headings, rows, frozenset({"flip", "verdict", "mathematics"}))
+        return [Table(f"What if (limit {limit})", headings, rows, frozenset({"flip", "verdict", "mathematics"}))]
 
     def _flip(self, one: Prediction) -> str:
         return arrows(self.now.settings, one.settings) or "as it is"

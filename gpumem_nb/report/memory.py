@@ -21,7 +21,7 @@ from .breakdown import (
     timeline_table,
 )
 from .device_table import device_table, reasons
-from .tables import Table, notes_html
+from .tables import Report, Table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,7 +92,7 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class MemoryReport:
+class MemoryReport(Report):
     """Where the bytes are, for every rank in rank order.
 
     ``by`` chooses what the peak is broken down into when the report is shown: the worst rank's categories (``None``),
@@ -192,15 +192,10 @@ class MemoryReport:
         uses = [(r.info.rank, r.reading.reserved_bytes, r.device_use) for r in self.ranks if r.device_use]
         return (now, device_table(uses)) if uses else (now,)
 
-    def __str__(self) -> str:
-        parts = [*self._overview, "\n".join(self.sentences), *self.breakdown, *self._about_breakdown]
-        return "\n\n".join(map(str, parts))
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        overview = "".join(table.html() for table in self._overview) + notes_html(self.sentences)
-        return overview + "".join(table.html() for table in self.breakdown) + notes_html(self._about_breakdown)
+    @property
+    def parts(self) -> list[Table | str]:
+        """The devices, then what the peaks are made of."""
+        return [*self._overview, *self.sentences, *self.breakdown, *self._about_breakdown]
 
     def _row(self, rank: RankMemory) -> dict[str, Any]:
         info, use, ledger = rank.info, rank.device_use or DeviceUse(), rank.ledger

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from ..shared.scaling import SWEEP_BYTES
 from ..shared.units import format_bytes
-from .tables import Table, notes_html
+from .tables import Report, Table
 
 
-@dataclass(frozen=True)
-class NetworkReport:
+@dataclass(frozen=True, repr=False)
+class NetworkReport(Report):
     """All-reduces of all ranks.
 
     Attributes:
@@ -49,13 +49,10 @@ class NetworkReport:
         more = (ranks - 1) / ranks / ((self.ranks - 1) / self.ranks)
         return rounds * self.latency_s + more * carried_s
 
-    def __str__(self) -> str:
-        return "\n".join([str(self._table), *self._notes])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html() + notes_html(self._notes)
+    @property
+    def parts(self) -> list[Table | str]:
+        """The table and what it does not say."""
+        return [self._table, *self._notes]
 
     @property
     def _table(self) -> Table:

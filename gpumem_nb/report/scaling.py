@@ -6,15 +6,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..shared.step_times import BACKWARD, COPY, DATA, FORWARD, PARTS, REDUCTION, UPDATE, StepTimes
 from ..shared.units import format_rate
 from .network import NetworkReport
-from .tables import Table, notes_html
-
-if TYPE_CHECKING:
-    import pandas as pd
+from .tables import Report, Table
 
 FORECAST_RANKS = (8, 16, 64)
 _COMPUTING = (FORWARD, BACKWARD, UPDATE)
@@ -66,8 +62,8 @@ class Scaled:
         return statistics.median(map(statistics.fmean, sums))
 
 
-@dataclass(frozen=True)
-class ScalingReport:
+@dataclass(frozen=True, repr=False)
+class ScalingReport(Report):
     """Throughput by the number of ranks.
 
     Attributes:
@@ -133,11 +129,10 @@ class ScalingReport:
         more = {name: one.part_s(parts) - self._least.part_s(parts) for name, parts in _LOSSES.items()}
         return {name: seconds / one.step_s for name, seconds in more.items() if seconds > _WORTH_A_WORD * one.step_s}
 
-    def frame(self) -> pd.DataFrame:
+    @property
+    def records(self) -> list[dict[str, float]]:
         """A row for each number of ranks: samples/s, efficiency, seconds of a step and of its parts."""
-        import pandas as pd
-
-        return pd.DataFrame(
+        return [
             {
                 "ranks": one.ranks,
                 "steps": len(one.each_s),
@@ -147,15 +142,12 @@ class ScalingReport:
                 **{f"{part}_s": one.part_s([part]) for part in PARTS},
             }
             for one in self.measured
-        )
+        ]
 
-    def __str__(self) -> str:
-        return "\n".join([str(self._table), *self._notes])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html() + notes_html(self._notes)
+    @property
+    def parts(self) -> list[Table | str]:
+        """The table and what it does not say."""
+        return [self._table, *self._notes]
 
     @property
     def _least(self) -> Scaled:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from ..shared.messages import RankInfo
@@ -14,10 +13,11 @@ from ..shared.settings import Settings
 from ..shared.units import format_bytes
 from ..shared.workload import WorkloadInfo
 from .speed import Straggler
+from .tables import Report
 
 
-@dataclass(frozen=True)
-class Status:
+@dataclass(frozen=True, repr=False)
+class Status(Report):
     """Who runs where, on what, doing what."""
 
     doing: str
@@ -35,7 +35,9 @@ class Status:
         """The same as JSON, for programs."""
         return json.dumps(dataclasses.asdict(self) | {"settings": self.settings.as_dict()}, indent=2)
 
-    def __str__(self) -> str:
+    @property
+    def parts(self) -> list[str]:
+        """A line for each thing."""
         lines = [self.doing]
         for info in self.ranks:
             # The name of a virtual GPU says its limit.
@@ -62,12 +64,7 @@ class Status:
         if self.others:
             lines.append(f"other processes: {'; '.join(self.others)}")
         lines.append(f"started in {sum(self.start_seconds.values()):.1f} s ({phases})")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+        return lines
 
 
 def describe_ledger(every: int | str, cost: float | None) -> str:

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 from ..shared.messages import Sample
 from ..shared.step_times import DATA, MEANING, PARTS, REDUCTION, StepLanes, StepTimes
 from .speed import STEPS_JUDGED, WARM_UP_STEPS, Straggler
-from .tables import Table, notes_html
+from .tables import Report, Table
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from .verdict import Verdict
+    from .bottleneck import Bottleneck
 
 _ALL = "all"
 _SLOWEST = " (slowest)"
@@ -54,8 +52,8 @@ class RankTime:
         return self.times[part] / (self.step_s or 1)
 
 
-@dataclass(frozen=True)
-class TimeReport:
+@dataclass(frozen=True, repr=False)
+class TimeReport(Report):
     """Where the time of a step went, as means over the latest steps under the present settings.
 
     Attributes:
@@ -68,7 +66,7 @@ class TimeReport:
     ranks: tuple[RankTime, ...]
     straggler: Straggler | None = None
     lanes: tuple[StepLanes, ...] = ()
-    verdict: Verdict | None = None
+    verdict: Bottleneck | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sequence[Sample]], since_step: int = 0) -> TimeReport | None:
@@ -91,27 +89,15 @@ class TimeReport:
         """Of a step, between 0 and 1, as the mean of all ranks."""
         return sum(one.share(part) for one in self.ranks) / len(self.ranks)
 
-    def frame(self) -> pd.DataFrame:
+    @property
+    def records(self) -> list[dict[str, float | None]]:
         """A row for each rank: how many steps, and the mean of a step and of each part in seconds."""
-        import pandas as pd
+        return [{"rank": one.rank, "steps": one.steps, "step_s": one.step_s, **one.times.columns} for one in self.ranks]
 
-        return pd.DataFrame(
-            {
-                "rank": one.rank,
-                "steps": one.steps,
-                "step_s": one.step_s,
-                **one.times.columns,
-            }
-            for one in self.ranks
-        )
-
-    def __str__(self) -> str:
-        return "\n".join([str(self._table), *self._notes])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html() + notes_html(self._notes)
+    @property
+    def parts(self) -> list[Table | str]:
+        """The table and what it does not say."""
+        return [self._table, *self._notes]
 
     @property
     def _table(self) -> Table:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from ..shared.ranklist import name_ranks
 from ..shared.sync_look import SyncLook
+from .tables import Report
 
 _MOST_NAMED = 5  # samples
 
 
-@dataclass(frozen=True)
-class SyncReport:
+@dataclass(frozen=True, repr=False)
+class SyncReport(Report):
     """Weights, gradients and samples of all ranks, compared.
 
     Attributes:
@@ -33,14 +33,11 @@ class SyncReport:
         """What is wrong, in sentences."""
         return [sentence for sentence, is_fault in (self.weights, self.gradients, self.samples) if is_fault]
 
-    def __str__(self) -> str:
+    @property
+    def parts(self) -> list[str]:
+        """A sentence about each of the three."""
         found = (self.weights, self.gradients, self.samples)
-        return "\n".join(f"{'WRONG: ' if is_fault else 'ok: '}{sentence}" for sentence, is_fault in found if sentence)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+        return [f"{'WRONG: ' if is_fault else 'ok: '}{sentence}" for sentence, is_fault in found if sentence]
 
     @property
     def weights(self) -> tuple[str, bool]:

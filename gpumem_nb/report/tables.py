@@ -1,11 +1,15 @@
-"""A small table: text for a terminal, HTML that follows the notebook's theme."""
+"""Reports: tables and sentences as text for a terminal, as HTML that follows the notebook's theme, and as data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # JupyterLab's theme variables, with values for viewers that have none.
 _TABLE_STYLE = (
@@ -88,3 +92,48 @@ def _lines(row: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 def notes_html(sentences: Sequence[str]) -> str:
     """Sentences under a table."""
     return "".join(f"<p style='{_NOTE_STYLE}'>{escape(sentence)}</p>" for sentence in sentences)
+
+
+class Report:
+    """What is shown of something that was found out: tables and sentences, in an order, and the same as data.
+
+    A report defines :attr:`parts`, and :attr:`records` if it has data; how they look is decided here.
+    """
+
+    __slots__ = ()
+
+    @property
+    def parts(self) -> Sequence[Table | str]:
+        """What is shown, in order."""
+        raise NotImplementedError
+
+    @property
+    def records(self) -> Iterable[Mapping[str, Any]]:
+        """What it says as rows of data, each by the names of columns."""
+        raise NotImplementedError
+
+    def frame(self) -> pd.DataFrame:
+        """The report as a pandas DataFrame, with a row for each of its records."""
+        import pandas as pd  # takes long to import
+
+        return pd.DataFrame(list(self.records))
+
+    def __str__(self) -> str:
+        blocks = (list(block) for _, block in groupby(self.parts, key=_by_itself))
+        return "\n\n".join("\n".join(map(str, block)) for block in blocks)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return parts_html(self.parts)
+
+
+def parts_html(parts: Sequence[Table | str]) -> str:
+    """Tables and sentences for a notebook."""
+    return "".join(part.html() if isinstance(part, Table) else notes_html([part]) for part in parts)
+
+
+def _by_itself(part: Table | str) -> int:
+    """Another number for each table, and 0 for sentences, which stand together."""
+    return id(part) if isinstance(part, Table) else 0

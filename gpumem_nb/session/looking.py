@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..kernel.lifecycle import Lifecycle
+from ..report.bottleneck import Bottleneck
 from ..report.memory import MemoryReport
 from ..report.network import NetworkReport
 from ..report.scaling import ScalingReport
@@ -15,7 +16,6 @@ from ..report.status import Status
 from ..report.step_time import TimeReport
 from ..report.sync import SyncReport
 from ..report.trace import TraceFile
-from ..report.verdict import Verdict
 from ..report.waits import WaitReport
 from ..shared.messages import Timeline
 from ..shared.progress import Progress
@@ -85,7 +85,7 @@ class Looks:
         """
         return self._life.inspection.time(timeline)
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Bottleneck | None:
         """What the time of a step is lost to, in a sentence, with the settings that would help.
 
         ``None`` while nothing is worth a word, and before there were 14 steps under the present settings.

@@ -15,6 +15,7 @@ from ..report.rescue import Rescue
 from . import legend, threads, wording
 from .actions import Actions
 from .answers import Answers
+from .bottleneck_line import BottleneckLine
 from .charts import Charts, View
 from .charts.view import LAST_STEPS, Attempt, Choice
 from .controls import Controls, box, family
@@ -22,7 +23,6 @@ from .kept import Kept
 from .region import ClosesDeadTabs, Region
 from .steered import Steered
 from .style import BIG, CSS
-from .verdict_line import VerdictLine
 
 REFRESH_S = 0.25
 LARGEST_SHARE = 0.1  # of a core, for refreshing
@@ -167,7 +167,7 @@ class Panel:
         for place, button in enumerate(self._fits):
             button.on_click(lambda _, place=place: self._ask(lambda: self._apply(place)))
         fits = box(self._fits, "gpumem-fits")
-        self._lost = VerdictLine(self._session, self._ask)
+        self._lost = BottleneckLine(self._session, self._ask)
         usual = box([self._filling, self._lost.widget], "gpumem-usual")
         message = box([self._alert, self._dismiss, fits, usual], "gpumem-message")
         view_of = box([self._pin, self._latest, self._smooth, self._log_loss], "gpumem-choices")

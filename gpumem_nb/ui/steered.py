@@ -12,8 +12,8 @@ from ..planning.doctor.diagnosis import Diagnosis
 from ..planning.prediction import Prediction
 from ..planning.tuning.result import TuneResult
 from ..planning.what_fits import WhatFits
+from ..report.bottleneck import Bottleneck
 from ..report.runs import Runs
-from ..report.verdict import Verdict
 from ..report.waits import WaitReport
 from ..shared.messages import RankInfo
 from ..shared.progress import Progress
@@ -122,7 +122,7 @@ class Steered(Protocol):
     def telling(self, progress: Progress) -> AbstractContextManager[None]:
         """Inside, ``progress`` is told what the ranks are at while somebody waits for them."""
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Bottleneck | None:
         """What the time of a step is lost to."""
 
     def pin(self, wanted: bool = True) -> None:

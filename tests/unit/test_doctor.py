@@ -18,10 +18,10 @@ from gpumem_nb.planning.doctor.finding import FASTER, FIT, LESS, MEMORY, PAGE, R
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.doctor.rules.time import CAUSES, larger
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
+from gpumem_nb.report.bottleneck import Bottleneck
 from gpumem_nb.report.configurations import Tried
 from gpumem_nb.report.rescue import Fit, Rescue
 from gpumem_nb.report.sync import SyncReport
-from gpumem_nb.report.verdict import Verdict
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import DeviceUse, Failure, Leak, Sample
 from gpumem_nb.shared.model_facts import Held, InputFacts, ModelFacts
@@ -179,7 +179,7 @@ MORE = Settings(batch_size=16)
             {"larger": prediction(Settings(batch_size=128), samples_per_s=180.0, low_samples_per_s=160.0)},
             {"larger": prediction(Settings(batch_size=128), samples_per_s=150.0, low_samples_per_s=140.0)},
         ),
-        *((cause, {"verdicts": (Verdict(name, 0.4, "Lost."),)}, {}) for name, cause in CAUSES.items()),
+        *((cause, {"verdicts": (Bottleneck(name, 0.4, "Lost."),)}, {}) for name, cause in CAUSES.items()),
     ],
 )
 def test_each_rule_speaks_above_its_threshold_and_is_silent_below(
@@ -260,7 +260,7 @@ def test_the_worst_comes_first() -> None:
             needs=prediction(live=960),
             leaks=((LEAK,),),
             ranks=(rank(0, facts=frozen(30).facts), rank(1, 200)),
-            verdicts=(Verdict("data", 0.3, "Data."), Verdict("update", 0.5, "Update.")),
+            verdicts=(Bottleneck("data", 0.3, "Data."), Bottleneck("update", 0.5, "Update.")),
         )
     )
     assert [one.cause for one in found] == [
@@ -293,9 +293,9 @@ def test_larger_micro_batches_keep_the_samples_of_a_step_where_they_can() -> Non
     assert larger(evidence(settings=Settings(accumulation_steps=8))) == {"batch_size": 128, "accumulation_steps": 2}
     assert larger(evidence(settings=Settings(accumulation_steps=3))) == {"batch_size": 96, "accumulation_steps": 1}
     assert larger(evidence(needs=prediction(live=600))) == {}, "they would not fit"
-    assert larger(evidence(verdicts=(Verdict("no core", 0.2, "Others."),))) == {}, "nobody knows how fast it would be"
+    assert larger(evidence(verdicts=(Bottleneck("no core", 0.2, "Others."),))) == {}, "its speed is not known"
     assert larger(evidence(now=tried(steps=4))) == {}, "nobody knows how fast it is now"
-    waits = (Verdict("data", 0.2, "Waits."),)
+    waits = (Bottleneck("data", 0.2, "Waits."),)
     assert larger(evidence(verdicts=waits)) == {"batch_size": 128}, "steps on trial wait as well"
     by_workers = evidence(verdicts=waits, settings=Settings(num_workers=2))
     assert larger(by_workers) == {}, "steps on trial do not wait for workers"

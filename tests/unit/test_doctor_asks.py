@@ -14,7 +14,7 @@ from gpumem_nb.planning.doctor.diagnosis import Diagnosis
 from gpumem_nb.planning.doctor.finding import STOPS, Finding
 from gpumem_nb.planning.prediction import FITS, TIGHT, Prediction
 from gpumem_nb.planning.score import Asked
-from gpumem_nb.report.verdict import Verdict
+from gpumem_nb.report.bottleneck import Bottleneck
 from gpumem_nb.shared.errors import NotThisTime, TrainingFailed, WorkloadError
 from gpumem_nb.shared.model_facts import ModelFacts
 from gpumem_nb.shared.settings import Settings
@@ -43,7 +43,7 @@ class Session:
         self.settings = settings
         self.history: History = history_of()
         self.predicts: Predict = prediction
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[Bottleneck] = []
         self.failure: Exception | None = None
         train(self.history, settings, [1.0] * steps, peak=100 * MIB, rates=(rate,))
 
@@ -103,7 +103,7 @@ def test_time_is_judged_of_steps_since_a_cell_may_have_changed_what_is_trained()
 def test_a_flip_of_workers_is_offered_whatever_steps_on_trial_that_do_not_wait_for_them_bring() -> None:
     def bound(before: Settings, changes: dict[str, int]) -> Finding:
         session = Session(settings=before, rate=50.0)  # a rank
-        session.verdicts = [Verdict("data", 0.4, "Waits.", changes)]
+        session.verdicts = [Bottleneck("data", 0.4, "Waits.", changes)]
         session.predicts = lambda settings: prediction(settings, samples_per_s=160.0)
         return session.finding()
 
@@ -160,7 +160,7 @@ def test_of_what_barely_fits_a_flip_is_offered_that_leaves_room() -> None:
 def test_a_flip_whose_step_fails_on_trial_is_not_offered_and_it_is_said_why() -> None:
     def offered(why: Exception) -> Finding:
         session = Session()
-        session.verdicts = [Verdict("update", 0.3, "Long.", {"optimizer_impl": "fused"})]
+        session.verdicts = [Bottleneck("update", 0.3, "Long.", {"optimizer_impl": "fused"})]
 
         def predicts(settings: Settings) -> Prediction:
             if settings != DEFAULT:
@@ -181,7 +181,7 @@ def test_a_flip_whose_step_fails_on_trial_is_not_offered_and_it_is_said_why() ->
 def test_while_somebody_else_waits_for_the_ranks_no_speed_is_promised() -> None:
     session = Session()
     session.predicts = lambda settings: prediction(settings, cut_short=True, samples_per_s=None, step_s=None)
-    session.verdicts = [Verdict("update", 0.3, "Long.", {"optimizer_impl": "fused"})]
+    session.verdicts = [Bottleneck("update", 0.3, "Long.", {"optimizer_impl": "fused"})]
     found = session.examine()
     assert found.findings[0].flip is None
     assert found.findings[0].do == "Not timed: optimizer_impl=fused."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...install.environment import COLOURS, EnvironmentReport
 from ...report.leak_sentences import headline
 from ...report.sync import SyncReport
-from ...report.tables import Table, notes_html
+from ...report.tables import Report, Table
 from ...shared.messages import Leak, RankInfo
 from ...shared.ranklist import name_ranks
 
@@ -31,8 +31,8 @@ class Check:
     do: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Checklist:
+@dataclass(frozen=True, slots=True, repr=False)
+class Checklist(Report):
     """All lines. Prints as a table, in a notebook as one that follows the theme."""
 
     checks: tuple[Check, ...]
@@ -51,13 +51,10 @@ class Checklist:
         headings = ("question", "state", "found")
         return Table("Training on several devices", headings, rows, frozenset(headings), _COLOURS)
 
-    def __str__(self) -> str:
-        return f"{self._table}\n{_MORE}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html() + notes_html([_MORE])
+    @property
+    def parts(self) -> list[Table | str]:
+        """The table, and where to read more."""
+        return [self._table, _MORE]
 
 
 _MORE = f"What each line means: {PAGE}"

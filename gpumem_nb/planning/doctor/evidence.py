@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...report.bottleneck import Bottleneck, Changes, Circumstances
 from ...report.configurations import Effect, Tried
 from ...report.rescue import Rescue
 from ...report.speed import WARM_UP_STEPS
-from ...report.verdict import Changes, Circumstances, Verdict
 from ...shared.forecast import LARGE_SEGMENT_BYTES
 from ...shared.knobs import Need
 from ...shared.knobs.easing import mildest_first
@@ -130,7 +130,7 @@ class Evidence:
     needs: Prediction | None = None
     larger: Prediction | None = None
     largest_batch: int | None = None
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[Bottleneck, ...] = ()
     leaks: tuple[tuple[Leak, ...], ...] = ()
     rescue: Rescue | None = None
     stopped_for: str = ""

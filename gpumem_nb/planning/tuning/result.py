@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...report.differences import arrows, mathematics, short, typed
-from ...report.tables import Table, notes_html
+from ...report.tables import Report, Table
 from ...shared.errors import WorkloadError
 from ...shared.knobs import CHANGES
 from ...shared.settings import Settings
@@ -23,8 +23,8 @@ _LATE = 1.1  # times what was given: that is told
 _ROWS = 12  # of a table in words; the frame has all
 
 
-@dataclass(frozen=True)
-class TuneResult:
+@dataclass(frozen=True, repr=False)
+class TuneResult(Report):
     """The fastest settings that fit every rank, and everything that was looked at.
 
     Attributes:
@@ -281,17 +281,10 @@ class TuneResult:
         others = [one for one in self.looked_at if one not in measured]
         return [*measured, *sorted(others, key=lambda one: one.predicted.reserved_peak_bytes)]
 
-    def __str__(self) -> str:
-        return "\n".join([self.why, *([str(self._table)] if self.looked_at else []), *self._notes])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return notes_html([self.why]) + self.table_html()
-
-    def table_html(self) -> str:
-        """The table with its notes, for a notebook."""
-        return (self._table.html() if self.looked_at else "") + notes_html(self._notes)
+    @property
+    def parts(self) -> list[Table | str]:
+        """Why these settings, then all that was looked at."""
+        return [self.why, *([self._table] if self.looked_at else []), *self._notes]
 
     @property
     def typed(self) -> str:

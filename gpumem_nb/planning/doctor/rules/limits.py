@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ....report.bottleneck import Changes
 from ....report.differences import typed
-from ....report.verdict import Changes
 from ....shared import categories as c
 from ....shared.forecast import BY_OPERATORS, DRY, ERRORS
 from ....shared.knobs.batch import shrunk

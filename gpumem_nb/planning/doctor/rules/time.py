@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from ....report.bottleneck import Changes
 from ....report.speed import FEWEST_STEPS
-from ....report.verdict import Changes
 from ....shared.units import format_bytes, format_rate
 from ...prediction import FITS
 from ..evidence import Evidence

@@ -50,7 +50,7 @@ class Circumstances:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Bottleneck:
     """What time is lost to.
 
     Attributes:
@@ -74,14 +74,16 @@ class Verdict:
         return f"{self.sentence} Try %hvd_set {self.typed}" if self.changes else self.sentence
 
     @classmethod
-    def of(cls, samples: Sequence[Sequence[Sample]], since_step: int, circumstances: Circumstances) -> Verdict | None:
+    def of(
+        cls, samples: Sequence[Sequence[Sample]], since_step: int, circumstances: Circumstances
+    ) -> Bottleneck | None:
         """From a row of samples for each rank, as :meth:`TimeReport.of`; ``None`` while nothing is worth a word."""
         return next(iter(cls.all_of(samples, since_step, circumstances)), None)
 
     @classmethod
     def all_of(
         cls, samples: Sequence[Sequence[Sample]], since_step: int, circumstances: Circumstances
-    ) -> list[Verdict]:
+    ) -> list[Bottleneck]:
         """All that is worth a word, what most is lost to first."""
         path = CriticalPath.of(samples, since_step)
         if path is None:
@@ -94,7 +96,7 @@ class Verdict:
         return sorted(worth, key=lambda verdict: -verdict.share)
 
 
-def _core(path: CriticalPath, around: Circumstances) -> Verdict | None:
+def _core(path: CriticalPath, around: Circumstances) -> Bottleneck | None:
     """Ready to go on, without a core to do so."""
     last = around.ranks[path.rank]
     if not last.virtual:  # its process may run ahead of the GPU, and lose nothing by waiting
@@ -107,25 +109,25 @@ def _core(path: CriticalPath, around: Circumstances) -> Verdict | None:
     has = f"{cores} core{'s' * (cores > 1)}"
     if 0 < cores < ranks and ranks == len(around.ranks):
         said = f"{ranks} ranks share {has}: {waits}. Fewer ranks would each be faster: %hvd_start {cores}."
-        return Verdict("too many ranks", share, said)
+        return Bottleneck("too many ranks", share, said)
     if 0 < cores < ranks * threads:
         most = max(1, cores // ranks)
         said = f"{_count(ranks, 'rank')} with {_count(threads, 'thread')} each on {has}: {waits}."
         said += f" Start with --threads {most}."
-        return Verdict("too many ranks", share, said)
+        return Bottleneck("too many ranks", share, said)
     if 0 < cores < ranks * (threads + workers):
         said = f"{_count(ranks, 'rank')} and {_count(ranks * workers, 'worker')} on {has}: {waits}."
-        return Verdict("too many workers", share, said, around.allowed(num_workers=workers // 2))
+        return Bottleneck("too many workers", share, said, around.allowed(num_workers=workers // 2))
     alone = path.always and path.excess(queued_s) >= _MAINLY * path.queued_s
     who = f"Rank {path.rank} waits" if alone else "Ranks wait"
-    return Verdict(
+    return Bottleneck(
         "no core",
         share,
         f"{who} for a core in {_percent(share)} of a step: other programs use it. top, in a terminal, shows which.",
     )
 
 
-def _data(path: CriticalPath, around: Circumstances) -> Verdict:
+def _data(path: CriticalPath, around: Circumstances) -> Bottleneck:
     """Waiting for the next micro-batch."""
     data_s = path.part(DATA)
     share = data_s / path.step_s
@@ -135,20 +137,20 @@ def _data(path: CriticalPath, around: Circumstances) -> Verdict:
     workers = around.settings.num_workers
     changes = around.allowed(num_workers=2 * workers or 2)
     if workers:
-        return Verdict(
+        return Bottleneck(
             "data", share, f"{said}: {workers} worker{'s do' if workers > 1 else ' does'} not keep up.", changes
         )
     computes = path.mean(lambda times: times.data_cpu_s) >= _MAINLY * data_s
     why = "making samples takes that much computing" if computes else "reading samples is slow"
     helps = "; workers do it beside training" if changes else ""
-    return Verdict("data", share, f"{said}: {why}{helps}.", changes)
+    return Bottleneck("data", share, f"{said}: {why}{helps}.", changes)
 
 
-def _uneven(path: CriticalPath, around: Circumstances) -> Verdict | None:
+def _uneven(path: CriticalPath, around: Circumstances) -> Bottleneck | None:
     """One rank, or one after the other, computes longer than the rest."""
     share = path.computing_excess_s / path.step_s
     if not path.always:
-        return Verdict(
+        return Bottleneck(
             "uneven steps",
             share,
             f"Ranks take turns in being slow: {_percent(share)} of a step is waiting for the one that has most to do. "
@@ -158,7 +160,7 @@ def _uneven(path: CriticalPath, around: Circumstances) -> Verdict | None:
     usual_s = path.part(part) - path.excess_of(part)
     times = f" {path.part(part) / usual_s:.1f} times" if usual_s > 0 else ""
     since = path.slow_since() if share > 0 else 0
-    return Verdict(
+    return Bottleneck(
         _SLOW,
         share,
         f"Rank {path.rank} is slow{f' since step {since}' if since else ''}: its {part} takes{times} as long as on the "
@@ -166,7 +168,7 @@ def _uneven(path: CriticalPath, around: Circumstances) -> Verdict | None:
     )
 
 
-def _reduction(path: CriticalPath, around: Circumstances) -> Verdict | None:
+def _reduction(path: CriticalPath, around: Circumstances) -> Bottleneck | None:
     """Gradients on their way while nothing else is done: the last rank waits for no other."""
     if len(around.ranks) < 2:
         return None
@@ -176,18 +178,18 @@ def _reduction(path: CriticalPath, around: Circumstances) -> Verdict | None:
     smaller = around.allowed(compression="fp16")
     if smaller and len({info.host for info in around.ranks}) > 1 and around.settings.compression == "none":
         changes, helps = smaller, "; ".join(filter(None, ("compression=fp16 sends half of fp32's bytes", helps)))
-    return Verdict("reduction", share, f"{said}: {helps}." if helps else f"{said}.", changes)
+    return Bottleneck("reduction", share, f"{said}: {helps}." if helps else f"{said}.", changes)
 
 
-def _update(path: CriticalPath, around: Circumstances) -> Verdict:
+def _update(path: CriticalPath, around: Circumstances) -> Bottleneck:
     """Clipping and the optimizer."""
     share, settings = path.part(UPDATE) / path.step_s, around.settings
     said = f"The update takes {_percent(share)} of a step"
     fused = around.allowed(optimizer_impl="fused")
     if fused and settings.optimizer != "own" and settings.optimizer_impl != "fused":
-        return Verdict("update", share, f"{said}: optimizer_impl=fused does it in one pass.", fused)
+        return Bottleneck("update", share, f"{said}: optimizer_impl=fused does it in one pass.", fused)
     changes, helps = _half_as_often(around, "updates")
-    return Verdict("update", share, f"{said}: {helps}." if helps else f"{said}.", changes)
+    return Bottleneck("update", share, f"{said}: {helps}." if helps else f"{said}.", changes)
 
 
 def _ran(path: CriticalPath, around: Circumstances) -> float:
@@ -206,14 +208,14 @@ def _half_as_often(around: Circumstances, does: str) -> tuple[Changes, str]:
     return changes, helps if changes else ""
 
 
-def _tiny(path: CriticalPath, around: Circumstances) -> Verdict | None:
+def _tiny(path: CriticalPath, around: Circumstances) -> Bottleneck | None:
     """So little work in an operator that calling it is what takes time."""
     if not path.operators:
         return None
     each_s = _ran(path, around) * path.part(FORWARD, BACKWARD) / path.operators
     if each_s > (_CALL_S if path.exact else _TENSOR_S):
         return None
-    return Verdict(
+    return Bottleneck(
         _TINY,
         path.part(FORWARD, BACKWARD, TOOLKIT) / path.step_s,
         f"Operators take {1e6 * each_s:.0f} µs each, about what calling one costs: micro-batches {_LARGER} times as "
@@ -230,7 +232,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-_Judge = Callable[[CriticalPath, Circumstances], Verdict | None]
+_Judge = Callable[[CriticalPath, Circumstances], Bottleneck | None]
 # What each looks for, and the least share of a step that is worth a word.
 _CAUSES: tuple[tuple[_Judge, float], ...] = (
     (_core, 0.15),

@@ -11,14 +11,14 @@ import pytest
 
 from gpumem_nb.engine.step.core_queue import CoreQueue
 from gpumem_nb.kernel.history import Event
+from gpumem_nb.report.bottleneck import Bottleneck, Circumstances
 from gpumem_nb.report.critical_path import FEWEST_STEPS
 from gpumem_nb.report.speed import WARM_UP_STEPS
-from gpumem_nb.report.verdict import Circumstances, Verdict
 from gpumem_nb.shared.messages import Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import BACKWARD, DATA, FORWARD, REDUCTION, UPDATE, StepTimes
 from gpumem_nb.shared.workload import DataInfo, WorkloadInfo
-from gpumem_nb.ui.verdict_line import VerdictLine
+from gpumem_nb.ui.bottleneck_line import BottleneckLine
 from tests.ledgers import info, ledger, sample
 
 HEALTHY_S = {DATA: 0.001, FORWARD: 0.03, BACKWARD: 0.06, REDUCTION: 0.005, UPDATE: 0.004}
@@ -52,7 +52,7 @@ def verdict(times: Times, settings: Settings | None = None, workload: WorkloadIn
     """Of these."""
     made = rows(times, **of)
     ranks = [info(rank, cores=(rank,)) for rank in range(len(made))]
-    return Verdict.of(made, 0, Circumstances(settings or Settings(), ranks, workload))
+    return Bottleneck.of(made, 0, Circumstances(settings or Settings(), ranks, workload))
 
 
 def alike(**extra_s: float) -> Times:
@@ -125,7 +125,7 @@ def test_a_slow_rank_is_not_explained_by_what_its_operators_take() -> None:
 def test_more_ranks_than_cores_are_told_from_other_programs() -> None:
     ranks = [info(rank, cores=(0, 1)) for rank in range(4)]
     around = Circumstances(Settings(), ranks, LOADED)
-    found = Verdict.of(rows(lambda r, n: step(queued_s=0.04), ranks=4), 0, around)
+    found = Bottleneck.of(rows(lambda r, n: step(queued_s=0.04), ranks=4), 0, around)
     assert found
     assert found.sentence.startswith("4 ranks share 2 cores: 40 % of a step is waiting for one.")
     assert "%hvd_start 2" in found.sentence
@@ -141,7 +141,7 @@ def test_more_ranks_than_cores_are_told_from_other_programs() -> None:
 )
 def test_who_takes_the_cores_is_told(ranks: Any, settings: Settings, said: str) -> None:
     made = rows(lambda r, n: step(queued_s=0.04), ranks=len(ranks), operators=5_000)
-    found = Verdict.of(made, 0, Circumstances(settings, ranks, LOADED))
+    found = Bottleneck.of(made, 0, Circumstances(settings, ranks, LOADED))
     assert found
     assert said in found.sentence, "and not that operators are tiny"
 
@@ -150,7 +150,7 @@ def test_waiting_for_a_core_is_not_taken_for_slow_collectives() -> None:
     def causes(reduction_s: float, queued_s: float) -> list[str]:
         made = rows(lambda rank, number: step({REDUCTION: reduction_s}, queued_s=queued_s))
         around = Circumstances(Settings(), [info(rank, cores=(rank,)) for rank in range(2)], LOADED)
-        return [one.cause for one in Verdict.all_of(made, 0, around)]
+        return [one.cause for one in Bottleneck.all_of(made, 0, around)]
 
     assert causes(0.03, 0.0) == ["reduction"]
     assert causes(0.03, 0.05) == ["no core"], "27 % of a step, of which 62 % ran"
@@ -159,13 +159,13 @@ def test_waiting_for_a_core_is_not_taken_for_slow_collectives() -> None:
 
 def test_a_process_that_waits_beside_a_gpu_is_not_blamed() -> None:
     ranks = [info(rank, virtual=False, cores=(0,)) for rank in range(2)]
-    assert Verdict.of(rows(lambda r, n: step(queued_s=0.04)), 0, Circumstances(Settings(), ranks, LOADED)) is None
+    assert Bottleneck.of(rows(lambda r, n: step(queued_s=0.04)), 0, Circumstances(Settings(), ranks, LOADED)) is None
 
 
 def test_compression_is_for_networks_and_no_reduction_for_one_rank() -> None:
     ranks = [info(0, cores=(0,)), info(1, host="b", cores=(0,))]
     around = Circumstances(Settings(), ranks, LOADED)
-    found = Verdict.of(rows(alike(reduction=0.05)), 0, around)
+    found = Bottleneck.of(rows(alike(reduction=0.05)), 0, around)
     assert found
     assert found.changes == {"compression": "fp16"}
     assert verdict(alike(reduction=0.05), ranks=1) is None
@@ -176,7 +176,7 @@ def test_operators_are_counted_under_the_settings_in_use() -> None:
     later = [[dataclasses.replace(one, ledger=None, settings_id=2, step=one.step + 40) for one in row] for row in made]
     both = [before + after for before, after in zip(made, later, strict=True)]
     ranks = [info(rank, cores=(rank,)) for rank in range(2)]
-    assert Verdict.of(both, 0, Circumstances(Settings(), ranks, LOADED)) is None
+    assert Bottleneck.of(both, 0, Circumstances(Settings(), ranks, LOADED)) is None
 
 
 def test_a_system_that_tells_no_queues_blames_none() -> None:
@@ -223,7 +223,7 @@ class Judged:
     def now_s(self) -> float:
         return self.now
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Bottleneck | None:
         return self.found  # type: ignore[no-any-return]
 
     def set(self, **knobs: Any) -> None:
@@ -232,7 +232,7 @@ class Judged:
 
 def test_the_panels_line_says_it_and_its_button_does_it() -> None:
     session: Any = Judged()
-    line = VerdictLine(session, lambda act: act())
+    line = BottleneckLine(session, lambda act: act())
     sentence, button = line.widget.children
     assert (sentence.html, button.layout.display) == ("", "none")
     line.follow()
@@ -241,7 +241,7 @@ def test_the_panels_line_says_it_and_its_button_does_it() -> None:
     button.click()
     assert session.asked == [{"num_workers": 2}]
     waiting: list[Any] = []
-    later = VerdictLine(session, waiting.append)
+    later = BottleneckLine(session, waiting.append)
     later.follow()
     later.widget.children[1].click()
     session.found, session.settings = None, Settings(num_workers=2)

@@ -9,7 +9,7 @@ from html import escape
 
 import ipywidgets
 
-from ..report.verdict import Verdict
+from ..report.bottleneck import Bottleneck
 from .controls import box
 from .region import Region
 from .steered import Steered
@@ -18,7 +18,7 @@ _AUTOTUNED_S = 60.0  # that it can be read what autotune found
 _LOOK_EVERY_S = 2.0  # a sentence whose numbers change more often cannot be read
 
 
-class VerdictLine:
+class BottleneckLine:
     """A line of the panel; empty while there is nothing to say.
 
     Attributes:
@@ -31,7 +31,7 @@ class VerdictLine:
 
     def __init__(self, session: Steered, ask: Callable[[Callable[[], object]], object]) -> None:
         self._session = session
-        self._verdict: Verdict | None = None
+        self._verdict: Bottleneck | None = None
         self._looked_s = -_LOOK_EVERY_S
         self._looked_at: tuple[object, ...] = ()
         self._sentence = Region(role="status", label="what time is lost to")
@@ -64,7 +64,7 @@ class VerdictLine:
         self._button.layout.display = "" if verdict and verdict.changes else "none"
         self._button.description = f"Apply {verdict.typed}" if verdict else ""
 
-    def _apply(self, verdict: Verdict | None) -> None:
+    def _apply(self, verdict: Bottleneck | None) -> None:
         """As it was when the button was pressed: others may wait to be done before."""
         if verdict:
             self._session.set(**verdict.changes)
