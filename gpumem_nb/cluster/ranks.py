@@ -32,6 +32,13 @@ _NOT_JOINED = (
 IN_PASSING_S = 1.0  # how long a request waits for those before it, when the ranks must be joined again
 
 
+Posted = Callable[[Call], object]
+
+
+def _ignored(call: Call) -> None:
+    """What becomes of a call does not matter to anybody."""
+
+
 class Ranks:
     """A started cluster whose engines have been set up as Horovod ranks.
 
@@ -87,21 +94,35 @@ class Ranks:
         """How long each phase of the start took."""
         return self._launched.seconds
 
-    def call(self, function: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Call:
-        """Call a function of the engine's entry points by name."""
-        return self._send(self._entry.call, function, cloudpickle.dumps(arguments), ranks=ranks)
+    def call(
+        self, function: str, *arguments: Any, ranks: Sequence[int] | None = None, posted: Posted = _ignored
+    ) -> Call:
+        """Call a function of the engine's entry points by name.
 
-    def post(self, function: str, *arguments: Any) -> Call:
+        ``posted`` is told of the call before an interrupt can be: what the ranks do is never done behind our back.
+        """
+        return self._send(self._entry.call, function, cloudpickle.dumps(arguments), ranks=ranks, posted=posted)
+
+    def post(self, function: str, *arguments: Any, posted: Posted = _ignored) -> Call:
         """The same to all ranks at once, where they are known to be joined: waits for nothing."""
-        return self._post(self._entry.call, function, cloudpickle.dumps(arguments), ranks=range(self.size))
+        packed = cloudpickle.dumps(arguments)
+        return self._post(self._entry.call, function, packed, ranks=range(self.size), posted=posted)
 
-    def call_function(self, blob: bytes, ranks: Sequence[int] | None = None) -> Call:
+    def call_function(self, blob: bytes, ranks: Sequence[int] | None = None, posted: Posted = _ignored) -> Call:
         """Call a pickled function."""
-        return self._send(self._entry.call_function, blob, ranks=ranks)
+        return self._send(self._entry.call_function, blob, ranks=ranks, posted=posted)
 
-    def run_cell(self, source: str, title: str, result: str, memory: bool, ranks: Sequence[int] | None = None) -> Call:
+    def run_cell(
+        self,
+        source: str,
+        title: str,
+        result: str,
+        memory: bool,
+        ranks: Sequence[int] | None = None,
+        posted: Posted = _ignored,
+    ) -> Call:
         """Run code among the ranks' variables."""
-        return self._send(self._entry.run_cell, source, title, result, memory, ranks=ranks)
+        return self._send(self._entry.run_cell, source, title, result, memory, ranks=ranks, posted=posted)
 
     def pulses(self) -> dict[int, Pulse]:
         """What each rank does that has worked for more than a second on one request."""
@@ -187,11 +208,11 @@ class Ranks:
         calls = [call for call in list(self._calls) if rank in call.pending()]
         return "\n".join(call.outputs()[call.ranks.index(rank)] for call in calls)
 
-    def _send(self, function: Any, *arguments: Any, ranks: Sequence[int] | None) -> Call:
+    def _send(self, function: Any, *arguments: Any, ranks: Sequence[int] | None, posted: Posted) -> Call:
         self.rejoin(IN_PASSING_S)
-        return self._post(function, *arguments, ranks=range(self.size) if ranks is None else ranks)
+        return self._post(function, *arguments, ranks=range(self.size) if ranks is None else ranks, posted=posted)
 
-    def _post(self, function: Any, *arguments: Any, ranks: Sequence[int]) -> Call:
+    def _post(self, function: Any, *arguments: Any, ranks: Sequence[int], posted: Posted = _ignored) -> Call:
         client = self._launched.client
         with shielded(), self._sending:
             if self._death:
@@ -199,6 +220,7 @@ class Ranks:
             results = [client[rank].apply_async(function, *arguments) for rank in ranks]
             call = Call(list(ranks), results, self._entry.PULSE)
             self._calls.append(call)
+            posted(call)
             forget_sent(client)
         if self._death:
             call.abort(self._death)

@@ -37,7 +37,8 @@ def prepare(make: Callable[[], Workload], seed: int = DEFAULT_SEED) -> tuple[Wor
     """
 
     def work() -> tuple[Workload, Stream, Look, HeldOut | None, int]:
-        workload = make()
+        with interruptible():
+            workload = make()
         with seeded(seed), interruptible():
             stream = source_of(workload.data()).stream(hvd.rank(), hvd.size(), seed)
             held_out = as_held_out(workload.eval_data()) if workload.eval_data else None

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import horovod.torch as hvd
 import torch
 
@@ -130,9 +131,9 @@ def set_stall_limit(seconds: float) -> None:
         _pulse.limit_s = seconds
 
 
-def load(workload: Workload, seed: int) -> WorkloadInfo | None:
-    """Build the workload here and train it from now on."""
-    return _train(lambda: workload, seed, {"model", "optimizer"})
+def load(packed: bytes, seed: int) -> WorkloadInfo | None:
+    """Build the workload here, as the notebook has packed it, and train it from now on."""
+    return _train(lambda: cloudpickle.loads(packed), seed, {"model", "optimizer"})
 
 
 def attach(names: dict[str, str | None], seed: int) -> WorkloadInfo | None:

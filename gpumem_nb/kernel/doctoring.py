@@ -199,8 +199,7 @@ class Doctoring:
             notes.append(_WAITED_FOR)
         elif not quick:
             notes.append("Inputs were not looked at, because steps take long or do not fit.")
-        call = self._training.ask_alone("look_at_model", quick)
-        found: list[ModelFacts] = self._foreground.finish(call, undone=True).get()
+        found: list[ModelFacts] = self._foreground.call_alone("look_at_model", quick, undone=True)
         return found
 
     def _predict(self, changes: Changes, notes: list[str]) -> Prediction | None:

@@ -28,10 +28,11 @@ from ..shared.whole_file import check_no_folder, why_not, written_whole
 from ..shared.workload import WorkloadInfo
 from ..workloads import catalog
 from .cell_record import CellRecord
-from .foreground import Foreground, fingerprint
+from .foreground import Foreground
 from .history import History
-from .loading import Origin
+from .origin import Origin
 from .policy import RULES, Policy
+from .running import pickled
 from .training import Training
 
 MARK = "Written by gpumem_nb"
@@ -165,7 +166,7 @@ class Exporting:
     def _of_functions(self, settings: Settings) -> Source:
         workload, collector = self._origin.workload, Collector()
         assert workload is not None
-        if fingerprint(workload) != self._origin.sent:
+        if pickled(workload, "The workload") != self._origin.sent:
             raise WorkloadError(
                 "What the workload's functions use has changed in the notebook since it was loaded, so a script would "
                 "train something else. Load it again."

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from typing import Any
 
-import cloudpickle
-
 from ..cluster.calls import Call
-from ..cluster.ranks import Ranks
-from ..cluster.shield import let_finish
+from ..cluster.ranks import Posted, Ranks
+from ..cluster.shield import let_finish, shielded
 from ..report import waits
 from ..shared.errors import (
     ClusterDied,
-    GpumemError,
     Interrupted,
-    InvalidInput,
     NoSession,
     RankError,
     Stalled,
@@ -29,7 +23,6 @@ from ..shared.errors import (
 )
 from ..shared.progress import Progress
 from ..shared.ranklist import RankChoice, choose_ranks, name_ranks
-from .cell_record import CellRecord
 from .history import History
 from .policy import Policy
 from .stop_button import InterruptTracker
@@ -49,7 +42,6 @@ class Foreground:
         policy: what the session does by itself, as it is now.
         ended: why the ranks are gone, in words; empty while they live.
         touch: told that somebody works here.
-        cells: keeps the code that runs.
     """
 
     def __init__(
@@ -60,7 +52,6 @@ class Foreground:
         policy: Callable[[], Policy],
         ended: Callable[[], str],
         touch: Callable[[], None],
-        cells: CellRecord,
     ) -> None:
         self._ranks = ranks
         self._training = training
@@ -68,9 +59,7 @@ class Foreground:
         self._policy = policy
         self._ended = ended
         self._touch = touch
-        self._cells = cells
         self._interrupts = InterruptTracker()
-        self._numbers = itertools.count(1)
         self._waiting = 0  # calls that somebody waits for
         self._surroundings = Followed()
         self._told: dict[int, Progress] = {}  # by the thread that waits
@@ -135,114 +124,91 @@ class Foreground:
         *arguments: Any,
         ranks: RankChoice = None,
         timeout: float | None = None,
+        then: Posted = lambda call: None,
     ) -> list[Any]:
-        """Call a function of the ranks' entry points by name; its answers in rank order."""
-        return self.finish(self.ask(function, *arguments, ranks=ranks), timeout).get()
+        """Call a function of the ranks' entry points by name; its answers in rank order.
 
-    def ask(self, function: str, *arguments: Any, ranks: RankChoice = None) -> Call:
+        Args:
+            then: called with the finished call once all ranks have done it, also when an interrupt came too late to
+                stop them: for what the kernel must know from then on. It may not wait.
+        """
+
+        def post(posted: Posted) -> Call:
+            return self.ask(function, *arguments, ranks=ranks, posted=posted)
+
+        return self.finish(post, timeout, then).get()
+
+    def call_alone(self, function: str, *arguments: Any, undone: bool = False) -> list[Any]:
+        """The same of all ranks, while no chunk of training is sent.
+
+        Args:
+            undone: whether it leaves nothing: behind another request an interrupt leaves it to itself.
+        """
+        return self.finish(lambda posted: self._training.ask_alone(posted, function, *arguments), undone=undone).get()
+
+    def ask(self, function: str, *arguments: Any, ranks: RankChoice = None, posted: Posted = lambda call: None) -> Call:
         """Begin what :meth:`call` waits for."""
-        self._tell_surroundings()
-        return self._ranks.call(function, *arguments, ranks=choose_ranks(ranks, self._ranks.size))
-
-    def run(
-        self,
-        code_or_function: str | Callable[..., Any],
-        args: Sequence[Any],
-        ranks: RankChoice,
-        timeout: float | None,
-    ) -> list[Any]:
-        """Run code, or any function, on ranks; its results in rank order.
-
-        Raises:
-            InvalidInput: neither code nor a function, or code that is not Python.
-            RankError: it failed on a rank.
-        """
-        if isinstance(code_or_function, str):
-            return self.run_cell(code_or_function, "<code>", "value", False, ranks, timeout).get()
-        if not callable(code_or_function):
-            raise InvalidInput(f"A {type(code_or_function).__name__} cannot be run: give code as text, or a function.")
-        self._tell_surroundings()
-        blob = pickled((code_or_function, args), "The function")
-        chosen = choose_ranks(ranks, self._ranks.size)
-        call = self._ranks.call_function(blob, chosen)
-        try:
-            return self._finished(call, timeout).get()
-        finally:
-            self._cells.called(everywhere=self._are_all(chosen), drew=call.drew())
-
-    def push(self, variables: Mapping[str, Any], ranks: RankChoice) -> None:
-        """Define variables on ranks.
-
-        Raises:
-            InvalidInput: a name that is none.
-        """
-        for name in variables:
-            if not isinstance(name, str) or not name.isidentifier():
-                raise InvalidInput(f"{name!r} is not a variable name.")
-        pickled(variables, "The value")
-        self._finished(self.ask("push", dict(variables), ranks=ranks)).get()
-        self._cells.pushed(variables, self._are_all(choose_ranks(ranks, self._ranks.size)))
-
-    def run_cell(
-        self,
-        source: str,
-        title: str,
-        result: str,
-        memory: bool,
-        ranks: RankChoice,
-        timeout: float | None,
-        show: Callable[[Call], None] = lambda call: None,
-    ) -> Call:
-        """Run code on ranks; returns the finished call.
-
-        ``title`` gets a number of its own, so that a traceback shows this code's lines and no other's.
-
-        Raises:
-            InvalidInput: the code is not Python.
-            RankError: it failed on a rank.
-        """
-        self._tell_surroundings()
-        title = f"{title.removesuffix('>')} {next(self._numbers)}>"
-        try:
-            compile(source, title, "exec")
-        except SyntaxError as error:
-            raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
-        chosen = choose_ranks(ranks, self._ranks.size)
-        call, finished = self._ranks.run_cell(source, title, result, memory, chosen), False
-        try:
-            self._finished(call, timeout, show)
-            finished = True
-        finally:
-            self._cells.ran(source, everywhere=self._are_all(chosen), finished=finished, drew=call.drew())
-        return call
-
-    def _are_all(self, chosen: Sequence[int] | None) -> bool:
-        return chosen is None or len(chosen) == self._ranks.size
+        self.tell_surroundings()
+        return self._ranks.call(function, *arguments, ranks=choose_ranks(ranks, self._ranks.size), posted=posted)
 
     def finish(
         self,
-        call: Call,
+        post: Callable[[Posted], Call],
         timeout: float | None = None,
+        then: Posted = lambda call: None,
         show: Callable[[Call], None] = lambda call: None,
         undone: bool = False,
     ) -> Call:
-        """Wait for a call. The first error is raised at once; an interrupt or a time-out reaches the ranks.
+        """Post a call and wait for it. The first error is raised at once; an interrupt or a time-out reaches the ranks.
 
         Args:
-            undone: whether nothing comes of it: behind somebody else's request an interrupt leaves it to itself.
+            post: posts it, and tells the function that it is given before an interrupt is heard.
+            then, undone: as :meth:`call` and :meth:`call_alone` say.
 
         Raises:
             RankError: the first error of a rank; ``Stalled`` if ranks had waited for others in it.
             Interrupted: stop was pressed; what came of it.
             ClusterDied: a rank that others wait for cannot be freed.
         """
-        ahead = self._training.under_way()
-        self._training.make_way()
-        with self.interruptible(lambda: self._interrupt(call, ahead), call.pending, call.went_well):
+        asked: list[Call] = []
+
+        def settle() -> None:
+            with shielded():
+                if asked and asked[0].went_well():
+                    then(asked.pop())
+
+        try:
+            call = self._posted_and_done(post, asked, timeout, show, undone)
+            settle()
+            return call
+        except BaseException:  # an interrupt may come between any two lines
+            settle()
+            raise
+
+    def _posted_and_done(
+        self,
+        post: Callable[[Posted], Call],
+        asked: list[Call],
+        timeout: float | None,
+        show: Callable[[Call], None],
+        undone: bool,
+    ) -> Call:
+        ahead: list[Call] = []
+
+        def stop_ranks() -> bool:
+            return all(self._interrupt(call, ahead) for call in asked)
+
+        def pending() -> list[int]:
+            return [rank for call in asked for rank in call.pending()]
+
+        with self.interruptible(stop_ranks, pending, lambda: any(call.went_well() for call in asked)):
             try:
+                call = post(asked.append)
+                ahead += self._training.under_way()
+                self._training.make_way()
                 self._wait_for(call, timeout, show)
             except KeyboardInterrupt:
-                if undone and not self.in_vain and any(one not in ahead for one in self._ranks.ahead_of(call)):
+                if asked and undone and not self.in_vain and self._behind_others(asked[0], ahead):
                     report = self.wait_report
                     raise Interrupted(_BUSY_OTHERWISE.format(f" ({report})" if report else "")) from None
                 raise
@@ -255,6 +221,10 @@ class Foreground:
                 raise
         self._interrupts.in_vain = False  # they answer
         return call
+
+    def _behind_others(self, call: Call, steps: Sequence[Call]) -> bool:
+        """Whether ranks are at something else than training's steps that was asked of them before this."""
+        return any(one not in steps for one in self._ranks.ahead_of(call))
 
     def _wait_for(self, call: Call, timeout: float | None, show: Callable[[Call], None]) -> None:
         for finished in call.slices(timeout):
@@ -278,17 +248,7 @@ class Foreground:
         for note in call.notes():
             self._history.mark("note", note)
 
-    def _finished(
-        self, call: Call, timeout: float | None = None, show: Callable[[Call], None] = lambda call: None
-    ) -> Call:
-        with self._waited_for():  # whoever finds nobody waiting finds the model's new version
-            try:
-                return self.finish(call, timeout, show)
-            finally:
-                self._history.model_may_have_changed()
-                self.mark_notes(call)
-
-    def _tell_surroundings(self) -> None:
+    def tell_surroundings(self) -> None:
         """Let the ranks work and import where the notebook does, if that has changed since they were told."""
         self.check_alive()
         self._surroundings.tell(lambda surroundings: self._ranks.call("follow", surroundings))
@@ -313,7 +273,7 @@ class Foreground:
             busy: the ranks that have not answered; those that train by default.
             done: whether what they were to do was done nevertheless.
         """
-        with self._waited_for():
+        with self.waited_for():
             try:
                 yield
             except Interrupted:
@@ -324,7 +284,8 @@ class Foreground:
                 raise explain(stop_ranks or training.interrupt, busy or training.waiting_for, done) from None
 
     @contextmanager
-    def _waited_for(self) -> Iterator[None]:
+    def waited_for(self) -> Iterator[None]:
+        """Inside, the session is busy."""
         self._waiting += 1
         try:
             yield
@@ -350,29 +311,3 @@ class Foreground:
         with suppress(TrainingFailed):
             joined = self._ranks.rejoin(patience_s=2.0)
         return f"{what} They were freed and {'were joined' if joined else 'will be joined'} again."
-
-
-def pickled(value: Any, what: str) -> bytes:
-    """A value as it travels; ``what`` it is called when it cannot.
-
-    Raises:
-        WorkloadError: it cannot travel.
-    """
-    try:
-        return cloudpickle.dumps(value)  # type: ignore[no-any-return]
-    except GpumemError:
-        raise
-    except Exception as error:
-        raise WorkloadError(
-            f"{what} cannot be sent to the ranks: {error}. Leave out open files, locks and connections; create them "
-            "inside the function that runs there."
-        ) from None
-
-
-def fingerprint(workload: Any) -> bytes:
-    """Of a workload as it travels, with what its functions use of the notebook: another one says that this changed.
-
-    Raises:
-        WorkloadError: it cannot travel.
-    """
-    return sha256(pickled(workload, "The workload")).digest()

@@ -118,8 +118,8 @@ class Inspection:
                 "out, %hvd_memory shows where their bytes are."
             )
         target = as_path(path)
-        self._foreground.call("record_allocations", True, ranks=[0])
         try:
+            self._foreground.call("record_allocations", True, ranks=[0])
             try:
                 if self._training.workload:
                     self.timeline()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..cluster.ranks import Ranks
-from ..cluster.shield import finish_anyway
+from ..cluster.ranks import IN_PASSING_S, Ranks
+from ..cluster.shield import finish_anyway, shielded
 from ..report.speed import STEPS_JUDGED
 from ..report.status import Status, describe_ledger
 from ..report.step_time import TimeReport
@@ -27,13 +27,16 @@ from .foreground import Foreground
 from .history import History
 from .idle import IdleWatch
 from .inspection import Inspection
-from .loading import Loading, Origin
+from .loading import Loading
 from .logging import Logs
+from .origin import Origin
 from .policy import RULES, Policy
 from .predicting import Predicting
 from .record import Record
+from .running import Running
 from .scaling import Scaling
 from .snapshot_plan import SnapshotPlan
+from .state_files import StateFiles
 from .tracing import Tracing
 from .training import Training
 from .tuning import Tuning
@@ -60,6 +63,7 @@ class Lifecycle:
     ranks: Ranks
     training: Training
     foreground: Foreground
+    running: Running
     inspection: Inspection
     predicting: Predicting
     fitting: Fitting
@@ -68,6 +72,7 @@ class Lifecycle:
     scaling: Scaling
     tracing: Tracing
     loading: Loading
+    state_files: StateFiles
     exporting: Exporting
     idle: IdleWatch
 
@@ -118,8 +123,8 @@ class Lifecycle:
             lambda: self.policy,
             lambda: self.ended,
             lambda: self.idle.touch(),
-            self._cells,
         )
+        self.running = Running(self.ranks, self.foreground, history, self._cells)
         self._cells.started(self._origin.default_seed)
         self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
         self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
@@ -132,6 +137,9 @@ class Lifecycle:
         self.scaling = Scaling(self.ranks.infos, self.foreground, self.training)
         self.loading = Loading(
             self.foreground, self.training, history, self.snapshots, self._origin, self._cells, self.record
+        )
+        self.state_files = StateFiles(
+            self.foreground, self.training, self.loading, self._origin, self.record, self.snapshots.folder
         )
         self.exporting = Exporting(
             self.ranks.infos, self.foreground, self.training, history, self._origin, self._cells, lambda: self.policy
@@ -146,11 +154,13 @@ class Lifecycle:
     def restart(self, progress: Progress) -> None:
         """Stop the ranks and start the same number again; :attr:`restored` says what came back of what was trained.
 
+        Training that was playing in the background goes on.
+
         Raises:
             StartError, SetupError: the ranks could not be started again; it may be tried once more.
             WorkloadError, RankError: what was loaded cannot be loaded again.
         """
-        loaded = self._origin.loaded
+        loaded, played = self._origin.loaded, self.training.endless
         hopeless = self.ended or self.ranks.stopped() or (self.foreground.in_vain and self.ranks.pending())
         up_to_date = loaded and not hopeless and self.loading.take_last_snapshot()
         before = self.loading.remember(up_to_date)
@@ -164,6 +174,9 @@ class Lifecycle:
         self.restored = self.loading.restore(before) if loaded else ""
         if self.training.workload and (before.up_to_date or not self.history.steps):
             self.set(before.settings.as_dict())  # all of them: what is named is not settled anew
+        if played and self.training.workload:
+            self.training.play()
+            self.restored += "; training goes on"
 
     def stop(self) -> None:
         """End all ranks and everything started with them, close all logs, and keep the newest snapshot alone.
@@ -236,10 +249,14 @@ class Lifecycle:
 
     def _change_policy(self, rules: dict[str, Any]) -> None:
         """Ranks are told how long they may wait for one another."""
-        with self._changing_policy:
-            self.policy = self.policy.replace(**rules)
-        if "stall_limit_s" in rules:
-            self.ranks.call("set_stall_limit", self.policy.stall_limit_s)
+        new_limit = "stall_limit_s" in rules
+        if new_limit:
+            self.ranks.rejoin(IN_PASSING_S)  # may take a moment, unlike what follows
+        with shielded():
+            with self._changing_policy:
+                self.policy = self.policy.replace(**rules)
+            if new_limit:
+                self.ranks.call("set_stall_limit", self.policy.stall_limit_s)
         if "snapshot_space" in rules:
             self._make_room()
 

@@ -93,8 +93,7 @@ class Predicting:
             WorkloadError: they failed for another reason; ``NotThisTime`` if it may be gone the next time.
         """
         began_s = time.perf_counter()
-        call = self._training.ask_alone("rehearse", settings)
-        rehearsals: list[Rehearsal] = self._foreground.finish(call, undone=True).get()
+        rehearsals: list[Rehearsal] = self._foreground.call_alone("rehearse", settings, undone=True)
         seconds = time.perf_counter() - began_s
         answers = [one.forecasts for one in rehearsals]
         failures = [answer.failure for answer in answers if answer.failure]
@@ -168,8 +167,9 @@ class Predicting:
         wanted = [one for one in dict.fromkeys(parsed) if one != now]
         fewer = [] if self._loaded().data.batched else [list(SMALL), FEWEST]
         for small in [[settings.batch_size], *(sizes for sizes in fewer if max(sizes) < settings.batch_size)]:
-            call = self._training.ask_alone("forecast_allocators", shortened(settings), small, wanted)
-            answers: list[Forecasts] = self._foreground.finish(call, undone=True).get()
+            answers: list[Forecasts] = self._foreground.call_alone(
+                "forecast_allocators", shortened(settings), small, wanted, undone=True
+            )
             if not self._ran_out(answers):
                 break
         else:
@@ -255,8 +255,9 @@ class Predicting:
         return [batch_size] if batched or batch_size <= max(SMALL) else list(SMALL)
 
     def _ask(self, settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> list[Forecasts]:
-        call = self._training.ask_alone("forecast", shortened(settings), small, batch_sizes, most)
-        answers: list[Forecasts] = self._foreground.finish(call, undone=True).get()
+        answers: list[Forecasts] = self._foreground.call_alone(
+            "forecast", shortened(settings), small, batch_sizes, most, undone=True
+        )
         return answers
 
     def _ran_out(self, answers: list[Forecasts]) -> Forecasts | None:

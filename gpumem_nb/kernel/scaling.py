@@ -89,7 +89,7 @@ class Scaling:
         return answers[:count]
 
     def _ask(self, function: str, *arguments: Any) -> list[Any]:
-        answers: list[Any] = self._foreground.finish(self._training.ask_alone(function, *arguments)).get()
+        answers: list[Any] = self._foreground.call_alone(function, *arguments)
         return answers
 
     def _report(

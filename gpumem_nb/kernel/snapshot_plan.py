@@ -11,6 +11,7 @@ from ..shared.messages import ChunkReply, SnapshotOrder, Stored
 from ..shared.units import format_bytes
 from ..shared.workload import WorkloadInfo
 from .policy import Policy
+from .surroundings import notebook_name
 
 # Of training time. Half of the promised 1 %, because what writing does to caches and memory bandwidth is not measured.
 LARGEST_SHARE = 0.005
@@ -85,7 +86,7 @@ class SnapshotPlan:
     def order_now(self, steps: int) -> SnapshotOrder | None:
         """A snapshot whether due or not; ``None`` when there is no place for it."""
         try:
-            snapshot_folder.make(self.folder)
+            snapshot_folder.make(self.folder, notebook_name())
         except OSError as error:
             self._say(f"No snapshot was taken: {self.folder} cannot be made ({error.strerror}).")
             return None

@@ -15,7 +15,7 @@ from ..shared.knobs import additional
 from ..shared.messages import RankConfig
 from ..shared.progress import Progress
 from ..shared.units import parse_size
-from .foreground import pickled
+from .running import pickled
 
 __all__ = ["DEVICES", "LAUNCHERS", "Plan", "others", "plan"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..shared.messages import Surroundings
 
@@ -27,3 +28,12 @@ class Followed:
         paths = dict.fromkeys(os.path.abspath(path) for path in sys.path if isinstance(path, str))
         send(Surroundings(folder, tuple(path for path in paths if os.path.exists(path))))
         self._told = now
+
+
+def notebook_name() -> str:
+    """Where the cells come from: the notebook's path, else the folder in which this process works; empty if unknown."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    name = os.environ.get("JPY_SESSION_NAME") or (shell.user_ns.get("__vsc_ipynb_file__") if shell else None)
+    with suppress(OSError):  # the folder was deleted
+        return str(name or os.getcwd())
+    return ""

@@ -91,7 +91,7 @@ class Tracing:
         progress("ranks write what they recorded", _RECORDED)
         order = _order(self._ranks, lanes)
         with self._foreground.telling(lambda what, _: progress(what, _RECORDED)):
-            parts: list[TracePart] = self._foreground.finish(self._training.ask_alone("write_trace", order)).get()
+            parts: list[TracePart] = self._foreground.call_alone("write_trace", order)
         for rank, part in enumerate(parts):
             if part.problem:
                 raise WorkloadError(f"Rank {rank}: {part.problem}. The steps were trained, but no trace was written.")

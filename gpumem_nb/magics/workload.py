@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from ..completion import ROLES
-from ..session import Session, current
+from ..session import Session, current, resume, snapshots
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
 from ..ui.progress import progress_bar
@@ -104,16 +106,18 @@ class WorkloadMagics(Magics):
         print(current().export(unquoted(args.path), ddp=args.ddp))
 
     @magic_arguments()
-    @argument("path", nargs="?", help="a file that %%hvd_save wrote; without one, the newest automatic snapshot")
+    @argument("path", nargs="?", help="a saved state; without one, the newest automatic snapshot of this notebook")
+    @argument("--list", action="store_true", help="show the automatic snapshots there are, with model, step and age")
     @line_magic
     @says_usage
-    def hvd_resume(self, line: str) -> None:
-        """Go on from a saved state, on any number of ranks."""
-        path = parse_argstring(self.hvd_resume, line).path
-        session = current()
+    def hvd_resume(self, line: str) -> Any:
+        """Go on from a saved state, on any number of ranks; where there are none, start them."""
+        args = parse_argstring(self.hvd_resume, line)
+        if args.list:
+            return snapshots()
         with progress_bar("Resuming") as progress:
-            resumed = session.resume(None if path is None else unquoted(path), progress)
-        print(resumed)
+            resumed = resume(None if args.path is None else unquoted(args.path), progress)
+        return print(resumed)
 
 
 def _loaded(session: Session) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..shared.messages import RankInfo
 from ..shared.settings import Settings
@@ -73,19 +72,3 @@ def describe_ledger(every: int | str, cost: float | None) -> str:
         return "ledger: no step is recorded (%hvd_set ledger_steps=20 records one in 20)"
     costs = "" if cost is None else f", which costs {cost:.1%} of the time"
     return f"ledger: one step in {every} is recorded{costs}"
-
-
-@dataclass(frozen=True)
-class StateFile:
-    """A training state that was saved or resumed; ``bytes`` is the file's size, ``seconds`` what it took."""
-
-    done: str
-    path: Path
-    bytes: int
-    steps: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.done} {self.path}: step {self.steps}, {format_bytes(self.bytes)}, {self.seconds:.1f} s"
-
-    __repr__ = __str__

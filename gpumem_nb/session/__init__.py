@@ -6,10 +6,12 @@ import os
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..kernel import starting
+from ..kernel import starting, state_files
 from ..kernel.history import History
 from ..kernel.lifecycle import Lifecycle
+from ..report.state_files import Snapshots, StateFile
 from ..report.written import Written
+from ..shared import snapshot_folder
 from ..shared.errors import InvalidInput, NoSession
 from ..shared.messages import RankInfo
 from ..shared.progress import Progress
@@ -50,6 +52,20 @@ def start(n: int | None = None, *, progress: Progress = lambda what, done: None,
     if _current is not None:
         _current.stop()
     return Session(starting.plan(n, progress=progress, **options), progress)
+
+
+def resume(path: str | os.PathLike[str] | None, progress: Progress) -> StateFile:
+    """As :meth:`Session.resume`; where there is no session, ranks are started for it."""
+    if _current is None:
+        source, ranks = state_files.ranks_for(path)
+        start(ranks, progress=progress)
+        path = source
+    return current().resume(path, progress)
+
+
+def snapshots() -> Snapshots:
+    """As :meth:`Session.snapshots`, also without a session."""
+    return state_files.snapshots(snapshot_folder.for_session(0)) if _current is None else _current.snapshots()
 
 
 def _check_free(own: Session | None) -> None:

@@ -40,7 +40,7 @@ class RunsCells:
                 not come).
             TimeoutError: it took too long; the ranks were interrupted.
         """
-        return self._life.foreground.run(code_or_function, args, ranks, timeout)
+        return self._life.running.run(code_or_function, args, ranks, timeout)
 
     def run_cell(
         self,
@@ -67,7 +67,7 @@ class RunsCells:
             InvalidInput: a syntax error in the code, or ranks that do not exist.
             RankError, TimeoutError: as in :meth:`run`.
         """
-        return self._life.foreground.run_cell(source, title, result, memory, ranks, timeout, show)
+        return self._life.running.run_cell(source, title, result, memory, ranks, timeout, show)
 
     def push(self, variables: Mapping[str, Any], ranks: RankChoice = None) -> None:
         """Define variables on the ranks, all of them by default.
@@ -77,7 +77,7 @@ class RunsCells:
             WorkloadError: a value that cannot be sent to the ranks.
             RankError: a value that a rank cannot receive, for example because a module is missing there.
         """
-        self._life.foreground.push(variables, ranks)
+        self._life.running.push(variables, ranks)
 
     def pull(self, name: str, ranks: RankChoice = None) -> list[Any]:
         """The values of a variable, in rank order. What lies on a GPU comes back on the CPU, as :meth:`run` says.

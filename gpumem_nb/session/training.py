@@ -136,7 +136,7 @@ class Trains:
             StateFileError: it is not such a file, or holds none.
         """
         self._life.foreground.check_alive()
-        return self._life.loading.load_runs(path)
+        return self._life.state_files.load_runs(path)
 
 
 def _draw(comparison: Comparison) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
 from ..report.exported import ExportedScript
-from ..report.status import StateFile
+from ..report.state_files import Snapshots, StateFile
 from ..shared.progress import Progress
 from ..shared.workload import Workload, WorkloadInfo
 
@@ -119,7 +119,7 @@ class HoldsWorkload:
             StateFileError: it cannot be written there; an older file of that name is as it was.
         """
         self._life.foreground.check_loaded()
-        return self._life.loading.save(path, progress)
+        return self._life.state_files.save(path, progress)
 
     def export(self, path: str | os.PathLike[str], *, ddp: bool = False) -> ExportedScript:
         """Write one plain script, without the toolkit, that trains on any ranks as this session does now.
@@ -144,13 +144,24 @@ class HoldsWorkload:
     def resume(
         self, path: str | os.PathLike[str] | None = None, progress: Progress = lambda what, done: None
     ) -> StateFile:
-        """Go on from a saved state, on any number of ranks; without a path from the newest automatic snapshot.
+        """Go on from a saved state, on any number of ranks.
 
         What is loaded must be the workload that was saved; when nothing is loaded, a ready-made one is loaded first.
 
+        Args:
+            path: of the file; without one, the newest automatic snapshot of this notebook. :meth:`snapshots` lists all.
+            progress: told what is being done.
+
         Raises:
             InvalidInput: not a path.
-            StateFileError: the file cannot be used, or there is no snapshot; nothing was changed.
+            StateFileError: the file cannot be used, or there is no snapshot of this notebook; nothing was changed.
         """
         self._life.foreground.check_alive()
-        return self._life.loading.resume(path, progress)
+        return self._life.state_files.resume(path, progress)
+
+    def snapshots(self) -> Snapshots:
+        """The automatic snapshots to resume from, those of this notebook first, with model, step and age.
+
+        Those of other notebooks' sessions that run on this machine are not among them.
+        """
+        return self._life.state_files.snapshots()

@@ -1,15 +1,20 @@
 """Where automatic snapshots lie: one folder a session in the user's cache, together never larger than the stated space.
 
-A folder is named after the kernel that made it, by pid and start, so that snapshots survive their kernel and those of a
-session that still runs are never taken away.
+A folder is named after the machine and the kernel that made it, so that snapshots survive their kernel, and those of a
+session that still runs, here or on another machine with the same home folder, are never taken away.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
@@ -20,8 +25,29 @@ from .processes import identify
 SUFFIX = ".state"
 KEPT = 2
 """Snapshots of one session: the newest, and the one before it in case the newest cannot be read."""
+UNTOUCHED_DAYS = 7
+"""After so long a session on another machine, whose processes cannot be looked up here, is taken to be over."""
 _OVER = "over"  # a file of this name marks a session that was stopped while its kernel lives on
-_NAME = re.compile(r"(\d+)-([\d.]+)-\d+")  # earlier versions wrote seconds with a point instead of clock ticks
+_NOTEBOOK = "notebook"  # one of this name says whose notebook's session it is
+_FIRST_NAMESPACE = 0xEFFFFFFC  # of processes, in a kernel that has just booted (PROC_PID_INIT_INO in proc_ns.h)
+_MARKS = (_OVER, _NOTEBOOK)
+# Host, boot, process namespace, pid and start; earlier versions wrote pid and start only, which may be of any machine.
+_NAME = re.compile(r"(?:([0-9a-f]{8})-([0-9a-f]{8})-(\d+)-)?(\d+)-([\d.]+)-\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An automatic snapshot of any session of this user.
+
+    Attributes:
+        path: its file.
+        own: whether it is of this session, or of an earlier one of this notebook.
+        over: whether its session is known to be over.
+    """
+
+    path: Path
+    own: bool
+    over: bool
 
 
 def root() -> Path:
@@ -32,14 +58,24 @@ def root() -> Path:
 def for_session(number: int) -> Path:
     """The folder of this kernel's ``number``-th session; not made yet."""
     me = this_process()
-    return root() / f"{me.pid}-{me.started}-{number}"
+    return root() / f"{'-'.join(_machine())}-{me.pid}-{me.started}-{number}"
 
 
-def make(folder: Path) -> None:
-    """Make a session's folder, readable by its owner only."""
+def make(folder: Path, notebook: str = "") -> None:
+    """Make a session's folder, readable by its owner only; ``notebook`` names where its cells are, if that is known."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     (folder / _OVER).unlink(missing_ok=True)
+    if notebook and notebook != notebook_of(folder):
+        (folder / _NOTEBOOK).write_text(notebook)
+
+
+def notebook_of(folder: Path) -> str:
+    """The notebook of the session whose folder it is; empty where that is not known."""
+    try:
+        return (folder / _NOTEBOOK).read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def file_name(generation: int, steps: int) -> str:
@@ -53,10 +89,19 @@ def newest_first(folder: Path, generation: int | None = None) -> list[Path]:
     return sorted(folder.glob(f"{prefix}*{SUFFIX}"), key=_age_key, reverse=True)
 
 
-def newest_of_all(own: Path) -> Path | None:
-    """The newest snapshot of this session, or else of those that ended: what another one trains is its own business."""
-    ended = (path for folder in _ended(own) for path in newest_first(folder))
-    return next(iter(newest_first(own)), None) or max(ended, key=_age_key, default=None)
+def of_all_sessions(own: Path, notebook: str = "") -> list[Snapshot]:
+    """The snapshots of all sessions of this user, those of this notebook first, and of these the newest first.
+
+    Those of another session that runs are not among them: what that trains is its own business.
+    """
+    kernel = own.name.rpartition("-")[0]
+    found = [Snapshot(path, own=True, over=False) for path in newest_first(own)]
+    for folder in _sessions(own):
+        over = _is_over(folder)
+        ours = folder.name.rpartition("-")[0] == kernel or (notebook != "" and notebook_of(folder) == notebook)
+        if over or _machine_of(folder) != _machine():
+            found += [Snapshot(path, ours and over, over) for path in newest_first(folder)]
+    return sorted(found, key=lambda one: (one.path.parent == own, one.own, _age_key(one.path)), reverse=True)
 
 
 def make_room(own: Path, needed: int, space: int) -> bool:
@@ -68,8 +113,8 @@ def make_room(own: Path, needed: int, space: int) -> bool:
     for folder in _ended(own):
         for partial in folder.glob(".*.partial"):
             partial.unlink(missing_ok=True)
-    # The mark that a session is over goes last, with its folder.
-    old = sorted((path for folder in _ended(own) for path in _files(folder) if path.name != _OVER), key=_age_key)
+    # The marks of a session go last, with its folder.
+    old = sorted((path for folder in _ended(own) for path in _files(folder) if path.name not in _MARKS), key=_age_key)
     mine = sorted(own.glob(f"*{SUFFIX}"), key=_age_key)
     taken = sum(_size(path) for path in _files(own.parent))
     if taken - sum(map(_size, old + mine)) + needed > space:
@@ -90,7 +135,7 @@ def tidy(own: Path) -> None:
     """At an orderly end: keep the newest snapshot, for a session to come."""
     newest = newest_first(own)[:1]
     for path in _files(own):
-        if path not in newest:
+        if path not in newest and path.name != _NOTEBOOK:
             path.unlink(missing_ok=True)
     if newest:
         (own / _OVER).touch()
@@ -99,16 +144,48 @@ def tidy(own: Path) -> None:
 
 
 def _ended(own: Path) -> Iterator[Path]:
-    """Folders of sessions that are over. What was not made here, by its name, is nobody's business."""
-    for folder in own.parent.glob("*"):
-        name = _NAME.fullmatch(folder.name)
-        if name and folder != own and ((folder / _OVER).exists() or not _runs(int(name[1]), name[2])):
-            yield folder
+    """Folders of sessions that are over."""
+    return filter(_is_over, _sessions(own))
 
 
-def _runs(pid: int, started: str) -> bool:
-    who = identify(pid)
-    return who is not None and ("." in started or str(who.started) == started)
+def _sessions(own: Path) -> Iterator[Path]:
+    """Folders of other sessions. What was not made here, by its name, is left alone."""
+    return (folder for folder in own.parent.glob("*") if folder != own and _NAME.fullmatch(folder.name))
+
+
+def _is_over(folder: Path) -> bool:
+    """Whether a session is known to be over; of one on another machine that is known by its mark or its age only."""
+    if (folder / _OVER).exists():
+        return True
+    name, (host, boot, pids) = _NAME.fullmatch(folder.name), _machine()
+    assert name
+    if (name[1], name[2], name[3]) == (host, boot, pids):
+        who = identify(int(name[4]))
+        return who is None or str(who.started) != name[5]
+    if name[1] == host and name[2] != boot:
+        return True
+    touched = [_age_key(path)[0] for path in _files(folder)] or [_age_key(folder)[0]]
+    return time.time_ns() - max(touched) > UNTOUCHED_DAYS * 24 * 3600 * 10**9
+
+
+def _machine() -> tuple[str, str, str]:
+    """This host, its boot, and the process namespace (a container's is its own), each in a form that names can have."""
+    boot, pids = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
+    host = ""
+    with suppress(OSError):
+        host = Path("/etc/machine-id").read_text()
+    if not host or pids != _FIRST_NAMESPACE:  # containers of one image may have one number and one name
+        host = boot
+    return _hashed(socket.gethostname() + host), _hashed(boot), str(pids)
+
+
+def _machine_of(folder: Path) -> tuple[str, str, str] | None:
+    name = _NAME.fullmatch(folder.name)
+    return (name[1], name[2], name[3]) if name and name[1] else None
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _files(folder: Path) -> list[Path]:

@@ -130,6 +130,15 @@ def check_target(path: Path) -> None:
             raise StateFileError(f"{path} is there already and holds no training state. Name another file.")
 
 
+def peek(path: Path) -> Header:
+    """What a file says that it is, without a look at the rest of it.
+
+    Raises:
+        StateFileError: as :func:`verify`, but for damage.
+    """
+    return _read(path, lambda file, header: header)
+
+
 def verify(path: Path) -> Header:
     """The header of a file whose every byte is as it was written.
 

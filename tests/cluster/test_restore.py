@@ -47,7 +47,7 @@ def test_a_restart_after_a_death_goes_on_from_the_last_snapshot_even_if_cut_shor
     for owner, name, error in [
         (Plan, "start", StartError("no room")),
         (Loading, "_begin", Interrupted("while it was loaded")),
-        (Loading, "_resume_from", Interrupted("while it was read")),
+        (Loading, "resume_from", Interrupted("while it was read")),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, cut_short(error))

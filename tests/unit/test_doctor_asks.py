@@ -69,13 +69,11 @@ class Session:
         def predict(changes: Mapping[str, Any]) -> Prediction:
             return self.predicts(self.settings.replace(**changes))
 
-        facts = SimpleNamespace(get=lambda: [ModelFacts()] * 2)
         answers: Any = SimpleNamespace(
             settings=self.settings,
             workload=LOADED,
             call=call,
-            finish=lambda call, undone: call,
-            ask_alone=lambda function, *arguments: facts,
+            call_alone=lambda function, *arguments, undone: [ModelFacts()] * 2,
             check_loaded=lambda: None,
             check_alive=lambda: None,
             predict=predict,

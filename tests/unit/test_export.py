@@ -15,7 +15,7 @@ from gpumem_nb.export.imports import with_sorted_imports
 from gpumem_nb.export.slicing import needed, settings_in
 from gpumem_nb.export.templating import render
 from gpumem_nb.kernel.cell_record import MOST_CELLS, CellRecord
-from gpumem_nb.kernel.foreground import fingerprint
+from gpumem_nb.kernel.running import pickled
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.exporting import Cell
 from gpumem_nb.shared.knobs import KNOBS
@@ -272,12 +272,12 @@ def test_a_local_name_is_not_taken_for_one_of_the_notebook() -> None:
     assert collector.defined == ["f"]
 
 
-def test_a_workload_whose_functions_use_something_else_by_now_has_another_fingerprint() -> None:
+def test_a_workload_whose_functions_use_something_else_by_now_travels_otherwise() -> None:
     names = notebook("rate = 1\ndef f():\n    return rate")
-    before = fingerprint(names["f"])
-    assert fingerprint(names["f"]) == before
+    before = pickled(names["f"], "The function")
+    assert pickled(names["f"], "The function") == before
     names["rate"] = 2
-    assert fingerprint(names["f"]) != before
+    assert pickled(names["f"], "The function") != before
 
 
 def test_annotations_that_a_function_or_class_does_not_evaluate_are_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,32 @@ import pytest
 from gpumem_nb.engine.storing.attached_objects import save
 from gpumem_nb.shared import snapshot_folder
 from gpumem_nb.shared.cluster_records import this_process
-from gpumem_nb.shared.snapshot_folder import file_name, make, make_room, newest_first, newest_of_all, tidy
+from gpumem_nb.shared.snapshot_folder import (
+    Snapshot,
+    file_name,
+    for_session,
+    make,
+    make_room,
+    newest_first,
+    notebook_of,
+    of_all_sessions,
+    tidy,
+)
 
 ME = this_process()
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    folder = tmp_path / "root" / f"{ME.pid}-{ME.started}-1"
+    folder = tmp_path / "root" / for_session(1).name
     make(folder)
     return folder
+
+
+def session(own: Path, pid: int, started: int, number: int = 1, machine: str = "") -> Path:
+    """The folder of another kernel's session, on this machine by default."""
+    here = "-".join(own.name.split("-")[:3])
+    return own.parent / f"{machine or here}-{pid}-{started}-{number}"
 
 
 def snapshot(folder: Path, steps: int, size: int = 100, generation: int = 1) -> Path:
@@ -58,7 +75,7 @@ def test_what_does_not_fit_at_all_takes_nothing_away(own: Path) -> None:
 
 
 def test_a_session_that_gave_one_file_away_is_still_known_to_be_over(own: Path) -> None:
-    other = own.with_name(f"{ME.pid}-{ME.started}-2")
+    other = session(own, ME.pid, ME.started, 2)
     snapshot(other, 1)
     tidy(other)
     os.utime(other / "over", ns=(1, 1))
@@ -72,10 +89,10 @@ def test_a_session_that_gave_one_file_away_is_still_known_to_be_over(own: Path) 
 
 
 def test_sessions_that_ended_give_way_oldest_first_and_living_ones_do_not(own: Path) -> None:
-    ended, ended_later = own.parent / "999999999-7-1", own.parent / "999999998-7-1"
+    ended, ended_later = session(own, 999999999, 7, 1), session(own, 999999998, 7, 1)
     first, second = snapshot(ended, 1), snapshot(ended_later, 1)
-    alive = snapshot(own.parent / f"{ME.pid}-{ME.started}-2", 1)
-    reused_pid = snapshot(own.parent / f"{ME.pid}-7-1", 1)
+    alive = snapshot(session(own, ME.pid, ME.started, 2), 1)
+    reused_pid = snapshot(session(own, ME.pid, 7), 1)
     foreign = own.parent / "someone" / "notes.state"
     foreign.parent.mkdir()
     foreign.write_bytes(bytes(100))
@@ -88,18 +105,58 @@ def test_sessions_that_ended_give_way_oldest_first_and_living_ones_do_not(own: P
 
 
 def test_half_written_files_of_ended_sessions_go_at_once(own: Path) -> None:
-    ended = own.parent / "999999999-7-1"
+    ended = session(own, 999999999, 7, 1)
     ended.mkdir()
     (ended / ".001-000000001.state.7.partial").write_bytes(bytes(100))
     assert make_room(own, 0, 10_000)
     assert not ended.exists()
 
 
-def test_folders_named_by_earlier_versions_belong_to_whoever_has_the_pid(own: Path) -> None:
-    ended = snapshot(own.parent / "999999999-1700000000.25-1", 1)
-    alive = snapshot(own.parent / f"{ME.pid}-1700000000.25-1", 1)
-    assert make_room(own, 100, 200)
-    assert [path.exists() for path in (ended, alive)] == [False, True]
+def test_a_session_on_another_machine_is_left_alone_until_it_is_marked_or_long_untouched(own: Path) -> None:
+    host, boot, pids = own.name.split("-")[:3]
+    folders = {
+        "another host": session(own, 999999999, 7, machine=f"0000000a-{boot}-{pids}"),
+        "another container": session(own, 999999998, 7, machine=f"{host}-{boot}-1"),
+        "the same pid there": session(own, ME.pid, ME.started, machine=f"0000000b-{boot}-{pids}"),
+        "an earlier version": own.parent / "999999997-7-1",
+        "much earlier": own.parent / "999999996-1700000000.25-1",
+    }
+    paths = {name: snapshot(folder, 1, size=10) for name, folder in folders.items()}
+    for path in paths.values():
+        os.utime(path)
+    before_this_boot = snapshot(session(own, 999999999, 7, 2, machine=f"{host}-00000001-{pids}"), 1)
+    assert make_room(own, 50, 100)
+    assert all(path.exists() for path in paths.values()), "each may train yet"
+    assert not before_this_boot.exists()
+    assert not make_room(own, 51, 100)
+    assert [(one.own, one.over) for one in of_all_sessions(own)] == [(False, False)] * len(paths), "but may be named"
+    old = time.time() - (snapshot_folder.UNTOUCHED_DAYS + 1) * 86400
+    os.utime(paths.pop("another host"), (old, old))
+    (folders["another container"] / "over").touch()
+    paths.pop("another container")
+    assert sum(one.over for one in of_all_sessions(own)) == 2
+    assert make_room(own, 70, 100)
+    assert all(path.exists() for path in paths.values())
+    assert sum(one.over for one in of_all_sessions(own)) == 0
+
+
+def test_those_of_this_notebook_come_first_and_the_newest_of_them(own: Path) -> None:
+    make(own, "a.ipynb")
+    mine = snapshot(own, 1)
+    before = session(own, 999999999, 7)
+    make(before, "a.ipynb")
+    earlier = snapshot(before, 2)
+    others = session(own, 999999998, 7)
+    make(others, "b.ipynb")
+    theirs = snapshot(others, 3)
+    nameless = snapshot(session(own, 999999997, 7), 4)
+    found = of_all_sessions(own, "a.ipynb")
+    assert [one.path for one in found] == [mine, earlier, nameless, theirs]
+    assert [one.own for one in found] == [True, True, False, False]
+    assert [one.own for one in of_all_sessions(own)] == [True, False, False, False]
+    assert notebook_of(others) == "b.ipynb"
+    tidy(others)
+    assert notebook_of(others) == "b.ipynb", "also after an orderly end"
 
 
 def test_the_newest_stays_after_an_orderly_end_and_gives_way_to_later_sessions(own: Path) -> None:
@@ -108,31 +165,31 @@ def test_the_newest_stays_after_an_orderly_end_and_gives_way_to_later_sessions(o
     (own / "attached.pickle").write_bytes(b"x")
     tidy(own)
     later = own.with_name(own.name[:-1] + "2")
-    assert newest_of_all(later) == newest
+    assert of_all_sessions(later) == [Snapshot(newest, own=True, over=True)]
     assert not (own / "attached.pickle").exists()
     assert make_room(later, 10_000, 10_000), "the kernel lives, the session does not"
     assert not newest.exists()
 
 
 def test_the_sessions_own_snapshot_comes_first_and_those_of_living_sessions_never(own: Path) -> None:
-    ended = snapshot(own.parent / "999999999-7-1", 1)
+    ended = snapshot(session(own, 999999999, 7, 1), 1)
     mine = snapshot(own, 2)
-    snapshot(own.parent / f"{ME.pid}-{ME.started}-2", 3)
-    snapshot(own.parent / "999999999-7-2", 4)
-    assert newest_of_all(own) == mine
+    snapshot(session(own, ME.pid, ME.started, 2), 3)
+    snapshot(session(own, 999999999, 7, 2), 4)
+    assert next(iter(of_all_sessions(own))).path == mine
     mine.unlink()
-    (own.parent / "999999999-7-2" / file_name(1, 4)).unlink()
-    assert newest_of_all(own) == ended
+    (session(own, 999999999, 7, 2) / file_name(1, 4)).unlink()
+    assert of_all_sessions(own) == [Snapshot(ended, own=False, over=True)]
     ended.unlink()
-    assert newest_of_all(own) is None
+    assert of_all_sessions(own) == []
 
 
 def test_attached_objects_make_room_among_snapshots(own: Path) -> None:
-    old = snapshot(own.parent / "999999999-7-1", 1, size=5000)
+    old = snapshot(session(own, 999999999, 7, 1), 1, size=5000)
     assert not save({"x": bytes(4000)}, own / "attached.pickle", 8000)
     assert not old.exists()
     assert not save({"x": bytes(5000)}, own / "attached.pickle", 8000), "it replaces what was attached before"
-    snapshot(own.parent / f"{ME.pid}-{ME.started}-2", 1, size=6000)
+    snapshot(session(own, ME.pid, ME.started, 2), 1, size=6000)
     assert "more than is left of the 7.8 KiB" in save({"x": bytes(5000)}, own / "attached.pickle", 8000)
     assert list(own.iterdir()) == []
 

@@ -58,6 +58,8 @@ class Failures:
             return
         newer = chunk.settings_id != self._state.settings_id  # somebody has asked for other settings meanwhile
         if failure.kind == "interrupted":
+            if self._state.wanted_steps:  # nobody has paused training: the signal was of an earlier interrupt
+                self._state.note(f"An interrupt reached rank {failure.rank} late: a step was discarded. Train again.")
             self._state.stop()
             if not newer:
                 self._state.adopt(self._state.settings)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...cluster.calls import Call
-from ...cluster.ranks import Ranks
+from ...cluster.ranks import Posted, Ranks
 from ...shared.errors import ClusterDied, GpumemError
 from ...shared.messages import Chunk, ChunkReply
 
@@ -99,12 +99,12 @@ class InFlight:
         """Whether this is a chunk under way."""
         return any(known is call for _, known in self._chunks)
 
-    def ask_alone(self, function: str, *arguments: Any) -> Call:
+    def ask_alone(self, posted: Posted, function: str, *arguments: Any) -> Call:
         """Ask ranks that are joined something; no chunk is sent until all have answered.
 
         Ranks that went on training would wait in the next reduction for one that takes long to answer.
         """
-        self._alone = self._ranks.post(function, *arguments)
+        self._alone = self._ranks.post(function, *arguments, posted=posted)
         self._alone.when_done(self._news)
         return self._alone
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from ...cluster.calls import Call
-from ...cluster.ranks import IN_PASSING_S, Ranks
+from ...cluster.ranks import IN_PASSING_S, Posted, Ranks
 from ...report.differences import arrows
 from ...report.evaluation import Evaluation
 from ...report.run_summary import Run
@@ -103,6 +103,11 @@ class Training:
     def playing(self) -> bool:
         """Whether training goes on until it is paused."""
         return self._state.wanted_steps > 0
+
+    @property
+    def endless(self) -> bool:
+        """Whether training was told to go on until it is paused."""
+        return self._state.wanted_steps == math.inf
 
     def waiting_for(self) -> list[int]:
         """The ranks that have not answered the oldest chunk."""
@@ -218,11 +223,11 @@ class Training:
         if due:
             self._ranks.nudge()
 
-    def ask_alone(self, function: str, *arguments: Any) -> Call:
-        """Ask the ranks something, and send no chunk until all have answered."""
+    def ask_alone(self, posted: Posted, function: str, *arguments: Any) -> Call:
+        """Ask the ranks something, tell ``posted`` of it, and send no chunk until all have answered."""
         self._ranks.rejoin(IN_PASSING_S)
         with self._state.locked():
-            return self._in_flight.ask_alone(function, *arguments)
+            return self._in_flight.ask_alone(posted, function, *arguments)
 
     def train(self, steps: int, progress: Progress = lambda what, done: None) -> Run:
         """Train that many steps and wait for them. An interrupt pauses and returns what was done by then.

@@ -1,0 +1,169 @@
+"""Code of the notebook, and its variables, on the ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from ..cluster.calls import Call
+from ..cluster.ranks import Posted, Ranks
+from ..cluster.shield import shielded
+from ..shared.errors import GpumemError, InvalidInput, WorkloadError
+from ..shared.ranklist import RankChoice, choose_ranks
+from .cell_record import CellRecord
+from .foreground import Foreground
+from .history import History
+
+
+class Running:
+    """Runs code on the ranks of one cluster.
+
+    Args:
+        cells: keeps the code that runs.
+    """
+
+    def __init__(self, ranks: Ranks, foreground: Foreground, history: History, cells: CellRecord) -> None:
+        self._ranks = ranks
+        self._foreground = foreground
+        self._history = history
+        self._cells = cells
+        self._numbers = itertools.count(1)
+
+    def run(
+        self,
+        code_or_function: str | Callable[..., Any],
+        args: Sequence[Any],
+        ranks: RankChoice,
+        timeout: float | None,
+    ) -> list[Any]:
+        """Run code, or any function, on ranks; its results in rank order.
+
+        Raises:
+            InvalidInput: neither code nor a function, or code that is not Python.
+            RankError: it failed on a rank.
+        """
+        if isinstance(code_or_function, str):
+            return self.run_cell(code_or_function, "<code>", "value", False, ranks, timeout).get()
+        if not callable(code_or_function):
+            raise InvalidInput(f"A {type(code_or_function).__name__} cannot be run: give code as text, or a function.")
+        self._foreground.tell_surroundings()
+        blob = pickled((code_or_function, args), "The function")
+        chosen = choose_ranks(ranks, self._ranks.size)
+
+        def called(call: Call) -> None:
+            self._cells.called(everywhere=self._are_all(chosen), drew=call.drew())
+
+        return self._finished(lambda posted: self._ranks.call_function(blob, chosen, posted), called, timeout).get()
+
+    def push(self, variables: Mapping[str, Any], ranks: RankChoice) -> None:
+        """Define variables on ranks.
+
+        Raises:
+            InvalidInput: a name that is none.
+        """
+        for name in variables:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise InvalidInput(f"{name!r} is not a variable name.")
+        pickled(variables, "The value")
+        everywhere = self._are_all(choose_ranks(ranks, self._ranks.size))
+
+        def pushed(call: Call) -> None:
+            if call.went_well():
+                self._cells.pushed(variables, everywhere)
+
+        def post(posted: Posted) -> Call:
+            return self._foreground.ask("push", dict(variables), ranks=ranks, posted=posted)
+
+        self._finished(post, pushed).get()
+
+    def run_cell(
+        self,
+        source: str,
+        title: str,
+        result: str,
+        memory: bool,
+        ranks: RankChoice,
+        timeout: float | None,
+        show: Callable[[Call], None] = lambda call: None,
+    ) -> Call:
+        """Run code on ranks; returns the finished call.
+
+        ``title`` gets a number of its own, so that a traceback shows this code's lines and no other's.
+
+        Raises:
+            InvalidInput: the code is not Python.
+            RankError: it failed on a rank.
+        """
+        self._foreground.tell_surroundings()
+        title = f"{title.removesuffix('>')} {next(self._numbers)}>"
+        try:
+            compile(source, title, "exec")
+        except SyntaxError as error:
+            raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
+        chosen = choose_ranks(ranks, self._ranks.size)
+
+        def ran(call: Call) -> None:
+            everywhere, finished = self._are_all(chosen), call.went_well()
+            self._cells.ran(source, everywhere=everywhere, finished=finished, drew=call.drew())
+
+        def post(posted: Posted) -> Call:
+            return self._ranks.run_cell(source, title, result, memory, chosen, posted)
+
+        return self._finished(post, ran, timeout, show)
+
+    def _are_all(self, chosen: Sequence[int] | None) -> bool:
+        return chosen is None or len(chosen) == self._ranks.size
+
+    def _finished(
+        self,
+        post: Callable[[Posted], Call],
+        ended: Posted,
+        timeout: float | None = None,
+        show: Callable[[Call], None] = lambda call: None,
+    ) -> Call:
+        """Post a call that runs code of the notebook, and wait for it; ``ended`` is told of it however it ends."""
+        asked: list[Call] = []
+
+        def noted(posted: Posted) -> Call:
+            def both(call: Call) -> None:
+                asked.append(call)
+                posted(call)
+
+            return post(both)
+
+        def settle() -> None:
+            with shielded():
+                if asked:
+                    call = asked.pop()
+                    ended(call)
+                    self._history.model_may_have_changed()
+                    self._foreground.mark_notes(call)
+
+        with self._foreground.waited_for():  # whoever finds nobody waiting finds the model's new version
+            try:
+                call = self._foreground.finish(noted, timeout, show=show)
+                settle()
+                return call
+            except BaseException:
+                settle()
+                raise
+
+
+def pickled(value: Any, what: str) -> bytes:
+    """A value as it travels; ``what`` it is called when it cannot.
+
+    Raises:
+        WorkloadError: it cannot travel.
+    """
+    try:
+        return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+    except GpumemError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"{what} cannot be sent to the ranks: {error}. Leave out open files, locks and connections; create them "
+            "inside the function that runs there."
+        ) from None

@@ -1,0 +1,188 @@
+"""What was posted to the ranks is settled, wherever Ctrl-C comes: notebook and ranks agree on what is loaded."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_nb import Workload
+from gpumem_nb.cluster import ranks as ranks_module
+from gpumem_nb.cluster.ranks import Ranks
+from gpumem_nb.kernel import compatibility
+from gpumem_nb.kernel.foreground import Foreground
+from gpumem_nb.kernel.loading import Loading
+from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import Interrupted
+from tests.conftest import weights
+from tests.internals import wait_for_steps
+
+pytestmark = pytest.mark.cluster
+
+
+class CtrlC:
+    """Presses it once, at a point of the notebook's code."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.pressed = False
+
+    def at(self, point: str, function: str) -> None:
+        """Before or after something is done for requests of this name; ``-`` for the first of any name."""
+        owner, name, when = POINTS[point]
+        usual = getattr(owner, name)
+
+        @wraps(usual)
+        def with_ctrl_c(*args: Any, **options: Any) -> Any:
+            of_this = name != "_post" or function in ("-", *args[2:3])
+            if when == "before" and of_this:
+                self._press()
+            answer = usual(*args, **options)
+            if when == "after" and of_this:
+                self._press()
+            return answer
+
+        self._patch.setattr(owner, name, with_ctrl_c)
+
+    def _press(self) -> None:
+        if not self.pressed:
+            self.pressed = True
+            signal.raise_signal(signal.SIGINT)
+
+
+POINTS: dict[str, tuple[Any, str, str]] = {
+    "before it is posted": (Ranks, "_post", "before"),
+    "while it is posted": (ranks_module, "forget_sent", "before"),
+    "once it is posted": (Ranks, "_post", "after"),
+    "before it is waited for": (Foreground, "_wait_for", "before"),
+    "once it is answered": (Foreground, "_wait_for", "after"),
+    "once it is done": (Foreground, "finish", "after"),
+}
+LOADING = {
+    **POINTS,
+    "as the notebook takes it in": (compatibility, "loaded", "before"),
+    "once the notebook has taken it in": (Loading, "_train_from", "after"),
+}
+POINTS.update(LOADING)
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> CtrlC:
+    return CtrlC(monkeypatch)
+
+
+def agree(session: Session) -> None:
+    """The notebook and the ranks hold the same for what is loaded, and it trains."""
+    (loaded,) = set(session.run("type(model).__name__ if 'model' in globals() else ''"))
+    name = session.workload.name if session.workload else ""
+    assert (name, loaded) in {("digits-resnet", "ResNet"), ("text-gpt", "GPT"), ("", "ResNet"), ("", "GPT"), ("", "")}
+    if not name:  # not known for certain, and said so: what is loaded next counts
+        session.load("digits-resnet", width=8, depth=1, resolution=8)
+    steps = session.status().steps
+    assert session.train(2).steps == 2
+    assert session.status().steps == steps + 2
+    assert len(weights(session)) == 1
+    assert {row.workload for row in session.runs.rows[-1:]} == {session.workload.name if session.workload else ""}
+
+
+@pytest.mark.parametrize("point", LOADING)
+def test_a_load_that_is_interrupted_leaves_the_same_here_and_there(
+    two_ranks: Session, fresh: Callable[..., Session], ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    session = fresh(two_ranks)
+    session.train(3)
+    ctrl_c.at(point, "load")
+    with pytest.raises(Interrupted):
+        session.load("text-gpt")
+    monkeypatch.undo()
+    assert ctrl_c.pressed
+    agree(session)
+
+
+REQUESTS: dict[str, Callable[[Session, Path], object]] = {
+    "seed": lambda session, folder: session.seed(5),
+    "push": lambda session, folder: session.push({"pushed": 1}),
+    "pull": lambda session, folder: session.pull("rank"),
+    "sync": lambda session, folder: session.sync(),
+    "look": lambda session, folder: session.memory(),
+    "record_step": lambda session, folder: session.timeline(),
+    "save": lambda session, folder: session.save(folder / "a.state"),
+    "forecast": lambda session, folder: session.predict(batch_size=8),
+    "set_stall_limit": lambda session, folder: session.set(stall_limit_s=20),
+    "run_chunk": lambda session, folder: session.set(batch_size=16),
+}
+
+
+@pytest.mark.parametrize("point", ["before it is posted", "while it is posted", "once it is posted"])
+@pytest.mark.parametrize("function", REQUESTS)
+def test_any_request_that_is_interrupted_as_it_is_posted_is_settled(
+    two_ranks: Session, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, function: str, point: str
+) -> None:
+    session = two_ranks
+    if session.workload is None or session.workload.name != "digits-resnet":
+        session.load("digits-resnet", width=8, depth=1, resolution=8)
+    session.train(1)
+    ctrl_c.at(point, function)
+    with suppress(Interrupted, KeyboardInterrupt):
+        REQUESTS[function](session, tmp_path)
+    monkeypatch.undo()
+    assert ctrl_c.pressed
+    agree(session)
+    session.set(batch_size=32, stall_limit_s=30)
+    assert session.run("1") == [1, 1]
+
+
+def test_a_cell_that_is_interrupted_as_it_is_posted_is_kept_for_scripts(
+    two_ranks: Session, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctrl_c.at("once it is posted", "-")
+    with pytest.raises(Interrupted):
+        two_ranks.run("posted = 1")
+    monkeypatch.undo()
+    assert two_ranks._life._cells.since_load()[-1].source == "posted = 1"
+
+
+def test_a_restart_loads_what_was_loaded_and_says_that_it_has_changed(two_ranks: Session) -> None:
+    names: dict[str, Any] = {"__name__": "__main__", "SCALE": 1.0}
+    exec(
+        """
+import torch
+from torch import nn
+def model(): return nn.Linear(4, 1)
+def data(): return torch.utils.data.TensorDataset(torch.ones(64, 4))
+def loss(model, batch): return SCALE * model(batch[0]).square().mean() + SCALE
+""",
+        names,
+    )
+    session = two_ranks
+    session.load(Workload("scaled", names["model"], names["data"], names["loss"]))
+    session.set(batch_size=4, snapshot_steps=1)
+    session.train(5)
+    names["SCALE"] = 100.0
+    session.restart()
+    assert session.restored.startswith("step 5 restored")
+    assert "what its functions use has changed in the notebook since" in session.restored
+    assert max(session.train(1).frame().loss) < 10, "the loss of the workload that was loaded"
+    names["SCALE"] = 1.0
+    session.restart()
+    assert session.restored == "step 6 restored"
+    session.set(snapshot_steps="auto")
+
+
+def test_training_that_played_goes_on_after_a_restart(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.play()
+    wait_for_steps(session, 3)
+    session.restart()
+    assert session.restored.endswith("; training goes on")
+    assert session.playing
+    wait_for_steps(session, 3)
+    session.pause()
+    session.restart()
+    assert not session.playing
+    assert "goes on" not in session.restored
