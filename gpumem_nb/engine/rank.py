@@ -16,7 +16,6 @@ import horovod.torch as hvd
 import torch
 
 from ..internals.ipyparallel_internals import publish_beside
-from ..memory import cuda
 from ..memory.device import Device, open_device
 from ..shared.allocator_settings import AllocatorSettings
 from ..shared.answers import Apart, Pulse
@@ -26,10 +25,8 @@ from ..shared.knobs import KNOBS, register
 from ..shared.messages import (
     Chunk,
     ChunkReply,
-    DeviceUse,
     RankConfig,
     RankInfo,
-    Reading,
     SnapshotOrder,
     Stored,
     Surroundings,
@@ -43,8 +40,11 @@ from ..shared.step_times import StepLanes
 from ..shared.sync_look import SyncLook
 from ..shared.trace import TraceOrder, TracePart
 from ..shared.workload import Workload, WorkloadInfo
-from . import building, exporting, model_look, rank_info, surroundings, sync_look
+from . import building, device_look, exporting, model_look, rank_info, surroundings, sync_look
 from .attach import attached, named
+from .device_look import look as look
+from .device_look import record_allocations as record_allocations
+from .device_look import write_snapshot as write_snapshot
 from .names import OfferedNames, taken
 from .random_state import seed_all
 from .sharing import check_sharing
@@ -61,7 +61,6 @@ from .tracing.tracer import Tracer
 
 _session_started_s = 0.0  # on the clock of ``time.time``
 _device: Device
-_device_use: DeviceUse | None = None  # as NVML had it when it was last asked
 _pulse: pulse.PulseThread | None = None
 _trainer: Trainer | None = None
 _names: OfferedNames
@@ -94,7 +93,9 @@ def set_up(config: RankConfig) -> RankInfo:
     def publish(request: Any, sent: Pulse) -> None:
         publish_beside(kernel, request, {pulse.KEY: sent})
 
-    _pulse = pulse.PulseThread(publish, collectives, step, reading, device_use, config.stall_limit_s)
+    _pulse = pulse.PulseThread(
+        publish, collectives, step, device_look.reading, device_look.device_use, config.stall_limit_s
+    )
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
     _names = OfferedNames(namespace())
@@ -178,7 +179,9 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
         trainer.stream.close()  # workers that began meanwhile have inherited the profiler, for good
         _tracer.took(reply.lanes)
     _offer(trainer)  # its optimizer, which a flip may have changed
-    return dataclasses.replace(reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=_device_use)
+    return dataclasses.replace(
+        reply, snapshot_s=held_up_s, stored=_snapshots.stored(), device_use=device_look.latest_use()
+    )
 
 
 def facts() -> exporting.Facts:
@@ -313,35 +316,6 @@ def save_attached(names: dict[str, str | None], path: str, space: int) -> str:
 def load_attached(names: dict[str, str | None], path: str) -> None:
     """Define the kept objects again under their names."""
     namespace().update(attached_objects.load_onto(_device, Path(path), str(names["model"])))
-
-
-def reading() -> Reading:
-    """The device's memory right now."""
-    return _device.reading()
-
-
-def device_use() -> DeviceUse | None:
-    """What NVML says of the device right now; takes milliseconds, and chunks send on what it said."""
-    global _device_use
-    _device_use = None  # should this fail, the next chunk does not send on what was true before
-    _device_use = _device.use()
-    return _device_use
-
-
-def look() -> tuple[Reading, DeviceUse | None]:
-    """All that can be read of the device right now."""
-    use = device_use()
-    return reading(), use
-
-
-def record_allocations(enabled: bool) -> None:
-    """Begin or end the history that a GPU's memory snapshot shows."""
-    cuda.record_allocations(enabled)
-
-
-def write_snapshot(path: str) -> None:
-    """Write torch's own snapshot of this rank's GPU memory."""
-    cuda.write_snapshot(path)
 
 
 def push(variables: dict[str, Any]) -> None:

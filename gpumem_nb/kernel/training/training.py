@@ -104,11 +104,6 @@ class Training:
         """Whether training goes on until it is paused."""
         return self._state.wanted_steps > 0
 
-    @property
-    def endless(self) -> bool:
-        """Whether training was told to go on until it is paused."""
-        return self._state.wanted_steps == math.inf
-
     def waiting_for(self) -> list[int]:
         """The ranks that have not answered the oldest chunk."""
         return calls[0].pending() if (calls := self.under_way()) else []
