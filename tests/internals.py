@@ -201,7 +201,7 @@ def hooks_expression(model: str) -> str:
     return f"{on_modules}, sum(len(p._post_accumulate_grad_hooks or ()) for p in {model}.parameters())"
 
 
-FORGET_DEVICE_USE = f"{_RANK}._device_use = None"
+FORGET_DEVICE_USE = "import gpumem_nb.engine.device_look as _look; _look._use = None"
 """What was last read of the device by NVML is not known any more."""
 
 INSIDE = """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..shared.units import format_bytes
-from .tables import Table
+from .tables import Report, Table
 
 _UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"))
 
@@ -67,26 +69,22 @@ class SnapshotRow:
         return (self.notebook or "another session") + ("" if self.over else " (may still run on another machine)")
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshots:
+@dataclass(frozen=True, slots=True, repr=False)
+class Snapshots(Report):
     """The automatic snapshots that can be resumed from, those of this notebook first."""
 
     rows: tuple[SnapshotRow, ...]
 
-    def __str__(self) -> str:
-        return f"{self._table}\nGo on from one of them: %hvd_resume PATH" if self.rows else _NONE
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table.html() if self.rows else f"<pre>{_NONE}</pre>"
+    @property
+    def parts(self) -> list[Table | str]:
+        """The table, and what to type."""
+        if not self.rows:
+            return ["There is no automatic snapshot."]
+        headings, words = ("model", "step", "ranks", "age", "of", "path"), frozenset({"model", "of", "path"})
+        rows = [(row.workload, f"{row.steps:,}", f"{row.ranks}", row.age, row.of, str(row.path)) for row in self.rows]
+        return [Table("", headings, tuple(rows), words), "Go on from one of them: %hvd_resume PATH"]
 
     @property
-    def _table(self) -> Table:
-        rows = ((row.workload, f"{row.steps:,}", f"{row.ranks}", row.age, row.of, str(row.path)) for row in self.rows)
-        return Table(
-            "", ("model", "step", "ranks", "age", "of", "path"), tuple(rows), frozenset({"model", "of", "path"})
-        )
-
-
-_NONE = "There is no automatic snapshot."
+    def records(self) -> list[dict[str, Any]]:
+        """One for each snapshot."""
+        return [dataclasses.asdict(row) for row in self.rows]

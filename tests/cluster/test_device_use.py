@@ -51,7 +51,7 @@ for _each in _patches:
 def readable(two_ranks: Session) -> Iterator[Session]:
     two_ranks.run(READABLE)
     yield two_ranks
-    two_ranks.run(f"del {DEVICE}.use; {FORGET_DEVICE_USE}")
+    two_ranks.run(f"del {DEVICE}.use\n{FORGET_DEVICE_USE}")
 
 
 def uses(session: Session) -> list[DeviceUse | None]:

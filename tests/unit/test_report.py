@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -8,6 +9,7 @@ import pytest
 
 from gpumem_nb.report.breakdown import MOST_PARTS, highest, parts
 from gpumem_nb.report.memory import MemoryReport, RankMemory
+from gpumem_nb.report.state_files import SnapshotRow, Snapshots
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.messages import DeviceUse, RankInfo, Reading, Span
@@ -210,3 +212,18 @@ def test_the_page_on_memory_explains_every_category_and_measures_it() -> None:
     for category in c.CATEGORIES:
         assert f"\n| {category} |" in explained, category
         assert any(size != "0 B" for size in shown[category]), category
+
+
+def test_snapshots_are_listed_with_model_step_and_age() -> None:
+    now = time.time()
+    here = SnapshotRow(Path("/a/1.state"), "text-gpt", 1200, 2, now - 3 * 3600, own=True, notebook="a.ipynb", over=True)
+    there = SnapshotRow(Path("/b/2.state"), "net", 7, 4, now - 20, own=False, notebook="b.ipynb", over=False)
+    found = Snapshots((here, there))
+    assert [line.split() for line in str(found).splitlines()[:3]] == [
+        ["model", "step", "ranks", "age", "of", "path"],
+        ["text-gpt", "1,200", "2", "3", "hours", "this", "notebook", "/a/1.state"],
+        ["net", "7", "4", "just", "now", "b.ipynb", "(may", "still", "run", "on", "another", "machine)", "/b/2.state"],
+    ]
+    assert "%hvd_resume PATH" in str(found)
+    assert list(found.frame().steps) == [1200, 7]
+    assert str(Snapshots(())) == "There is no automatic snapshot."
