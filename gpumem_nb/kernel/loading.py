@@ -300,6 +300,7 @@ class Loading:
 
         Raises:
             StateFileError: it cannot be used; nothing was changed.
+            Interrupted: stop was pressed; says whether anything was resumed.
         """
         # Training goes on while the ranks look at the file: one that is refused changes nothing.
         header: state_file.Header | None = None
