@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..memory.tensors import tensors_in
-from ..shared.model_facts import Held, InputFacts, ModelFacts
+from ..shared.questions import Held, InputFacts, ModelFacts
 from .step.step import Looks
 
 if TYPE_CHECKING:

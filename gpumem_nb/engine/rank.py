@@ -32,13 +32,10 @@ from ..shared.messages import (
     Surroundings,
     Timeline,
 )
-from ..shared.model_facts import ModelFacts
-from ..shared.scaling import StepsAmong, Sweep
+from ..shared.questions import ModelFacts, StepsAmong, Sweep, SyncLook, TraceOrder, TracePart
 from ..shared.settings import Settings
 from ..shared.state_file import Header
 from ..shared.step_times import StepLanes
-from ..shared.sync_look import SyncLook
-from ..shared.trace import TraceOrder, TracePart
 from ..shared.workload import Workload, WorkloadInfo
 from . import building, device_look, exporting, model_look, rank_info, surroundings, sync_look
 from .attach import attached, named

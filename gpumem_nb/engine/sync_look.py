@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from ..shared.errors import WorkloadError
-from ..shared.sync_look import MOST_SAMPLES, SeenSamples, SyncLook
+from ..shared.questions import MOST_SAMPLES, SeenSamples, SyncLook
 from .data.stream import ShardedStream
 from .random_state import begin_on_host, set_aside
 from .step.step import Looks

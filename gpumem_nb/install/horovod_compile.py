@@ -20,8 +20,7 @@ from ..shared.errors import SetupError
 from . import cuda_toolkit
 from .horovod_source import fetch, patch, unpack
 from .horovod_target import Target, nccl_folder
-from .long_step import long_step
-from .process_tree import stop_tree
+from .long_step import long_step, stop_tree
 
 FREE_GIB_NEEDED = 3
 """Source, objects and debug information of a build, with room to spare."""

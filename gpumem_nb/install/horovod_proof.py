@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ..shared.errors import SetupError
 from .horovod_target import Target
+from .long_step import stop_tree
 from .mpi_tools import LAUNCH_VARIABLES, require_tool
-from .process_tree import stop_tree
 
 PROOF_TIMEOUT_S = 120
 RANKS = 2

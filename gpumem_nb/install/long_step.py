@@ -1,11 +1,14 @@
-"""A progress bar for a step that takes long and does not report by itself: a thread asks how much is done."""
+"""Processes of long set-up steps: a line that shows they run, and the tree of processes to end."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+import psutil
 
 from ..report.progress_bar import left_in_words, left_s, shown, text_bar
 
@@ -42,3 +45,27 @@ def long_step(title: str, fraction: Fraction | None = None, estimate_s: float | 
         finally:
             finished.set()
             watcher.join()
+
+
+GRACE_S = 5.0
+"""Between asking a process to end and ending it."""
+
+
+def stop_tree(pid: int) -> None:
+    """End a process of ours and everything it started."""
+    try:
+        parent = psutil.Process(pid)
+        family = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        signal_quietly(member.terminate)
+    for member in psutil.wait_procs(family, timeout=GRACE_S)[1]:
+        signal_quietly(member.kill)
+    psutil.wait_procs(family, timeout=GRACE_S)
+
+
+def signal_quietly(send: Callable[[], None]) -> None:
+    """Send a signal to a process that may have ended by itself meanwhile."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        send()

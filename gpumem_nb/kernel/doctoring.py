@@ -21,8 +21,8 @@ from ..report.differences import typed
 from ..report.speed import WARM_UP_STEPS
 from ..shared.errors import InvalidInput, NotThisTime, RankError, TrainingFailed, WorkloadError
 from ..shared.messages import Leak, RankInfo, Sample
-from ..shared.model_facts import ModelFacts
 from ..shared.progress import Progress
+from ..shared.questions import ModelFacts
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
 from . import compatibility

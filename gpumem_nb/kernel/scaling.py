@@ -10,7 +10,7 @@ from ..report.scaling import Scaled, ScalingReport
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.messages import RankInfo
 from ..shared.progress import Progress
-from ..shared.scaling import SWEEP_BYTES, StepsAmong, Sweep
+from ..shared.questions import SWEEP_BYTES, StepsAmong, Sweep
 from ..shared.settings import Settings
 from ..shared.step_times import StepTimes
 from .foreground import Foreground

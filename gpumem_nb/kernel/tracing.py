@@ -16,9 +16,9 @@ from ..report.trace import TraceFile, steps_in_words
 from ..shared.errors import GpumemError, InvalidInput, WorkloadError
 from ..shared.messages import RankInfo
 from ..shared.progress import Progress
+from ..shared.questions import BETWEEN, HEAD, TAIL, TIMELINE, TraceOrder, TracePart
 from ..shared.state_file import as_path
 from ..shared.step_times import StepLanes
-from ..shared.trace import BETWEEN, HEAD, TAIL, TIMELINE, TraceOrder, TracePart
 from ..shared.whole_file import check_no_folder, why_not, written_whole
 from .foreground import Foreground
 from .history import History

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..shared.scaling import SWEEP_BYTES
+from ..shared.questions import SWEEP_BYTES
 from ..shared.units import format_bytes
 from .tables import Report, Table
 

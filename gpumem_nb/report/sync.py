@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..shared.questions import SyncLook
 from ..shared.ranklist import name_ranks
-from ..shared.sync_look import SyncLook
 from .tables import Report
 
 _MOST_NAMED = 5  # samples

@@ -11,13 +11,15 @@ from ..planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ..report import leak_sentences
 from ..report.breakdown import place
 from ..report.configurations import Effect, Tried
+from ..report.differences import typed
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
+from ..shared import categories as c
 from ..shared.forecast import MOST_BATCH
-from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING
+from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, Need
+from ..shared.knobs.easing import strongest_first
 from ..shared.messages import Leak, RankInfo, Reading
 from ..shared.units import format_bytes, format_rate
-from .advice import FIXED, what_helps
 from .bands import Peak, above_median, worst_first
 from .runs_picture import common_limit
 from .steered import Steered
@@ -266,3 +268,36 @@ def truths(ranks: Sequence[RankInfo]) -> str:
 def alert(text: str) -> str:
     """A sentence about something that could not be done."""
     return f"<div>{escape(text)}</div>" if text else ""
+
+
+_MOST_HINTS = 2
+
+# What no knob changes.
+FIXED = {
+    c.PARAMETERS: "No knob changes what the weights take; a smaller model does.",
+    c.GRADIENTS: "No knob changes what the gradients take: they are as large as the weights.",
+    c.OPTIMIZER_STATE: "No knob makes this optimizer's state smaller.",
+    c.COMMUNICATION: "No knob changes how many gradients are on their way at once.",
+    c.OTHER: "Training did not make it: look for tensors that cells and buffers of the model hold.",
+}
+
+
+def what_helps(category: str, phase: str, history: History, blocks: int) -> str:
+    """Knobs that may free some of it; of those already tried, only what made the peak smaller."""
+    if not history.tried:
+        return ""
+    now = history.tried[-1]
+    of_this_model = [tried for tried in reversed(history.tried) if tried.model_version == now.model_version]
+    maybe, measured = [], []
+    for changes in strongest_first(Need(category, phase, now.settings, blocks)):
+        changed = now.settings.replace(**changes)
+        tried = next((t for t in of_this_model if t.settings == changed), None)
+        if tried is None or tried.peak_bytes is None:
+            maybe.append(typed(now.settings, changed))
+        elif now.peak_bytes and tried.peak_bytes < now.peak_bytes:
+            peak = format_bytes(tried.peak_bytes)
+            measured.append(f"{typed(now.settings, changed)} had a peak of {peak} when it was tried")
+    sentences = [f"{'; '.join(measured[:_MOST_HINTS])}."] if measured else []
+    if maybe and len(measured) < _MOST_HINTS:
+        sentences.append(f"{' or '.join(maybe[: _MOST_HINTS - len(measured)])} may free some of it.")
+    return " ".join(sentences)

@@ -8,7 +8,7 @@ import pytest
 
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError, InvalidInput, WorkloadError
-from gpumem_nb.shared.scaling import SWEEP_BYTES
+from gpumem_nb.shared.questions import SWEEP_BYTES
 from tests.conftest import weights
 
 pytestmark = pytest.mark.cluster

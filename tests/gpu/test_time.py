@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpumem_nb.session import Session
-from gpumem_nb.shared.scaling import SWEEP_BYTES
+from gpumem_nb.shared.questions import SWEEP_BYTES
 from gpumem_nb.shared.step_times import PARTS
 from tests.conftest import weights
 

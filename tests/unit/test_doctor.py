@@ -24,9 +24,8 @@ from gpumem_nb.report.rescue import Fit, Rescue
 from gpumem_nb.report.sync import SyncReport
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import DeviceUse, Failure, Leak, Sample
-from gpumem_nb.shared.model_facts import Held, InputFacts, ModelFacts
+from gpumem_nb.shared.questions import Held, InputFacts, ModelFacts, SeenSamples, SyncLook
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.shared.sync_look import SeenSamples, SyncLook
 from gpumem_nb.shared.workload import WorkloadInfo
 from tests.ledgers import MIB, info, reading, sample
 

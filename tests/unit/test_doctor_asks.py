@@ -16,7 +16,7 @@ from gpumem_nb.planning.prediction import FITS, TIGHT, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.bottleneck import Bottleneck
 from gpumem_nb.shared.errors import NotThisTime, TrainingFailed, WorkloadError
-from gpumem_nb.shared.model_facts import ModelFacts
+from gpumem_nb.shared.questions import ModelFacts
 from gpumem_nb.shared.settings import Settings
 from tests.ledgers import MIB, info, reading
 from tests.runs import history_of, train

@@ -17,7 +17,7 @@ from ...shared.allocator_settings import AllocatorSettings
 from ...shared.errors import WorkloadError
 from ...shared.forecast import BY_PEAKS, Forecasts, Rehearsal
 from ...shared.messages import Chunk, Failure
-from ...shared.scaling import StepsAmong
+from ...shared.questions import StepsAmong
 from ...shared.settings import Settings
 from ...shared.step_times import DATA, TOOLKIT, StepTimes
 from ..data.stream import Stream

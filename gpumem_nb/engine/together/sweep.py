@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from ...memory.device import Device
-from ...shared.scaling import Sweep
+from ...shared.questions import Sweep
 
 _LEAST, _MOST = 5, 30  # times that each size is sent
 _MOST_BYTES = 64 * 2**20  # of one size altogether, unless that were fewer than the least

@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from ...internals.horovod_internals import read_timeline
 from ...internals.profiler_internals import profiles, read_profile
+from ...shared.questions import BETWEEN, TIMELINE, TraceOrder, TracePart
 from ...shared.step_times import StepLanes
-from ...shared.trace import BETWEEN, TIMELINE, TraceOrder, TracePart
 from ..together.agreement import any_rank
 from ..together.interrupts import interruptible
 from .events import Event, horovod_events, moved, step_events, torch_events, window_of

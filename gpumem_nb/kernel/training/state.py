@@ -7,11 +7,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from ...cluster.calls import Call
+from ...cluster.ranks import Ranks
 from ...cluster.shield import shielded
 from ...report.evaluation import Evaluation
 from ...report.rescue import Rescue
 from ...report.run_summary import measured_by
 from ...report.speed import STEPS_JUDGED
+from ...shared.answers import Pulse
 from ...shared.errors import GpumemError, TrainingFailed
 from ...shared.messages import Sample
 from ...shared.settings import Settings
@@ -131,3 +134,31 @@ class TrainingState:
         notes = [str(note) for note in self._notes if not isinstance(note, Evaluation)]
         self._recording, self._notes = None, []
         return samples, notes, evaluations
+
+
+class DeviceReadings:
+    """Keeps the history's readings up to date. Used by the training thread alone."""
+
+    def __init__(self, ranks: Ranks, history: History) -> None:
+        self._ranks = ranks
+        self._history = history
+        self._asked: Call | None = None
+        self._heard: dict[int, Pulse] = {}
+
+    def hear(self) -> None:
+        """Readings come with the pulses of ranks that are busy for long."""
+        pulses = self._ranks.pulses()
+        if pulses and pulses != self._heard:
+            self._heard = pulses
+            readings, uses = list(self._history.readings), list(self._history.device_uses)
+            for rank, pulse in pulses.items():
+                readings[rank], uses[rank] = pulse.reading, pulse.device_use
+            self._history.read(readings, uses)
+
+    def ask(self) -> None:
+        """Keep readings coming while cells run and nothing trains; at most one question is under way."""
+        if self._asked is None:
+            self._asked = self._ranks.call("look")
+        elif not self._asked.pending():
+            finished, self._asked = self._asked, None
+            self._history.read(*zip(*finished.get(), strict=True))

@@ -27,11 +27,10 @@ from .autotune import Autotune
 from .bell import News, wait
 from .between import Between
 from .chunks import Chunks
-from .device_readings import DeviceReadings
 from .failures import Failures
 from .in_flight import InFlight, Pace
 from .stalls import Stalls, came_apart, cause_of
-from .state import TrainingState
+from .state import DeviceReadings, TrainingState
 
 MOST_STEPS = 10**9
 PAUSE_PATIENCE_S = 0.4  # for the step under way, before an interrupt discards it

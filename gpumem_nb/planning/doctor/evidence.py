@@ -13,7 +13,7 @@ from ...shared.forecast import LARGE_SEGMENT_BYTES
 from ...shared.knobs import Need
 from ...shared.knobs.easing import mildest_first
 from ...shared.messages import DeviceUse, Leak, Ledger, RankInfo, Reading, Sample
-from ...shared.model_facts import ModelFacts
+from ...shared.questions import ModelFacts
 from ...shared.settings import Settings
 from ...shared.workload import WorkloadInfo
 from ..prediction import Prediction

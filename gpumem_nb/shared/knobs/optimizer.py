@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..categories import INSIDE_OPERATORS, OPTIMIZER_STATE, TEMPORARIES
 from ..workload import WorkloadInfo
 from .knob import HALF, KEEPS_TO_ROUNDING, MOST, Changes, Knob, LiveModel, Need, Settings, carried
-from .option import not_negative
+from .option import not_negative, positive
 
 _OWN = "own"
 _OURS = ("sgd", "momentum", "adam", "adamw")
@@ -96,5 +96,17 @@ LEARNING_RATE = Knob(
     allowed="a number of at least 0, such as 1e-3",
     short="lr ",
     apply=_set_learning_rate,
+    exported=carried,
+)
+
+
+CLIP_NORM = Knob(
+    "clip_norm",
+    None,
+    "largest allowed 2-norm of all gradients together, or none",
+    parse=positive,
+    allowed="a number above 0, such as 1.0, or none",
+    words={"none": None},
+    short="clip ",
     exported=carried,
 )

@@ -7,11 +7,10 @@ from keyword import iskeyword
 from ..errors import InvalidInput
 from .batch import ACCUMULATION_STEPS, BATCH_SIZE
 from .checkpointing import CHECKPOINTING
-from .clip_norm import CLIP_NORM
 from .communication import COMMUNICATION_KNOBS
 from .knob import Knob
 from .loading import NUM_WORKERS, ON_BAD_SAMPLE, PIN_MEMORY, PREFETCH_FACTOR
-from .optimizer import LEARNING_RATE, OPTIMIZER, OPTIMIZER_IMPL
+from .optimizer import CLIP_NORM, LEARNING_RATE, OPTIMIZER, OPTIMIZER_IMPL
 from .precision import PRECISION
 from .schedule import LR_SCALING, LR_SCHEDULE, REFERENCE_BATCH, SCHEDULE_STEPS, WARMUP_STEPS
 from .values import TAKEN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....shared.forecast import ERRORS, RECORDED
-from ....shared.model_facts import Held
+from ....shared.questions import Held
 from ....shared.units import format_bytes
 from ..evidence import Evidence, OnRank
 from ..finding import MEMORY, Finding
