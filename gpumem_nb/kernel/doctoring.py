@@ -11,7 +11,6 @@ from ..planning.doctor.diagnosis import Diagnosis
 from ..planning.doctor.evidence import Evidence, OnRank, still_grows
 from ..planning.doctor.finding import FASTER, FIT, LESS, ROOM, Finding, Flip
 from ..planning.doctor.rules import findings
-from ..planning.doctor.rules.limits import BARELY
 from ..planning.doctor.rules.time import larger, small_batch
 from ..planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ..planning.score import foretold
@@ -31,7 +30,7 @@ from .history import History
 from .inspection import Inspection
 from .predicting import LONGEST_S, Predicting
 from .training import Training
-from .unchanged import Changed, Unchanged
+from .trial_checks import Changed, Unchanged
 
 STEPS_LOOKED_AT = 200  # the latest, for peaks and losses
 _TIMED_STEPS = FEWEST_STEPS + WARM_UP_STEPS
@@ -256,9 +255,10 @@ def _brings(flip: Flip, wants: str) -> bool:
     if wants == FIT:
         return will.verdict == FITS
     if wants == ROOM:
-        leaves_room = will.limit_bytes is not None and will.reserved_peak_bytes <= BARELY * will.limit_bytes
-        less = flip.was is not None and will.reserved_peak_bytes < flip.was.reserved_peak_bytes
-        return will.verdict == FITS and leaves_room and less
+        less = flip.was is not None and (
+            flip.was.lower_bound or will.reserved_peak_bytes < flip.was.reserved_peak_bytes
+        )
+        return will.verdict == FITS and less
     if will.verdict == DOES_NOT_FIT:
         return False
     if wants == LESS:
@@ -281,7 +281,7 @@ def _came(evidence: Evidence) -> str:
         return ""
     came = effect.after
     what = "What differs from the pinned settings" if effect.pinned else "The latest flip"
-    words = f"{what}, {effect.flip}: predicted a live peak of {format_bytes(said.live_peak_bytes)}"
+    words = f"{what}, {effect.flip}: predicted a live peak of {said.in_words(said.live_peak_bytes)}"
     if said.samples_per_s and said.settings == came.settings:  # others of the same memory may be faster or slower
         words += f" and {format_rate(said.samples_per_s)} samples/s"
     words += f"; came {format_bytes(came.peak_bytes)}"

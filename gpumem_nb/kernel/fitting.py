@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from ..planning.prediction import DOES_NOT_FIT
-from ..planning.tuning.record import fits
+from ..planning.fit import fits
+from ..planning.prediction import Prediction
 from ..planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
+from ..shared.categories import TEMPORARIES
 from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
-from ..shared.knobs import KNOBS
+from ..shared.knobs import KNOBS, Need
+from ..shared.knobs.easing import mildest_first
 from ..shared.progress import Progress
 from ..shared.settings import Settings
 from .history import History
 from .predicting import Predicting
-from .slow_precisions import SlowPrecisions
 from .training import Training
-from .unchanged import Changed, Unchanged
+from .trial_checks import Changed, SlowPrecisions, Unchanged
 
-_LONGEST_S = 0.5  # steps that take longer are not tried out in full: there are many cells
+_LONGEST_S = 0.5  # of steps that are timed with smaller micro-batches, because those of the largest take long
 _LEAST = 8  # samples of a micro-batch, of which throughput says something about larger ones
-_ATTEMPTS = 4  # each with half of a micro-batch that turned out not to fit
 
 
 class Fitting:
@@ -83,7 +84,8 @@ class Fitting:
                 break
         if not cells:
             raise WorkloadError(next(iter(failed.values())))
-        limit = next((cell.predicted.limit_bytes for cell in cells if cell.predicted), None)
+        known = [reading.limit_bytes for reading in self._history.readings if reading and reading.limit_bytes]
+        limit = next((cell.predicted.limit_bytes for cell in cells if cell.predicted), min(known, default=None))
 
         def apply_unchanged(changes: dict[str, Any]) -> object:
             training = latest()
@@ -91,7 +93,17 @@ class Fitting:
                 raise InvalidInput(f"What fits was found before {changed} changed: look again with %hvd_what_fits.")
             return apply(changes)
 
-        return WhatFits(tuple(cells), now, limit, failed, apply_unchanged)
+        helps = None if any(cell.largest for cell in cells) else self._lighter(now)
+        return WhatFits(tuple(cells), now, limit, failed, apply_unchanged, helps)
+
+    def _lighter(self, now: Settings) -> Prediction | None:
+        """What fits where nothing does under any precision and checkpointing: another way of the same update."""
+        for settings in mildest_first(Need(TEMPORARIES, "update", now, 0)):
+            if settings.same_mathematics(now):
+                with suppress(GpumemError):
+                    if fits(said := self._predicting.answer(settings)):
+                        return said
+        return None
 
     def _cell(
         self,
@@ -102,48 +114,24 @@ class Fitting:
         slow: SlowPrecisions,
         tell: Callable[[], None],
     ) -> Cell:
-        changes = dict(zip((ROWS, COLUMNS), place, strict=True))
-        if why := slow.why(now.replace(**changes)):
+        settings = now.replace(**dict(zip((ROWS, COLUMNS), place, strict=True)))
+        if why := slow.why(settings):
             raise WorkloadError(why)
-        running, least = self._history.running, 0  # what training runs under fits, whatever is predicted
-        if running and running.settings == now.replace(**changes):
-            least = now.batch_size
-        largest = max(self._predicting.largest_batch(changes), least)
-        tell()
-        for attempt in range(_ATTEMPTS):
-            if not largest:
-                return Cell(*place, 0)
-            settings = now.replace(**changes, batch_size=largest)
-            [predicted] = self._predicting.by_small_steps(settings, [largest])
-            tell()
-            missed = (0.0, 0.0) if largest == least else self._predicting.score().missed(self._history.model_version)
-            said, predicted = predicted, predicted.widened(*missed)
-            if fits(predicted) or largest == least:
-                if place[0] not in rates:
-                    few = settings.replace(batch_size=min(largest, _LEAST))
-                    rates[place[0]] = self._predicting.by_whole_steps(few).samples_per_s or 0.0
-                    tell()
-                samples_per_step = self._history.size * settings.accumulation_steps
-                short = int(_LONGEST_S * rates[place[0]] / samples_per_step)
-                measured_at = min(largest, max(_LEAST, short))
-                whole = self._predicting.by_whole_steps(settings.replace(batch_size=measured_at))
-                if fits(whole) or (largest == least and whole.verdict != DOES_NOT_FIT):
-                    rates[place[0]] = whole.samples_per_s or rates[place[0]]
-                    exact = whole if measured_at == largest else predicted
-                    return Cell(*place, largest, largest == most, exact, whole.samples_per_s, measured_at, settings)
-            least = least if largest > least else 0  # whole steps have said otherwise
-            only_missed = fits(said) and not fits(predicted)
-            near = only_missed and attempt == 0  # weights do not shrink with the batch: if it is not near, by halves
-            smaller = min(largest - 1, int(largest / (1 + 2 * missed[1]))) if near else largest // 2
-            largest = max(smaller, least)
-            if only_missed and not largest:
-                break
-        why = (
-            f"earlier predictions missed by up to {100 * missed[1]:.0f} %, and so much is not free"
-            if only_missed
-            else "whole steps need more than small ones"
-        )
-        raise WorkloadError(f"The largest micro-batch that fits could not be found: {why}.")
+        found = self._predicting.largest(settings.replace(batch_size=1), most, heard=tell)
+        if not found.size:
+            return Cell(*place, 0, unknown=found.unknown)
+        settings, rate = settings.replace(batch_size=found.size), found.predicted.samples_per_s
+        measured_at = found.size
+        if rate is None:  # whole steps of the largest would take long
+            few = settings.replace(batch_size=min(found.size, _LEAST))
+            if place[0] not in rates:
+                rates[place[0]] = self._predicting.by_whole_steps(few).samples_per_s or 0.0
+                tell()
+            samples_per_step = self._history.size * settings.accumulation_steps
+            measured_at = min(found.size, max(_LEAST, int(_LONGEST_S * rates[place[0]] / samples_per_step)))
+            rate = self._predicting.by_whole_steps(settings.replace(batch_size=measured_at)).samples_per_s
+        rates[place[0]] = rate or rates.get(place[0], 0.0)
+        return Cell(*place, found.size, found.size == most, found.predicted, rate, measured_at, settings)
 
 
 def _changed_since(now: Settings, training: Training) -> str:

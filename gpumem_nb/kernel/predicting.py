@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from ..planning import fit
 from ..planning.allocators import AllocatorWhatIf
-from ..planning.prediction import DOES_NOT_FIT, Prediction, out_of_memory, worst
+from ..planning.fit import Largest, Missed
+from ..planning.prediction import DOES_NOT_FIT, Prediction
 from ..planning.score import Asked, Scoreboard, score
 from ..planning.what_if import WhatIf, single_flips
 from ..shared.allocator_settings import DEFAULT, USUAL, AllocatorSettings, variable
@@ -27,6 +30,7 @@ FEWEST = [2, 4]  # samples of two steps, where larger ones run out of memory; so
 _PASSING = ("interrupted", "stall", "diverged")  # failures after which another try may go well
 HALVED, DOUBLED = 2, 3  # times, of the batch size in a line of peaks
 LONGEST_S = 2.0  # whole steps that take longer, as far as is known, are not tried out: nobody would wait for that
+CONFIRMED_S = 5.0  # whole steps of the largest batch, which somebody is going to train with
 LONGEST_GUESSED_S = 10.0  # nor those that would take longer to judge by small ones, which take their time to begin
 
 
@@ -43,6 +47,7 @@ class Predicting:
         self._training = training
         self._ranks = ranks
         self._history = history
+        self._sample_s: dict[tuple[int, Settings], float] = {}  # by model version, of a sample in small whole steps
 
     def predict(self, knobs: dict[str, Any]) -> Prediction:
         """What the present settings with these changes would need.
@@ -54,11 +59,17 @@ class Predicting:
         history, now = self._history, self._training.settings
         begun, model_version = history.begun, history.model_version
         settings = self._checked(knobs)
-        found = self._rehearsed(self.by_small_steps(settings, [settings.batch_size])[0])
-        widened = found.widened(*self.score().missed(model_version))
-        prediction = replace(widened, before=now, batch_norm=self._loaded().batch_norm)
+        prediction = replace(self.answer(settings), before=now, batch_norm=self._loaded().batch_norm)
         history.predicted(Asked(prediction, model_version, now, begun))
         return prediction
+
+    def answer(self, settings: Settings, longest_s: float = LONGEST_S) -> Prediction:
+        """Return what these settings would need: by small steps, and by whole ones where they take no longer than that.
+
+        Raises:
+            WorkloadError: as :meth:`predict`.
+        """
+        return self._rehearsed(self.by_small_steps(settings, [settings.batch_size])[0], longest_s)
 
     def score(self) -> Scoreboard:
         """Every prediction whose settings were tried afterwards, beside what came."""
@@ -67,25 +78,44 @@ class Predicting:
     def by_small_steps(
         self, settings: Settings, batch_sizes: Sequence[int], budget_bytes: int | None = None
     ) -> list[Prediction]:
-        """What steps under these settings would need in micro-batches of these sizes, which all follow from the same.
+        """Return what steps in micro-batches of these sizes would need, all from the same small steps.
 
         ``budget_bytes`` is a limit of each rank besides its own.
 
         Raises:
             WorkloadError: a small step failed for another reason than memory.
         """
-        small = self._small(max(batch_sizes))
-        answers = self._ask(settings, small, list(batch_sizes), 0)
+        small, sizes = self._small(max(batch_sizes)), list(batch_sizes)
+        answers = self._ask(settings, small, sizes, 0)
+        out = self._ran_out(answers)
+        fewer = [size for size in sizes if out and size < out.failed_batch and len(small) > 1]
+        found: dict[int, Prediction] = {}
+        if out is None:
+            found = self._of_sizes(settings, sizes, answers, small, budget_bytes)
+        elif fewer:
+            answers = self._ask(settings, FEWEST, fewer, 0)
+            failed = self._ran_out(answers)
+            found = {} if failed else self._of_sizes(settings, fewer, answers, FEWEST, budget_bytes)
+            out = failed or out
+        return [found.get(size) or self._ran_out_at(out, settings.replace(batch_size=size)) for size in sizes]
+
+    def _of_sizes(
+        self, settings: Settings, sizes: list[int], answers: list[Forecasts], small: list[int], budget_bytes: int | None
+    ) -> dict[int, Prediction]:
         seconds = max(answer.seconds for answer in answers)  # without the waiting for what was under way
-        sized = [settings.replace(batch_size=size) for size in batch_sizes]
-        if answer := self._ran_out(answers):
-            return [self._too_large(answer, one, seconds) for one in sized]
         answers = [_limited(answer, budget_bytes) for answer in answers]
-        each = [[replace(answer, of=answer.of[at:]) for answer in answers] for at in range(len(sized))]
-        return [self._prediction(one, of_one, small, seconds) for one, of_one in zip(sized, each, strict=True)]
+        each = {size: [replace(answer, of=answer.of[at:]) for answer in answers] for at, size in enumerate(sizes)}
+        return {
+            size: self._settled(fit.of_ranks(of_one, settings.replace(batch_size=size), small, seconds), budget_bytes)
+            for size, of_one in each.items()
+        }
+
+    def _ran_out_at(self, out: Forecasts | None, settings: Settings) -> Prediction:
+        assert out
+        return self._settled(fit.of_ranks([out], settings, [out.failed_batch], out.seconds))
 
     def by_whole_steps(self, settings: Settings, budget_bytes: int | None = None) -> Prediction:
-        """What a few whole steps need, and how long they take: that they do not fit, if one runs out of memory.
+        """Return what a few whole steps need, and how long they take: that they do not fit, if one runs out of memory.
 
         ``budget_bytes`` is a limit of each rank besides its own.
 
@@ -95,25 +125,33 @@ class Predicting:
         began_s = time.perf_counter()
         rehearsals: list[Rehearsal] = self._foreground.call_alone("rehearse", settings, undone=True)
         seconds = time.perf_counter() - began_s
-        answers = [one.forecasts for one in rehearsals]
+        answers = [_limited(one.forecasts, budget_bytes) for one in rehearsals]
         failures = [answer.failure for answer in answers if answer.failure]
-        if answer := next((answer for answer in answers if answer.failure and answer.failure.kind == "oom"), None):
-            return self._too_large(answer, settings, seconds)
-        if not all(answer.of for answer in answers):
+        ran_out = [answer for answer in answers if answer.failure and answer.failure.kind == "oom"]
+        if not ran_out and not all(answer.of for answer in answers):
             kind = NotThisTime if any(failure.kind in _PASSING for failure in failures) else WorkloadError
             raise kind(failures[0].message if failures else "a step could not be taken")
-        answers = [_limited(answer, budget_bytes) for answer in answers]
-        found = self._prediction(settings, answers, [settings.batch_size], seconds)
-        return found.timed([one.steps_s for one in rehearsals])
+        found = fit.of_ranks(ran_out or answers, settings, [settings.batch_size], seconds)
+        found = self._settled(replace(found, measured=True), budget_bytes)
+        return found if ran_out else found.timed([one.steps_s for one in rehearsals])
 
-    def _rehearsed(self, prediction: Prediction) -> Prediction:
+    def _settled(self, prediction: Prediction, budget_bytes: int | None = None) -> Prediction:
+        """The same after what is known of the model from earlier predictions, and from training."""
+        history, running = self._history, self._history.running
+        within = running is not None and (budget_bytes is None or (running.reserved_peak_bytes or 0) <= budget_bytes)
+        runs = within and running is not None and running.settings == prediction.settings
+        return fit.settled(prediction, Missed(*self.score().missed(history.model_version)), runs)
+
+    def _rehearsed(self, prediction: Prediction, longest_s: float) -> Prediction:
         """What whole steps need and how long they take, unless they would not fit or take long."""
         settings = prediction.settings
-        if prediction.verdict == DOES_NOT_FIT or self._takes_long(prediction):
+        if prediction.verdict == DOES_NOT_FIT or not self._may_be_quick(settings, longest_s):
             return prediction
         if self._foreground.busy:
             return replace(prediction, cut_short=True)
         try:
+            if not self._is_quick(settings, prediction.seconds, longest_s):
+                return prediction
             found = self.by_whole_steps(settings)
         except NotThisTime:
             return replace(prediction, cut_short=True)
@@ -121,20 +159,28 @@ class Predicting:
             return prediction
         return replace(found, seconds=prediction.seconds + found.seconds)
 
-    def _takes_long(self, prediction: Prediction) -> bool:
-        """Whether nobody would wait for a whole step."""
-        tried, settings = self._history.now(), prediction.settings
+    def _may_be_quick(self, settings: Settings, longest_s: float) -> bool:
+        """Whether a whole step takes no longer than that, as training goes; true before anything was trained."""
+        tried = self._history.now()
         speed: float | None = tried.samples_per_s if tried else None
-        if speed:
-            return settings.samples_per_rank * len(self._ranks) / speed > LONGEST_S
-        small = self._small(settings.batch_size)
-        samples = settings.batch_size * min(2, settings.accumulation_steps)
-        guessed_s: float = prediction.seconds * samples / sum(small)
-        return guessed_s > LONGEST_GUESSED_S
+        return not speed or settings.samples_per_rank * len(self._ranks) / speed <= longest_s
 
-    def _too_large(self, answer: Forecasts, settings: Settings, seconds: float) -> Prediction:
-        assert answer.failure
-        return out_of_memory(answer.failure, answer.failed_batch, answer.limit_bytes, settings, seconds)
+    def _is_quick(self, settings: Settings, small_s: float, longest_s: float) -> bool:
+        """Whether it does, going by small steps where nothing was trained yet, which took ``small_s`` seconds.
+
+        They are recorded, and take their time to begin: where they make a step seem long, some others are timed.
+        """
+        tried, small = self._history.now(), self._small(settings.batch_size)
+        samples = settings.batch_size * min(2, settings.accumulation_steps)
+        if (tried and tried.samples_per_s) or small_s * samples / sum(small) <= LONGEST_GUESSED_S:
+            return True
+        if len(small) == 1:  # it is itself one of them
+            return small_s <= LONGEST_GUESSED_S
+        few = settings.replace(batch_size=max(small), accumulation_steps=1)
+        about = self._history.model_version, few
+        if about not in self._sample_s:
+            self._sample_s[about] = (self.by_whole_steps(few).step_s or math.inf) / few.samples_per_rank
+        return self._sample_s[about] * settings.samples_per_rank <= longest_s
 
     def what_if(self) -> WhatIf:
         """Every single flip from the present settings; those that cannot be used with what is loaded are left out.
@@ -177,7 +223,7 @@ class Predicting:
         seconds = max(answer.seconds for answer in answers)
         each = [[replace(answer, of=answer.of[at:]) for answer in answers] for at in range(len(wanted) + 1)]
         found = [
-            (one, self._prediction(settings, of_one, small, seconds))
+            (one, fit.of_ranks(of_one, settings, small, seconds))
             for one, of_one in zip([now, *wanted], each, strict=True)
         ]
         varies = any(answer.of[0].how == VARYING for answer in answers)
@@ -185,13 +231,55 @@ class Predicting:
         return AllocatorWhatIf(found[0], tuple(found[1:]), varies, self._ranks[0].virtual, variable(), notes)
 
     def largest_batch(self, knobs: dict[str, Any]) -> int:
-        """The largest ``batch_size`` that fits every rank, error included, with these changes; 0 if none does.
+        """Return the largest ``batch_size`` that fits every rank, error included, with these changes; 0 if none does.
 
         Raises:
             InvalidInput: as :meth:`predict`, and where the data bring micro-batches of their own.
+            WorkloadError: as :meth:`predict`, and where it cannot be said whether any fits.
+        """
+        found = self.largest(*self.of_any_batch(knobs), CONFIRMED_S)
+        if found.unknown:
+            raise WorkloadError(f"Whether any micro-batch fits cannot be said: {found.unknown}.")
+        return found.size
+
+    def largest(
+        self, settings: Settings, most: int, longest_s: float = LONGEST_S, heard: Callable[[], None] = lambda: None
+    ) -> Largest:
+        """Look for the largest micro-batch that fits, of at most so many samples, by predicting one after the other.
+
+        Args:
+            settings: everything but the size.
+            most: samples for a micro-batch that there are.
+            longest_s: of a whole step that confirms an answer.
+            heard: called before each question to the ranks.
+
+        Raises:
             WorkloadError: as :meth:`predict`.
         """
-        settings, most = self.of_any_batch(knobs)
+        sure, likely, small_s = self._by_smallest_steps(settings, most)
+        search = fit.largest(sure, likely, most)
+        size = next(search)
+        while True:
+            heard()
+            said = self._sized(settings.replace(batch_size=size), small_s, longest_s)
+            try:
+                size = search.send(said)
+            except StopIteration as end:
+                found: Largest = end.value
+                return found
+
+    def _sized(self, settings: Settings, small_s: float, longest_s: float) -> Prediction:
+        """What settings need by whole steps, or by small ones where those would take long."""
+        quick = self._may_be_quick(settings, longest_s) and not self._foreground.busy
+        try:
+            if quick and self._is_quick(settings, small_s, longest_s):
+                return self.by_whole_steps(settings)
+        except WorkloadError:
+            pass  # another batch may not come together
+        return self.by_small_steps(settings, [settings.batch_size])[0]
+
+    def _by_smallest_steps(self, settings: Settings, most: int) -> tuple[int, int, float]:
+        """The largest sizes that fit for certain and likely, by small steps, which took so many seconds; 0 for none."""
         ran_out = False
         for small in (list(SMALL), FEWEST, [2], [1]):
             answers = self._ask(settings, small, [], most)
@@ -201,14 +289,15 @@ class Predicting:
                 if not ran_out or isinstance(error, NotThisTime):
                     raise
                 continue  # one sample is too few for batch norm, say
-            found = 0 if failed else min(answer.largest for answer in answers)
-            if found or (not failed and len(small) > 1):
-                return found
+            if not failed:
+                sure, likely = (min(getattr(one, name) for one in answers) for name in ("largest", "likely"))
+                if sure or likely or len(small) > 1:
+                    return sure, likely, max(answer.seconds for answer in answers)
             ran_out = True
-        return 0
+        return 0, 0, 0.0
 
     def peaks_by_batch(self, knobs: dict[str, Any]) -> dict[int, int]:
-        """Reserved bytes of the rank that needs most, by batch size: halved and doubled a few times.
+        """Return reserved bytes of the rank with least room by batch size; those that ran out are left out.
 
         Raises:
             InvalidInput: as :meth:`largest_batch`.
@@ -217,13 +306,11 @@ class Predicting:
         settings, most = self.of_any_batch(knobs)
         middle = min(most, self._training.settings.replace(**knobs).batch_size)
         sizes = sorted({min(most, max(1, round(middle * 2.0**power))) for power in range(-HALVED, DOUBLED + 1)})
-        answers = self._ask(settings, list(SMALL), sizes, 0)
-        if self._ran_out(answers):
-            answers = self._ask(settings, FEWEST, sizes, 0)
-        if failed := self._ran_out(answers):
-            raise WorkloadError(f"Not even a step with batch_size={failed.failed_batch} fits.")
-        peaks = [[one.reserved_peak_bytes for one in answer.of] for answer in answers]
-        return {size: max(of_size) for size, *of_size in zip(sizes, *peaks, strict=True)}
+        found = self.by_small_steps(settings, sizes)
+        peaks = {one.settings.batch_size: one.reserved_peak_bytes for one in found if not one.lower_bound}
+        if not peaks:
+            raise WorkloadError(f"Not even a step with batch_size={sizes[0]} fits: {found[0].basis}.")
+        return peaks
 
     def of_any_batch(self, knobs: dict[str, Any]) -> tuple[Settings, int]:
         """Checked settings whose batch size is for a knob to say, and the largest that the data have samples for.
@@ -270,18 +357,6 @@ class Predicting:
                     f"{answer.failure.message}"
                 )
         return failed[0] if failed else None
-
-    def _prediction(self, settings: Settings, answers: list[Forecasts], small: list[int], seconds: float) -> Prediction:
-        readings = [answer.reading for answer in answers]
-        beside = [
-            None if reading.device_used_bytes is None else reading.device_used_bytes - reading.reserved_bytes
-            for reading in readings
-        ]
-        limits = [answer.limit_bytes for answer in answers]
-        sizes = " and ".join(map(str, small))
-        steps = "a step" if len(small) == 1 else "steps"
-        basis = f"from {steps} with batch_size {sizes}, undone after step {answers[0].steps}"
-        return worst([answer.of[0] for answer in answers], limits, beside, settings, basis, seconds)
 
 
 def _limited(answer: Forecasts, budget_bytes: int | None) -> Forecasts:

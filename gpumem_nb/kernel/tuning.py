@@ -10,7 +10,7 @@ from typing import Any
 
 from ..planning.prediction import Prediction
 from ..planning.score import Asked
-from ..planning.tuning.record import Candidate, Record, may_fit, speed_of
+from ..planning.tuning.record import Candidate, Record, speed_of
 from ..planning.tuning.result import TuneResult
 from ..planning.tuning.search import search
 from ..planning.tuning.space import Space, space
@@ -27,9 +27,8 @@ from . import compatibility
 from .foreground import Foreground
 from .history import History
 from .predicting import Predicting
-from .slow_precisions import SlowPrecisions
 from .training import Training
-from .unchanged import Changed, Unchanged
+from .trial_checks import Changed, SlowPrecisions, Unchanged
 
 _LEAST_BUDGET = 2**20  # bytes: a number without a unit may be meant as MiB
 LEAST_S, MOST_S = 1.0, 86400.0
@@ -168,13 +167,11 @@ class _Trials:
         self.model_version = history.model_version
         self._unchanged = unchanged
         self._predicting = predicting
-        self._missed = predicting.score().missed(history.model_version)
         self._space = choice
         self._budget_bytes = budget_bytes
         self._seconds = seconds
         self._progress = progress
         self._slow = slow
-        self._running = _running(history, budget_bytes)
 
     def time_spent(self) -> float:
         """The share of the time that is gone."""
@@ -198,8 +195,7 @@ class _Trials:
                 refused.update(dict.fromkeys(splits, str(error)))
                 return False
             for one, prediction in zip(splits, found, strict=True):
-                running = one == self._running
-                known[one] = Candidate(one, prediction, running or may_fit(prediction), running=running)
+                known[one] = Candidate(one, prediction)
         return settings in known and known[settings].fits and not known[settings].failed
 
     def measure(self, settings: Settings) -> None:
@@ -217,7 +213,7 @@ class _Trials:
         finally:
             self.times.turn(settings, time.monotonic() - began_s, step_s)
             self._unchanged.check()
-        candidate.took_steps(found if settings == self._running else found.widened(*self._missed))
+        candidate.took_steps(found)
 
     @property
     def _left_s(self) -> float:
@@ -242,7 +238,7 @@ class _Trials:
         found = self._predicting.by_small_steps(settings, sizes, self._budget_bytes)
         self.times.small_steps(time.monotonic() - began_s)
         self._unchanged.check()
-        return [replace(said.widened(*self._missed), settings=one) for one, said in zip(splits, found, strict=True)]
+        return [replace(said, settings=one) for one, said in zip(splits, found, strict=True)]
 
     def _tell(self) -> None:
         """Say how far it is; ends tuning when what is tuned may be another model by now."""
@@ -253,15 +249,6 @@ class _Trials:
             changes = typed(self._space.start, best.settings) or typed(Settings(), best.settings) or "as it is"
             said += f"; best so far {format_rate(speed_of(best))} samples/s, {changes}"
         self._progress(said, min(1.0, self.time_spent()))
-
-
-def _running(history: History, budget_bytes: int | None) -> Settings | None:
-    """The settings under which the model runs, if that is within the budget."""
-    tried = history.running
-    if tried is None:
-        return None
-    fits = budget_bytes is None or (tried.reserved_peak_bytes or 0) <= budget_bytes
-    return tried.settings if fits else None
 
 
 def _follows(one: Settings, settings: Settings) -> bool:

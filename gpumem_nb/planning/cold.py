@@ -18,8 +18,9 @@ from ..shared.units import format_bytes, parse_size
 from ..shared.workload import Workload
 from ..workloads import catalog
 from . import dry_process, gpu_table
+from .fit import predicted
 from .gpu_table import Gpu
-from .prediction import FITS, Prediction, predicted
+from .prediction import FITS, Prediction
 
 GENERIC = "A100-40GB"
 """Whose kernels are meant where no GPU is named."""

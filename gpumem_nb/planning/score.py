@@ -116,7 +116,7 @@ class Scoreboard(Report):
                 one.predicted.verdict,
                 one.came.outcome,
                 "yes" if one.right else "no",
-                format_bytes(one.predicted.live_peak_bytes),
+                one.predicted.in_words(one.predicted.live_peak_bytes),
                 format_bytes(one.came.peak_bytes),
                 _percent(one.error),
             )

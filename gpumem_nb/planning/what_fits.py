@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..report.differences import typed
 from ..report.tables import Report, Table
 from ..shared.errors import InvalidInput
 from ..shared.settings import Settings
@@ -28,6 +29,7 @@ class Cell:
         samples_per_s: of all ranks; ``None`` if it was not measured.
         measured_at: the micro-batch that it was measured with, which is a smaller one where steps would take long.
         settings: the present ones with these; ``None`` if none fits.
+        unknown: why it cannot be said whether any fits; else empty.
     """
 
     precision: str
@@ -38,12 +40,13 @@ class Cell:
     samples_per_s: float | None = None
     measured_at: int = 0
     settings: Settings | None = None
+    unknown: str = ""
 
     @property
     def words(self) -> str:
         """The micro-batch and its throughput, in two lines."""
         if not self.largest:
-            return NONE
+            return "n/a" if self.unknown else NONE
         about = "≈ " if self.samples_per_s and self.measured_at != self.largest else ""
         return f"{self.largest}{'*' * self.all_samples}\n{about}{format_rate(self.samples_per_s)} samples/s"
 
@@ -57,6 +60,7 @@ class WhatFits(Report):
         now: the present settings.
         limit_bytes: of the rank with least room; ``None`` without one.
         failed: what could not be found out, and why, by precision and checkpointing.
+        instead: what fits with another knob where no cell does.
     """
 
     cells: tuple[Cell, ...]
@@ -64,6 +68,7 @@ class WhatFits(Report):
     limit_bytes: int | None
     failed: dict[tuple[str, str], str]
     _set: Callable[[dict[str, Any]], object] = field(repr=False, compare=False)
+    instead: Prediction | None = None
 
     def apply(self, precision: str, checkpointing: str) -> None:
         """Train under the largest micro-batch of a cell from the next chunk on.
@@ -116,6 +121,11 @@ class WhatFits(Report):
             said.append("* an epoch has no more samples for one step.")
         if any(cell.measured_at != cell.largest for cell in self.cells):
             said.append("≈ measured with a smaller micro-batch, because a step of the largest takes long.")
+        said += [f"{one.precision}, {one.checkpointing}: {one.unknown}" for one in self.cells if one.unknown]
+        if self.instead:
+            flip = typed(self.now, self.instead.settings)
+            peak = format_bytes(self.instead.live_peak_bytes)
+            said.append(f"The present settings fit with {flip} (live peak {peak}): %hvd_set {flip}, then look again.")
         said += [f"{precision}, {mode}: {why}" for (precision, mode), why in self.failed.items()]
         return said
 

@@ -68,9 +68,9 @@ class WhatIf(Report):
             (
                 self._flip(one),
                 one.verdict,
-                format_bytes(one.live_peak_bytes),
+                one.in_words(one.live_peak_bytes),
                 self._change(one),
-                format_bytes(one.reserved_peak_bytes),
+                one.in_words(one.reserved_peak_bytes),
                 format_rate(one.samples_per_s),
                 one.settings.mathematics(self.now.settings),
             )
@@ -84,5 +84,7 @@ class WhatIf(Report):
         return arrows(self.now.settings, one.settings) or "as it is"
 
     def _change(self, one: Prediction) -> str:
+        if one.lower_bound or self.now.lower_bound:
+            return ""
         share = one.live_peak_bytes / max(1, self.now.live_peak_bytes) - 1
         return "" if abs(share) < UNMOVED else f"{100 * share:+.0f} %".replace("-", "−")

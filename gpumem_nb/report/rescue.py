@@ -15,10 +15,14 @@ TRIALS_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Settings in place of some that ran out of memory. ``peak_bytes``: live, worst rank; ``None``: no fit."""
+    """Settings in place of some that ran out of memory.
+
+    ``peak_bytes``: live, worst rank; ``None`` where they do not fit. ``barely``: the limit lies within the error.
+    """
 
     settings: Settings
     peak_bytes: int | None
+    barely: bool = False
 
 
 @dataclass(slots=True)
@@ -33,8 +37,9 @@ class Rescue:
         goes_on: the smaller micro-batches that training went on with.
         foreseen: what was predicted to fit before the step was taken.
         looking: whether it is still being found out what would have fit.
-        trials: what was tried afterwards, each for one step that was undone.
-        untried: what would have taken longer than there was time for.
+        trials: what was tried afterwards, each for the step that had failed, which was undone.
+        now: the settings in force since, from which commands lead to what was tried; ``None``: those it ran under.
+        ranks: how many there are.
     """
 
     failure: Failure
@@ -45,7 +50,8 @@ class Rescue:
     foreseen: list[Fit] = field(default_factory=list)
     looking: bool = False
     trials: list[Fit] = field(default_factory=list)
-    untried: list[Settings] = field(default_factory=list)
+    now: Settings | None = None
+    ranks: int = 1
 
     @property
     def headline(self) -> str:
@@ -69,7 +75,7 @@ class Rescue:
     @property
     def fitting(self) -> list[Fit]:
         """What was tried out and fits, the mildest first."""
-        return [trial for trial in self.trials if trial.peak_bytes is not None]
+        return [trial for trial in self.trials if trial.peak_bytes is not None and not trial.barely]
 
     @property
     def fits(self) -> list[str]:
@@ -77,7 +83,16 @@ class Rescue:
         return self._flips_to(self.fitting)
 
     def _flips_to(self, fits: Sequence[Fit]) -> list[str]:
-        return [f"{typed(self.settings, fit.settings)} (live peak {format_bytes(fit.peak_bytes)})" for fit in fits]
+        return [f"{self._typed(fit.settings)} ({self._brings(fit)})" for fit in fits]
+
+    def _typed(self, settings: Settings) -> str:
+        """Return what leads from the settings in force to these."""
+        return typed(self.now or self.settings, settings) or "the settings in force"
+
+    def _brings(self, fit: Fit) -> str:
+        said = f"live peak {format_bytes(fit.peak_bytes)}"
+        before, after = (self.ranks * one.samples_per_rank for one in (self.settings, fit.settings))
+        return said if before == after else f"{said}; the global batch becomes {after} instead of {before}"
 
     @property
     def advice(self) -> str:
@@ -89,20 +104,31 @@ class Rescue:
             return f"With it the step fits (live peak {peaks[-1]})." if peaks else ""
         if self.fits:
             found = f"Tried out on the ranks, these would have fit: {'; '.join(self.fits)}."
-            return f"{found} Type %hvd_set {typed(self.settings, self.fitting[0].settings)}"
+            return self._and_cause(f"{found}{self._command(self.fitting[0])}")
         if self.looking:
             known = [trial.settings for trial in self.trials]
             hopeful = self._flips_to([fit for fit in self.foreseen if fit.settings not in known])
             predicted = f"Predicted to fit: {'; '.join(hopeful)}. " if hopeful else ""
-            return f"{predicted}What would have fit is being tried out on the ranks."
+            return self._and_cause(f"{predicted}What would have fit is being tried out on the ranks.")
+        barely = [trial for trial in self.trials if trial.barely]
+        if barely:
+            found = f"Tried out on the ranks, only these would have fit, barely: {'; '.join(self._flips_to(barely))}."
+            return self._and_cause(f"{found}{self._command(barely[-1])}")
         larger = "Use a smaller model or a larger limit."
-        untried = f"There was no time to try {typed(self.settings, self.untried[0])}. " if self.untried else ""
         if not self.trials:
-            return untried + larger
+            return self._and_cause(larger)
         tried = [typed(self.settings, trial.settings) for trial in self.trials]
         if len(tried) > TRIALS_NAMED:
             tried = [*tried[: TRIALS_NAMED - 1], f"and so on down to {tried[-1]}"]
-        return f"Tried out on the ranks, none of these would have fit: {'; '.join(tried)}. {untried}{larger}"
+        return self._and_cause(f"Tried out on the ranks, none of these would have fit: {'; '.join(tried)}. {larger}")
+
+    def _command(self, fit: Fit) -> str:
+        command = typed(self.now or self.settings, fit.settings)
+        return f" Type %hvd_set {command}" if command else ""
+
+    def _and_cause(self, said: str) -> str:
+        """The same below a sample that is the cause: the command stands last."""
+        return f"{self.failure.sample} {said}" if self.failure.sample else said
 
     def worked(self, settings: Settings, peak_bytes: int) -> None:
         """A step was done under these settings."""

@@ -59,6 +59,8 @@ class Forecast:
         how: ``recorded`` (a step of this very batch size), ``scaled`` (two smaller ones, allocation by allocation),
             ``scaled by operators`` (some operators' own memory as a whole), ``through two peaks`` (at most, where
             garbage is collected), or roughly, where samples differ in size.
+        fits_recut: whether it also stays within the limit, error included, where a step of another size has cut the
+            cache into other pieces. Training at the limit would run out there.
     """
 
     live_peak_bytes: int
@@ -68,6 +70,7 @@ class Forecast:
     phase: str
     module: str
     how: str
+    fits_recut: bool = True
 
     def with_another_allocator(self) -> Forecast:
         """The same as what was replayed under settings of the caching allocator that this process does not have."""
@@ -84,6 +87,17 @@ class Forecast:
         least = LARGE_SEGMENT_BYTES if self.how in (BY_PEAKS, BY_PEAKS_AT_MOST) else SEGMENT_BYTES
         return max(round(self.error * self.reserved_peak_bytes), least)
 
+    @property
+    def low_bytes(self) -> int:
+        """The least that will be reserved; no less than what will be live at least."""
+        least = round(self.live_peak_bytes * (1 - self.error))
+        return max(least, self.reserved_peak_bytes - self.error_bytes)
+
+    @property
+    def high_bytes(self) -> int:
+        """The most that will be reserved. A step fits for certain if this and any layout of the cache fit."""
+        return self.reserved_peak_bytes + self.error_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
@@ -95,7 +109,8 @@ class Forecasts:
         seconds: what the steps took.
         limit_bytes: what this process may reserve, within its own limit and not taken by others; ``None`` for no limit.
         of: a forecast for each batch size that was asked for; none when a small step could not be done on some rank.
-        largest: the largest batch size that fits, if that was asked; 0 if none does.
+        largest: the largest batch size that fits for certain, if that was asked; 0 if none does.
+        likely: the same without the error of forecasts.
         failure: why this rank could not do a small step.
         failed_batch: the batch size of the small step that could not be done; 0 if all could.
     """
@@ -106,6 +121,7 @@ class Forecasts:
     limit_bytes: int | None
     of: tuple[Forecast, ...] = ()
     largest: int = 0
+    likely: int = 0
     failure: Failure | None = None
     failed_batch: int = 0
 

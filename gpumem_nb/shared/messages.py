@@ -187,7 +187,8 @@ class Failure:
     differ); ``phase`` is the part of the step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``,
     ``reduction``, ``update``) or ``evaluation``; ``message`` is one sentence, ``traceback`` the text for those who want
     it. ``module`` is where in the model it was, as far as that can be told; ``asked_bytes`` and ``free_bytes`` are
-    those wanted and left when memory ran out, ``None`` if not known.
+    those wanted and left when memory ran out, ``None`` if not known. ``sample`` is a sentence about a sample that is
+    much larger than others, if memory ran out for one.
     """
 
     rank: int
@@ -198,6 +199,7 @@ class Failure:
     module: str = ""
     asked_bytes: int | None = None
     free_bytes: int | None = None
+    sample: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ class DiagnosisView:
         one.settled = now.steps >= _MEASURED_STEPS
         came = f"live peak {format_bytes(now.peak_bytes)}"
         if flip.will:
-            came += f" (predicted {format_bytes(flip.will.live_peak_bytes)})"
+            came += f" (predicted {flip.will.in_words(flip.will.live_peak_bytes)})"
         if one.settled:
             came += f", {format_rate(now.samples_per_s)} samples/s"
             if flip.will and flip.will.samples_per_s:

@@ -129,7 +129,7 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
     peaks = f"<span>live peak <b>{escape(effect.memory)}</b></span>"
     if foretold:
         came = format_bytes(effect.after.peak_bytes)
-        peaks += f" <span>predicted <b>{format_bytes(foretold.live_peak_bytes)}</b>, came <b>{came}</b></span>"
+        peaks += f" <span>predicted <b>{foretold.in_words(foretold.live_peak_bytes)}</b>, came <b>{came}</b></span>"
     measured = "".join(f" <span>{escape(told)}</span>" for told in (effect.speed, effect.communication) if told)
     return f"<div><span>{escape(flip)}</span> {peaks}{measured}</div>"
 
@@ -153,7 +153,7 @@ def flip(value: str, foreseen: Prediction | None, why_not: str, mathematics: str
         f'<div class="gpumem-flip gpumem-{look}" title="{escape(str(foreseen))}">'
         f'<b role="img" aria-label="{escape(foreseen.verdict)}">{sign}</b>'
         f"<span>{escape(value)}{_MATHEMATICS[mathematics]}</span>"
-        f"<em>{format_bytes(foreseen.live_peak_bytes)}</em>"
+        f"<em>{foreseen.in_words(foreseen.live_peak_bytes)}</em>"
         f'<i style="--live: {live:.0f}%; --reserved: {reserved:.0f}%"></i><u>{rate}</u></div>'
     )
 

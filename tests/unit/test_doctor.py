@@ -143,7 +143,7 @@ MORE = Settings(batch_size=16)
 @pytest.mark.parametrize(
     ("cause", "above", "below"),
     [
-        ("barely fits", {"needs": prediction(live=960)}, {"needs": prediction(live=840)}),
+        ("barely fits", {"needs": prediction(verdict=DOES_NOT_FIT)}, {"needs": prediction(live=840)}),
         ("barely fits", {"needs": prediction(verdict=TIGHT)}, {"needs": prediction()}),
         ("activations dominate", {"needs": prediction(live=860)}, {"needs": prediction(live=840)}),
         ("temporaries dominate", {"needs": prediction(live=860, most=c.TEMPORARIES)}, {}),
@@ -216,7 +216,7 @@ def test_of_memory_that_ran_out_what_was_tried_out_on_the_ranks_is_offered_unles
 
 
 def test_a_step_that_runs_out_on_trial_is_not_said_to_leave_room_and_smaller_micro_batches_are_tried() -> None:
-    blind = prediction(live=1200, verdict=DOES_NOT_FIT, categories={c.OTHER: 1200 * MIB})
+    blind = prediction(live=1200, verdict=DOES_NOT_FIT, categories={c.OTHER: 1200 * MIB}, lower_bound=True)
     [found] = findings(evidence(needs=blind))
     assert "predicted to run out of memory" in found.sentence
     assert "most of it" not in found.sentence
@@ -256,7 +256,7 @@ def test_what_is_held_for_nothing_is_measured_by_the_predicted_peak_before_a_ste
 def test_the_worst_comes_first() -> None:
     found = findings(
         evidence(
-            needs=prediction(live=960),
+            needs=prediction(live=960, verdict=TIGHT),
             leaks=((LEAK,),),
             ranks=(rank(0, facts=frozen(30).facts), rank(1, 200)),
             verdicts=(Bottleneck("data", 0.3, "Data."), Bottleneck("update", 0.5, "Update.")),
@@ -310,7 +310,7 @@ def test_a_flip_is_offered_only_for_what_it_must_bring() -> None:
     assert not brings(FIT, verdict=TIGHT)
     assert brings(ROOM, live=90)
     assert not brings(ROOM, live=101), "more than now"
-    assert not brings(ROOM, live=99, reserved=98, limit_bytes=100 * MIB), "it would barely fit again"
+    assert not brings(ROOM, live=90, verdict=TIGHT), "it would barely fit again"
     assert brings(LESS, live=80)
     assert not brings(LESS, live=98), "less is not worth a button"
     assert brings(FASTER, samples_per_s=110.0)
@@ -320,7 +320,7 @@ def test_a_flip_is_offered_only_for_what_it_must_bring() -> None:
 
 
 def test_what_a_step_that_ran_out_on_trial_needs_is_not_known_so_nothing_is_said_to_be_saved() -> None:
-    ran_out = prediction(categories={c.OTHER: 150 * MIB}, live=150, verdict=DOES_NOT_FIT)
+    ran_out = prediction(categories={c.OTHER: 150 * MIB}, live=150, verdict=DOES_NOT_FIT, lower_bound=True)
     flip = Flip(Settings(), MORE, {"batch_size": 16}, ran_out, prediction(MORE), 100.0)
     assert flip.saves_bytes is None
     assert flip.brings.startswith("predicted: fits, live peak 100.0 MiB, ")
@@ -341,10 +341,10 @@ def test_where_datasets_hold_most_what_can_be_smaller_is_offered() -> None:
 
 
 def test_what_runs_is_not_said_to_barely_fit_by_small_steps_alone() -> None:
-    needs = prediction(live=940, high_bytes=1080 * MIB, verdict=TIGHT, cut_short=True)
+    needs = prediction(live=940, high_bytes=1080 * MIB, verdict=TIGHT, runs=True)
     assert "barely fits" not in causes(needs=needs)
-    assert "barely fits" in causes(needs=dataclasses.replace(needs, cut_short=False))
-    assert "barely fits" in causes(needs=needs, now=None)
+    assert "barely fits" in causes(needs=dataclasses.replace(needs, measured=True))
+    assert "barely fits" in causes(needs=dataclasses.replace(needs, runs=False))
 
 
 def test_a_flip_to_workers_says_that_they_must_keep_up() -> None:

@@ -139,13 +139,13 @@ def test_what_came_of_several_flips_since_a_pin_is_not_said_of_the_latest() -> N
 def test_of_what_barely_fits_a_flip_is_offered_that_leaves_room() -> None:
     def offered(after_mib: int, verdict: str = FITS) -> Finding:
         session = Session()
-        now = prediction(live=960)
+        now = prediction(live=960, verdict=TIGHT)
         session.predicts = lambda settings: (
             now if settings == DEFAULT else prediction(settings, live=after_mib, verdict=verdict)
         )
         return session.finding()
 
-    for mib in (970, 955):  # what more accumulation takes may be more than what smaller micro-batches save
+    for mib in (970, 960):  # what more accumulation takes may be more than what smaller micro-batches save
         found = offered(mib)
         assert found.flip is None
         assert "Predicted not to bring enough: " in found.do

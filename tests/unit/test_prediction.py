@@ -11,7 +11,8 @@ from gpumem_nb.memory.ledger.trace import CODE, Trace
 from gpumem_nb.memory.prediction.forecast import forecast, largest
 from gpumem_nb.memory.prediction.scaling import SmallSteps
 from gpumem_nb.memory.virtual_gpu.replay import NOTHING_HELD
-from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, verdict, worst
+from gpumem_nb.planning.fit import verdict, worst
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT
 from gpumem_nb.shared.allocator_settings import DEFAULT, AllocatorSettings
 from gpumem_nb.shared.categories import (
     ACTIVATIONS,

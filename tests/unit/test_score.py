@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_nb.kernel.history import History
+from gpumem_nb.planning.fit import Missed, settled
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from gpumem_nb.planning.score import Asked, foretold, score
 from gpumem_nb.report.configurations import Effect, Tried
@@ -135,14 +136,15 @@ def test_a_prediction_that_missed_widens_the_next_ones_of_that_model() -> None:
         assert board.missed(0) == pytest.approx(missed), peak_mib
         assert board.missed(1) == (0.0, 0.0), "of another model"
     following = with_error(predicted(100, batch_size=32), limit_mib=120).prediction
-    assert following.widened(-0.01, 0.02) is following
-    wider = following.widened(0.0, 0.25)
+    assert settled(following, Missed(-0.01, 0.02)) is following
+    wider = settled(following, Missed(0.0, 0.25))
     assert (wider.low_bytes, wider.high_bytes, wider.verdict) == (98 * MIB, 125 * MIB, TIGHT)
     assert "the 25 % by which an earlier prediction of this model missed" in str(wider)
     too_large = replace(following, verdict=DOES_NOT_FIT, limit_bytes=90 * MIB)
-    assert too_large.widened(0.0, 0.25).verdict == DOES_NOT_FIT, "more than was predicted does not fit either"
-    assert too_large.widened(-0.25, 0.0).verdict == TIGHT
-    at_least = replace(following, verdict=DOES_NOT_FIT, low_bytes=100 * MIB, high_bytes=100 * MIB)
-    assert at_least.widened(-0.25, 0.25) is at_least
+    assert settled(too_large, Missed(0.0, 0.25)).verdict == DOES_NOT_FIT, "more than was predicted does not fit either"
+    assert settled(too_large, Missed(-0.25, 0.0)).verdict == TIGHT
+    at_least = replace(following, verdict=DOES_NOT_FIT, low_bytes=100 * MIB, high_bytes=100 * MIB,
+                       lower_bound=True)  # fmt: skip
+    assert settled(at_least, Missed(-0.25, 0.25)) is at_least
     nothing = replace(asked, prediction=replace(asked.prediction, reserved_peak_bytes=0, live_peak_bytes=0))
     assert score([nothing], [came(0, 60), came(1, 75, batch_size=64)]).missed(0) == (0.0, 0.0)

@@ -1,24 +1,55 @@
-"""What is tried after memory ran out, in which order."""
+"""What is tried after memory ran out, in which order, and what is said of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
+from gpumem_nb.kernel import tryout
 from gpumem_nb.kernel.tryout import Tryout
 from gpumem_nb.report.differences import typed
 from gpumem_nb.report.rescue import Fit, Rescue
-from gpumem_nb.shared.messages import Failure
+from gpumem_nb.shared.categories import ACTIVATIONS
+from gpumem_nb.shared.forecast import RECORDED, VARYING, Forecast, Forecasts
+from gpumem_nb.shared.knobs.batch import halved
+from gpumem_nb.shared.messages import Failure, Reading
 from gpumem_nb.shared.settings import Settings
 
+MIB = 2**20
+LIMIT = 1000 * MIB
+READING = Reading(0, 0, 0, 0, None, LIMIT)
+OUT = [Forecasts(3, READING, 0.1, LIMIT, failure=Failure(0, "oom", "forward", "", "", "", 40 * MIB, MIB))]
 
-def tried(settings: Settings, phase: str, blocks: bool, most: int = 9) -> list[str]:
+
+def needs(mib: int) -> list[Forecasts]:
+    one = Forecast(mib * MIB, mib * MIB, mib * MIB <= LIMIT, {ACTIVATIONS: mib * MIB}, "forward", "", RECORDED)
+    return [Forecasts(3, READING, 0.1, LIMIT, (one,))]
+
+
+def out_of_memory(settings: Settings, phase: str = "forward") -> Rescue:
+    return Rescue(Failure(0, "oom", phase, ""), 1, settings, ranks=2)
+
+
+def tried(settings: Settings, phase: str, blocks: bool, most: int = 10) -> list[str]:
     """As typed, while nothing fits."""
-    tryout = Tryout(Rescue(Failure(0, "oom", phase, ""), 1, settings), blocks, sample_s=0.0)
+    one = Tryout(out_of_memory(settings, phase), blocks)
     found: list[str] = []
-    while len(found) < most and tryout.next():
-        tryout.learn({"oom"}, [])
-        found.append(typed(settings, tryout.rescue.trials[-1].settings))
+    while len(found) < most and one.next():
+        one.learn(OUT)
+        found.append(typed(settings, one.rescue.trials[-1].settings))
     return found
+
+
+def ended(settings: Settings, answer: Callable[[Settings], list[Forecasts]], blocks: bool = False) -> Rescue:
+    """When all was tried."""
+    rescue = out_of_memory(settings)
+    one = Tryout(rescue, blocks)
+    while candidate := one.next():
+        one.learn(answer(candidate))
+    rescue.looking = False
+    return rescue
 
 
 def test_the_same_training_in_less_memory_comes_first_then_the_mildest_change_and_ever_smaller_micro_batches() -> None:
@@ -47,32 +78,106 @@ def test_another_way_of_the_same_update_is_tried_before_another_optimizer(settin
     assert tried(settings, "update", blocks=True) == found
 
 
+def test_where_the_update_needs_most_another_way_of_it_is_tried_with_smaller_micro_batches() -> None:
+    """The forward part ran out; with the optimizer's state there, the update would run out next."""
+
+    def answer(one: Settings) -> list[Forecasts]:
+        if one.optimizer_impl == "fused" and one.batch_size <= 4:
+            return needs(500)
+        return [replace(OUT[0], failure=Failure(0, "oom", "update" if one.batch_size <= 4 else "forward", ""))]
+
+    rescue = ended(Settings(batch_size=8, precision="bf16"), answer)
+    assert rescue.advice.endswith("Type %hvd_set batch_size=4 accumulation_steps=2 optimizer_impl=fused")
+
+
+def test_the_samples_of_the_step_that_failed_are_known_though_others_differ_in_size() -> None:
+    rescue = ended(Settings(batch_size=4, precision="bf16"), lambda one: [
+        replace(needs(900)[0], of=(replace(needs(900)[0].of[0], how=VARYING),))
+    ])  # fmt: skip
+    assert rescue.fits[0] == "batch_size=2 accumulation_steps=2 (live peak 900.0 MiB)"
+
+
 def test_without_blocks_only_the_batch_shrinks() -> None:
     used = Settings(batch_size=6, precision="bf16")
     smaller = ["batch_size=3 accumulation_steps=2", "batch_size=1 accumulation_steps=6"]
     assert tried(used, "backward", blocks=False) == smaller
 
 
-def test_what_there_was_no_time_for_is_told_apart_from_what_does_not_fit() -> None:
-    settings = Settings(batch_size=8)
-    rescue = Rescue(Failure(0, "oom", "forward", ""), 1, settings)
-    tryout = Tryout(rescue, blocks=False, sample_s=0.8)
-    while tryout.next():  # of eight samples a step takes longer than the 5 s that there are, of four it does not
-        tryout.learn({"oom"}, [])
-    assert [typed(settings, one) for one in rescue.untried] == ["batch_size=4 accumulation_steps=2", "precision=bf16"]
-    rescue.looking = False
-    assert "none of these would have fit: batch_size=2 accumulation_steps=4" in rescue.advice
-    assert "There was no time to try batch_size=4 accumulation_steps=2." in rescue.advice
+def test_all_micro_batches_of_the_step_that_failed_are_tried() -> None:
+    """The one that is too large may be any of them."""
+    one = Tryout(out_of_memory(Settings(batch_size=8, accumulation_steps=4)), blocks=False)
+    candidate = one.next()
+    assert candidate is not None
+    assert (candidate.batch_size, candidate.accumulation_steps) == (4, 8)
+
+
+def test_without_time_for_a_choice_it_goes_on_until_something_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tryout, "TIMEOUT_S", 0.0)
+    rescue = ended(Settings(batch_size=64), lambda one: needs(10) if one.batch_size <= 4 else OUT, blocks=True)
+    assert [fit.settings.batch_size for fit in rescue.fitting] == [4]
+    rescue = ended(Settings(batch_size=64), lambda one: needs(10), blocks=True)
+    assert len(rescue.trials) == 1, "the first that fits"
+
+
+@pytest.mark.parametrize(
+    ("size", "splits"),
+    [
+        (173, [(87, 2), (44, 4), (22, 8), (11, 16), (6, 29)]),
+        (64, [(32, 2), (16, 4), (8, 8), (4, 16), (2, 32), (1, 64)]),
+        (9, [(3, 3), (1, 9)]),
+        (1, []),
+    ],
+)
+def test_micro_batches_are_halved_though_the_size_is_prime(size: int, splits: list[tuple[int, int]]) -> None:
+    whole = Settings(batch_size=size)
+    one: Settings | None = halved(whole)
+    found: list[tuple[int, int]] = []
+    while one and len(found) < len(splits):
+        found.append((one.batch_size, one.accumulation_steps))
+        one = halved(one, whole)
+    assert found == splits
+
+
+def test_a_split_that_changes_the_global_batch_says_so() -> None:
+    rescue = ended(Settings(batch_size=173), lambda one: needs(100) if one.batch_size < 100 else OUT)
+    split = next(flip for flip in rescue.fits if flip.startswith("batch_size=87"))
+    assert split == (
+        "batch_size=87 accumulation_steps=2 (live peak 100.0 MiB; the global batch becomes 348 instead of 346)"
+    )
+    only = ended(Settings(batch_size=173, precision="bf16"), lambda one: needs(100) if one.batch_size < 100 else OUT)
+    assert only.advice.endswith("Type %hvd_set batch_size=87 accumulation_steps=2")
+
+
+def test_what_is_typed_leads_from_the_settings_in_force_to_what_was_tried() -> None:
+    failed, back = Settings(batch_size=64), Settings(batch_size=16, checkpointing="blocks")
+    rescue = ended(failed, lambda one: needs(100))
+    rescue.now = back
+    command = rescue.advice.rsplit("Type %hvd_set ", 1)[1]
+    changes = {name: value for name, value in (part.split("=") for part in command.split())}
+    assert back.replace(**changes) == rescue.fitting[0].settings
+
+
+def test_what_leaves_no_room_is_not_said_to_fit() -> None:
+    rescue = ended(Settings(batch_size=4, precision="bf16"), lambda one: needs(995))
+    assert not rescue.fits
+    assert "only these would have fit, barely: batch_size=2 accumulation_steps=2 (live peak 995.0 MiB)" in rescue.advice
+    assert rescue.advice.endswith("Type %hvd_set batch_size=1 accumulation_steps=4")
+
+
+def test_a_sample_that_is_the_cause_is_named_before_the_command() -> None:
+    rescue = ended(Settings(batch_size=4, precision="bf16"), lambda one: OUT)
+    rescue.failure = Failure(0, "oom", "forward", "", sample="Sample 333 is large.")
+    assert rescue.advice.startswith("Sample 333 is large. Tried out on the ranks, none of these would have fit")
 
 
 def test_what_was_predicted_to_fit_is_named_until_a_trial_has_said_so() -> None:
     settings, lighter = Settings(batch_size=8), Settings(batch_size=8, checkpointing="blocks")
-    rescue = Rescue(Failure(0, "oom", "forward", ""), 1, settings, foreseen=[Fit(lighter, 3 * 2**20)])
-    tryout = Tryout(rescue, blocks=True, sample_s=0.0)
-    assert lighter in tryout.mild
+    rescue = Rescue(Failure(0, "oom", "forward", ""), 1, settings, foreseen=[Fit(lighter, 3 * MIB)])
+    one = Tryout(rescue, blocks=True)
+    assert lighter in one.mild
     assert "Predicted to fit: checkpointing=blocks (live peak 3.0 MiB). What would have fit is being" in rescue.advice
     while lighter not in [trial.settings for trial in rescue.trials]:
         assert "Predicted to fit" in rescue.advice
-        tryout.next()
-        tryout.learn({"oom"}, [])
+        one.next()
+        one.learn(OUT)
     assert rescue.advice == "What would have fit is being tried out on the ranks."

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.planning.tuning.record import Candidate, may_fit, speed_of
+from gpumem_nb.planning.tuning.record import Candidate, speed_of
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.planning.tuning.space import Space
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
@@ -185,7 +185,7 @@ def _candidate(reserved_mib: float, error_mib: float, *rates: float, **changes: 
     """What whole steps were taken under, of 100 MiB."""
     settings = Settings(batch_size=8, accumulation_steps=8).replace(**changes)
     said = said_of(settings, round(MIB * reserved_mib), 100 * MIB, round(MIB * error_mib))
-    return Candidate(settings, said, may_fit(said), list(rates))
+    return Candidate(settings, said, list(rates))
 
 
 def test_what_is_tight_is_named_and_no_answer_while_something_has_room() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpumem_nb.planning.prediction import DOES_NOT_FIT, Prediction, verdict
-from gpumem_nb.planning.tuning.record import Candidate, Record, may_fit
+from gpumem_nb.planning.fit import Missed, settled, verdict
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, Prediction
+from gpumem_nb.planning.tuning.record import Candidate, Record
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.planning.tuning.search import search
 from gpumem_nb.planning.tuning.space import Space, space
@@ -93,8 +94,7 @@ class Machine:
             self.times.small_steps(0.1)
             reserved = bytes_of(settings)
             said = said_of(settings, reserved, self.limit_bytes, self.error_bytes)
-            runs = settings == self.running
-            known[settings] = Candidate(settings, said, runs or may_fit(said), running=runs)
+            known[settings] = Candidate(settings, settled(said, Missed(), runs=settings == self.running))
         return known[settings].fits
 
     def measure(self, settings: Settings) -> None:
@@ -107,9 +107,8 @@ class Machine:
         rate = settings.samples_per_rank * RANKS / step_s * noise
         reserved = round(bytes_of(settings) * self.more(settings))
         said = said_of(settings, reserved, self.limit_bytes, self.error_bytes)
-        self.record.candidates[settings].took_steps(
-            replace(said, samples_per_s=rate if said.verdict != DOES_NOT_FIT else None)
-        )
+        said = replace(said, measured=True, samples_per_s=rate if said.verdict != DOES_NOT_FIT else None)
+        self.record.candidates[settings].took_steps(settled(said, Missed(), runs=settings == self.running))
 
 
 def tuned(

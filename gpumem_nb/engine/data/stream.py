@@ -16,6 +16,7 @@ from ...shared.workload import DataInfo
 from .. import cells
 from .fetching import Fetcher, Task
 from .handed import Collate
+from .longest import Longest
 from .orders import Order, Shuffled
 from .workers import Workers
 
@@ -99,6 +100,14 @@ class Stream:
     def close(self) -> None:
         """End what was started."""
 
+    def longest(self) -> Longest | None:
+        """Return the largest sample, as far as was looked; ``None`` where samples cannot be looked at one by one."""
+        return None
+
+    def large_sample(self, settings: Settings) -> str:
+        """Return a sentence about a sample of the next step that is much larger than others; empty without one."""
+        return ""
+
     def described(self, pinnable: bool) -> tuple[DataInfo, tuple[str, ...]]:
         """How the data was handed over, and what is to be said of it once; ``pinnable``: the device is a GPU."""
         idle = ("pin_memory=True of the DataLoader has no effect on virtual GPUs, which lie in the host's memory",)
@@ -161,6 +170,7 @@ class ShardedStream(Stream):
         self._by_itself = False
         self._begun_with: tuple[Any, ...] = ()
         self._done: tuple[int, int] | None = None
+        self._longest: tuple[int, Longest] | None = None
 
     def make_ready(self, batch_size: int, count: int, trial: bool = False) -> None:
         """Let the workers that the settings ask for fetch the next step, and those after it.
@@ -228,6 +238,23 @@ class ShardedStream(Stream):
         if self._workers:
             self._workers.close()
             self._workers = None
+
+    def longest(self) -> Longest | None:
+        """Return the largest sample; looked for once, and again after cells."""
+        if self.info.batched:
+            return None
+        if self._longest is None or self._longest[0] != cells.ran():
+            order = self._order(0)
+            self._longest = (
+                cells.ran(),
+                Longest(self.dataset, order.tolist() if isinstance(order, np.ndarray) else order),
+            )
+        return self._longest[1]
+
+    def large_sample(self, settings: Settings) -> str:
+        """Return a sentence about a sample of the next step that is much larger than others; empty without one."""
+        longest, share = self.longest(), self._places(settings.batch_size) * settings.accumulation_steps
+        return longest.among(self._indices(self.position + self.rank * share, share)) if longest else ""
 
     def _fetcher(self) -> Fetcher:
         return Fetcher(self.dataset, self.collate, self.seed if self.draws else None, self._loading.skip)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import traceback
+from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 from ...memory.device import Device
 from ...shared.errors import InvalidInput, WorkloadError, text_of
 from ...shared.messages import Failure
+from ...shared.settings import Settings
 from ...shared.units import parse_size
+from ..data.stream import Stream
 from ..together import collectives
 from .ambient import behind, let_go
 from .segment import Segment
@@ -26,6 +30,24 @@ _OUT_OF_MEMORY = (
     r"CU(BLAS|SOLVER|SPARSE|DNN)_STATUS_NOT_INITIALIZED",
     r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|Failed to CUDA \w*alloc|Cuda failure 2\b",
 )
+
+
+_OF_SAMPLES = ("data", "forward", "backward", "recomputation")  # parts of a step that need more for larger samples
+
+
+def explained(failure: Failure | None, stream: Stream, settings: Settings, device: Device) -> Failure | None:
+    """Name the sample that a discarded step may have run out of memory for, and give back what lies in pieces after it.
+
+    Args:
+        stream: where the step was about to take its samples.
+    """
+    if failure is None or failure.kind != "oom":
+        return failure
+    device.empty_cache()
+    with device.exempt(), suppress(Exception):
+        sample = stream.large_sample(settings) if failure.phase in _OF_SAMPLES else ""
+        return replace(failure, sample=sample)
+    return failure
 
 
 def failure_of(

@@ -23,6 +23,7 @@ from ..data.held_out import HeldOut
 from ..data.stream import Stream
 from ..random_state import OwnNumbers, seeded
 from ..together import horovod_settings, nudge
+from .blame import explained
 from .buckets import Travel
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
@@ -190,6 +191,7 @@ class Trainer:
             failure = outcome.failure
             if outcome.discarded:
                 self._failed_id = chunk.settings_id
+                failure = explained(failure, self.stream, self.live.settings, self._device)
             elif outcome.last:
                 self._left_after = chunk.nudges
             if outcome.last or self._evaluates_now(chunk):

@@ -166,8 +166,10 @@ class Trials:
             return Forecasts(steps_done, reading, seconds, limit, failure=failure, failed_batch=failed_batch)
         allowed = self._device.allowed_bytes
         of = tuple(forecast(steps, batch_size, limit, None, allowed) for batch_size in batch_sizes)
-        fits = largest(steps, limit, most, allowed) if most else 0
-        return Forecasts(steps_done, reading, seconds, limit, of, fits)
+        if not most:
+            return Forecasts(steps_done, reading, seconds, limit, of)
+        sure, likely = (largest(steps, limit, most, allowed, certain) for certain in (True, False))
+        return Forecasts(steps_done, reading, seconds, limit, of, sure, likely)
 
     def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[SmallSteps | None, Failure | None, int]:
         """One step of each size, undone: what they allocated, or what went wrong here if anything did, and at which."""

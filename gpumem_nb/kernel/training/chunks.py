@@ -62,8 +62,10 @@ class Chunks:
         )
 
     def send_trial(self, settings: Settings, trial_id: int) -> None:
-        """Send one step that is undone; the number is the trial's own."""
-        self._in_flight.send(Chunk(settings, trial_id, 1, self._in_flight.nudges, trial=True))
+        """Ask for a forecast of the next step under these settings, of all of its micro-batches."""
+        chunk = Chunk(settings, trial_id, 1, self._in_flight.nudges, trial=True)
+        size = settings.batch_size
+        self._in_flight.send(chunk, "forecast", settings, [size], [size], 0)
 
     @property
     def none_left_over(self) -> bool:

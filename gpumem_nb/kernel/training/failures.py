@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from ...planning.prediction import FITS
 from ...report.differences import typed
 from ...report.rescue import Fit, Rescue
-from ...shared.errors import TrainingFailed
+from ...shared.errors import InvalidInput, TrainingFailed
+from ...shared.forecast import Forecasts
 from ...shared.knobs.batch import shrunk
-from ...shared.messages import Chunk, ChunkReply, Failure, Sample
+from ...shared.messages import Chunk, Failure, Sample
 from ...shared.settings import Settings
+from .. import compatibility
 from ..history import History
 from ..policy import Policy
 from ..tryout import Tryout
@@ -25,7 +27,7 @@ class Failures:
     Args:
         policy: what the session does by itself, as it is now.
         send: sends a chunk of so many steps under the settings that training went on with.
-        send_trial: sends one step under other settings, which is undone; the number is the trial's own.
+        send_trial: asks for a forecast of one step under other settings; the number is the trial's own.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Failures:
             self._go_on(rescue, other, shrinks)
         elif not newer:
             self._state.adopt(self._state.settings)
+        rescue.now = self._state.settings
         if failure.kind == "error" or not (other or newer):
             self._state.stop(rescue)
             rescue.did = rescue.did or "training stopped"
@@ -90,13 +93,13 @@ class Failures:
         if self._history.rescue:
             self._history.rescue.worked(chunk.settings, max(sample.live_peak_bytes for sample in done))
 
-    def learn(self, chunk: Chunk, replies: Sequence[ChunkReply]) -> None:
-        """A trial was answered; try the next one."""
-        failures = {reply.failure.kind for reply in replies if reply.failure}
-        if failures & {"stall", "interrupted"}:
+    def learn(self, chunk: Chunk, answers: Sequence[Forecasts]) -> None:
+        """Take in the forecasts of a trial, and try the next one."""
+        if {answer.failure.kind for answer in answers if answer.failure} & {"stall", "interrupted"}:
             self.end_tryout()
         elif self._tryout:
-            self._tryout.learn(failures, [sample for reply in replies for sample in reply.samples])
+            self._tryout.learn(answers)
+            self._tryout.rescue.now = self._state.settings
         self._try_next(chunk.settings_id - 1)
         self._history.tried_out()
 
@@ -123,7 +126,7 @@ class Failures:
 
     def _rescue(self, failure: Failure, chunk: Chunk) -> Rescue:
         self._history.failed(chunk.settings_id, failure.kind)
-        rescue = Rescue(failure, self._history.steps + 1, chunk.settings)
+        rescue = Rescue(failure, self._history.steps + 1, chunk.settings, ranks=self._history.size)
         self._history.rescued(rescue)
         self._state.note(rescue)
         return rescue
@@ -146,10 +149,17 @@ class Failures:
 
     def _try_out(self, rescue: Rescue) -> None:
         """Find out on the ranks which settings would have fit; what they answer is added to the rescue."""
-        latest = [sample for of_rank in self._history.samples(last=2) for sample in of_rank]  # one of them was done
-        sample_s = max((1 / sample.samples_per_s for sample in latest), default=0.0)
-        workload = self._state.workload
-        self._tryout = Tryout(rescue, workload is not None and workload.blocks > 0, sample_s)
+        workload, ranks = self._state.workload, self._history.size
+
+        def usable(settings: Settings) -> bool:
+            try:
+                if workload:
+                    compatibility.check(settings, workload, ranks)
+            except InvalidInput:
+                return False
+            return True
+
+        self._tryout = Tryout(rescue, workload is not None and workload.blocks > 0, usable)
         foreseen = [one for settings in self._tryout.mild if (one := self._history.foreseen.get(settings))]
         rescue.foreseen = [Fit(one.settings, one.live_peak_bytes) for one in foreseen if one.verdict == FITS]
         self._try_next(TRIAL_ID)

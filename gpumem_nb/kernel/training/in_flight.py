@@ -10,7 +10,7 @@ from typing import Any
 from ...cluster.calls import Call
 from ...cluster.ranks import Posted, Ranks
 from ...shared.errors import ClusterDied, GpumemError
-from ...shared.messages import Chunk, ChunkReply
+from ...shared.messages import Chunk
 
 CHUNK_S = 1.0
 MOST_CHUNK_STEPS = 1000
@@ -88,9 +88,9 @@ class InFlight:
         asked_alone = self._alone is not None and bool(self._alone.pending())
         return self.leftover is None and not asked_alone and len(self._chunks) < most
 
-    def send(self, chunk: Chunk) -> Call:
-        """Send a chunk to ranks that are joined."""
-        call = self._ranks.post("run_chunk", chunk)
+    def send(self, chunk: Chunk, function: str = "run_chunk", *arguments: Any) -> Call:
+        """Send a chunk to ranks that are joined, or another request that takes its turn."""
+        call = self._ranks.post(function, *(arguments or (chunk,)))
         call.when_done(self._news)
         self._chunks.append((chunk, call))
         return call
@@ -123,7 +123,7 @@ class InFlight:
         if chunk.steps and chunk.nudges == self.nudges:
             self.nudges += 1
 
-    def answered(self) -> tuple[Chunk, list[ChunkReply]] | None:
+    def answered(self) -> tuple[Chunk, list[Any]] | None:
         """The oldest chunk and its replies in rank order, once all have come; raises the first error at once."""
         if not self._chunks:
             return None

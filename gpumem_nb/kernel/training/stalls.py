@@ -11,6 +11,7 @@ from ...cluster.ranks import Ranks
 from ...report import waits
 from ...report.waits import WaitReport
 from ...shared.errors import TrainingFailed
+from ...shared.forecast import Forecasts
 from ...shared.messages import ChunkReply, Failure
 from ...shared.ranklist import name_ranks
 from ..history import History
@@ -103,13 +104,13 @@ class Stalls:
         self._history.mark("stall", why)
 
 
-def came_apart(replies: Sequence[ChunkReply]) -> bool:
+def came_apart(replies: Sequence[ChunkReply] | Sequence[Forecasts]) -> bool:
     """Return whether the ranks came apart, and no rank's own failure is the cause."""
     failure = cause_of(replies)
     return failure is not None and failure.kind == "stall"
 
 
-def cause_of(replies: Sequence[ChunkReply]) -> Failure | None:
+def cause_of(replies: Sequence[ChunkReply] | Sequence[Forecasts]) -> Failure | None:
     """Return why a step failed: what a rank could not do, before that others waited for it."""
     failures = [reply.failure for reply in replies if reply.failure]
     return next((failure for failure in failures if failure.kind != "stall"), failures[0] if failures else None)

@@ -14,6 +14,7 @@ from ...report.differences import arrows
 from ...report.evaluation import Evaluation
 from ...report.run_summary import Run
 from ...shared.errors import ClusterDied, GpumemError, InvalidInput, TrainingFailed
+from ...shared.forecast import Forecasts
 from ...shared.messages import Chunk, ChunkReply, Sample
 from ...shared.progress import Progress
 from ...shared.ranklist import name_ranks
@@ -384,12 +385,11 @@ class Training:
         if chunk.settings_id == self._state.settings_id:
             self._state.adopt(self._state.settings)
 
-    def _learn(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
+    def _learn(self, chunk: Chunk, replies: list[Forecasts]) -> None:
         """Take in what came of a trial."""
         with self._state.locked():
             call = self._in_flight.take()
             self._stalls.all_answered()
-            self._snapshots.received(0.0, replies)
             if came_apart(replies) and not self._stalls.told:
                 self._stalls.tell(call)
             self._failures.learn(chunk, replies)

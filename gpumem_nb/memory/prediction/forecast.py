@@ -8,12 +8,24 @@ from dataclasses import replace
 import numpy as np
 
 from ...shared.allocator_settings import AllocatorSettings
-from ...shared.categories import CATEGORIES, COMMUNICATION, INSIDE_OPERATORS, OPTIMIZER_STATE, OTHER
+from ...shared.categories import (
+    ACTIVATIONS,
+    CATEGORIES,
+    COMMUNICATION,
+    INPUTS,
+    INSIDE_OPERATORS,
+    OPTIMIZER_STATE,
+    OTHER,
+    TEMPORARIES,
+)
 from ...shared.forecast import BY_PEAKS, BY_PEAKS_AT_MOST, RECORDED, VARYING, Forecast
 from ..ledger.trace import CODE, Ints, Trace
 from ..virtual_gpu.replay import replay
 from .scaling import SmallSteps
 
+_NEAR = 0.8  # of the limit: below it there is room for any layout
+_RECUT = (0.5, 0.8)  # times as many samples, in the step that has cut the cache before
+_OF_SAMPLES = (ACTIVATIONS, INPUTS, INSIDE_OPERATORS, TEMPORARIES)
 STEPS = 3  # replayed one after another: the second finds the segments of the first, and the third changes little
 
 
@@ -58,17 +70,20 @@ def from_the_start(first: Trace, limit_bytes: int | None, how: str) -> Forecast:
     return _of(first.settled((OPTIMIZER_STATE, OTHER)), limit_bytes, how, None, None, first)
 
 
-def largest(steps: SmallSteps, limit_bytes: int | None, most: int, allowed_bytes: int | None = None) -> int:
+def largest(
+    steps: SmallSteps, limit_bytes: int | None, most: int, allowed_bytes: int | None = None, certain: bool = True
+) -> int:
     """The largest batch size up to ``most`` that fits with what a forecast may be wrong by; 0 if none does.
 
-    Of a single step that is its own size or none. ``allowed_bytes`` as in :func:`forecast`.
+    Of a single step that is its own size or none. ``allowed_bytes`` as in :func:`forecast`. Unless ``certain``, without
+    the error, and with cached segments given back.
     """
     if limit_bytes is None:
         return most
 
     def fits(batch_size: int) -> bool:
         one = forecast(steps, batch_size, limit_bytes, None, allowed_bytes)
-        return one.reserved_peak_bytes + one.error_bytes <= limit_bytes
+        return (one.high_bytes <= limit_bytes and one.fits_recut) if certain else one.fits
 
     if len(steps.traces) == 1:
         return steps.traces[0].batch_size * fits(steps.traces[0].batch_size)
@@ -106,7 +121,7 @@ def _of(
     if limit_bytes and limit_bytes > more and not fits:
         fits = replay(events, limit_bytes - more, allocator, layout, allowed).within_limit
     at = max(0, peak - 1)
-    return Forecast(
+    found = Forecast(
         live_peak_bytes=int(at_peak.sum()),
         reserved_peak_bytes=max(reserved, int(at_peak.sum())),
         fits=fits,
@@ -115,6 +130,22 @@ def _of(
         module=trace.modules[trace.module[at]] if len(trace.event) else "",
         how=how,
     )
+    near = limit_bytes is not None and _NEAR * limit_bytes < found.high_bytes <= limit_bytes
+    if limit_bytes is None or not near or first is not None:
+        return found
+    room = limit_bytes - more - found.error_bytes
+
+    def fits_after(share: float) -> bool:
+        recut, _ = _replayable(trace, _of_other_size(trace, share), laid_out)
+        return replay(recut, room, allocator, layout, allowed).within_limit
+
+    return replace(found, fits_recut=all(map(fits_after, _RECUT)))
+
+
+def _of_other_size(trace: Trace, share: float) -> Trace:
+    """The same step of so many times as many samples, roughly: what forward makes grows with them."""
+    of_samples = trace.births & np.isin(trace.category, [CODE[category] for category in _OF_SAMPLES])
+    return replace(trace, size=np.where(of_samples, np.maximum(1, (trace.size * share).astype(np.int64)), trace.size))
 
 
 def _by_peaks(
@@ -169,13 +200,13 @@ def _replayable(trace: Trace, first: Trace, laid_out: bool) -> tuple[list[int], 
             if place not in numbers:
                 made += 1
                 numbers[place] = made
-                events.append(int(trace.size[place]))
+                events.append(int(step.size[place]))
         for event in step.event.tolist():
             place = abs(event) - 1
-            if event > 0 and trace.size[place]:
+            if event > 0 and step.size[place]:
                 made += 1
                 numbers[place] = made
-                events.append(int(trace.size[place]))
+                events.append(int(step.size[place]))
             elif event < 0 and place in numbers:
                 events.append(-numbers.pop(place))
         for place in [place for place in numbers if not trace.before[place]]:

@@ -55,7 +55,7 @@ class Flip:
     @property
     def saves_bytes(self) -> int | None:
         """Of the live peak, on the rank with least room; negative for what it takes more; ``None`` if not known."""
-        if self.was is None or self.will is None or self.was.ran_out or self.will.ran_out:
+        if self.was is None or self.will is None or self.was.lower_bound or self.will.lower_bound:
             return None
         return self.was.live_peak_bytes - self.will.live_peak_bytes
 
@@ -82,7 +82,7 @@ class Flip:
         if self.will is None:
             return "what it needs was not predicted"
         fits = "" if self.will.limit_bytes is None else f"{self.will.verdict}, "
-        memory = f"live peak {format_bytes(self.will.live_peak_bytes)}"
+        memory = f"live peak {self.will.in_words(self.will.live_peak_bytes)}"
         if saves:
             memory += f" ({format_bytes(abs(saves))} {'less' if saves > 0 else 'more'})"
         if gains is None:

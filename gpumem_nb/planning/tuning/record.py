@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...shared.forecast import BY_OPERATORS, ERRORS, SEGMENT_BYTES
 from ...shared.settings import Settings
-from ..prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
+from ..fit import worth_a_step
+from ..prediction import TIGHT, Prediction
 
 TURNS_WITH_AN_ERROR = 3  # from which on a spread can be told
 _MEDIAN_ERROR = 1.253  # standard errors of a mean are those of a median of normal values, of many
@@ -23,25 +23,26 @@ class Candidate:
     Attributes:
         settings: what it is about.
         predicted: what it needs; once whole steps were taken, that of those that needed most.
-        fits: whether that is expected to stay within the limit and the budget, see :func:`may_fit`.
-        running: training went well under it: it fits, until whole steps say that it does not.
+        fits: whether that is expected to stay within the limit and the budget, see ``planning/fit.py``.
         rates: samples/s of all ranks, in each turn that it had.
         failed: why no step was possible or none was tried, in words; empty otherwise.
     """
 
     settings: Settings
     predicted: Prediction
-    fits: bool
     rates: list[float] = field(default_factory=list)
     failed: str = ""
-    running: bool = False
+    fits: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fits = worth_a_step(self.predicted)
 
     def took_steps(self, predicted: Prediction) -> None:
         """Take in what whole steps needed, and how fast they were. What once did not fit never does."""
         first = not self.rates
         if first or predicted.high_bytes > self.predicted.high_bytes:
             self.predicted = predicted
-        self.fits = self.fits and (predicted.verdict != DOES_NOT_FIT if self.running else may_fit(predicted))
+        self.fits = self.fits and worth_a_step(predicted)
         if predicted.samples_per_s is not None:
             self.rates.append(predicted.samples_per_s)
 
@@ -58,7 +59,7 @@ class Candidate:
     @property
     def tight(self) -> bool:
         """Whether the limit lies within the error of what it needs."""
-        return self.fits and not fits(self.predicted)
+        return self.fits and self.predicted.verdict == TIGHT
 
     @property
     def samples_per_s(self) -> float | None:
@@ -137,20 +138,3 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
         if not front or speed_of(one) > speed_of(front[-1]):
             front.append(one)
     return front
-
-
-def fits(predicted: Prediction) -> bool:
-    """Whether settings fit all ranks, the error of the prediction included."""
-    return predicted.verdict in (FITS, NO_LIMIT)
-
-
-def may_fit(predicted: Prediction) -> bool:
-    """Whether whole steps are worth a try: they are expected to fit, though the limit may lie within a small error.
-
-    What needs more or less with each batch, because samples differ in size, has a large error, and is none of these.
-    """
-    if fits(predicted):
-        return True
-    need, limit = predicted.reserved_peak_bytes, predicted.limit_bytes
-    small = max(round(ERRORS[BY_OPERATORS] * need), SEGMENT_BYTES)
-    return predicted.verdict == TIGHT and limit is not None and need <= limit and predicted.high_bytes - need <= small

@@ -239,7 +239,7 @@ class TuneResult(Report):
         if not too_large:
             return ""
         next_one = min(too_large, key=lambda one: one.settings.batch_size)
-        needs = format_bytes(next_one.predicted.high_bytes)
+        needs = next_one.predicted.in_words(next_one.predicted.high_bytes)
         return f"Micro-batches of {next_one.settings.batch_size} may need {needs}{self._limit}."
 
     @property
@@ -250,8 +250,8 @@ class TuneResult(Report):
             reasons = [*(one.failed for one in self.looked_at if one.failed), *self.refused.values()]
             why = f": {reasons[0].rstrip('.')}" if reasons else ""
             return f"Nothing was measured in {self.seconds:.0f} s{why}."
-        least = min(self.looked_at, key=lambda one: one.predicted.high_bytes)
-        limit, needs = format_bytes(self.budget_bytes), format_bytes(least.predicted.high_bytes)
+        least = min(self.looked_at, key=lambda one: (one.predicted.lower_bound, one.predicted.high_bytes))
+        limit, needs = format_bytes(self.budget_bytes), least.predicted.in_words(least.predicted.high_bytes)
         settings = typed(self.present, least.settings) or "the present settings"
         if known < len(self.space.candidates):
             return (
@@ -279,7 +279,9 @@ class TuneResult(Report):
     def _rows(self) -> list[Candidate]:
         measured = self.measured
         others = [one for one in self.looked_at if one not in measured]
-        return [*measured, *sorted(others, key=lambda one: one.predicted.reserved_peak_bytes)]
+        # Of what ran out of memory it is not known how much it needs: last.
+        needs = [(one.predicted.lower_bound, one.predicted.reserved_peak_bytes) for one in others]
+        return [*measured, *(one for _, one in sorted(zip(needs, others, strict=True), key=lambda pair: pair[0]))]
 
     @property
     def parts(self) -> list[Table | str]:
@@ -303,8 +305,8 @@ class TuneResult(Report):
                 short(self.present, one.settings) or PRESENT,
                 signs.get(id(one), one.failed and "failed"),
                 _rate(one),
-                format_bytes(one.predicted.reserved_peak_bytes),
-                "tight" if one.tight else "yes" if one.fits else f"no: up to {format_bytes(one.predicted.high_bytes)}",
+                one.predicted.in_words(one.predicted.reserved_peak_bytes),
+                _fit(one),
                 str(len(one.rates)),
                 *([one.settings.mathematics(self.present)] if changes else []),
             )
@@ -341,6 +343,13 @@ class TuneResult(Report):
 def _clearly_faster(one: Candidate, other: Candidate) -> bool:
     least = max((_WORTH - 1) * speed_of(other), math.hypot(one.doubt, other.doubt))
     return speed_of(one) - speed_of(other) > least
+
+
+def _fit(one: Candidate) -> str:
+    said = one.predicted
+    if one.tight or one.fits:
+        return "tight" if one.tight else "yes"
+    return "no" if said.lower_bound else f"no: up to {format_bytes(said.high_bytes)}"
 
 
 def _rate(one: Candidate) -> str:

@@ -13,13 +13,36 @@ from .values import Kind, Values
 MICRO_BATCHES = 2  # show a step's peak: from the second one on, gradients lie beside the activations
 
 
+SILLY = 5
+"""Times as many micro-batches at once as a split may have: 173 × 1 becomes 87 × 2, and not 1 × 173."""
+
+
 def shrunk(settings: Kind) -> Kind | None:
-    """The same global batch in smaller micro-batches, half the size if that is even; ``None`` below one sample."""
+    """Return the same global batch in smaller micro-batches, half as large if possible; ``None`` below one sample."""
     size = settings.batch_size
     factor = next((divisor for divisor in range(2, size + 1) if size % divisor == 0), None)
     if factor is None:
         return None
     return settings.replace(batch_size=size // factor, accumulation_steps=settings.accumulation_steps * factor)
+
+
+def halved(settings: Kind, of: Kind | None = None) -> Kind | None:
+    """Return about the same global batch in micro-batches of half the size; ``None`` below one sample.
+
+    The same to the sample where micro-batches of a half to a fifth divide it, such as 9 × 1 in 3 × 3; else some more,
+    such as 87 × 2 for 173 × 1.
+
+    Args:
+        of: the settings whose samples per step are kept, where these are some that were split already.
+    """
+    whole, size = of or settings, settings.batch_size
+    exact = shrunk(settings)
+    if size == 1 or exact is None:
+        return None
+    if whole.samples_per_rank == settings.samples_per_rank and size <= SILLY * exact.batch_size:
+        return exact
+    half = (size + 1) // 2
+    return settings.replace(batch_size=half, accumulation_steps=max(1, round(whole.samples_per_rank / half)))
 
 
 def shortened(settings: Kind) -> Kind:
@@ -50,7 +73,7 @@ def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:
 
 
 def _fewer_at_once(need: Need) -> Iterator[Changes]:
-    smaller = None if need.of_update else shrunk(need.settings)
+    smaller = None if need.of_update else halved(need.settings)
     if smaller:
         yield {"batch_size": smaller.batch_size, "accumulation_steps": smaller.accumulation_steps}
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from ....report.bottleneck import Changes
 from ....report.differences import typed
 from ....shared import categories as c
-from ....shared.forecast import BY_OPERATORS, DRY, ERRORS
-from ....shared.knobs.batch import shrunk
+from ....shared.forecast import DRY, ERRORS
+from ....shared.knobs.batch import halved
 from ....shared.units import format_bytes
 from ...prediction import DOES_NOT_FIT, TIGHT
 from ..evidence import Evidence, Peak
 from ..finding import FIT, ROOM, STOPS, Finding
 
-# What is left of the limit when a prediction by operators is off by no more than its error (docs/prediction.md): with
-# less room than that nobody can say of an ordinary flip, or of a batch a little longer, that it fits.
-BARELY = 1 - ERRORS[BY_OPERATORS]
 # With less than the error of a prediction without ranks (docs/prediction-cold.md) nobody could have said beforehand
 # that it fits: from there on what fills the memory is worth a word.
 SCARCE = 1 / (1 + ERRORS[DRY])
@@ -37,7 +34,7 @@ def does_not_fit(evidence: Evidence) -> Finding | None:
     waits = "What would fit is being tried out on the ranks: ask again in a moment." if rescue.looking else ""
     helps = waits or ("" if rescue.fitting else LARGER)
     tried = [fit.settings for fit in rescue.fitting]
-    smaller = shrunk(tried[-1]) if tried else None  # what fitted for a step may leave no room
+    smaller = halved(tried[-1]) if tried else None  # what fitted for a step may leave no room
     ways = [*tried[:_TRIED_OUT], *([smaller] if smaller else [])]
     fitting = (settings.changed_from(evidence.settings) for settings in ways)
     return Finding(
@@ -108,14 +105,12 @@ def barely_fits(evidence: Evidence) -> Finding | None:
     needs, share, peak = evidence.needs, evidence.share, evidence.peak
     if needs is None or share is None or peak is None or evidence.wastes or does_not_fit(evidence):
         return None
-    if needs.cut_short and evidence.now and evidence.now.outcome == "ok":  # small steps say less than those that ran
-        return None
-    if needs.verdict not in (TIGHT, DOES_NOT_FIT) and share <= BARELY:
-        return None
+    if needs.verdict not in (TIGHT, DOES_NOT_FIT) or (needs.runs and not needs.measured):
+        return None  # small steps say less than those that ran
     # Of a step that ran out on trial nobody knows what was in its memory; micro-batches, at least, can be smaller.
-    unknown = needs.ran_out
+    unknown = needs.lower_bound
     candidates = evidence.lighter(c.ACTIVATIONS, peak.phase) if unknown else _lighter(evidence, peak)
-    reserved, limit = format_bytes(needs.reserved_peak_bytes), format_bytes(needs.limit_bytes)
+    reserved, limit = needs.in_words(needs.reserved_peak_bytes), format_bytes(needs.limit_bytes)
     most = "" if unknown else f", most of it for {peak.largest}"
     then = (
         "it is predicted to run out of memory."

@@ -10,7 +10,7 @@ from ....shared.units import format_bytes
 from ...prediction import FITS, NO_LIMIT
 from ..evidence import Evidence, OnRank, much_unused
 from ..finding import LESS, MEMORY, STOPS, WRONG, Finding
-from .limits import BARELY, SCARCE
+from .limits import SCARCE
 
 _MOST = 1 / 3  # of the peak: the largest category is nearly always above it where one stands out
 # Ranks with samples of different lengths differ by some percent from step to step, by less over many steps.
@@ -64,7 +64,7 @@ def temporaries(evidence: Evidence) -> Finding | None:
 
 def _dominates(evidence: Evidence, category: str, cause: str) -> Finding | None:
     needs, share, peak = evidence.needs, evidence.share, evidence.peak
-    if needs is None or share is None or peak is None or not SCARCE <= share <= BARELY:
+    if needs is None or share is None or peak is None or share < SCARCE or needs.verdict != FITS:
         return None
     size = peak.categories.get(category, 0)
     if peak.largest != category or size < _MOST * peak.bytes:

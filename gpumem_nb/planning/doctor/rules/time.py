@@ -89,7 +89,7 @@ def small_batch(evidence: Evidence) -> Finding | None:
         1 - now_per_s / more.samples_per_s,
         f"Micro-batches of {size} samples leave throughput on the table: with {wanted} it is "
         f"{format_rate(more.samples_per_s)} samples/s instead of {format_rate(now_per_s)}, in "
-        f"{format_bytes(more.reserved_peak_bytes)} of {format_bytes(more.limit_bytes)}{most}.",
+        f"{more.in_words(more.reserved_peak_bytes)} of {format_bytes(more.limit_bytes)}{most}.",
         {
             "samples_per_s": now_per_s,
             "larger_samples_per_s": more.samples_per_s,

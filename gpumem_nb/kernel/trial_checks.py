@@ -1,4 +1,4 @@
-"""Tells which precisions take many times as long as another one, by a first small step in each that is undone."""
+"""What long questions check between trials: is the model still the same, and which precisions are too slow?"""
 
 from __future__ import annotations
 
@@ -7,10 +7,35 @@ from collections.abc import Callable
 
 from ..planning.prediction import DOES_NOT_FIT
 from ..shared.settings import Settings
+from .history import History
 from .predicting import Predicting
 
 _SAMPLES = 4  # of the first step: one in what a device does not compute in takes very long
 _TIMES, _LEAST_S = 4, 1.0  # as long as in another precision, and so long at least
+
+
+class Changed(Exception):
+    """What is trained may have changed while it was being looked at."""
+
+
+class Unchanged:
+    """What is trained, as it was when this was made; and under which settings, where they are asked for."""
+
+    def __init__(self, history: History, settings: Callable[[], Settings | None] = lambda: None) -> None:
+        self._history = history
+        self._settings = settings
+        self._was, self._set = self._is, settings()
+
+    def check(self) -> None:
+        """Raise :class:`Changed` if it may be something else by now."""
+        if self._is != self._was:
+            raise Changed("something was loaded, or a cell ran on the ranks and may have changed the model.")
+        if self._settings() != self._set:
+            raise Changed("settings were changed.")
+
+    @property
+    def _is(self) -> tuple[int, int]:
+        return self._history.loaded_as, self._history.model_version
 
 
 class SlowPrecisions:

@@ -1,0 +1,74 @@
+"""The largest samples of a dataset: they decide whether a step fits, however rarely they come."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..random_state import set_aside
+from .once import samples_at
+from .shapes import size
+
+_LOOKED_AT, _LOOKED_AT_S = 4096, 0.3
+"""So many samples, or as many as that time allows."""
+_MUCH = 2.0  # times as large as the median
+
+
+class Longest:
+    """The largest sample of a map-style dataset, as far as was looked.
+
+    Attributes:
+        index: what the order names it by; ``None`` where no sample could be looked at.
+        sample: itself.
+        all_seen: whether every sample was looked at.
+    """
+
+    def __init__(self, dataset: Any, indices: Sequence[Any]) -> None:
+        """Look at as many samples as there is time for, spread over the dataset. Random numbers stay as they are."""
+        self.index: Any = None
+        self.sample: Any = None
+        self._dataset = dataset
+        self._sizes: dict[str, float] = {}
+        self._most = -1.0
+        places = random.Random(0).sample(range(len(indices)), min(len(indices), _LOOKED_AT))
+        self._look((indices[place] for place in places), time.monotonic() + _LOOKED_AT_S)
+        self.all_seen = len(self._sizes) == len({repr(index) for index in indices}) if self._sizes else False
+
+    @property
+    def words(self) -> str:
+        """A sentence about it; empty where it is not much larger than others."""
+        return self._about(self.index)
+
+    def among(self, indices: Iterable[Any]) -> str:
+        """Return a sentence about the largest of these samples; empty where it is not much larger than others."""
+        indices = list(indices)
+        self._look(indices, time.monotonic() + _LOOKED_AT_S)
+        known = [index for index in indices if repr(index) in self._sizes]
+        return self._about(max(known, key=lambda index: self._sizes[repr(index)], default=None))
+
+    def _look(self, indices: Iterable[Any], until_s: float) -> None:
+        with set_aside():
+            for index in indices:
+                if time.monotonic() > until_s:
+                    return
+                try:
+                    [sample] = samples_at(self._dataset, [index])
+                    found, _ = size(sample)
+                except Exception:  # a bad sample is named when its step comes
+                    continue
+                if found > self._most:
+                    self.index, self.sample, self._most = index, sample, found
+                self._sizes[repr(index)] = found
+
+    def _about(self, index: Any) -> str:
+        found = self._sizes.get(repr(index), 0.0)
+        median = statistics.median(self._sizes.values()) if self._sizes else 0.0
+        if not median or found < _MUCH * median:
+            return ""
+        return (
+            f"Sample {index!r} of the data has {found:,.0f} values, {found / median:.0f} × the median sample. "
+            "Shorten such samples, or leave them out."
+        )

@@ -1,0 +1,268 @@
+"""Does it fit? The only place that decides, for whatever asks.
+
+Predictions, the largest batch, the tables, the tuner, the doctor and the advice after memory ran out all hand in what
+they know, and get the same answer:
+
+- **Margins.** A forecast has an error (``shared/forecast.py``). Settings fit when the limit holds the high end of it,
+  and a step also fits where steps of another size have cut the cache. They do not fit when the low end is beyond the
+  limit and giving back cached segments would not help. In between nothing can be said: ``tight``.
+- **Earlier misses.** What missed by more than its error widens the error of all later predictions of the model.
+- **Whole steps** say more than small ones, and training says more than either: what runs is not widened, and small
+  steps cannot say that it does not fit.
+- **Lower bounds.** Once a step has run out of memory, only the least that it needs is known. It is shown as a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+
+from ..shared.categories import OTHER
+from ..shared.forecast import BY_OPERATORS, ERRORS, SEGMENT_BYTES, Forecast, Forecasts
+from ..shared.settings import Settings
+from .prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
+
+_SEVERITY = (NO_LIMIT, FITS, TIGHT, DOES_NOT_FIT)
+_REFINED = 3  # times that sizes between one that fits and one that does not are tried
+_WORTH_REFINING = 1.05  # times the largest size known to fit
+_BENEATH = 0.98  # of the size that would fill the limit if all memory grew with it
+
+
+@dataclass(frozen=True)
+class Missed:
+    """The largest shares by which memory of a model came to less (0 or negative) and to more than predicted."""
+
+    less: float = 0.0
+    more: float = 0.0
+
+
+def verdict(low_bytes: int, high_bytes: int, limit_bytes: int | None, fits: bool, fits_recut: bool = True) -> str:
+    """Decide whether what lies between two bounds fits, in a word.
+
+    Args:
+        fits: whether it would with cached segments given back.
+        fits_recut: whether it would also where the cache was cut by steps of another size.
+    """
+    if limit_bytes is None:
+        return NO_LIMIT
+    if high_bytes <= limit_bytes and fits_recut:
+        return FITS
+    return DOES_NOT_FIT if low_bytes > limit_bytes and not fits else TIGHT
+
+
+def fits(one: Prediction) -> bool:
+    """Whether settings fit all ranks, the error included, or run already."""
+    return one.verdict in (FITS, NO_LIMIT) or (one.runs and one.verdict != DOES_NOT_FIT)
+
+
+def worth_a_step(one: Prediction) -> bool:
+    """Whether a whole step should be tried: settings are expected to fit, though the limit lies within a small error.
+
+    What needs more or less with each batch, because samples differ in size, has a large error and is not tried.
+    """
+    if fits(one):
+        return True
+    need, limit = one.reserved_peak_bytes, one.limit_bytes
+    small = max(round(ERRORS[BY_OPERATORS] * need), SEGMENT_BYTES)
+    return one.verdict == TIGHT and limit is not None and need <= limit and one.high_bytes - need <= small
+
+
+def of_ranks(answers: Sequence[Forecasts], settings: Settings, sizes: Sequence[int], seconds: float) -> Prediction:
+    """Return what the ranks' first forecasts, or a rank that ran out of memory, say of settings.
+
+    Args:
+        answers: in rank order; a rank may have run out of memory, but no other failure is among them.
+        settings: what they are about.
+        sizes: of the micro-batches that were tried.
+        seconds: what it took.
+    """
+    if out := next((answer for answer in answers if answer.failure), None):
+        return _at_least(out, settings, seconds)
+    steps = "a step" if len(sizes) == 1 else "steps"
+    basis = f"from {steps} with batch_size {' and '.join(map(str, sizes))}, undone after step {answers[0].steps}"
+    readings = [answer.reading for answer in answers]
+    beside = [
+        None if reading.device_used_bytes is None else reading.device_used_bytes - reading.reserved_bytes
+        for reading in readings
+    ]
+    limits = [answer.limit_bytes for answer in answers]
+    return worst([answer.of[0] for answer in answers], limits, beside, settings, basis, seconds)
+
+
+def worst(
+    forecasts: Sequence[Forecast],
+    limits: Sequence[int | None],
+    device_bytes: Sequence[int | None],
+    settings: Settings,
+    basis: str,
+    seconds: float,
+) -> Prediction:
+    """Return the prediction of the rank with least room; all sequences are in rank order.
+
+    Args:
+        forecasts: what each rank expects.
+        limits: of the ranks.
+        device_bytes: what is used of each device besides reserved bytes, as now.
+        settings: what the forecasts are about.
+        basis: what they were found from.
+        seconds: what finding them took.
+    """
+    each = (
+        predicted(one, settings, limit, beside, f"{one.how} {basis}", seconds)
+        for one, limit, beside in zip(forecasts, limits, device_bytes, strict=True)
+    )
+    return max(each, key=lambda one: (_SEVERITY.index(one.verdict), one.high_bytes / (one.limit_bytes or 1)))
+
+
+def predicted(
+    one: Forecast,
+    settings: Settings,
+    limit_bytes: int | None,
+    beside_bytes: int | None,
+    basis: str,
+    seconds: float,
+    error_bytes: int = 0,
+) -> Prediction:
+    """Return what a forecast says of one rank.
+
+    Args:
+        one: of the rank.
+        settings: what it is about.
+        limit_bytes: of what may be reserved; ``None`` for no limit.
+        beside_bytes: what is used of the device besides reserved bytes; ``None`` where that is not known.
+        basis: what it was found from.
+        seconds: what finding it took.
+        error_bytes: by how much the limit may be wrong.
+    """
+    least = round(one.live_peak_bytes * (1 - one.error))
+    low, high = max(least, one.low_bytes - error_bytes), one.high_bytes + error_bytes
+    return Prediction(
+        settings=settings,
+        live_peak_bytes=one.live_peak_bytes,
+        reserved_peak_bytes=one.reserved_peak_bytes,
+        device_bytes=None if beside_bytes is None else one.reserved_peak_bytes + beside_bytes,
+        low_bytes=low,
+        high_bytes=high,
+        limit_bytes=limit_bytes,
+        verdict=verdict(low, high, limit_bytes, one.fits, one.fits_recut),
+        categories=one.at_peak,
+        phase=one.phase,
+        module=one.module,
+        basis=basis,
+        seconds=seconds,
+    )
+
+
+def _at_least(answer: Forecasts, settings: Settings, seconds: float) -> Prediction:
+    """Return what is known of settings under which a step ran out of memory."""
+    failure = answer.failure
+    assert failure
+    needed = (answer.limit_bytes or 0) + (failure.asked_bytes or 0) - (failure.free_bytes or 0)
+    return Prediction(
+        settings=settings,
+        live_peak_bytes=needed,
+        reserved_peak_bytes=needed,
+        device_bytes=None,
+        low_bytes=needed,
+        high_bytes=needed,
+        limit_bytes=answer.limit_bytes,
+        verdict=DOES_NOT_FIT,
+        categories={OTHER: needed},
+        phase=failure.phase,
+        module=failure.module,
+        basis=f"a step with batch_size={answer.failed_batch} ran out of memory",
+        seconds=seconds,
+        lower_bound=True,
+    )
+
+
+def settled(one: Prediction, missed: Missed, runs: bool = False) -> Prediction:
+    """Return the prediction after earlier misses, and with what training itself has shown.
+
+    Args:
+        missed: by how much earlier predictions of the model did.
+        runs: whether training went well under these settings.
+    """
+    if not runs:
+        return _widened(one, missed)
+    if one.verdict == DOES_NOT_FIT and not one.measured:
+        said = f"{one.basis}, and yet training runs under these settings"
+        return replace(one, verdict=TIGHT, basis=said, runs=True)
+    return replace(one, runs=True)
+
+
+def _widened(one: Prediction, missed: Missed) -> Prediction:
+    reserved = one.reserved_peak_bytes
+    low = min(one.low_bytes, round(reserved * (1 + missed.less)))
+    high = max(one.high_bytes, round(reserved * (1 + missed.more)))
+    if one.lower_bound or (low, high) == (one.low_bytes, one.high_bytes):
+        return one
+    word = verdict(low, high, one.limit_bytes, one.verdict != DOES_NOT_FIT)
+    share = round(100 * max(-missed.less, missed.more))
+    return replace(
+        one,
+        low_bytes=low,
+        high_bytes=high,
+        verdict=TIGHT if (word, one.verdict) == (FITS, TIGHT) else word,  # it may not fit where the cache is cut
+        basis=f"{one.basis}, with the {share} % by which an earlier prediction of this model missed",
+    )
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest micro-batch that fits.
+
+    Attributes:
+        size: its samples; 0 if none fits.
+        predicted: what was found of it, or of the smallest that was asked about where none fits.
+        unknown: why it cannot be said whether any fits, as a clause; else empty.
+    """
+
+    size: int
+    predicted: Prediction
+    unknown: str = ""
+
+
+def largest(sure: int, likely: int, most: int) -> Generator[int, Prediction, Largest]:
+    """Look for the largest micro-batch that fits: gives sizes to predict, takes what was predicted of them.
+
+    The answer was predicted to fit, with a segment to spare: a step that is asked for again may take one more.
+
+    Args:
+        sure: the largest size that fits, error included, as far as small steps tell; 0 if they tell of none.
+        likely: the same without the error.
+        most: no larger size is of use.
+    """
+    size = min(most, sure or likely or 1)
+    found, too_large, failed, refined = None, min(most, max(likely, size)) + 1, 0, 0
+    while True:
+        said = yield size
+        if _holds(said, size):
+            found = Largest(size, said)
+        else:
+            too_large, failed = size, failed + 1
+        at_least = found.size if found else 0
+        if found and (refined == _REFINED or too_large <= max(at_least + 1, _WORTH_REFINING * at_least)):
+            return found
+        if found and not failed and not said.measured:
+            return found  # a larger one would be known by the same small steps
+        if found:
+            refined += 1
+            size = (at_least + too_large) // 2
+        elif size == 1:
+            break
+        else:
+            size = max(1, min(size // 2 if failed > 1 or said.lower_bound else _proportional(said, size), size - 1))
+    unknown = "" if said.verdict == DOES_NOT_FIT else f"one sample may need {said.in_words(said.high_bytes)}"
+    return Largest(0, said, unknown)
+
+
+def _holds(said: Prediction, size: int) -> bool:
+    """Whether a size may be the answer."""
+    roomy = said.runs or said.limit_bytes is None or said.high_bytes + SEGMENT_BYTES <= said.limit_bytes
+    return fits(said) and (roomy or size == 1)
+
+
+def _proportional(said: Prediction, size: int) -> int:
+    """The size that would fit if all memory grew with it; what does not grow leaves less, so the next is half."""
+    return int(_BENEATH * size * (said.limit_bytes or 0) / max(1, said.high_bytes))

@@ -1,0 +1,142 @@
+"""The one place that decides what fits: margins, earlier misses, what runs, lower bounds, and the largest batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from gpumem_nb.planning.fit import Largest, Missed, fits, largest, of_ranks, settled, verdict, worth_a_step
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
+from gpumem_nb.shared.categories import ACTIVATIONS
+from gpumem_nb.shared.forecast import BY_PEAKS, RECORDED, Forecast, Forecasts
+from gpumem_nb.shared.messages import Failure, Reading
+from gpumem_nb.shared.settings import Settings
+
+MIB = 2**20
+LIMIT = 1000 * MIB
+READING = Reading(0, 0, 0, 0, None, LIMIT)
+
+
+def forecast(mib: float, how: str = RECORDED, fits: bool = True) -> Forecast:
+    size = round(mib * MIB)
+    return Forecast(size, size, fits, {ACTIVATIONS: size}, "forward", "net", how)
+
+
+def said(mib: float, error: float = 0.02, batch_size: int = 8, measured: bool = True) -> Prediction:
+    size = round(mib * MIB)
+    low, high = round(size * (1 - error)), round(size * (1 + error))
+    word = verdict(low, high, LIMIT, size <= LIMIT)
+    settings = Settings(batch_size=batch_size)
+    return Prediction(settings, size, size, None, low, high, LIMIT, word, {}, "", "", "by hand", 0.1, measured=measured)
+
+
+def test_a_step_fits_only_where_it_does_in_any_layout_of_the_cache() -> None:
+    assert verdict(90, 99, 100, fits=True) == FITS
+    assert verdict(90, 99, 100, fits=True, fits_recut=False) == TIGHT
+    assert verdict(101, 120, 100, fits=False) == DOES_NOT_FIT
+
+
+def test_a_rank_that_ran_out_tells_a_lower_bound_that_is_shown_as_one() -> None:
+    failure = Failure(1, "oom", "update", "out of memory", asked_bytes=310 * MIB, free_bytes=10 * MIB)
+    ran_out = Forecasts(3, READING, 0.1, LIMIT, failure=failure, failed_batch=8)
+    one = of_ranks([Forecasts(3, READING, 0.1, LIMIT, (forecast(10),)), ran_out], Settings(batch_size=64), [8, 16], 0.1)
+    assert (one.verdict, one.lower_bound, one.reserved_peak_bytes) == (DOES_NOT_FIT, True, 1300 * MIB)
+    assert "more than 1.3 GiB" in str(one)
+    assert "more than 1.3 GiB of 1000.0 MiB" in one.refusal
+    assert one.columns["lower_bound"]
+    assert settled(one, Missed(-0.3, 0.3)) == one, "it needs at least that, whatever else was missed"
+
+
+def test_the_rank_with_least_room_decides() -> None:
+    answers = [Forecasts(3, READING, 0.1, LIMIT, (forecast(size),)) for size in (100, 995, 300)]
+    one = of_ranks(answers, Settings(), [32], 0.1)
+    assert (one.reserved_peak_bytes, one.verdict) == (995 * MIB, TIGHT)
+
+
+def test_what_runs_is_not_widened_and_small_steps_cannot_say_that_it_does_not_fit() -> None:
+    too_large = replace(said(1100, measured=False), verdict=DOES_NOT_FIT)
+    assert fits(settled(too_large, Missed(), runs=True))
+    assert not fits(settled(replace(too_large, measured=True), Missed(), runs=True)), "whole steps can"
+    assert settled(said(900), Missed(0.0, 0.2), runs=True).high_bytes == said(900).high_bytes
+    assert settled(said(900), Missed(0.0, 0.2)).verdict == TIGHT
+
+
+def test_what_is_tight_is_worth_a_step_unless_its_error_is_large() -> None:
+    assert worth_a_step(said(990))
+    assert not worth_a_step(said(700, error=0.5)), "samples differ in size"
+    assert not worth_a_step(said(1010))
+
+
+def found(
+    needs: Callable[[int], float],
+    sure: int,
+    likely: int,
+    most: int = 10_000,
+    error: float = 0.02,
+    measured: bool = True,
+) -> tuple[Largest, list[int]]:
+    """What the search finds where a batch needs so many MiB, and what it asked about."""
+    search = largest(sure, likely, most)
+    size, asked = next(search), []
+    while True:
+        asked.append(size)
+        try:
+            size = search.send(said(needs(size), error, size, measured))
+        except StopIteration as end:
+            return end.value, asked
+
+
+def test_what_small_steps_say_is_confirmed_and_no_more() -> None:
+    one, asked = found(lambda size: 100 + size, sure=870, likely=890)
+    assert (one.size, asked) == (870, [870])
+    assert one.predicted.settings.batch_size == 870
+
+
+def test_whole_steps_that_need_more_than_small_ones_are_believed() -> None:
+    """A table of all pairs, say, that no small step shows."""
+    one, asked = found(lambda size: 100 + size + size**2 / 1000, sure=860, likely=880)
+    assert verdict_of(one, lambda size: 100 + size + size**2 / 1000) == FITS
+    assert one.size > 500
+    assert len(asked) <= 8
+
+
+def verdict_of(one: Largest, needs: Callable[[int], float]) -> str:
+    return said(needs(one.size)).verdict
+
+
+def test_where_small_steps_say_little_whole_ones_decide() -> None:
+    one, asked = found(lambda size: 900 + size / 4, sure=0, likely=256)
+    assert one.size >= 250, asked
+    one, _ = found(lambda size: 100 + size, sure=200, likely=880)
+    assert one.size > 600
+
+
+def test_only_what_does_not_fit_with_one_sample_is_none_at_all() -> None:
+    one, asked = found(lambda size: 1100 + size, sure=0, likely=0)
+    assert (one.size, one.unknown, asked) == (0, "", [1])
+    one, asked = found(lambda size: 994 + size, sure=16, likely=16)
+    assert one.size == 0
+    assert asked[-1] == 1
+    assert one.unknown == "one sample may need 1014.9 MiB"
+
+
+def test_without_a_limit_or_with_all_samples_nothing_larger_is_looked_for() -> None:
+    search = largest(64, 64, 64)
+    assert next(search) == 64
+    with pytest.raises(StopIteration) as end:
+        search.send(replace(said(10), limit_bytes=None, verdict=NO_LIMIT))
+    assert end.value.value.size == 64
+    one, asked = found(lambda size: size, sure=64, likely=64, most=64)
+    assert (one.size, asked) == (64, [64])
+
+
+def test_the_answer_leaves_a_segment_so_that_asking_again_does_not_deny_it() -> None:
+    one, _ = found(lambda size: size, sure=980, likely=1000)
+    assert one.predicted.high_bytes <= LIMIT - 2 * MIB
+
+
+def test_a_line_through_two_peaks_has_a_margin_of_a_whole_segment() -> None:
+    assert forecast(10, BY_PEAKS).high_bytes == 30 * MIB
+    assert forecast(10, BY_PEAKS).low_bytes == round(8.5 * MIB), "no less than what is live at least"
