@@ -57,7 +57,7 @@ class EnvironmentReport(Report):
         return all(item.ok is not False for item in self.items)
 
     @property
-    def parts(self) -> list[Table]:
+    def shown(self) -> list[Table]:
         """One table."""
         rows = tuple(
             (item.name, MARKS[item.ok], "\n".join(filter(None, [item.found, item.remedy and f"-> {item.remedy}"])))

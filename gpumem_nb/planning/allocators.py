@@ -74,7 +74,7 @@ class AllocatorWhatIf(Report):
         )
 
     @property
-    def parts(self) -> list[Table | str]:
+    def shown(self) -> list[Table | str]:
         """The table and what it does not say."""
         return [self._table, *self.sentences]
 

@@ -104,7 +104,7 @@ class Scoreboard(Report):
         ]
 
     @property
-    def parts(self) -> list[Table | str]:
+    def shown(self) -> list[Table | str]:
         """A table, if there is anything in it."""
         return [self._table if self.scored else _NONE]
 

@@ -130,7 +130,7 @@ class WhatFits(Report):
         return said
 
     @property
-    def parts(self) -> list[Table | str]:
+    def shown(self) -> list[Table | str]:
         """The table and what it does not say."""
         return [self._table, *self.notes]
 

@@ -62,7 +62,7 @@ class WhatIf(Report):
         ]
 
     @property
-    def parts(self) -> list[Table]:
+    def shown(self) -> list[Table]:
         """One table."""
         rows = tuple(
             (

@@ -193,7 +193,7 @@ class MemoryReport(Report):
         return (now, device_table(uses)) if uses else (now,)
 
     @property
-    def parts(self) -> list[Table | str]:
+    def shown(self) -> list[Table | str]:
         """The devices, then what the peaks are made of."""
         return [*self._overview, *self.sentences, *self.breakdown, *self._about_breakdown]
 

@@ -50,7 +50,7 @@ class NetworkReport(Report):
         return rounds * self.latency_s + more * carried_s
 
     @property
-    def parts(self) -> list[Table | str]:
+    def shown(self) -> list[Table | str]:
         """The table and what it does not say."""
         return [self._table, *self._notes]
 

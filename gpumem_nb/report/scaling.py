@@ -145,7 +145,7 @@ class ScalingReport(Report):
         ]
 
     @property
-    def parts(self) -> list[Table | str]:
+    def shown(self) -> list[Table | str]:
         """The table and what it does not say."""
         return [self._table, *self._notes]
 

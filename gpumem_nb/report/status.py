@@ -35,7 +35,7 @@ class Status(Report):
         return json.dumps(dataclasses.asdict(self) | {"settings": self.settings.as_dict()}, indent=2)
 
     @property
-    def parts(self) -> list[str]:
+    def shown(self) -> list[str]:
         """A line for each thing."""
         lines = [self.doing]
         for info in self.ranks:

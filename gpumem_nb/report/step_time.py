@@ -95,7 +95,7 @@ class TimeReport(Report):
         return [{"rank": one.rank, "steps": one.steps, "step_s": one.step_s, **one.times.columns} for one in self.ranks]
 
     @property
-    def parts(self) -> list[Table | str]:
+    def shown(self) -> list[Table | str]:
         """The table and what it does not say."""
         return [self._table, *self._notes]
 

@@ -34,7 +34,7 @@ class SyncReport(Report):
         return [sentence for sentence, is_fault in (self.weights, self.gradients, self.samples) if is_fault]
 
     @property
-    def parts(self) -> list[str]:
+    def shown(self) -> list[str]:
         """A sentence about each of the three."""
         found = (self.weights, self.gradients, self.samples)
         return [f"{'WRONG: ' if is_fault else 'ok: '}{sentence}" for sentence, is_fault in found if sentence]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,18 @@ class Table:
         body = "".join(f"<tr>{line}</tr>" for line in lines)
         return f"<table style='{_TABLE_STYLE}'>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
+    @property
+    def unbroken(self) -> Table:
+        """The same with figures that are not broken where they have spaces."""
+        rows = (zip(self.headings, row, strict=True) for row in self.rows)
+        nbsp = "\u00a0"
+        return replace(
+            self,
+            rows=tuple(
+                tuple(cell if name in self.words else cell.replace(" ", nbsp) for name, cell in row) for row in rows
+            ),
+        )
+
     def _hint(self, heading: str) -> str:
         return f" title='{escape(self.hints[heading])}'" if heading in self.hints else ""
 
@@ -97,13 +109,13 @@ def notes_html(sentences: Sequence[str]) -> str:
 class Report:
     """What is shown of something that was found out: tables and sentences, in an order, and the same as data.
 
-    A report defines :attr:`parts`, and :attr:`records` if it has data; how they look is decided here.
+    A report defines :attr:`shown`, and :attr:`records` if it has data; how they look is decided here.
     """
 
     __slots__ = ()
 
     @property
-    def parts(self) -> Sequence[Table | str]:
+    def shown(self) -> Sequence[Table | str]:
         """What is shown, in order."""
         raise NotImplementedError
 
@@ -119,19 +131,19 @@ class Report:
         return pd.DataFrame(list(self.records))
 
     def __str__(self) -> str:
-        blocks = (list(block) for _, block in groupby(self.parts, key=_by_itself))
+        blocks = (list(block) for _, block in groupby(self.shown, key=_by_itself))
         return "\n\n".join("\n".join(map(str, block)) for block in blocks)
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return parts_html(self.parts)
+        return shown_html(self.shown)
 
 
-def parts_html(parts: Sequence[Table | str]) -> str:
+def shown_html(shown: Sequence[Table | str]) -> str:
     """Tables and sentences for a notebook."""
-    return "".join(part.html() if isinstance(part, Table) else notes_html([part]) for part in parts)
+    return "".join(part.html() if isinstance(part, Table) else notes_html([part]) for part in shown)
 
 
 def _by_itself(part: Table | str) -> int:

@@ -7,7 +7,7 @@ from html import escape
 
 from ..report.differences import short
 from ..report.runs import Row
-from ..report.runs.models import named
+from ..report.runs.columns import named
 from ..report.runs.sorting import latest
 from ..shared.messages import Reading
 from ..shared.units import format_bytes, format_rate

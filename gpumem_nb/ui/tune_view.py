@@ -11,7 +11,7 @@ import ipywidgets
 
 from ..planning.tuning.result import TuneResult
 from ..planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
-from ..report.tables import notes_html, parts_html
+from ..report.tables import notes_html, shown_html
 from ..shared.errors import GpumemError, InvalidInput
 from ..shared.progress import Progress
 from . import threads
@@ -169,7 +169,7 @@ class TuneView(SearchView):
         return result.why
 
     def _parts(self, result: TuneResult) -> list[Any]:
-        parts: list[Any] = [ipywidgets.HTML(parts_html(result.parts[1:]))]
+        parts: list[Any] = [ipywidgets.HTML(shown_html(result.shown[1:]))]
         if result.measured:
             from .tune_figure import tuned_widget  # plotly takes long to import
 

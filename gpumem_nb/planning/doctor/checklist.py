@@ -52,7 +52,7 @@ class Checklist(Report):
         return Table("Training on several devices", headings, rows, frozenset(headings), _COLOURS)
 
     @property
-    def parts(self) -> list[Table | str]:
+    def shown(self) -> list[Table | str]:
         """The table, and where to read more."""
         return [self._table, _MORE]
 

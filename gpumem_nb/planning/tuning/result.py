@@ -284,7 +284,7 @@ class TuneResult(Report):
         return [*measured, *(one for _, one in sorted(zip(needs, others, strict=True), key=lambda pair: pair[0]))]
 
     @property
-    def parts(self) -> list[Table | str]:
+    def shown(self) -> list[Table | str]:
         """Why these settings, then all that was looked at."""
         return [self.why, *([self._table] if self.looked_at else []), *self._notes]
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from ...shared.knobs import KNOBS
 from ...shared.units import format_bytes, format_rate
 from ..speed import Speed
-from .models import named
 from .row import Row
 
-Value = float | str | None
 _OF_BATCH = ("batch_size", "accumulation_steps")
 BEST, NOW = "best", "now"
 LOSS_WINDOW = 0.25  # of the samples that are compared: a single step's loss jumps
@@ -20,11 +18,18 @@ LOSS_WINDOW = 0.25  # of the samples that are compared: a single step's loss jum
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a column says of a row: in words, and as the value by which rows are sorted."""
+    """What a column says of a row.
+
+    Attributes:
+        heading: above it.
+        by: the column of the frame with the values by which rows are sorted; empty: by the words.
+        cell: the words.
+        of_words: whether it is set to the left.
+    """
 
     heading: str
+    by: str
     cell: Callable[[Row], str]
-    value: Callable[[Row], Value]
     of_words: bool = False
 
 
@@ -46,20 +51,16 @@ class Around:
     def of(cls, rows: Sequence[Row]) -> Around:
         """Of all rows. Those of fewer than five steps are not compared; what failed sets no size where others do."""
         fastest: dict[tuple[object, ...], Row] = {}
-        samples: dict[tuple[object, ...], int] = {}
+        for row in rows:
+            if row.comparable and not row.failed and row.samples_per_s:
+                alike = row.model, row.ranks, row.device
+                fastest[alike] = max(fastest.get(alike, row), row, key=lambda one: one.samples_per_s or 0)
         judged = [row for row in rows if row.comparable and len(row.curve)]
         went_well = {row.model for row in judged if not row.failed}
+        samples: dict[tuple[object, ...], int] = {}
         for row in judged:
             if not row.failed or row.model not in went_well:
                 samples[row.model] = min(row.samples, samples.get(row.model, row.samples))
-        for row in rows:
-            if not row.comparable:
-                continue
-            alike = (row.model, row.ranks, row.device)
-            if not row.failed and (row.samples_per_s or 0) > (
-                (fastest[alike].samples_per_s or 0) if alike in fastest else 0
-            ):
-                fastest[alike] = row
         losses = {row.key: loss_after(row, samples[row.model]) for row in judged}
         known = {key: loss for key, loss in losses.items() if loss is not None}
         return cls(frozenset(row.key for row in fastest.values()), samples, known)
@@ -87,25 +88,40 @@ def columns(rows: Sequence[Row], around: Around) -> list[Column]:
     def there(value: Callable[[Row], object]) -> bool:
         return any(value(row) not in (None, "") for row in rows)
 
-    found = [Column("run", lambda row: str(row.number), lambda row: row.number)]
-    if there(around.mark):
-        found.append(_words("mark", around.mark))
-    if there(lambda row: row.came_from):
-        found.append(_words("from", lambda row: row.came_from))
-    if varies(lambda row: row.model):
-        found.append(_words("workload", named(rows)))
-    if varies(lambda row: row.on):
-        found.append(_words("device", lambda row: row.on))
     differ = varying(rows)
-    if varies(lambda row: row.ranks) or differ & set(_OF_BATCH):
-        found.append(Column("batch", batch, lambda row: row.global_batch))
-    found += [_of_knob(name) for name in KNOBS if name in differ and name not in _OF_BATCH]
-    found += _figures(around, there)
-    if varies(lambda row: row.outcome) or any(row.failed for row in rows):
-        found.append(_words("outcome", lambda row: row.outcome))
-    if there(lambda row: row.note):
-        found.append(_words("note", lambda row: row.note))
-    return found
+    of_batch = varies(lambda row: row.ranks) or differ & set(_OF_BATCH)
+    outcomes = varies(lambda row: row.outcome) or any(row.failed for row in rows)
+    wanted = [
+        (True, Column("run", "run", lambda row: str(row.number))),
+        (there(around.mark), _words("mark", around.mark)),
+        (there(lambda row: row.came_from), _words("from", lambda row: row.came_from)),
+        (varies(lambda row: row.model), _words("workload", named(rows))),
+        (varies(lambda row: row.on), _words("device", lambda row: row.on)),
+        (of_batch, Column("batch", "global_batch", batch)),
+        *((name in differ and name not in _OF_BATCH, _of_knob(name)) for name in KNOBS),
+        (True, Column("steps", "steps", lambda row: f"{row.steps:,}")),
+        (True, Column("live peak", "live_peak_bytes", lambda row: format_bytes(row.peak_bytes))),
+        (True, Column("reserved", "reserved_peak_bytes", lambda row: format_bytes(row.reserved_peak_bytes))),
+        (True, Column("headroom", "headroom", lambda row: headroom(row.headroom))),
+        (True, Column("samples/s", "samples_per_s", lambda row: rate(row.speed))),
+        (there(around.loss), Column("loss", "loss_at_equal_samples", lambda row: number(around.loss(row)))),
+        (there(lambda row: row.foretold), Column("predicted", "predicted_live_peak_bytes", _foretold)),
+        (outcomes, _words("outcome", lambda row: row.outcome)),
+        (there(lambda row: row.note), _words("note", lambda row: row.note)),
+    ]
+    return [column for is_wanted, column in wanted if is_wanted]
+
+
+SHOWN_AS = {
+    "batch": "global_batch",
+    "from": "came_from",
+    "live peak": "live_peak_bytes",
+    "loss": "loss_at_equal_samples",
+    "predicted": "predicted_live_peak_bytes",
+    "reserved": "reserved_peak_bytes",
+    "samples/s": "samples_per_s",
+}
+"""Headings that are not called as the column of the frame by which they are sorted."""
 
 
 def varying(rows: Sequence[Row]) -> set[str]:
@@ -126,6 +142,30 @@ def the_same(rows: Sequence[Row]) -> str:
     if len({row.on for row in rows}) == 1:
         parts.append(first.on)
     return ", ".join(filter(None, parts))
+
+
+def named(rows: Sequence[Row]) -> Callable[[Row], str]:
+    """What a row's workload is called beside these rows: with the options, or the size, in which they differ.
+
+    A ready-made workload with other options is another model under the same name.
+    """
+    options: dict[str, tuple[str, ...]] = {}
+    by_size: dict[str, bool] = {}
+    for name in {row.workload for row in rows}:
+        alike = [row for row in rows if row.workload == name]
+        every = [dict(row.options) for row in alike]
+        there = dict.fromkeys(option for one in every for option in one)
+        options[name] = tuple(option for option in there if len({one.get(option) for one in every}) > 1)
+        by_size[name] = len({(row.options, row.parameters) for row in alike}) > len({row.options for row in alike})
+
+    def name_of(row: Row) -> str:
+        own = dict(row.options)
+        parts = [f"{option}={own[option]:g}" for option in options.get(row.workload, ()) if option in own]
+        if by_size.get(row.workload) and row.parameters is not None:
+            parts.append(f"{row.parameters:,} parameters")
+        return f"{row.workload}({', '.join(parts)})" if parts else row.workload
+
+    return name_of
 
 
 def batch(row: Row) -> str:
@@ -152,22 +192,6 @@ def headroom(share: float | None) -> str:
     return "n/a" if share is None else f"{100 * share:.0f} %".replace("-", "−")
 
 
-def _figures(around: Around, there: Callable[[Callable[[Row], object]], bool]) -> list[Column]:
-    figures = [
-        Column("steps", lambda row: f"{row.steps:,}", lambda row: row.steps),
-        Column("live peak", lambda row: format_bytes(row.peak_bytes), lambda row: row.peak_bytes),
-        Column("reserved", lambda row: format_bytes(row.reserved_peak_bytes), lambda row: row.reserved_peak_bytes),
-        Column("headroom", lambda row: headroom(row.headroom), lambda row: row.headroom),
-        Column("samples/s", lambda row: rate(row.speed), lambda row: row.samples_per_s),
-    ]
-    if there(around.loss):
-        figures.append(Column("loss", lambda row: number(around.loss(row)), around.loss))
-    if there(lambda row: row.foretold):
-        live = Column("predicted", _foretold, lambda row: row.foretold.live_peak_bytes if row.foretold else None)
-        figures.append(live)
-    return figures
-
-
 def _foretold(row: Row) -> str:
     """The peak that was predicted, by how much it was too high, and the predicted samples/s."""
     if row.foretold is None:
@@ -180,13 +204,8 @@ def _foretold(row: Row) -> str:
 
 def _of_knob(name: str) -> Column:
     knob = KNOBS[name]
-
-    def value(row: Row) -> Value:
-        found = getattr(row.settings, name)
-        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else knob.text(found)
-
-    return Column(name, lambda row: knob.text(getattr(row.settings, name)), value, of_words=bool(knob.choices))
+    return Column(name, name, lambda row: knob.text(getattr(row.settings, name)), of_words=bool(knob.choices))
 
 
 def _words(heading: str, text: Callable[[Row], str]) -> Column:
-    return Column(heading, text, text, of_words=True)
+    return Column(heading, "", text, of_words=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...shared.categories import CATEGORIES
 from ...shared.knobs import KNOBS
@@ -13,13 +13,10 @@ from ...shared.step_times import PARTS
 from ...shared.units import format_bytes, format_rate
 from ..differences import arrows, mathematics
 from ..speed import compared, not_comparable
-from ..tables import Table, notes_html
+from ..tables import Report, Table
 from . import columns
-from .models import named
+from .columns import named
 from .row import Row
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _MOST_NAMED = 3  # of what moved, in the sentence
 _WORTH_A_WORD = 0.01  # of the larger of both
@@ -27,8 +24,8 @@ _MINUS = ("-", "−")
 _ENDED = {"oom": "ran out of memory", "error": "failed with an error"}
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Report):
     """Two runs, the first of which is what the second is held against.
 
     Attributes:
@@ -81,33 +78,23 @@ class Comparison:
         """Which memory and which time moved, and which of the flips it belongs to, in sentences."""
         return [*self._why_memory(), *self._why_time()]
 
-    def frame(self) -> pd.DataFrame:
+    @property
+    def records(self) -> list[dict[str, Any]]:
         """A row for each figure, category and part: its name, unit, both values, and the second less the first."""
-        import pandas as pd
-
-        rows = [(name, unit, before, after) for name, unit, before, after, _ in self._figures()]
-        rows += [
-            (name, "bytes", self.a.categories.get(name, 0), self.b.categories.get(name, 0)) for name in self.categories
-        ]
+        rows = [(name, unit, before, after) for name, unit, before, after, _ in self._figures]
+        of_a, of_b = self.a.categories, self.b.categories
+        rows += [(name, "bytes", of_a.get(name, 0), of_b.get(name, 0)) for name in self.categories]
         rows += [(part, "s", self.a.parts.get(part), self._scaled(part)) for part in self.parts]
-        return pd.DataFrame(
-            {
-                "what": name,
-                "unit": unit,
-                f"run {self.a.number}": before,
-                f"run {self.b.number}": after,
-                "change": None if before is None or after is None else after - before,
-            }
+        first, second = f"run {self.a.number}", f"run {self.b.number}"
+        return [
+            {"what": name, "unit": unit, first: before, second: after, "change": _less(after, before)}
             for name, unit, before, after in rows
-        )
+        ]
 
-    def __str__(self) -> str:
-        return "\n".join([*(f"{table}\n" for table in self._tables), *self._notes])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return "".join(table.html() for table in self._tables) + notes_html(self._notes)
+    @property
+    def shown(self) -> list[Table | str]:
+        """What was changed and what came of it, as tables and in words."""
+        return [*self._tables, *self._notes]
 
     def _ipython_display_(self) -> None:
         """Show it with its charts; without somebody to draw, IPython shows it as anything else."""
@@ -133,6 +120,7 @@ class Comparison:
         scale = 1.0 if self._as_measured else self.a.global_batch / self.b.global_batch
         return self.b.parts.get(part, 0.0) * scale
 
+    @property
     def _figures(self) -> list[tuple[str, str, Any, Any, Callable[[Any], str]]]:
         """Name, unit, both values, and how a value is written."""
         a, b = self.a, self.b
@@ -142,20 +130,19 @@ class Comparison:
             ("predicted", "bytes", _said(a), _said(b), format_bytes),
             ("reserved", "bytes", a.reserved_peak_bytes, b.reserved_peak_bytes, format_bytes),
             ("headroom", "share", a.headroom, b.headroom, columns.headroom),
-            ("samples/s", "", a.samples_per_s, b.samples_per_s, lambda _: ""),
+            ("samples/s", "", a.samples_per_s, b.samples_per_s, format_rate),
             ("loss", "", columns.loss_after(a, self.samples), columns.loss_after(b, self.samples), columns.number),
         ]
 
     @property
     def _tables(self) -> list[Table]:
         heading = f"Run {self.a.number} → {self.b.number}: {self.changed or 'nothing was changed'}"
+        rates = columns.rate(self.a.speed), columns.rate(self.b.speed)
         figures = []
-        for name, unit, before, after, words in self._figures():
-            if name == "samples/s":
-                cells = columns.rate(self.a.speed), columns.rate(self.b.speed)
-            else:
-                cells = words(before), words(after)
-            change = "" if name == "samples/s" and self._busy else _change(name, before, after, unit)
+        for name, unit, before, after, words in self._figures:
+            of_speed = name == "samples/s"
+            cells = rates if of_speed else (words(before), words(after))
+            change = "" if of_speed and self._busy else _change(name, before, after, unit)
             if before is not None or after is not None:
                 figures.append((name, *cells, change))
         tables = [self._table(heading, "", figures)]
@@ -254,6 +241,10 @@ class Comparison:
             if much == most
         ]
         return f" ({', '.join(told)})"
+
+
+def _less(after: Any, before: Any) -> Any:
+    return None if before is None or after is None else after - before
 
 
 def _largest_first(moved: Mapping[str, Any]) -> dict[str, Any]:

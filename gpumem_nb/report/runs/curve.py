@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 MOST_POINTS = 128
@@ -28,11 +29,7 @@ class Curve:
     __slots__ = (*_COLUMNS, "_share")
 
     def __init__(self) -> None:
-        self.steps = array("d")
-        self.samples = array("d")
-        self.losses = array("d")
-        self.rates = array("d")
-        self.live_peaks = array("d")
+        self.steps, self.samples, self.losses, self.rates, self.live_peaks = (array("d") for _ in _COLUMNS)
         self._share = 1 / MOST_POINTS  # of the samples seen by then, within which points were joined
 
     def __len__(self) -> int:
@@ -40,23 +37,18 @@ class Curve:
 
     def add(self, samples: int, loss: float | None, rate: float, live_peak_bytes: int) -> None:
         """One more step of so many samples."""
-        self._append(
-            (self.steps[-1] if self.steps else 0) + 1,
-            (self.samples[-1] if self.samples else 0) + samples,
-            math.nan if loss is None else loss,
-            rate,
-            live_peak_bytes,
-        )
+        steps, seen = (self.steps[-1], self.samples[-1]) if self.steps else (0, 0)
+        self._append(steps + 1, seen + samples, math.nan if loss is None else loss, rate, live_peak_bytes)
         if len(self) >= _MOST_KEPT:  # not with every step: it takes longer than a point
             self.thin()
 
     def thin(self) -> None:
         """Keep ``MOST_POINTS`` at most."""
         if len(self) > MOST_POINTS:
-            self._join(self._share)
+            self._join()
         while len(self) > MOST_POINTS:
             self._share *= 1.25
-            self._join(self._share)
+            self._join()
 
     def copy(self) -> Curve:
         """One that changes no more, of ``MOST_POINTS`` at most."""
@@ -69,13 +61,9 @@ class Curve:
 
     def mean_loss(self, begin: float, end: float) -> float | None:
         """The mean over the samples from ``begin`` to ``end``, counted since the flip; ``None`` if it is not known."""
-        total = before = 0.0
-        for seen, loss in zip(self.samples, self.losses, strict=True):
-            within = min(seen, end) - max(before, begin)
-            if within > 0:
-                total += within * loss
-            before = seen
-        mean = total / (end - begin) if before >= end > begin else math.nan
+        within = [min(seen, end) - max(before, begin) for before, seen in pairwise([0.0, *self.samples])]
+        total = sum(samples * loss for samples, loss in zip(within, self.losses, strict=True) if samples > 0)
+        mean = total / (end - begin) if len(self) and self.samples[-1] >= end > begin else math.nan
         return None if math.isnan(mean) else mean
 
     def as_dict(self) -> dict[str, list[float]]:
@@ -86,53 +74,33 @@ class Curve:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Sequence[Any]]) -> Curve:
         """What :meth:`as_dict` gave; raises ``ValueError``, ``TypeError`` or ``LookupError`` for anything else."""
-        curve = cls()
+        curve, last = cls(), (0.0, 0.0)
         for values in zip(*(saved[name] for name in _COLUMNS), strict=True):
             steps, samples, loss, rate, live_peak = map(float, values)
             known = all(map(math.isfinite, (steps, samples, rate, live_peak)))
-            if not known or len(curve) == _MOST_KEPT or not curve._goes_on_at(steps, samples):
+            if not known or len(curve) == _MOST_KEPT or steps <= last[0] or samples <= last[1]:
                 raise ValueError(values)  # one such point and nothing that is computed of the rows would come out
             curve._append(steps, samples, loss, rate, live_peak)
+            last = steps, samples
         return curve
-
-    def _goes_on_at(self, steps: float, samples: float) -> bool:
-        """Whether that is after the last point, by both."""
-        return steps > (self.steps[-1] if self.steps else 0) and samples > (self.samples[-1] if self.samples else 0)
 
     def _append(self, *values: float) -> None:
         for name, value in zip(_COLUMNS, values, strict=True):
             getattr(self, name).append(value)
 
-    def _join(self, share: float) -> None:
-        """Join points that lie together within this share of the samples seen by then."""
-        joined = Curve()
-        first = 0
+    def _join(self) -> None:
+        """Join points that lie together within a share of the samples seen by then."""
+        joined, first = Curve(), 0
+        steps, samples = ([end - begin for begin, end in pairwise([0.0, *ends])] for ends in (self.steps, self.samples))
         for last in range(len(self)):
-            ends = last + 1 == len(self)
             began = self.samples[first - 1] if first else 0.0
-            if ends or self.samples[last + 1] - began > share * self.samples[last + 1]:
-                joined._append(*self._as_one(first, last))
+            if last + 1 == len(self) or self.samples[last + 1] - began > self._share * self.samples[last + 1]:
+                part = slice(first, last + 1)
+                loss, rate = _mean(self.losses[part], samples[part]), _mean(self.rates[part], steps[part])
+                joined._append(self.steps[last], self.samples[last], loss, rate, max(self.live_peaks[part]))
                 first = last + 1
         for name in _COLUMNS:
             setattr(self, name, getattr(joined, name))
-
-    def _as_one(self, first: int, last: int) -> tuple[float, ...]:
-        """The points from the first to the last as one."""
-        steps, samples = (
-            [_since(ends, place) for place in range(first, last + 1)] for ends in (self.steps, self.samples)
-        )
-        part = slice(first, last + 1)
-        return (
-            self.steps[last],
-            self.samples[last],
-            _mean(self.losses[part], samples),
-            _mean(self.rates[part], steps),
-            max(self.live_peaks[part]),
-        )
-
-
-def _since(ends: Sequence[float], place: int) -> float:
-    return ends[place] - (ends[place - 1] if place else 0.0)
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...shared.errors import InvalidInput, SetupError
@@ -13,16 +14,19 @@ from ..page import page
 from ..written import Written, write_over
 
 if TYPE_CHECKING:
-    from .record import Runs
+    import pandas as pd
 
+NOTHING = "Nothing has been tried yet. Train some steps first: %hvd_train 20"
 _CSV = b"run,workload,"
 _BEGINS = {".csv": _CSV, ".parquet": b"PAR1", ".html": HTML}
 """The kinds of files there are, and how a file begins that may be written over."""
 _PLAIN = {str, bool, int, float}
 
 
-def write(runs: Runs, path: str | os.PathLike[str]) -> Written:
-    """Write runs to a file of the kind that its name says.
+def write(
+    path: str | os.PathLike[str], count: int, frame: Callable[[], pd.DataFrame], html: Callable[[], str]
+) -> Written:
+    """Write so many runs to a file of the kind that its name says, from what makes their data or their table.
 
     Raises:
         InvalidInput: another kind, nothing to write, or a file that cannot be written or is of something else.
@@ -32,20 +36,20 @@ def write(runs: Runs, path: str | os.PathLike[str]) -> Written:
     kind = target.suffix.lower()
     if kind not in _BEGINS:
         raise InvalidInput(f"{target.name} cannot be written: name a file that ends in .csv, .parquet or .html.")
-    if not len(runs):
-        raise InvalidInput(str(runs))
-    data = {".csv": _csv, ".parquet": _parquet, ".html": _html}[kind](runs)
-    count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-    return write_over(target, data, _BEGINS[kind], f"It has {count}, and all that was measured of them.")
+    if not count:
+        raise InvalidInput(NOTHING)
+    if kind == ".html":
+        data = page("Runs", [html()]).encode("utf-8", "backslashreplace")
+    elif kind == ".csv":
+        data = frame().to_csv(index=False).encode()
+    else:
+        data = _parquet(frame())
+    holds = f"It has {count} run{'s' * (count > 1)}, and all that was measured of them."
+    return write_over(target, data, _BEGINS[kind], holds)
 
 
-def _csv(runs: Runs) -> bytes:
-    return bytes(runs.frame().to_csv(index=False).encode())
-
-
-def _parquet(runs: Runs) -> bytes:
+def _parquet(frame: pd.DataFrame) -> bytes:
     """A column of a Parquet file has one type, and knobs of one's own any values: what is of several becomes words."""
-    frame = runs.frame()
     for name in [name for name in frame.columns if frame[name].dtype.kind == "O"]:
         known = [None if _unknown(value) else value for value in frame[name]]
         kinds = {type(value) for value in known if value is not None}
@@ -63,7 +67,3 @@ def _parquet(runs: Runs) -> bytes:
 
 def _unknown(value: Any) -> bool:
     return value is None or value != value  # not a number
-
-
-def _html(runs: Runs) -> bytes:
-    return page("Runs", [runs.unfolded._repr_html_()]).encode("utf-8", "backslashreplace")

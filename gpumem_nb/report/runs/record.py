@@ -5,38 +5,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...shared.categories import CATEGORIES
 from ...shared.errors import InvalidInput, nearest
 from ...shared.step_times import PARTS
-from ..tables import Table, notes_html
+from ..tables import Report, Table, notes_html
 from ..written import Written
 from . import columns
 from .columns import Around, Column
 from .comparing import Comparison
-from .files import write
-from .models import options_text
+from .files import NOTHING, write
 from .row import Row
 from .sorting import latest, order, sortable
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-_NOTHING = "Nothing has been tried yet. Train some steps first: %hvd_train 20"
 _HIGHEST_FIRST = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "headroom")
-_SHOWN_AS = {
-    "batch": "global_batch",
-    "from": "came_from",
-    "live peak": "live_peak_bytes",
-    "loss": "loss_at_equal_samples",
-    "predicted": "predicted_live_peak_bytes",
-    "reserved": "reserved_peak_bytes",
-    "samples/s": "samples_per_s",
-}
 _MARKS = {columns.BEST: "var(--jp-success-color0, #2e7d32)", "best, now": "var(--jp-success-color0, #2e7d32)"}
 _ABOUT = (
     "batch = micro-batch × accumulation × ranks; live peak, reserved and headroom (what reserved bytes leave free of "
@@ -51,7 +36,7 @@ FIGURES = (
 """Columns of :meth:`Runs.frame` that people sort by, besides knobs."""
 
 
-class Runs:
+class Runs(Report):
     """Every configuration tried, side by side; rows are named by their numbers.
 
     **Loss at equal samples** is the mean loss over the last quarter of the first N samples that all ranks together saw
@@ -95,7 +80,7 @@ class Runs:
         """
         found = next((row for row in self.rows if row.number == number), None)
         if found is None or isinstance(number, bool):
-            there = f"there are 1 to {max(row.number for row in self.rows)}" if self.rows else _NOTHING
+            there = f"there are 1 to {max(row.number for row in self.rows)}" if self.rows else NOTHING
             raise InvalidInput(f"There is no run {number!r}: {there.rstrip('.')}.")
         return found
 
@@ -116,11 +101,10 @@ class Runs:
         Raises:
             InvalidInput: no such column.
         """
-        frame = self._values
-        by = _SHOWN_AS.get(by, by)
-        if self.rows and by not in frame[0]:
-            raise InvalidInput(f"There is no column {by!r}: {nearest(by, frame[0])}.")
-        places = order([row[by] for row in frame], highest_first=by in _HIGHEST_FIRST) if self.rows else []
+        by = columns.SHOWN_AS.get(by, by)
+        if self.rows and by not in self.records[0]:
+            raise InvalidInput(f"There is no column {by!r}: {nearest(by, self.records[0])}.")
+        places = order([record[by] for record in self.records], highest_first=by in _HIGHEST_FIRST)
         return self._part([self.rows[place] for place in places])
 
     def _part(self, rows: Sequence[Row]) -> Runs:
@@ -149,37 +133,22 @@ class Runs:
             InvalidInput: another kind of file, or one that cannot be written or is of something else.
             SetupError: there is no pyarrow that pandas can use.
         """
-        return write(self, path)
+        return write(path, len(self), self.frame, self.unfolded._repr_html_)
 
-    def frame(self) -> pd.DataFrame:
-        """One row a configuration: its settings and all that was measured; bytes, seconds and shares as names say.
-
-        ``NAME_bytes`` of a category is what it takes of the live peak, ``data_s`` and so on are the parts of a step,
-        ``loss`` is that of the last step; ``loss_at_equal_samples`` is after ``loss_samples``, as the class says.
-        """
-        import pandas as pd
-
-        return pd.DataFrame(self._values)
-
-    def __str__(self) -> str:
-        return "\n".join([str(self._table), "", *self._notes]) if self.rows else _NOTHING
-
-    __repr__ = __str__
+    @property
+    def shown(self) -> list[Table | str]:
+        """The table and what it does not say."""
+        return [self._table, *self._notes] if self.rows else [NOTHING]
 
     def _repr_html_(self) -> str:
         if not self.rows:
-            return notes_html([_NOTHING])
-        found, shown = self._columns, self._shown
-        values = [[column.value(row) for column in found] for row in shown]
-        table = self._table
-        unbroken = tuple(
-            tuple(
-                cell if heading in table.words else cell.replace(" ", "\u00a0")
-                for heading, cell in zip(table.headings, row, strict=True)
-            )
-            for row in table.rows
-        )
-        return sortable(replace(table, rows=unbroken), values) + notes_html(self._notes)
+            return super()._repr_html_()
+        by_key = {row.key: record for row, record in zip(self.rows, self.records, strict=True)}
+        values = [
+            [by_key[row.key][column.by] if column.by else column.cell(row) for row in self._shown]
+            for column in self._columns
+        ]
+        return sortable(self._table.unbroken, values) + notes_html(self._notes)
 
     @cached_property
     def _shown(self) -> list[Row]:
@@ -223,17 +192,22 @@ class Runs:
         return notes
 
     @cached_property
-    def _values(self) -> list[dict[str, Any]]:
-        return [self._values_of(row) for row in self.rows]
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each configuration: its settings and all that was measured; bytes, seconds and shares as names say.
 
-    def _values_of(self, row: Row) -> dict[str, Any]:
+        ``NAME_bytes`` of a category is what it takes of the live peak, ``data_s`` and so on are the parts of a step,
+        ``loss`` is that of the last step; ``loss_at_equal_samples`` is after ``loss_samples``, as the class says.
+        """
+        return [self._record(row) for row in self.rows]
+
+    def _record(self, row: Row) -> dict[str, Any]:
         """A row of the frame. Numbers that are not known are ``nan``, so that columns of numbers stay such."""
         speed, foretold, samples = row.speed, row.foretold, self._around.samples.get(row.model)
         equal = self._around.loss(row)
         return {
             "run": row.number,
             "workload": row.workload,
-            "options": options_text(row),
+            "options": " ".join(f"{name}={value:g}" for name, value in row.options),
             "parameters": _number(row.parameters),
             **row.settings.as_dict(),
             "ranks": row.ranks,

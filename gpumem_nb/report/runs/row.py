@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,31 +133,10 @@ class Row:
 
     def saved(self) -> dict[str, Any]:
         """For json; without what depends on where it is shown."""
-        return {
-            "key": self.key,
-            "workload": self.workload,
-            "options": dict(self.options),
-            "parameters": self.parameters,
-            "batch_norm": self.batch_norm,
-            "settings": self.settings.saved(),
-            "ranks": self.ranks,
-            "device": self.device,
-            "device_memory_bytes": self.device_memory_bytes,
-            "driver": self.driver,
-            "began_s": self.began_s,
-            "steps": self.steps,
-            "outcome": self.outcome,
-            "loss": self.loss,
-            "peak_bytes": self.peak_bytes,
-            "reserved_peak_bytes": self.reserved_peak_bytes,
-            "headroom": self.headroom,
-            "speed": _fields(self.speed),
-            "curve": self.curve.as_dict(),
-            "categories": dict(self.categories),
-            "parts": dict(self.parts),
-            "foretold": _fields(self.foretold),
-            "note": self.note,
-        }
+        saved = {name: getattr(self, name) for name in _READ}
+        saved |= {name: dict(saved[name]) for name in ("options", "categories", "parts")}
+        saved |= {name: _fields(saved[name]) for name in ("speed", "foretold")}
+        return saved | {"settings": self.settings.saved(), "curve": self.curve.as_dict()}
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Row:
@@ -165,50 +144,16 @@ class Row:
 
         Raises ``ValueError``, ``TypeError``, ``LookupError`` or ``AttributeError`` for what is none.
         """
-        known = {name: value for name, value in saved["settings"].items() if name in KNOBS}
-        speed, foretold = saved["speed"], saved["foretold"]
-        return cls(
-            key=str(saved["key"]),
-            number=0,
-            workload=str(saved["workload"]),
-            options=tuple((str(name), _finite(value)) for name, value in saved.get("options", {}).items()),
-            parameters=_maybe(saved.get("parameters"), _whole),
-            batch_norm=saved.get("batch_norm") is True,
-            settings=Settings(**{name: KNOBS[name].from_saved(value) for name, value in known.items()}),
-            ranks=_whole(saved["ranks"], 1),
-            device=str(saved["device"]),
-            device_memory_bytes=_maybe(saved.get("device_memory_bytes"), _whole),
-            driver=str(saved.get("driver", "")),
-            began_s=_finite(saved["began_s"]),
-            steps=_whole(saved["steps"]),
-            outcome=str(saved["outcome"]),
-            loss=_maybe(saved["loss"], float),
-            peak_bytes=_maybe(saved["peak_bytes"], _whole),
-            reserved_peak_bytes=_maybe(saved["reserved_peak_bytes"], _whole),
-            headroom=_maybe(saved["headroom"], _finite),
-            speed=None if speed is None else _speed(*speed),
-            curve=Curve.from_dict(saved["curve"]),
-            categories={name: _whole(saved["categories"][name]) for name in CATEGORIES if name in saved["categories"]},
-            parts={name: _finite(saved["parts"][name]) for name in PARTS if name in saved["parts"]},
-            foretold=None if foretold is None else _foretold(*foretold),
-            note=str(saved["note"]),
-        )
+        return cls(number=0, **{name: read({**_SINCE, **saved}[name]) for name, read in _READ.items()})
 
 
 def _fields(value: Any) -> list[Any] | None:
     return None if value is None else [getattr(value, name) for name in value.__slots__]
 
 
-def _speed(median: Any, low: Any, high: Any, steps: Any, starved: Any = 0.0) -> Speed:
-    return Speed(_finite(median), _finite(low), _finite(high), _whole(steps, 1), _finite(starved))
-
-
-def _foretold(live: Any, reserved: Any, rate: Any, verdict: Any, came: Any) -> Foretold:
-    return Foretold(_whole(live), _whole(reserved), _maybe(rate, _finite), str(verdict), _maybe(came, _whole))
-
-
-def _maybe(value: Any, read: Any) -> Any:
-    return None if value is None else read(value)
+def _maybe(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same of what may not be known."""
+    return lambda value: None if value is None else read(value)
 
 
 def _finite(value: Any) -> float:
@@ -221,3 +166,56 @@ def _whole(value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not math.isfinite(value) or int(value) != value or value < least:
         raise ValueError(value)
     return int(value)
+
+
+def _settings(saved: Mapping[str, Any]) -> Settings:
+    return Settings(**{name: KNOBS[name].from_saved(value) for name, value in saved.items() if name in KNOBS})
+
+
+def _speed(median: Any, low: Any, high: Any, steps: Any, starved: Any = 0.0) -> Speed:
+    return Speed(_finite(median), _finite(low), _finite(high), _whole(steps, 1), _finite(starved))
+
+
+def _foretold(live: Any, reserved: Any, rate: Any, verdict: Any, came: Any) -> Foretold:
+    return Foretold(_whole(live), _whole(reserved), _maybe(_finite)(rate), str(verdict), _maybe(_whole)(came))
+
+
+def _known(names: Sequence[str], read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Of values by name those whose names are known here, in this order."""
+    return lambda saved: {name: read(saved[name]) for name in names if name in saved}
+
+
+# What is saved of a row, and how it is read.
+_READ: dict[str, Callable[[Any], Any]] = {
+    "key": str,
+    "workload": str,
+    "options": lambda saved: tuple((str(name), _finite(value)) for name, value in saved.items()),
+    "parameters": _maybe(_whole),
+    "batch_norm": lambda value: value is True,
+    "settings": _settings,
+    "ranks": lambda value: _whole(value, 1),
+    "device": str,
+    "device_memory_bytes": _maybe(_whole),
+    "driver": str,
+    "began_s": _finite,
+    "steps": _whole,
+    "outcome": str,
+    "loss": _maybe(float),
+    "peak_bytes": _maybe(_whole),
+    "reserved_peak_bytes": _maybe(_whole),
+    "headroom": _maybe(_finite),
+    "speed": _maybe(lambda saved: _speed(*saved)),
+    "curve": Curve.from_dict,
+    "categories": _known(CATEGORIES, _whole),
+    "parts": _known(PARTS, _finite),
+    "foretold": _maybe(lambda saved: _foretold(*saved)),
+    "note": str,
+}
+# What earlier versions did not save.
+_SINCE: dict[str, Any] = {
+    "options": {},
+    "parameters": None,
+    "batch_norm": False,
+    "device_memory_bytes": None,
+    "driver": "",
+}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..tables import Table
-from .columns import Value
 from .row import Row
 
 SCROLLED = "<div style='overflow-x: auto'>"  # where it is wider than the notebook
@@ -49,11 +48,18 @@ _SCRIPT = """
 """
 
 
-def order(values: Sequence[Value], highest_first: bool = False) -> list[int]:
-    """The places of these values from the lowest to the highest; numbers before words, what is not known at the end."""
-    known = [place for place, value in enumerate(values) if not _missing(value)]
-    known.sort(key=lambda place: _key(values[place]), reverse=highest_first)
-    return known + [place for place, value in enumerate(values) if _missing(value)]
+def ranks(values: Sequence[Any]) -> list[int | None]:
+    """The place of each value among the different ones: numbers before words; none for what is not known."""
+    keys = [None if value in (None, "") or value != value else _key(value) for value in values]
+    places = {key: place for place, key in enumerate(sorted({key for key in keys if key is not None}))}
+    return [None if key is None else places[key] for key in keys]
+
+
+def order(values: Sequence[Any], highest_first: bool = False) -> list[int]:
+    """The places of these values from the lowest to the highest; what is not known comes at the end."""
+    sign = -1 if highest_first else 1
+    keyed = [(rank is None, sign * (rank or 0), place) for place, rank in enumerate(ranks(values))]
+    return [place for _, _, place in sorted(keyed)]
 
 
 def latest(rows: Sequence[Row], most: int) -> list[Row]:
@@ -63,24 +69,11 @@ def latest(rows: Sequence[Row], most: int) -> list[Row]:
     return [row for row in rows if row.key in kept]
 
 
-def sortable(table: Table, values: Sequence[Sequence[Value]]) -> str:
-    """The table for a notebook, whose headings sort it; ``values`` has one for each cell."""
-    columns = [_ranks([row[place] for row in values]) for place in range(len(table.headings))]
-    return f"{SCROLLED}{replace(table, scrolls=True).html()}<script>{_SCRIPT % json.dumps(columns)}</script></div>"
+def sortable(table: Table, values: Sequence[Sequence[Any]]) -> str:
+    """The table for a notebook, whose headings sort it; ``values`` has a column of them for each."""
+    places = json.dumps([ranks(column) for column in values])
+    return f"{SCROLLED}{replace(table, scrolls=True).html()}<script>{_SCRIPT % places}</script></div>"
 
 
-def _ranks(values: Sequence[Value]) -> list[int | None]:
-    """For each value which place it has among the different ones."""
-    different = sorted({_key(value) for value in values if not _missing(value)})
-    places = {key: place for place, key in enumerate(different)}
-    return [None if _missing(value) else places[_key(value)] for value in values]
-
-
-def _missing(value: Value) -> bool:
-    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
-
-
-def _key(value: Value) -> tuple[bool, float, str]:
-    if isinstance(value, (bool, int, float)):
-        return (False, float(value), "")
-    return (True, 0.0, str(value))
+def _key(value: Any) -> tuple[bool, float, str]:
+    return (False, float(value), "") if isinstance(value, (bool, int, float)) else (True, 0.0, str(value))
