@@ -15,7 +15,7 @@ from ..export.order import ROLES, Order, Source
 from ..export.script import own_modules, script
 from ..export.slicing import needed, settings_in
 from ..export.unclear import in_short
-from ..report.exported import ExportedScript, commands
+from ..report.written import ExportedScript, commands
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.exporting import Facts
 from ..shared.learning_rate import OWN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-from ..report.autotuned import Autotuned
+from ..report.configurations import Autotuned
 from ..shared.knobs.communication import BUCKET_MIB, COMPRESSION, CYCLE_TIME_MS, FUSION_THRESHOLD_MIB
 from ..shared.settings import Settings
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..report.step_time import behind
-from ..report.trace import TraceFile, steps_in_words
+from ..report.written import TraceFile, steps_in_words
 from ..shared.errors import GpumemError, InvalidInput, WorkloadError
 from ..shared.messages import RankInfo
 from ..shared.progress import Progress

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ..shared.messages import Sample
 from ..shared.step_times import DATA, REDUCTION, StepTimes
-from .step_time import judged
+from .speed import judged
 
 FEWEST_STEPS = 12  # before anything is said
 MOST_STEPS = 24  # the latest

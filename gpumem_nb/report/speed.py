@@ -77,6 +77,20 @@ class Straggler:
         return cls(least[1], share) if share >= WORTH_A_WORD else None
 
 
+def judged(samples: Sequence[Sample], since_step: int) -> list[Sample]:
+    """The latest steps under one configuration whose times are known, without those that warm up if there are more."""
+    found: list[Sample] = []
+    for sample in reversed(samples):
+        if sample.step <= since_step or (found and sample.settings_id != found[-1].settings_id):
+            break
+        if sample.done and sample.times:
+            found.append(sample)
+        if len(found) == STEPS_JUDGED + WARM_UP_STEPS:
+            break
+    found.reverse()
+    return found[WARM_UP_STEPS:] or found
+
+
 def compared(before: Speed | None, after: Speed | None) -> str:
     """Both in words, and by how much they differ if that can be told from how much single steps differ."""
     first, second = (format_rate(speed.median if speed else None) for speed in (before, after))

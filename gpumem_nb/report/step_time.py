@@ -6,15 +6,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..shared.messages import Sample
 from ..shared.step_times import DATA, MEANING, PARTS, REDUCTION, StepLanes, StepTimes
-from .speed import STEPS_JUDGED, WARM_UP_STEPS, Straggler
+from .bottleneck import Bottleneck
+from .speed import Straggler, judged
 from .tables import Report, Table
-
-if TYPE_CHECKING:
-    from .bottleneck import Bottleneck
 
 _ALL = "all"
 _SLOWEST = " (slowest)"
@@ -148,20 +145,6 @@ def behind(lanes: Sequence[StepLanes], hosts: Sequence[str]) -> dict[int, float]
         reduced = [lap.ended_s for lap in lane.parts if lap.name == REDUCTION] or [lane.parts[-1].ended_s]
         ends_s[hosts[lane.rank]] = max(ends_s.get(hosts[lane.rank], -math.inf), reduced[-1])
     return {lane.rank: ends_s[hosts[lanes[0].rank]] - ends_s[hosts[lane.rank]] for lane in lanes}
-
-
-def judged(samples: Sequence[Sample], since_step: int) -> list[Sample]:
-    """The latest steps under one configuration whose times are known, without those that warm up if there are more."""
-    found: list[Sample] = []
-    for sample in reversed(samples):
-        if sample.step <= since_step or (found and sample.settings_id != found[-1].settings_id):
-            break
-        if sample.done and sample.times:
-            found.append(sample)
-        if len(found) == STEPS_JUDGED + WARM_UP_STEPS:
-            break
-    found.reverse()
-    return found[WARM_UP_STEPS:] or found
 
 
 def _cell(seconds: float, share: float) -> str:

@@ -1,11 +1,16 @@
-"""A file for other people that was written, in words."""
+"""Files that were written for other people and programs, in words: exports, scripts, traces."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from ..shared.errors import InvalidInput
 from ..shared.units import format_bytes
@@ -62,3 +67,93 @@ def write_over(target: Path, data: bytes, begin: bytes, holds: str) -> Written:
 def _begins(path: Path, begin: bytes) -> bool:
     with open(path, "rb") as file:
         return file.read(len(begin)) in (begin, b"")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedScript:
+    """A plain script that trains as the session does.
+
+    Attributes:
+        path: of the file.
+        lines: in it.
+        ranks: of the session.
+        ddp: whether it is for ``torchrun`` and DistributedDataParallel instead of Horovod.
+        left_out: sentences about what the session does and the script does not.
+    """
+
+    path: Path
+    lines: int
+    ranks: int
+    ddp: bool
+    left_out: tuple[str, ...]
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """What starts it, each of them by itself."""
+        return commands(self.path.name, self.ranks, self.ddp)
+
+    def __str__(self) -> str:
+        told = [f"Written: {self.path} ({self.lines} lines)."]
+        told += ["Not carried over:", *(f"- {sentence}" for sentence in self.left_out)] if self.left_out else []
+        told.append(f"Run it in a terminal, in {self.path.parent}:")
+        if sys.prefix != sys.base_prefix:
+            told.append(f"  source {shlex.quote(sys.prefix)}/bin/activate")
+        return "\n".join([*told, "  " + "\n  or: ".join(self.commands)])
+
+    __repr__ = __str__
+
+
+def commands(name: str, ranks: int, ddp: bool) -> tuple[str, ...]:
+    """What starts a script on so many ranks of one host such as this one.
+
+    Open MPI would bind each of few ranks to a core, start no more ranks than there are cores, and nothing as root.
+    Horovod 0.28.1 turns binding off by an option that Open MPI 5 does not take, so it is told how.
+    """
+    name = shlex.quote(name)
+    if ddp:
+        return (f"torchrun --nproc-per-node {ranks} {name}",)
+    options = ["--bind-to none"]
+    if ranks > (psutil.cpu_count(logical=False) or 1):
+        options.append("--oversubscribe")
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    return (
+        f"mpiexec -n {ranks} {' '.join(options)} python {name}",
+        f"horovodrun -np {ranks} --binding-args='--bind-to none' python {name}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """A trace of all ranks.
+
+    Attributes:
+        path: of the file.
+        steps: the numbers of those recorded.
+        wanted: how many were asked for.
+        ranks: of how many ranks.
+        events: all that is in it.
+        size_bytes: the file's size.
+    """
+
+    path: Path
+    steps: tuple[int, ...]
+    wanted: int
+    ranks: int
+    events: int
+    size_bytes: int
+
+    def __str__(self) -> str:
+        fewer = f" ({self.wanted} were asked for: an evaluation came)" if len(self.steps) < self.wanted else ""
+        return (
+            f"Written: {self.path} ({format_bytes(self.size_bytes)}).\n"
+            f"It has {steps_in_words(self.steps)} of {self.ranks} ranks in {self.events:,} events{fewer}.\n"
+            "Open it at https://ui.perfetto.dev, which reads it in your browser, or in chrome://tracing."
+        )
+
+    __repr__ = __str__
+
+
+def steps_in_words(steps: Sequence[int]) -> str:
+    """Of steps in a row which they are."""
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"

@@ -15,8 +15,8 @@ from ..report.scaling import ScalingReport
 from ..report.status import Status
 from ..report.step_time import TimeReport
 from ..report.sync import SyncReport
-from ..report.trace import TraceFile
 from ..report.waits import WaitReport
+from ..report.written import TraceFile
 from ..shared.messages import Timeline
 from ..shared.progress import Progress
 

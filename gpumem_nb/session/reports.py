@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..install.versions import versions
 from ..report.leak_sentences import in_words
-from ..report.page import BEGIN
-from ..report.tables import notes_html
+from ..report.tables import BEGIN, notes_html
 from ..report.written import Written, check_over, write_over
 from ..shared.errors import GpumemError, InvalidInput
 from ..shared.progress import Progress

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
-from ..report.exported import ExportedScript
 from ..report.state_files import Snapshots, StateFile
+from ..report.written import ExportedScript
 from ..shared.progress import Progress
 from ..shared.workload import Workload, WorkloadInfo
 

@@ -12,8 +12,7 @@ from plotly.io import to_html
 
 from ..kernel.history import History
 from ..planning.score import Scoreboard
-from ..report.page import page
-from ..report.tables import Table
+from ..report.tables import Table, page
 from ..shared.messages import RankInfo
 from ..shared.units import format_bytes
 from . import legend

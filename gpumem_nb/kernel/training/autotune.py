@@ -7,7 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from ...report.autotuned import Autotuned
+from ...report.configurations import Autotuned
 from ...report.differences import arrows, typed
 from ...report.speed import WARM_UP_STEPS
 from ...shared.errors import InvalidInput

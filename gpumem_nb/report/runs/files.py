@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...shared.errors import InvalidInput, SetupError
 from ...shared.state_file import as_path
-from ..page import BEGIN as HTML
-from ..page import page
+from ..tables import BEGIN as HTML
+from ..tables import page
 from ..written import Written, write_over
 
 if TYPE_CHECKING:
