@@ -76,7 +76,7 @@ class Snapshots(Report):
     rows: tuple[SnapshotRow, ...]
 
     @property
-    def parts(self) -> list[Table | str]:
+    def shown(self) -> list[Table | str]:
         """The table, and what to type."""
         if not self.rows:
             return ["There is no automatic snapshot."]

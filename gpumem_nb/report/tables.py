@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -106,7 +107,7 @@ def notes_html(sentences: Sequence[str]) -> str:
     return "".join(f"<p style='{_NOTE_STYLE}'>{escape(sentence)}</p>" for sentence in sentences)
 
 
-class Report:
+class Report(ABC):
     """What is shown of something that was found out: tables and sentences, in an order, and the same as data.
 
     A report defines :attr:`shown`, and :attr:`records` if it has data; how they look is decided here.
@@ -115,9 +116,9 @@ class Report:
     __slots__ = ()
 
     @property
+    @abstractmethod
     def shown(self) -> Sequence[Table | str]:
         """What is shown, in order."""
-        raise NotImplementedError
 
     @property
     def records(self) -> Iterable[Mapping[str, Any]]:
