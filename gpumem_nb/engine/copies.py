@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Bytes = np.ndarray[Any, Any]
+
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 divided by the golden ratio: far from any small multiple
 _MIX = 0xBF58476D1CE4E5B9 - 2**64  # of the generator splitmix64
 _SMALL_PIECE, _LARGE_PIECE = 1 << 13, 1 << 20  # words that are mixed at once, on the host and on a GPU
@@ -110,21 +112,40 @@ def checksum(tensor: Tensor) -> Tensor:
     A value that moves changes the sum, as does one that changes. A tensor that does not lie in the order of its
     indices is copied for it; otherwise next to nothing is allocated.
     """
-    device = tensor.device
-    total = torch.tensor(zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode()), device=device)
+    found = quick_checksum(tensor)
+    return found if isinstance(found, Tensor) else torch.tensor(found)
+
+
+def quick_checksum(tensor: Tensor) -> int | Tensor:
+    """Sum up all bits as :func:`checksum` does: of a tensor on the host a plain number, for which torch allocates
+    nothing, elsewhere a number on its device, for which nobody waits.
+    """
+    device, total = tensor.device, zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
     flat = tensor.detach()
     if flat.is_sparse or not flat.numel():
-        return total
+        return total if device.type == "cpu" else torch.tensor(total, device=device)
     flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat.resolve_neg()).contiguous()
     flat = flat.view(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
+    if device.type == "cpu":
+        return _sum_on_host(flat[:whole].numpy(), flat[whole:].numpy(), total)
     aligned = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
-    weights = _weights_on_host() if device.type == "cpu" else _weights(_LARGE_PIECE, device)
-    words = aligned.view(torch.int64)
-    for piece in (*words.split(len(weights)), *((flat[whole:],) if whole < flat.numel() else ())):
+    weights, found = _weights(_LARGE_PIECE, device), torch.tensor(total, device=device)
+    for piece in (*aligned.view(torch.int64).split(_LARGE_PIECE), flat[whole:]):
         mixed = piece * weights[: len(piece)]
-        total = total * _ODD + mixed.bitwise_xor_(mixed >> 32).sum()
-    return total
+        found = found * _ODD + mixed.bitwise_xor_(mixed >> 32).sum()
+    return found
+
+
+def _sum_on_host(whole: Bytes, rest: Bytes, total: int) -> int:
+    weights, mixed, shifted = _workplace()
+    words = whole.view(np.int64)
+    for piece in (*(words[at : at + _SMALL_PIECE] for at in range(0, len(words), _SMALL_PIECE)), rest):
+        here, there = mixed[: len(piece)], shifted[: len(piece)]
+        np.multiply(piece, weights[: len(piece)], out=here)
+        np.right_shift(here, 32, out=there)
+        total = total * _ODD + int(np.bitwise_xor(here, there, out=here).sum())
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
@@ -134,8 +155,10 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _weights_on_host() -> Tensor:
-    return host_copy(_weights(_SMALL_PIECE, torch.device("cpu")))
+def _workplace() -> tuple[Bytes, Bytes, Bytes]:
+    """The weights of words on the host, and room for a piece, twice."""
+    weights = _weights(_SMALL_PIECE, torch.device("cpu")).numpy().copy()
+    return weights, np.empty_like(weights), np.empty_like(weights)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ..shared.errors import WorkloadError
 from .step.own_loss import OwnLoss
 from .step.parts import as_given
-from .step.undo import ForwardState, ForwardUndo
+from .undo.step_undo import ForwardState, ForwardUndo
 
 _NAMED = {"loss": "A criterion", "metric": "A metric of outputs and targets"}
 

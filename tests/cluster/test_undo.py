@@ -147,3 +147,29 @@ def test_an_update_that_raises_for_what_a_cell_has_set_is_undone_as_a_whole(two_
     assert two_ranks.run(counts) == before
     two_ranks.run("opt.param_groups[0]['betas'] = (0.9, 0.999)")
     assert two_ranks.train(2).frame().step.max() == 6
+
+
+def test_an_undone_step_leaves_weights_that_its_forward_wrote(two_ranks: Session) -> None:
+    attach(two_ranks, QUERY_AND_KEY)
+    two_ranks.train(4)
+    for _ in range(2):
+        before = two_ranks.run(ALL)
+        two_ranks.run("hook = net.query.weight.register_hook(lambda grad: 1 / 0)", ranks=[1])
+        with pytest.raises(TrainingFailed):
+            two_ranks.train(1)
+        assert two_ranks.run(ALL) == before
+        two_ranks.run("hook.remove()", ranks=[1])
+        two_ranks.train(1)
+
+
+def test_a_question_about_a_model_with_a_frozen_dataclass_leaves_the_weights(two_ranks: Session) -> None:
+    config = "import dataclasses\n@dataclasses.dataclass(frozen=True, slots=True)\nclass Config:\n    a: int = 1\n"
+    kept = "self.config, self.stats = Config(), (torch.zeros(1), torch.zeros(1))"
+    code = config + QUERY_AND_KEY.replace("self.bound = 2.0", kept)
+    attach(two_ranks, code)
+    two_ranks.train(3)
+    before = two_ranks.run(ALL)
+    two_ranks.predict(batch_size=8)
+    assert two_ranks.run(ALL) == before
+    assert two_ranks.check_sync().ok
+    two_ranks.train(1)

@@ -26,6 +26,29 @@ with an error when a case does not hold; `make test` holds a selection.
 - **refused**: not trained, with the sentence below the table.
 """
 
+RESTORED = """## What undoing restores
+
+A step that one rank cannot finish, a question, an evaluation and a recorded step leave no trace. What is kept before
+they run, and put back bit for bit where it differs:
+
+- weights (those that forward itself writes too, found out by their content in the first step after each cell), buffers,
+  the optimizer's state and options, tensors and containers among them, the loss scale, the learning rate;
+- random numbers of torch, CUDA, NumPy and Python, and generators that the model keeps;
+- attributes of modules, of hooks, of the loss, and of objects, dataclasses and slots that these hold; closures,
+  defaults and globals of your own functions among them;
+- what lists, dicts, tuples, sets and deques among these hold, of any length and six deep; tensors in them of up to
+  64 KiB, and larger ones once their content was seen to change; NumPy arrays of up to 64 KiB.
+
+What one part raises stops no other, and the next step tells of it. A cell may change anything, so after each of them all
+that was learned of the model is found out anew, and the first update can be undone.
+
+Not restored: files, prints and what runs on other machines; objects of installed packages, of datasets, samplers and
+schedulers; objects in a tensor's own attributes; a tensor above 1 MiB that is neither a weight nor a buffer, in the first
+step that writes it; one above 64 KiB that is written through `.data` for the first time after some steps without (in a
+checkpointed block it is refused in the next comparison); trained weights that forward writes in a question that comes
+before the first step after a cell (the next step says so).
+"""
+
 
 def page(results: list[Result], ranks: int) -> str:
     """The whole page."""
@@ -47,6 +70,7 @@ def page(results: list[Result], ranks: int) -> str:
         lines.append(_row(deed.name, [subject.name, *squares]))
     lines += ["", "## What is refused", "", *_head(["what", "the sentence"])]
     lines += [_row(result.case.subject.name, [result.sentence.replace("|", "\\|")]) for result in refused]
+    lines += ["", *RESTORED.splitlines()]
     if notes:
         lines += ["", "## Sentences", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     lines += ["", *_versions(), ""]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from gpumem_nb.engine.copies import Aside, Layout, checksum, host_copy
-from gpumem_nb.engine.step.undo import KeptState
 from gpumem_nb.engine.step.wire import arrived, outgoing
+from gpumem_nb.engine.undo.step_undo import KeptState
 
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, Callable[[], Tensor]] = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpumem_nb.engine.losses import as_loss
 from gpumem_nb.engine.step.trainer import Trainer
-from gpumem_nb.engine.step.undo import ForwardState, ForwardUndo, UpdateUndo
+from gpumem_nb.engine.undo.step_undo import ForwardState, ForwardUndo, UpdateUndo
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpumem_nb.engine.step import optimizers
-from gpumem_nb.engine.step.undo import UpdateUndo
+from gpumem_nb.engine.undo.step_undo import UpdateUndo
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.settings import Settings

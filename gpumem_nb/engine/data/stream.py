@@ -82,6 +82,9 @@ class Stream:
         """Epochs seen so far; ``None`` where their length is not known."""
         return self.position / self.length if self.length else None
 
+    def check_length(self) -> None:
+        """After a cell: refuse data that has become longer or shorter, of which the order of samples knows nothing."""
+
     def make_ready(self, batch_size: int, count: int, trial: bool = False) -> None:
         """What the next step needs and must not begin within it, such as new processes."""
 
@@ -164,6 +167,7 @@ class ShardedStream(Stream):
         self.collate = collate
         self.order = order or Shuffled(len(dataset))
         self.length = len(self.order(seed, 0))
+        self._held = len(dataset)
         self.handed_on = handed_on or {}
         self._epochs: dict[tuple[int, int], Sequence[Any]] = {}
         self._workers: Workers | None = None
@@ -171,6 +175,18 @@ class ShardedStream(Stream):
         self._begun_with: tuple[Any, ...] = ()
         self._done: tuple[int, int] | None = None
         self._longest: tuple[int, Longest] | None = None
+
+    def check_length(self) -> None:
+        """After a cell: compare the number of samples with that of before.
+
+        Raises:
+            WorkloadError: there are more or fewer.
+        """
+        if len(self.dataset) != self._held:
+            raise WorkloadError(
+                f"The data has {len(self.dataset)} samples now and had {self._held} when it was attached, and training "
+                "would go on with the order of those. Attach the model again, with the data as it is now."
+            )
 
     def make_ready(self, batch_size: int, count: int, trial: bool = False) -> None:
         """Let the workers that the settings ask for fetch the next step, and those after it.

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from ...internals.torch_internals import batch_norms, buffers_by_name, unversioned, version
 from ...memory.ledger.recorder import Recorder
+from .. import cells
+from ..undo.changing import Changing, Key, can_be_filled
+from ..undo.python_state import PythonState, Taken
+from ..undo.reachable import CONTAINERS, PLAIN
 from .cannot import cannot
-from .changing import Changing, Key, can_be_filled
 from .draws import Draws, Standing
 from .fingerprint import is_compared
-from .python_state import PythonState, Taken
-from .reachable import CONTAINERS, PLAIN
+from .held import without_graph
 
 
 class BlockState:
@@ -26,9 +28,19 @@ class BlockState:
         self.calls = 0
         self.counted: set[str] = set()  # names of attributes that it changes when it runs
         self.python = PythonState(lambda: [block])
+        self._begin()
+
+    def forget_after_cells(self) -> None:
+        """What was learned of the block says nothing once a cell has run, which may have changed anything."""
+        if cells.ran() != self._cells:
+            self.python.let_go()
+            self._begin()
+
+    def _begin(self) -> None:
+        self._cells = cells.ran()
         self.changing = Changing(_saved_clone)
         # Batch norm reads its statistics in evaluation only and writes them in training only, unseen by autograd.
-        norms = [buffers_by_name(norm) for norm in batch_norms(block)]
+        norms = [buffers_by_name(norm) for norm in batch_norms(self.block)]
         self.statistics = [buffer for named in norms for buffer in named.values() if buffer is not None]
 
     def tensors(self, taken: Taken) -> list[tuple[Key, Tensor]]:
@@ -49,11 +61,12 @@ class Seen:
 
     def __init__(self, state: BlockState, draws: Draws, inputs: Any) -> None:
         draws.block_begins()
+        state.forget_after_cells()
         self._state = state
         self.compared = is_compared(state.calls)
         state.calls += 1
         self._python = [state.python, *_objects_among(inputs)]
-        self._taken = [python.take(detached=True) for python in self._python]
+        self._taken = [python.take(hold=without_graph) for python in self._python]
         self.draws = draws
         self._standing = Standing.now(draws.recorded)
         self._weights = [weight for _, weight in state.python.weights()]
@@ -66,7 +79,7 @@ class Seen:
         Raises:
             WorkloadError: it changed its weights.
         """
-        self._state.changing.after(self._tensors)
+        self._state.changing.after(self._tensors, self.compared)
         if self.compared:
             self._state.counted |= self._taken[0].differing(self._state.python.take())
         self._check_weights("it changes its own weights in forward")
@@ -82,9 +95,8 @@ class Seen:
             taken.put_back()
         for before in self._tensors:
             if before.was_changed and before.content is None:
-                raise cannot("a tensor that it keeps under a new name in each call is changed in place")
-            if before.was_changed:
-                before.put_back()
+                raise cannot("it changed a large tensor that it had left alone before. Train on, and that is copied")
+            before.put_back()
         self._standing.put_back()
 
     def changed(self) -> Iterable[Tensor]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import cells
 from .cannot import cannot
 
 
@@ -51,9 +52,12 @@ class Draws:
         self.recorded = True
         self._settled = False
         self._began: tuple[Any, Any] | None = None
+        self._cells = cells.ran()
 
     def block_begins(self) -> None:
         """A block is called: the first of a pass, perhaps."""
+        if cells.ran() != self._cells:
+            self._cells, self.recorded, self._settled = cells.ran(), True, False
         if self._began is None and not (self._settled and self.recorded):
             self._began = _slow_state()
 

@@ -24,13 +24,13 @@ from ..data.once import batches_once
 from ..together import collectives
 from ..together.agreement import any_rank
 from ..together.interrupts import interruptible
+from ..undo.step_undo import ForwardState, ForwardUndo, KeptWeights
 from .ambient import Ambient
 from .blame import failure_of
 from .live_model import LiveModel
 from .own_loss import micro_batches
 from .parts import as_given
 from .precision import autocast
-from .undo import ForwardState, ForwardUndo, KeptWeights
 
 PHASE = "evaluation"
 
@@ -154,7 +154,7 @@ def left_as_it_was(modules: Iterable[nn.Module], forward: ForwardState, live: Li
     Modes are set module by module and not by ``eval()``, which some models use to change their weights.
     """
     modes = [(module, module.training) for module in modules]
-    before = ForwardUndo(forward, KeptWeights.of_trial(live.parameters, live.parts.parameters()))
+    before = ForwardUndo(forward, KeptWeights.before_forward(live.parameters, live.parts.parameters()))
     try:
         for module, _ in modes:
             module.training = False

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ...internals.torch_internals import version
 from ...memory.ledger.recorder import Recorder
+from ..undo.python_state import Holding, given
 from .cannot import cannot
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Held(Holding):
     """A tensor and the version it had. Its graph would hold what belongs to it in a circle that nobody collects."""
 
     tensor: Tensor
@@ -28,10 +29,10 @@ class Held:
         return cls(tensor.detach(), version(tensor), tensor.requires_grad)
 
     def get(self) -> Tensor:
-        """The tensor, a leaf now.
+        """Give the tensor, a leaf now.
 
         Raises:
-            WorkloadError: somebody changed it in place.
+            WorkloadError: it was changed in place meanwhile.
         """
         if version(self.tensor) != self.version:
             raise cannot(
@@ -41,11 +42,21 @@ class Held:
         return self.tensor.detach().requires_grad_(self.requires_grad)
 
 
+@dataclass(frozen=True, slots=True)
+class _HeldTuple(Holding):
+    """A tuple with such tensors in it."""
+
+    kind: Any
+    items: list[Any]
+
+    def get(self) -> Any:
+        return self.kind(map(given, self.items))
+
+
 def without_graph(value: Any) -> Any:
-    """What to hold of any value: itself, unless it is a tensor that belongs to a graph."""
-    return Held.of(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
-
-
-def given(value: Any) -> Any:
-    """The value of which that was held."""
-    return value.get() if type(value) is Held else value
+    """What to hold of any value: itself, unless it is a tensor that belongs to a graph, or a tuple of such tensors."""
+    if isinstance(value, Tensor):
+        return Held.of(value) if value.grad_fn is not None else value
+    if isinstance(value, tuple) and any(isinstance(one, Tensor) and one.grad_fn is not None for one in value):
+        return _HeldTuple(getattr(value, "_make", type(value)), list(map(without_graph, value)))
+    return value

@@ -22,6 +22,7 @@ from ...shared.settings import Settings
 from ...shared.workload import Workload
 from ..together.agreement import same_everywhere
 from ..together.interrupts import interruptible
+from ..undo.step_undo import KeptState
 from . import optimizers
 from .checkpointing import Checkpointing, find_blocks
 from .checks import check_modules, check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler
@@ -29,7 +30,6 @@ from .modes import Modes
 from .parts import Parts, in_groups
 from .rates import Course, Rates, named_rate
 from .trained import note_steps, steps_before
-from .undo import KeptState
 
 RatesMemory = Mapping[str, dict[str, Any] | None]
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...internals.torch_internals import has_step_hooks
+from ..undo.python_state import PythonState
 from .live_model import LiveModel
 from .optimizers import beside_state
 from .parts import as_given, in_groups
-from .python_state import PythonState
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

@@ -28,6 +28,7 @@ from ..data.stream import Stream
 from ..together import collectives
 from ..together.agreement import any_rank
 from ..together.interrupts import interruptible
+from ..undo.step_undo import ForwardState, ForwardUndo, UpdateUndo, WrittenByForward
 from . import optimizers
 from .ambient import Ambient
 from .blame import failure_of
@@ -37,7 +38,6 @@ from .live_model import LiveModel
 from .own_loss import micro_batches
 from .precision import autocast
 from .step_clock import UNDOING, Laps, StepClock
-from .undo import ForwardState, ForwardUndo, KeptWeights, UpdateUndo
 from .voting import StepOrder, Voting
 
 MOST_ATTEMPTS = 4  # at one step, before somebody's code is taken to change what it trains each time
@@ -114,6 +114,7 @@ class Stepper:
         self._leaks = leaks
         self.voting = Voting(live, stream.rank, stream.size, device)
         self._forward_state = ForwardState(live.parts.named.values(), loss)
+        self._written = WrittenByForward()
         self._hooks: tuple[Any, ...] = ()
         self._hook_state = ForwardState(())
         leaks.let_go = self._let_go
@@ -197,12 +198,11 @@ class Stepper:
         self.enter(TOOLKIT)
         votes, failure = self.voting.vote(order, loss, failure, self)
         if votes.unsure and not votes.failed:
-            if before:
-                before.undo()
+            self._undo(before)
             return None, self.voting.agree_anew(votes, self)
         discarded = votes.failed or votes.nonfinite
         if not discarded and votes.careful:
-            failure, discarded = self._update_or_undo(order.trial)
+            failure, discarded = self._update_or_undo(order.trial, before)
         elif not discarded:
             if self._hooks:  # which are no longer there
                 self._hooks, self._hook_state = (), ForwardState(())
@@ -210,8 +210,7 @@ class Stepper:
         self.enter(TOOLKIT)
         self._live.zero_grad()
         if discarded:
-            if before:
-                before.undo()
+            self._undo(before)
             if not order.trial:  # whose end is not that of what is tried
                 gc.collect()  # what was under way may hang together in circles, with activations among them
         else:
@@ -235,10 +234,16 @@ class Stepper:
         self.phase = FORWARD
         try:
             collectives.check()
-            before = ForwardUndo(self._forward_state, self._weights_of_trial() if order.trial else None)
+            self.enter(UNDOING)
+            copy = not (order.trial or order.proven)
+            weights = self._written.before(self._live.parameters, self._live.parts.parameters(), copy)
+            self.enter(TOOLKIT)
+            before = ForwardUndo(self._forward_state, weights)
             self.voting.begin(order)
             with nullcontext() if order.trial else self._leaks.step():
-                return before, self._forward_backward(), None
+                loss = self._forward_backward()
+            self._written.after(weights)
+            return before, loss, None
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self.failure(error)
             self._live.abandon_forward()
@@ -246,11 +251,15 @@ class Stepper:
                 ambient.restore()
         return before, None, failure
 
-    def _weights_of_trial(self) -> KeptWeights:
-        self.enter(UNDOING)
-        weights = KeptWeights.of_trial(self._live.parameters, self._live.parts.parameters())
-        self.enter(TOOLKIT)
-        return weights
+    def _undo(self, undo: ForwardUndo | UpdateUndo | None) -> None:
+        """Put back what a step has changed; what could not be put back fails the next one, which tells of it."""
+        try:
+            if undo:
+                undo.undo()
+        except BaseException as error:
+            failure = self.failure(error)
+            told = "a step was undone, and what it had changed could not all be put back"
+            self._after_update = self._after_update or replace(failure, message=f"{told}: {failure.message}")
 
     def _forward_backward(self) -> Tensor:
         """Accumulate the gradients of all micro-batches of this step; returns the mean loss."""
@@ -295,14 +304,15 @@ class Stepper:
         needed = UPDATE_COPIES * sum(param.nbytes for param in self._live.parameters)
         return room < needed and room + self._device.releasable() < needed
 
-    def _update_or_undo(self, trial: bool) -> tuple[Failure | None, bool]:
+    def _update_or_undo(self, trial: bool, before: ForwardUndo | None) -> tuple[Failure | None, bool]:
         """Update, and undo it on all ranks if one cannot, or for a trial; returns this rank's failure and if undone."""
         self.phase = UPDATE
         undo, scaler_state = None, self._live.scaler.state_dict()
         failure, updates = None, list[Update]()
         try:
             self.enter(UNDOING)
-            weights = () if trial else self._live.parameters  # those of a trial were copied before forward
+            kept = before is not None and before.weights is not None and before.weights.of_trained
+            weights = () if kept else self._live.parameters
             undo = UpdateUndo(weights, self._live.optimizer, None if trial else self._before_hooks())
             self.looks.gradients()
             with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
@@ -323,8 +333,7 @@ class Stepper:
             collectives.leave("the vote on an update")
         self.enter(TOOLKIT)
         if undone:
-            if undo:
-                undo.undo()
+            self._undo(undo)
             self._live.replace_scaler(scaler_state)
         else:
             self._told_later(lambda: run_post_hooks(self._live.optimizer, updates))

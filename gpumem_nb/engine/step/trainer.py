@@ -352,7 +352,8 @@ class Trainer:
         self.stepper.voting.come_last()
         try:
             self.live.refuse_strangers()
-        except WorkloadError as error:
+            self.stream.check_length()
+        except Exception as error:  # len() of the data may be anyone's code
             self._cells = -1  # to be looked at again
             return self.stepper.failure(error)
         return None

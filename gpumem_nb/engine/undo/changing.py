@@ -1,4 +1,4 @@
-"""Which tensors somebody changes in place: learnt, so that only those are copied before it happens."""
+"""Which tensors are written in place: small ones are copied each time, large ones where their content changed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ...internals.torch_internals import version
-from ..copies import host_copy
+from ..copies import host_copy, overwrite
 
 Key = tuple[int, str]
 """Where a tensor is bound: the id of a mapping and a name in it."""
 
+SMALL_BYTES = 2**16
 _OFTEN = 2  # times: what was bound anew or changed so often is taken to be so every time
 
 
@@ -37,69 +38,71 @@ class Before:
         """Whether it may have been changed in place since."""
         return self.unseen or version(self.tensor) != self.version
 
+    def holds_other_content(self) -> bool:
+        """Compare the tensor with what was kept of it; waits for the device."""
+        return self.content is not None and not torch.equal(self.tensor.detach().to(self.content.device), self.content)
+
     def put_back(self) -> None:
         """Let the tensor hold what it held, by way of ``data``: autograd learns nothing of it."""
-        if self.content is not None:
-            self.tensor.data.copy_(self.content)
+        if self.content is not None and (self.fresh or self.was_changed):
+            overwrite(self.tensor.data, self.content)
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is bound to a name: its content as of ``version``, and how often it was changed and the name bound anew.
-
-    ``seen``: whether it was changed between :meth:`Changing.before` and :meth:`Changing.after`, and not by others.
-    """
+    """What is bound to a name: its content as of ``version``, and how often it was changed and the name bound anew."""
 
     tensor: weakref.ref[Tensor]
     version: int
     content: Tensor | None = None
     changed: int = 0
     bound: int = 0
-    seen: bool = False
 
 
 class Changing:
-    """Learns which of some tensors are changed in place.
+    """Learns which of some tensors are changed in place. Begin anew with another one after each cell.
 
-    A tensor is copied once, into host memory, and once more after it changed. One that changes again is copied by
-    ``copy`` from then on, whenever :meth:`before` is asked. One larger than ``largest_bytes`` is not copied before it
-    was seen to change.
+    A tensor of up to 64 KiB is copied whenever :meth:`before` is asked. A larger one is copied once, into host memory,
+    to be compared after the first time, and again after torch counted a change; one that changed so is copied by
+    ``copy`` from then on. One larger than ``largest_bytes`` is not copied before it was seen to change.
+
+    Attributes:
+        names: of those that were seen to change between :meth:`before` and :meth:`after`.
     """
 
     def __init__(self, copy: Callable[[Tensor], Tensor], largest_bytes: int | None = None) -> None:
         self._copy = copy
         self._largest_bytes = largest_bytes
         self._known: dict[Key, _Known] = {}
+        self.names: set[str] = set()
 
     def before(self, named: Iterable[tuple[Key, Tensor]]) -> list[Before]:
-        """What is in these tensors now."""
-        return [self._before(key, tensor) for key, tensor in named if can_be_filled(tensor)]
+        """Keep what is in these tensors now. What was known of others is forgotten: they may be gone for good."""
+        known, self._known = self._known, {}
+        return [self._before(key, tensor, known.get(key)) for key, tensor in named if can_be_filled(tensor)]
 
-    def after(self, befores: Iterable[Before]) -> None:
-        """Learn which of them were changed since."""
+    def after(self, befores: Iterable[Before], compare: bool) -> None:
+        """Learn which of them were changed since; with ``compare`` by their content, whatever torch has counted."""
         for before in befores:
-            if before.fresh and before.content is not None:
-                before.unseen = not torch.equal(before.tensor.detach().cpu(), before.content)
-            known = self._known[before.key]
-            known.seen |= version(before.tensor) != before.version or (before.fresh and before.unseen)
-            if before.was_changed:
-                known.changed = _OFTEN
+            counted = version(before.tensor) != before.version
+            written = (compare or before.fresh) and not counted and before.holds_other_content()
+            if counted or written:
+                self.names.add(before.key[1])
+                if known := self._known.get(before.key):
+                    known.changed = _OFTEN
+            if written and not (before.fresh or before.unseen):
+                before.content = None  # it was written by way of data, now or in a step before
+            before.unseen |= written
 
-    @property
-    def names(self) -> list[str]:
-        """Of those that were seen to change between :meth:`before` and :meth:`after`."""
-        return [name for (_, name), known in self._known.items() if known.seen]
-
-    def _before(self, key: Key, tensor: Tensor) -> Before:
+    def _before(self, key: Key, tensor: Tensor, known: _Known | None) -> Before:
         now = version(tensor)
-        known = self._known.get(key)
         if known is None or known.tensor() is not tensor:
-            again = (known.changed, known.bound + 1, known.seen) if known else ()
+            again = (known.changed, known.bound + 1) if known else ()
             known = _Known(weakref.ref(tensor), now, None, *again)
-            self._known[key] = known
         elif known.version != now:
             known.version, known.content, known.changed = now, None, known.changed + 1
-        if known.changed >= _OFTEN:
+        self._known[key] = known
+        if tensor.nbytes <= SMALL_BYTES or known.changed >= _OFTEN:
             return Before(key, tensor, now, self._copy(tensor), fresh=False, unseen=True)
         fits = self._largest_bytes is None or tensor.nbytes <= self._largest_bytes
         fresh = known.content is None and known.bound < _OFTEN and fits

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -13,13 +14,26 @@ from torch import Tensor
 
 from ...internals.torch_internals import MODULES_OWN
 from .changing import Key
-from .held import given, without_graph
+from .each import each
 from .reachable import CONTAINERS, PLAIN, Reachable
 
-_LARGEST = 10_000  # elements of a container that are copied: of a longer one only what was added is taken off again
-_LARGEST_SEARCHED = 1_000  # elements of one in which containers and tensors are looked for
 _COUNTED = (int, float, str, bool, type(None))
-_DEPTH = 3  # of containers in containers
+_DEPTH = 6  # of containers in containers
+_FOLLOWED = (Tensor, tuple, *CONTAINERS)  # in containers
+
+
+class Holding:
+    """Stands for a value that is held in another form."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        """Give the value."""
+        raise NotImplementedError
+
+
+Hold = Callable[[Any], Any]
+"""What to hold of a value: itself, or a :class:`Holding`."""
 
 
 class PythonState:
@@ -31,10 +45,11 @@ class PythonState:
 
     def __init__(self, roots: Callable[[], Iterable[Any]]) -> None:
         self._roots = roots
+        self._tuples_seen: list[Any] = []
         self._look()
 
-    def take(self, detached: bool = False) -> Taken:
-        """The state as it is now; with ``detached``, of tensors that belong to a graph without the graph."""
+    def take(self, hold: Hold | None = None) -> Taken:
+        """Note the state as it is now; with ``hold``, of each value what that gives."""
         try:
             values = self._values()
         except (KeyError, ValueError, AttributeError):  # a name is gone
@@ -42,7 +57,11 @@ class PythonState:
         if values is None or not self._fits(values):
             self._look()
             values = self._values()
-        return Taken(self.found, values, self._tensors, self._containers, detached)
+        tuples = [values[index] for index in self._tuples]
+        if not all(map(is_, tuples, self._tuples_seen)):
+            self._tuples_seen, self._filled_tuples = tuples, list(filter(_is_filled, tuples))
+        filled = [*(values[index] for index in self._containers), *self._filled_tuples]
+        return Taken(self.found, values, self._tensors, filled, hold)
 
     def buffers(self) -> list[tuple[Key, Tensor]]:
         """Tensors that modules registered as buffers, each once, with the place of one of its names."""
@@ -74,6 +93,9 @@ class PythonState:
         self._types = list(map(type, values))
         self._tensors = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         self._containers = [index for index, value in enumerate(values) if isinstance(value, CONTAINERS)]
+        self._tuples = [index for index, value in enumerate(values) if isinstance(value, tuple)]
+        self._tuples_seen = [values[index] for index in self._tuples]
+        self._filled_tuples = list(filter(_is_filled, self._tuples_seen))
 
     def _fits(self, values: list[Any]) -> bool:
         """Whether the places that were found are all that there are."""
@@ -99,24 +121,23 @@ class Taken:
     """
 
     def __init__(
-        self, found: Reachable, values: list[Any], tensors: list[int], containers: list[int], detached: bool
+        self, found: Reachable, values: list[Any], tensors: list[int], filled: list[Any], hold: Hold | None
     ) -> None:
         self._found = found
-        filled = chain((values[index] for index in containers), found.containers)
-        self._contents = [_Contents(container, detached) for container in filled]
+        seen: set[int] = set()
+        self._contents = [_Contents(container, hold, seen, _DEPTH) for container in chain(filled, found.containers)]
         self.tensors: list[tuple[Key, Tensor]] = [
             ((id(found.places[index][0]), found.places[index][1]), values[index]) for index in tensors
         ]
         for contents in self._contents:
             self.tensors += contents.tensors()
         self._generators = [(generator, _drawn(generator)) for generator in found.generators]
+        self._arrays = [(array, array.copy()) for array in found.arrays]
         self._buffers = [(named, dict(named)) for named in found.buffers]
         self._values = values
-        if detached:
-            self._values = list(map(without_graph, values))
-            self._buffers = [
-                (named, {name: without_graph(b) for name, b in before.items()}) for named, before in self._buffers
-            ]
+        if hold:
+            self._values = list(map(hold, values))
+            self._buffers = [(named, {name: hold(b) for name, b in before.items()}) for named, before in self._buffers]
 
     def differing(self, later: Taken) -> set[str]:
         """Names of plain values that are others by then, where the same places are there; a container by its length."""
@@ -128,50 +149,74 @@ class Taken:
         return found | {"a container" for old, new in filled if old.length != new.length}
 
     def put_back(self) -> None:
-        """Bind every name anew and fill every container as it was."""
+        """Bind every name that is bound to something else as it was, and fill every container that has changed."""
+        each(self.parts())
+
+    def parts(self) -> Iterator[Callable[[], None]]:
+        """What :meth:`put_back` does, one thing after the other."""
         for names, known in self._found.wholes:
-            for name in names.keys() - known - MODULES_OWN:
-                del names[name]
+            yield from (partial(names.pop, name, None) for name in names.keys() - known - MODULES_OWN)
         for (mapping, name), value in zip(self._found.places, self._values, strict=True):
-            mapping[name] = given(value)
-        for contents in self._contents:
-            contents.put_back()
-        for named, before in self._buffers:
-            named.clear()
-            named.update((name, given(buffer)) for name, buffer in before.items())
-        for generator, drawn in self._generators:
-            _go_on(generator, drawn)
+            if not _is_bound(mapping, name, value):
+                yield partial(_bind, mapping, name, value)
+        yield from (contents.put_back for contents in self._contents)
+        yield from (partial(_fill, named, before) for named, before in self._buffers if not _same_dict(named, before))
+        yield from (partial(np.copyto, array, content) for array, content in self._arrays)
+        yield from (partial(_go_on, generator, drawn) for generator, drawn in self._generators)
 
 
 class _Contents:
-    """What one container held, and the containers in it."""
+    """What one container or tuple held, and the containers in it."""
 
-    def __init__(self, container: Any, detached: bool, depth: int = _DEPTH) -> None:
+    def __init__(self, container: Any, hold: Hold | None, seen: set[int], depth: int) -> None:
         self._container = container
         self.length = len(container)
-        self._items = _items(container) if self.length <= _LARGEST else None
+        self._items = dict(container) if isinstance(container, dict) else list(container)
         self._inner: list[_Contents] = []
         self._tensors: list[tuple[Key, Tensor]] = []
-        if self._items and self.length <= _LARGEST_SEARCHED:
-            elements = [item[-1] for item in self._items]
-            self._tensors = [
-                ((id(container), str(place)), one) for place, one in enumerate(elements) if isinstance(one, Tensor)
-            ]
-            if depth > 1:
-                self._inner = [_Contents(one, detached, depth - 1) for one in elements if isinstance(one, CONTAINERS)]
-            if detached:
-                self._items = [(*item[:-1], without_graph(item[-1])) for item in self._items]
+        if any(issubclass(kind, _FOLLOWED) for kind in set(map(type, _elements(self._items)))):
+            for place, one in enumerate(_elements(self._items)):
+                if isinstance(one, Tensor):
+                    self._tensors.append(((id(container), str(place)), one))
+                elif isinstance(one, _FOLLOWED) and depth and id(one) not in seen:
+                    seen.add(id(one))
+                    self._inner.append(_Contents(one, hold, seen, depth - 1))
+            if hold and isinstance(self._items, dict):
+                self._items = {key: hold(value) for key, value in self._items.items()}
+            elif hold:
+                self._items = list(map(hold, self._items))
 
     def tensors(self) -> list[tuple[Key, Tensor]]:
         return [*self._tensors, *chain.from_iterable(contents.tensors() for contents in self._inner)]
 
     def put_back(self) -> None:
-        if self._items is None:
-            _shorten(self._container, self.length)
-        elif not _are_same(self._items, _items(self._container)):
-            _fill(self._container, [(*item[:-1], given(item[-1])) for item in self._items])
-        for contents in self._inner:
-            contents.put_back()
+        own = () if isinstance(self._container, tuple) else (partial(_fill, self._container, self._items),)
+        each((*own, *(contents.put_back for contents in self._inner)))
+
+
+def _elements(items: Any) -> Any:
+    return items.values() if isinstance(items, dict) else items
+
+
+def _is_filled(value: tuple[Any, ...]) -> bool:
+    """Whether a tuple has something in it that can be changed in place."""
+    return any(_is_filled(one) if isinstance(one, tuple) else isinstance(one, _FOLLOWED) for one in value)
+
+
+def _is_bound(mapping: Any, name: str, value: Any) -> bool:
+    try:
+        return mapping[name] is value
+    except (LookupError, AttributeError, ValueError):
+        return False
+
+
+def _bind(mapping: Any, name: str, value: Any) -> None:
+    mapping[name] = given(value)
+
+
+def given(value: Any) -> Any:
+    """Give the value of which that was held."""
+    return value.get() if isinstance(value, Holding) else value
 
 
 def _each_once(dicts: Iterable[dict[str, Tensor | None]]) -> list[tuple[Key, Tensor]]:
@@ -183,33 +228,24 @@ def _each_once(dicts: Iterable[dict[str, Tensor | None]]) -> list[tuple[Key, Ten
     return list(found.values())
 
 
-def _items(container: Any) -> list[tuple[Any, ...]]:
-    """The elements: of a dict with their keys, else by themselves."""
-    return list(container.items() if isinstance(container, dict) else zip(container))
+def _same_dict(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
 
 
-def _are_same(items: list[tuple[Any, ...]], others: list[tuple[Any, ...]]) -> bool:
-    return len(items) == len(others) and all(map(is_, chain.from_iterable(items), chain.from_iterable(others)))
-
-
-def _fill(container: Any, items: list[tuple[Any, ...]]) -> None:
-    container.clear()
+def _fill(container: Any, items: Any) -> None:
+    """Let a container hold these again, if it does not."""
     if isinstance(container, dict):
-        for key, value in items:
-            container[key] = value
+        if not _same_dict(container, items):
+            container.clear()
+            for key, value in items.items():
+                container[key] = given(value)
     elif isinstance(container, set):
-        container.update(item for (item,) in items)
-    else:
-        container.extend(item for (item,) in items)
-
-
-def _shorten(container: Any, length: int) -> None:
-    """Take off what was added at the end."""
-    if isinstance(container, dict):
-        while len(container) > length:
-            container.popitem()
-    elif isinstance(container, list):
-        del container[length:]
+        if container != set(items):
+            container.clear()
+            container.update(map(given, items))
+    elif len(container) != len(items) or not all(map(is_, container, items)):
+        container.clear()
+        container.extend(map(given, items))
 
 
 def _drawn(generator: Any) -> Any:

@@ -8,8 +8,8 @@ import inspect
 import random
 import sys
 import sysconfig
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import UserDict, UserList, deque
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -28,18 +28,25 @@ from ...internals.torch_internals import (
     made_anew,
     weights_by_name,
 )
+from .changing import SMALL_BYTES
 
 CONTAINERS = (dict, list, set, deque)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
+
+class _Missing:
+    """Stands in a slot that holds nothing."""
+
+
+_MISSING = _Missing()
 _VALUES = (bool, int, float, complex, str, bytes, tuple, frozenset, range, slice, type(None), Tensor, nn.Parameter)
-_THINGS = (type, ModuleType, BuiltinFunctionType, torch.Size, torch.dtype, torch.device, torch.layout)
+_THINGS = (_Missing, type, ModuleType, BuiltinFunctionType, torch.Size, torch.dtype, torch.device, torch.layout)
 PLAIN = frozenset({*_VALUES, *_THINGS})
-"""Types of values in which nothing is looked for: they are bound anew, not changed."""
+"""Types of values that may be bound to a name without more being looked for: they are bound anew, not changed."""
+_SIMPLE = PLAIN - {tuple}
 
 _OTHERS_CARE = (Optimizer, LRScheduler, Dataset, DataLoader, random.SystemRandom)
 _DEPTH = 4  # from a hook to its object, to a dict in it, to an object in that, to a list in that
-_LARGEST = 1_000  # elements of a container that are followed
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 _CLOSED = frozenset({"torch", "numpy", "horovod", "IPython", "ipykernel", "gpumem_nb"}) | sys.stdlib_module_names
 
@@ -56,6 +63,7 @@ class Reachable:
         hooks: those in which modules keep their hooks.
         containers: those that are reached otherwise than through a place, such as defaults of functions.
         generators: of random numbers, outside the global ones.
+        arrays: NumPy's, of those that are small.
         followed: by the index of its place, a value in which more was found.
     """
 
@@ -68,6 +76,7 @@ class Reachable:
         self.hooks: list[dict[int, Any]] = []
         self.containers: list[Any] = []
         self.generators: list[Any] = []
+        self.arrays: list[Any] = []
         self.followed: list[tuple[int, Any]] = []
         self._seen: dict[Any, Any] = {}  # with the things themselves: an id says something only while they live
         for root in roots:
@@ -75,15 +84,21 @@ class Reachable:
 
     def _follow(self, value: Any, depth: int) -> bool:
         """Look into one value; whether it is one in which there may be something."""
-        if type(value) in PLAIN or id(value) in self._seen or depth == 0 or isinstance(value, _OTHERS_CARE):
+        if type(value) in _SIMPLE or id(value) in self._seen or depth == 0 or isinstance(value, _OTHERS_CARE):
             return False
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
             self._module(value, depth)
         elif isinstance(value, CONTAINERS):
             self._elements(value, depth)
+        elif isinstance(value, tuple):
+            self._elements(value, depth + 1)  # which costs no step on the way
+            return False
         elif isinstance(value, GENERATORS):
             self.generators.append(value)
+        elif isinstance(value, np.ndarray):
+            self.arrays += [value] if value.nbytes <= SMALL_BYTES else []
+            return False
         elif isinstance(value, FunctionType):
             self._function(value, depth)
         elif isinstance(value, MethodType):
@@ -101,10 +116,8 @@ class Reachable:
         self._class(type(thing))
         if isinstance(names := getattr(thing, "__dict__", None), dict):
             self._whole(names, names, depth)
-        slots = (name for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ()))
-        for name in slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
-                self._place(_Attributes(thing), name, depth)
+        for name in _slots(type(thing)):
+            self._place(_Attributes(thing), name, depth)
 
     def _module(self, top: nn.Module, depth: int) -> None:
         for module in top.modules():
@@ -134,8 +147,9 @@ class Reachable:
             self.followed.append((index, value))
 
     def _elements(self, container: Any, depth: int) -> None:
-        if len(container) <= _LARGEST:
-            for element in list(container.values() if isinstance(container, Mapping) else container):
+        elements = list(container.values() if isinstance(container, Mapping) else container)
+        if not set(map(type, elements)) <= _SIMPLE:
+            for element in elements:
                 self._follow(element, depth - 1)
 
     def _loose(self, value: Any, depth: int) -> None:
@@ -202,16 +216,31 @@ class _Cell:
 
 
 class _Attributes:
-    """The attributes of a class, or those of an object that has no dict for them, as a mapping."""
+    """The attributes of a class, or the slots of an object, as a mapping; whatever a class says of setting them."""
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
+        self._kind: Any = type if isinstance(thing, type) else object
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self._thing, name)
+        return getattr(self._thing, name, _MISSING)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._thing, name, value)
+        if value is _MISSING:
+            self._kind.__delattr__(self._thing, name)
+        else:
+            self._kind.__setattr__(self._thing, name, value)
+
+
+def _slots(kind: type) -> Iterator[str]:
+    """The names of all slots, private ones as they are bound."""
+    for one in kind.__mro__:
+        names = vars(one).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name.startswith("__") and not name.endswith("__"):
+                yield f"_{one.__name__.lstrip('_')}{name}"
+            elif name not in ("__dict__", "__weakref__"):
+                yield name
 
 
 def _package(thing: Any) -> str:
@@ -228,7 +257,7 @@ def _is_own(kind: type) -> bool:
 
 def _is_open(kind: type) -> bool:
     """Whether attributes of such an object are looked after."""
-    if kind is SimpleNamespace:
+    if kind in (SimpleNamespace, UserDict, UserList):
         return True
     # Hugging Face's configurations, known by ``model_type``: a hundred attributes that forward only reads.
     return _package(kind) not in _CLOSED and not hasattr(kind, "model_type")

@@ -1,0 +1,243 @@
+"""A step on one rank, undone: what forward, hooks and the update change is kept before they run and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...internals.torch_internals import forget_scaler
+from ...shared.errors import WorkloadError
+from .. import cells
+from ..copies import Aside, host_copy, overwrite, quick_checksum
+from ..random_state import RandomState
+from ..step import optimizers
+from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
+from .each import each
+from .python_state import PythonState, Taken
+from .reachable import Reachable
+
+_PLAIN = (bool, int, float, complex, str, type(None))  # of an optimizer's attributes: a count of its steps, for example
+_LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor a weight, to be copied before it was seen to change
+
+
+class ForwardUndo:
+    """What a forward pass or a hook changes: buffers, batch norm's for example, what Python keeps, random numbers.
+
+    And ``weights``, if they are given.
+    """
+
+    def __init__(self, state: ForwardState, weights: KeptWeights | None = None) -> None:
+        self.weights = weights
+        state.forget_after_cells()
+        self._python = state.python.take()
+        # On a GPU the copy stays there: fetching it would wait for the device at every step.
+        self._buffers = [(b, state.copy(b)) for _, b in state.python.buffers() if can_be_filled(b)]
+        self._others = state.others_before(self._python)
+        self._random = RandomState.take()
+
+    def undo(self) -> None:
+        """Put everything back, bit for bit; what was not there before is dropped.
+
+        What one part raises stops no other, and is raised when all are done.
+        """
+        weights = (self.weights.put_back,) if self.weights else ()
+        others = (before.put_back for before in self._others)
+        each(chain(self._python.parts(), others, (self._put_buffers_back,), weights, (self._random.put_back,)))
+
+    def _put_buffers_back(self) -> None:
+        for buffer, content in self._buffers:
+            overwrite(buffer.data, content)
+
+
+class ForwardState:
+    """Where somebody's code can change something: in modules, their hooks, functions, and what these reach.
+
+    Args:
+        parts: the modules whose weights are trained.
+        code: the loss, or hooks around an update.
+        copy: of a tensor, to be put back.
+    """
+
+    def __init__(
+        self, parts: Iterable[nn.Module], *code: Callable[..., Any], copy: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.copy = copy or _copy
+        self._parts = tuple(parts)
+        roots = (*self._parts, *code, *(getattr(one, "criterion", one) for one in code))
+        self.python = PythonState(lambda: roots)  # not by way of self: a circle would keep the model
+        self._forget()
+
+    def _forget(self) -> None:
+        self._changing = Changing(self.copy, _LARGEST_BYTES)
+        self._fresh: list[Before] = []
+        self._found: Reachable | None = None
+        self._trained: set[int] = set()
+        self._other_weights: list[tuple[Key, Tensor]] = []  # frozen, or of an average that a hook keeps, for example
+        self._cells = cells.ran()
+
+    def let_go(self) -> None:
+        """Hold nothing until the next step."""
+        self.python.let_go()
+        self._forget()
+
+    def forget_after_cells(self) -> None:
+        """What was learned of a model says nothing once a cell has run, which may have changed anything."""
+        if cells.ran() != self._cells:
+            self.let_go()
+
+    def others_before(self, taken: Taken) -> list[Before]:
+        """Keep what is in tensors that are neither buffers nor trained, as far as it may have to be put back."""
+        self._changing.after(self._fresh, compare=False)
+        if self._found is not self.python.found:
+            self._found = self.python.found
+            weights = self.python.weights()
+            ours = {id(weight) for part in self._parts for weight in part.parameters() if weight.requires_grad}
+            self._trained = {id(weight) for _, weight in weights} & ours
+            self._other_weights = [(key, weight) for key, weight in weights if id(weight) not in self._trained]
+        named = chain(taken.tensors, self._other_weights)
+        befores = self._changing.before((key, tensor) for key, tensor in named if id(tensor) not in self._trained)
+        self._fresh = [before for before in befores if before.fresh]
+        return befores
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone() if tensor.is_cuda else host_copy(tensor)
+
+
+class KeptWeights:
+    """Weights, copied to host memory; of ``summed`` ones it is only known afterwards whether they were written.
+
+    Attributes:
+        of_trained: all that is trained was copied.
+    """
+
+    def __init__(self, copied: Iterable[Tensor], summed: Iterable[Tensor] = ()) -> None:
+        self._copied = [(weight, host_copy(weight)) for weight in copied]
+        self._summed = [(weight, quick_checksum(weight)) for weight in summed]
+        self.of_trained = False
+
+    @classmethod
+    def before_forward(cls, trained: Iterable[Tensor], weights: Iterable[Tensor], copy: bool = True) -> KeptWeights:
+        """Keep those of all ``weights`` that a forward pass may write, of which nothing is known yet.
+
+        Small ones are copied, and all that is ``trained`` if ``copy`` says so. Some models keep an average of that in
+        weights of the same shapes, and bring it up to date in forward. Others that are large and not trained, such as
+        those below adapters, are not copied; nor are more bytes of the same shapes than are trained, as they are where
+        the last block of many is.
+        """
+        ours = {id(weight): weight for weight in trained}
+        shapes = {weight.shape for weight in ours.values()}
+        frozen = [weight for weight in weights if id(weight) not in ours and can_be_filled(weight)]
+        alike = [weight for weight in frozen if weight.shape in shapes and weight.nbytes > SMALL_BYTES]
+        few = sum(weight.nbytes for weight in alike) <= sum(weight.nbytes for weight in ours.values())
+        small = [weight for weight in frozen if weight.nbytes <= SMALL_BYTES]
+        large = [] if copy else [weight for weight in ours.values() if weight.nbytes > SMALL_BYTES]
+        summed = set(map(id, large))
+        own = (weight for weight in ours.values() if id(weight) not in summed)
+        kept = cls((*own, *small, *(alike if few else ())), large)
+        kept.of_trained = not large
+        return kept
+
+    def written(self) -> list[Tensor]:
+        """Those that hold something else by now; waits for the device."""
+        copied = [weight for weight, content in self._copied if not torch.equal(weight.detach().cpu(), content)]
+        return copied + [weight for weight, before in self._summed if quick_checksum(weight) != before]
+
+    def put_back(self) -> None:
+        """Put everything back, bit for bit.
+
+        Raises:
+            WorkloadError: a weight that was not copied is another now.
+        """
+        each(partial(_put_weight_back, weight, content) for weight, content in self._copied)
+        for weight, before in self._summed:
+            if quick_checksum(weight) != before:
+                raise WorkloadError(
+                    f"The model's forward wrote a weight of shape {tuple(weight.shape)} that is trained, and it was "
+                    "not copied before. Write weights in a step hook of the optimizer instead."
+                )
+
+
+def _put_weight_back(weight: Tensor, content: Tensor) -> None:
+    if weight.shape == content.shape:
+        overwrite(weight.data, content)
+    else:
+        weight.data = content.to(weight.device)
+
+
+class WrittenByForward:
+    """Learns which weights forward itself writes: found out by their content, in the first step after each cell."""
+
+    def __init__(self) -> None:
+        self._written: list[Tensor] | None = None
+        self._cells = -1
+
+    def before(self, trained: Iterable[Tensor], weights: Iterable[Tensor], copy: bool) -> KeptWeights:
+        """Keep what forward may write; see :meth:`KeptWeights.before_forward`."""
+        if cells.ran() != self._cells:
+            self._written, self._cells = None, cells.ran()
+        if self._written is not None:
+            return KeptWeights(self._written)
+        return KeptWeights.before_forward(trained, weights, copy)
+
+    def after(self, kept: KeptWeights) -> None:
+        """Learn what forward and backward have written since."""
+        if self._written is None:
+            self._written = kept.written()
+
+
+class UpdateUndo:
+    """What an update changes: weights, the optimizer's state, and what hooks before it do; copied to host memory."""
+
+    def __init__(self, params: Iterable[Tensor], optimizer: Optimizer, hooks: ForwardUndo | None = None) -> None:
+        self._hooks = hooks
+        self._weights = KeptWeights(params)
+        self._state = KeptState(optimizer, release=False)
+
+    def undo(self) -> None:
+        """Put everything back, bit for bit; state that was not there before is dropped.
+
+        What one part raises stops no other, and is raised when all are done.
+        """
+        hooks = (self._hooks.undo,) if self._hooks else ()
+        each((*hooks, self._weights.put_back, self._state.restore, partial(forget_scaler, self._state.optimizer)))
+
+
+class KeptState:
+    """The state of an optimizer in host memory.
+
+    With ``release`` the optimizer gives up its own until :meth:`restore`: it is out of use, but may be wanted back.
+    """
+
+    def __init__(self, optimizer: Optimizer, release: bool) -> None:
+        self.optimizer = optimizer
+        aside = Aside(release)
+        self._state = {param: aside.put(values) for param, values in optimizer.state.items()}
+        in_place = Aside(release=False)  # the groups stay, and so do rates that are tensors
+        self._groups = [
+            {name: in_place.put(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        own = optimizers.beside_state(optimizer)
+        self._own = own | {name: value for name, value in vars(optimizer).items() if type(value) in _PLAIN}
+        self._inside = PythonState(lambda: [SimpleNamespace(**own)]).take()
+        self._tensors = [in_place.put(tensor) for _, tensor in self._inside.tensors if can_be_filled(tensor)]
+        if release:
+            optimizer.state.clear()
+
+    def restore(self) -> None:
+        """Put state and options back."""
+        bind = partial(vars(self.optimizer).update, self._own)
+        each((self._restore_state, bind, self._inside.put_back, *self._tensors))
+
+    def _restore_state(self) -> None:
+        state = {param: back() for param, back in self._state.items()}
+        groups = [{name: back() for name, back in group.items()} for group in self._groups]
+        optimizers.put_state(self.optimizer, state, groups)
