@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Subset
 
 from ..shared.errors import WorkloadError
 from ..shared.questions import MOST_SAMPLES, SeenSamples, SyncLook
+from .copies import checksum
 from .data.stream import ShardedStream
 from .random_state import begin_on_host, set_aside
 from .step.step import Looks
@@ -86,9 +87,7 @@ def _checksum(tensor: Tensor, before: int = 0) -> int:
     if tensor.is_sparse:
         tensor = tensor.detach().coalesce()
         return _checksum(tensor.values(), _checksum(tensor.indices(), before))
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), before)
+    return zlib.crc32(int(checksum(tensor)).to_bytes(8, "little", signed=True), before)
 
 
 def _samples(data: Any) -> SeenSamples | None:

@@ -39,14 +39,14 @@ they run, and put back bit for bit where it differs:
 - what lists, dicts, tuples, sets and deques among these hold, of any length and six deep; tensors in them of up to
   64 KiB, and larger ones once their content was seen to change; NumPy arrays of up to 64 KiB.
 
-What one part raises stops no other, and the next step tells of it. A cell may change anything, so after each of them all
-that was learned of the model is found out anew, and the first update can be undone.
+What one part raises stops no other, and the next step tells of it. A cell may change anything, so after each of them
+all that was learned of the model is found out anew, and the first update can be undone.
 
 Not restored: files, prints and what runs on other machines; objects of installed packages, of datasets, samplers and
-schedulers; objects in a tensor's own attributes; a tensor above 1 MiB that is neither a weight nor a buffer, in the first
-step that writes it; one above 64 KiB that is written through `.data` for the first time after some steps without (in a
-checkpointed block it is refused in the next comparison); trained weights that forward writes in a question that comes
-before the first step after a cell (the next step says so).
+schedulers; attributes of tensors; a tensor above 1 MiB that is neither a weight nor a buffer, in the first step that
+writes it; one above 64 KiB that is written through `.data` for the first time after some steps without (in a
+checkpointed block it is refused in the next comparison); trained weights above 64 KiB that forward writes in a question
+that comes before the first step after a cell (the next step says so).
 """
 
 

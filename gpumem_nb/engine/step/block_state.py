@@ -38,7 +38,7 @@ class BlockState:
 
     def _begin(self) -> None:
         self._cells = cells.ran()
-        self.changing = Changing(_saved_clone)
+        self.changing = Changing(_saved_clones)
         # Batch norm reads its statistics in evaluation only and writes them in training only, unseen by autograd.
         norms = [buffers_by_name(norm) for norm in batch_norms(self.block)]
         self.statistics = [buffer for named in norms for buffer in named.values() if buffer is not None]
@@ -132,11 +132,12 @@ def undone_afterwards(calls: list[Seen]) -> Iterator[None]:
             standing.put_back()
 
 
-def _saved_clone(tensor: Tensor) -> Tensor:
-    clone = tensor.detach().clone()
+def _saved_clones(tensors: list[Tensor]) -> list[Tensor]:
+    clones = [tensor.detach().clone() for tensor in tensors]
     if Recorder.current:
-        Recorder.current.saved(clone)
-    return clone
+        for clone in clones:
+            Recorder.current.saved(clone)
+    return clones
 
 
 def _objects_among(inputs: Any) -> list[PythonState]:

@@ -22,7 +22,6 @@ from ...shared.categories import INPUTS
 from ...shared.errors import WorkloadError
 from ...shared.messages import Failure, Ledger, Reading
 from ...shared.step_times import BACKWARD, COPY, DATA, FORWARD, REDUCTION, TOOLKIT, UPDATE
-from ..copies import host_copy
 from ..data.device import to_device
 from ..data.stream import Stream
 from ..together import collectives
@@ -343,7 +342,7 @@ class Stepper:
         """What is there before somebody's hooks around the update run, if there are any."""
         hooks = step_pre_hooks(self._live.optimizer)
         if hooks != self._hooks:
-            self._hooks, self._hook_state = hooks, ForwardState(self._live.parts.named.values(), *hooks, copy=host_copy)
+            self._hooks, self._hook_state = hooks, ForwardState(self._live.parts.named.values(), *hooks, on_host=True)
         return ForwardUndo(self._hook_state) if hooks else None
 
     def _let_go(self) -> None:

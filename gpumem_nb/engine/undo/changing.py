@@ -64,14 +64,14 @@ class Changing:
 
     A tensor of up to 64 KiB is copied whenever :meth:`before` is asked. A larger one is copied once, into host memory,
     to be compared after the first time, and again after torch counted a change; one that changed so is copied by
-    ``copy`` from then on. One larger than ``largest_bytes`` is not copied before it was seen to change.
+    ``copies`` from then on. One larger than ``largest_bytes`` is not copied before it was seen to change.
 
     Attributes:
         names: of those that were seen to change between :meth:`before` and :meth:`after`.
     """
 
-    def __init__(self, copy: Callable[[Tensor], Tensor], largest_bytes: int | None = None) -> None:
-        self._copy = copy
+    def __init__(self, copies: Callable[[list[Tensor]], list[Tensor]], largest_bytes: int | None = None) -> None:
+        self._copies = copies
         self._largest_bytes = largest_bytes
         self._known: dict[Key, _Known] = {}
         self.names: set[str] = set()
@@ -79,7 +79,11 @@ class Changing:
     def before(self, named: Iterable[tuple[Key, Tensor]]) -> list[Before]:
         """Keep what is in these tensors now. What was known of others is forgotten: they may be gone for good."""
         known, self._known = self._known, {}
-        return [self._before(key, tensor, known.get(key)) for key, tensor in named if can_be_filled(tensor)]
+        befores = [self._before(key, tensor, known.get(key)) for key, tensor in named if can_be_filled(tensor)]
+        copied = [before for before in befores if before.unseen]
+        for before, content in zip(copied, self._copies([before.tensor for before in copied]), strict=True):
+            before.content = content
+        return befores
 
     def after(self, befores: Iterable[Before], compare: bool) -> None:
         """Learn which of them were changed since; with ``compare`` by their content, whatever torch has counted."""
@@ -103,7 +107,7 @@ class Changing:
             known.version, known.content, known.changed = now, None, known.changed + 1
         self._known[key] = known
         if tensor.nbytes <= SMALL_BYTES or known.changed >= _OFTEN:
-            return Before(key, tensor, now, self._copy(tensor), fresh=False, unseen=True)
+            return Before(key, tensor, now, None, fresh=False, unseen=True)
         fits = self._largest_bytes is None or tensor.nbytes <= self._largest_bytes
         fresh = known.content is None and known.bound < _OFTEN and fits
         if fresh:

@@ -18,6 +18,7 @@ from .each import each
 from .reachable import CONTAINERS, PLAIN, Reachable
 
 _COUNTED = (int, float, str, bool, type(None))
+_LONG = 1_000  # elements
 _DEPTH = 6  # of containers in containers
 _FOLLOWED = (Tensor, tuple, *CONTAINERS)  # in containers
 
@@ -61,7 +62,7 @@ class PythonState:
         if not all(map(is_, tuples, self._tuples_seen)):
             self._tuples_seen, self._filled_tuples = tuples, list(filter(_is_filled, tuples))
         filled = [*(values[index] for index in self._containers), *self._filled_tuples]
-        return Taken(self.found, values, self._tensors, filled, hold)
+        return Taken(self.found, values, self._tensors, filled, hold, _Seen(self._long))
 
     def buffers(self) -> list[tuple[Key, Tensor]]:
         """Tensors that modules registered as buffers, each once, with the place of one of its names."""
@@ -84,6 +85,7 @@ class PythonState:
 
     def _found(self, found: Reachable) -> None:
         self.found = found
+        self._long: dict[int, tuple[int, bool]] = {}
         self._children = list(chain.from_iterable(map(dict.values, found.children)))
         self._hooks = list(chain.from_iterable(found.hooks))
         self._lengths = [len(names) for names, _ in found.wholes]
@@ -121,10 +123,9 @@ class Taken:
     """
 
     def __init__(
-        self, found: Reachable, values: list[Any], tensors: list[int], filled: list[Any], hold: Hold | None
+        self, found: Reachable, values: list[Any], tensors: list[int], filled: list[Any], hold: Hold | None, seen: _Seen
     ) -> None:
         self._found = found
-        seen: set[int] = set()
         self._contents = [_Contents(container, hold, seen, _DEPTH) for container in chain(filled, found.containers)]
         self.tensors: list[tuple[Key, Tensor]] = [
             ((id(found.places[index][0]), found.places[index][1]), values[index]) for index in tensors
@@ -165,21 +166,42 @@ class Taken:
         yield from (partial(_go_on, generator, drawn) for generator, drawn in self._generators)
 
 
+class _Seen:
+    """What is known of containers while state is taken.
+
+    ``inner``: those in others, by their ids. ``long``: for those that take long to look through, at which length it was
+    done and whether there is anything in them that can be changed in place.
+    """
+
+    def __init__(self, long: dict[int, tuple[int, bool]]) -> None:
+        self.inner: set[int] = set()
+        self._long = long
+
+    def holds_more(self, container: Any, items: Any) -> bool:
+        if len(items) <= _LONG:
+            return _holds_more(items)
+        length, found = self._long.get(id(container), (-1, False))
+        if length != len(items):
+            found = _holds_more(items)
+            self._long[id(container)] = len(items), found
+        return found
+
+
 class _Contents:
     """What one container or tuple held, and the containers in it."""
 
-    def __init__(self, container: Any, hold: Hold | None, seen: set[int], depth: int) -> None:
+    def __init__(self, container: Any, hold: Hold | None, seen: _Seen, depth: int) -> None:
         self._container = container
         self.length = len(container)
         self._items = dict(container) if isinstance(container, dict) else list(container)
         self._inner: list[_Contents] = []
         self._tensors: list[tuple[Key, Tensor]] = []
-        if any(issubclass(kind, _FOLLOWED) for kind in set(map(type, _elements(self._items)))):
+        if seen.holds_more(container, self._items):
             for place, one in enumerate(_elements(self._items)):
                 if isinstance(one, Tensor):
                     self._tensors.append(((id(container), str(place)), one))
-                elif isinstance(one, _FOLLOWED) and depth and id(one) not in seen:
-                    seen.add(id(one))
+                elif isinstance(one, _FOLLOWED) and depth and id(one) not in seen.inner:
+                    seen.inner.add(id(one))
                     self._inner.append(_Contents(one, hold, seen, depth - 1))
             if hold and isinstance(self._items, dict):
                 self._items = {key: hold(value) for key, value in self._items.items()}
@@ -192,6 +214,10 @@ class _Contents:
     def put_back(self) -> None:
         own = () if isinstance(self._container, tuple) else (partial(_fill, self._container, self._items),)
         each((*own, *(contents.put_back for contents in self._inner)))
+
+
+def _holds_more(items: Any) -> bool:
+    return any(issubclass(kind, _FOLLOWED) for kind in set(map(type, _elements(items))))
 
 
 def _elements(items: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ...internals.torch_internals import forget_scaler
 from ...shared.errors import WorkloadError
 from .. import cells
-from ..copies import Aside, host_copy, overwrite, quick_checksum
+from ..copies import Aside, Shelf, host_copy, overwrite, quick_checksum
 from ..random_state import RandomState
 from ..step import optimizers
 from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
@@ -30,16 +30,15 @@ _LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor a weight, to 
 class ForwardUndo:
     """What a forward pass or a hook changes: buffers, batch norm's for example, what Python keeps, random numbers.
 
-    And ``weights``, if they are given.
+    And ``weights``, if they are given. It holds until the next one is made of the same ``state``.
     """
 
     def __init__(self, state: ForwardState, weights: KeptWeights | None = None) -> None:
         self.weights = weights
         state.forget_after_cells()
         self._python = state.python.take()
-        # On a GPU the copy stays there: fetching it would wait for the device at every step.
-        self._buffers = [(b, state.copy(b)) for _, b in state.python.buffers() if can_be_filled(b)]
         self._others = state.others_before(self._python)
+        self._buffers = state.always_kept()
         self._random = RandomState.take()
 
     def undo(self) -> None:
@@ -62,24 +61,24 @@ class ForwardState:
     Args:
         parts: the modules whose weights are trained.
         code: the loss, or hooks around an update.
-        copy: of a tensor, to be put back.
+        on_host: copies of tensors on a GPU are fetched, which waits for it; by default they stay there.
     """
 
-    def __init__(
-        self, parts: Iterable[nn.Module], *code: Callable[..., Any], copy: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self.copy = copy or _copy
+    def __init__(self, parts: Iterable[nn.Module], *code: Callable[..., Any], on_host: bool = False) -> None:
+        self._on_host = on_host
         self._parts = tuple(parts)
         roots = (*self._parts, *code, *(getattr(one, "criterion", one) for one in code))
         self.python = PythonState(lambda: roots)  # not by way of self: a circle would keep the model
         self._forget()
 
     def _forget(self) -> None:
-        self._changing = Changing(self.copy, _LARGEST_BYTES)
+        self._shelves = Shelf(), Shelf()
+        self._changing = Changing(partial(_copies, self._shelves[0], self._on_host), _LARGEST_BYTES)
         self._fresh: list[Before] = []
         self._found: Reachable | None = None
         self._trained: set[int] = set()
         self._other_weights: list[tuple[Key, Tensor]] = []  # frozen, or of an average that a hook keeps, for example
+        self._small_weights: list[Tensor] = []  # among these
         self._cells = cells.ran()
 
     def let_go(self) -> None:
@@ -100,15 +99,24 @@ class ForwardState:
             weights = self.python.weights()
             ours = {id(weight) for part in self._parts for weight in part.parameters() if weight.requires_grad}
             self._trained = {id(weight) for _, weight in weights} & ours
-            self._other_weights = [(key, weight) for key, weight in weights if id(weight) not in self._trained]
+            others = [(key, one) for key, one in weights if id(one) not in self._trained and can_be_filled(one)]
+            self._small_weights = [one for _, one in others if one.nbytes <= SMALL_BYTES]
+            self._other_weights = [(key, one) for key, one in others if one.nbytes > SMALL_BYTES]
         named = chain(taken.tensors, self._other_weights)
         befores = self._changing.before((key, tensor) for key, tensor in named if id(tensor) not in self._trained)
         self._fresh = [before for before in befores if before.fresh]
         return befores
 
+    def always_kept(self) -> list[tuple[Tensor, Tensor]]:
+        """Keep buffers and small weights that are not trained: each with its content."""
+        buffers = [buffer for _, buffer in self.python.buffers() if can_be_filled(buffer)]
+        tensors = [*buffers, *self._small_weights]
+        return list(zip(tensors, _copies(self._shelves[1], self._on_host, tensors), strict=True))
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone() if tensor.is_cuda else host_copy(tensor)
+
+def _copies(shelf: Shelf, on_host: bool, tensors: list[Tensor]) -> list[Tensor]:
+    fetched = iter(shelf.copies([tensor for tensor in tensors if on_host or not tensor.is_cuda]))
+    return [next(fetched) if on_host or not one.is_cuda else one.detach().clone() for one in tensors]
 
 
 class KeptWeights:
