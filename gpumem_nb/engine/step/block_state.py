@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from ...internals.torch_internals import batch_norms, buffers_by_name, unversioned, version
 from ...memory.ledger.recorder import Recorder
 from .. import cells
+from ..random_state import RandomState
 from ..undo.changing import Changing, Key, can_be_filled
 from ..undo.python_state import PythonState, Taken
 from ..undo.reachable import CONTAINERS, PLAIN
 from .cannot import cannot
-from .draws import Draws, Standing
+from .draws import Draws
 from .fingerprint import is_compared
 from .held import without_graph
 
@@ -68,7 +69,7 @@ class Seen:
         self._python = [state.python, *_objects_among(inputs)]
         self._taken = [python.take(hold=without_graph) for python in self._python]
         self.draws = draws
-        self._standing = Standing.now(draws.recorded)
+        self._standing = RandomState.take(draws.recorded)
         self._weights = [weight for _, weight in state.python.weights()]
         self._versions = [version(weight) for weight in self._weights]
         self._tensors = state.changing.before(state.tensors(self._taken[0]))
@@ -117,7 +118,7 @@ class Seen:
 def undone_afterwards(calls: list[Seen]) -> Iterator[None]:
     """Whatever these calls change inside is put back, bit by bit, and autograd learns nothing of it."""
     calls[0].draws.replay_begins()
-    standing = Standing.now(calls[0].draws.recorded)
+    standing = RandomState.take(calls[0].draws.recorded)
     taken = [one for seen in calls for one in seen.now()]
     tensors = list({id(tensor): tensor for seen in calls for tensor in seen.changed()}.values())
     with unversioned(tensors):

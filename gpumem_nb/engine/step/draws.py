@@ -1,41 +1,14 @@
-"""Random numbers that checkpointed blocks draw: where they stood at a call, to be drawn once more in its replay."""
+"""Whether checkpointed blocks draw random numbers of Python and NumPy, which are slow to be asked where they stand."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from .. import cells
 from .cannot import cannot
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where this rank's numbers stand; ``slow`` is that of Python and NumPy, ``None`` when nobody draws theirs."""
-
-    cpu: Tensor
-    cuda: Tensor | None
-    slow: tuple[Any, Any] | None
-
-    @classmethod
-    def now(cls, slow: bool) -> Standing:
-        """As it is now."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return cls(torch.get_rng_state(), cuda, _slow_state() if slow else None)
-
-    def put_back(self) -> None:
-        """Let the numbers go on from here."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-        if self.slow is not None:
-            random.setstate(self.slow[0])
-            np.random.set_state(self.slow[1])
 
 
 class Draws:
