@@ -184,8 +184,9 @@ _RANK = "__import__('gpumem_nb.engine.rank', fromlist=['_trainer'])"
 TRAINER = f"{_RANK}._trainer"
 DEVICE = f"{_RANK}._device"
 # Behind a barrier: Horovod's thread holds the votes of the latest step (232 bytes with 18 weights) for a moment longer.
-LIVE = f"(hvd.barrier(), {_RANK}.reading().live_bytes)[1]"
-RESERVED = f"{_RANK}.reading().reserved_bytes"
+_READING = "__import__('gpumem_nb.engine.device_look', fromlist=['reading']).reading()"
+LIVE = f"(hvd.barrier(), {_READING}.live_bytes)[1]"
+RESERVED = f"{_READING}.reserved_bytes"
 RANDOM = f"{TRAINER}.random.state.torch.numpy().tobytes()"
 POSITION = f"{TRAINER}.stream.position"
 STEPS = f"{TRAINER}.steps"
@@ -206,7 +207,7 @@ FORGET_DEVICE_USE = "import gpumem_nb.engine.device_look as _look; _look._use = 
 
 INSIDE = """
 import functools
-from gpumem_nb.engine import rank as of_ranks
+from gpumem_nb.engine import device_look, rank as of_ranks
 from gpumem_nb.engine.step.trainer import Trainer
 
 def the_trainer():
@@ -218,7 +219,7 @@ def random_bytes():
     return state.torch.numpy().tobytes() + keys.tobytes() + repr((state.python, rest)).encode()
 
 def live_bytes():
-    return of_ranks.reading().live_bytes
+    return device_look.reading().live_bytes
 
 def after_each_step(note):
     original = getattr(Trainer._step, "__wrapped__", Trainer._step)

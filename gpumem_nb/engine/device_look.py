@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 from ..memory import cuda
 from ..memory.device import opened
-from ..shared.messages import DeviceUse, Reading
+from ..shared.categories import OTHER
+from ..shared.messages import DeviceUse, Freed, Reading
+from .held import Held
+
+if TYPE_CHECKING:
+    from .step.trainer import Trainer
 
 _use: DeviceUse | None = None  # as NVML had it when it was last asked
 
@@ -31,6 +40,23 @@ def look() -> tuple[Reading, DeviceUse | None]:
     """All that can be read of the device right now."""
     use = device_use()
     return reading(), use
+
+
+def free(trainer: Trainer | None, variables: Mapping[str, Any]) -> Freed:
+    """Give cached memory that no tensor uses back to the device, and say what holds the rest.
+
+    Args:
+        trainer: of what is loaded.
+        variables: of cells.
+    """
+    device, before = opened(), reading()
+    gc.collect()  # what hangs together in circles is held by nothing
+    device.empty_cache()
+    after, held = reading(), Held(device, trainer, variables)
+    known = sum(held.by_category.values()) + sum(nbytes for _, nbytes in held.variables)
+    held.by_category[OTHER] = held.by_category.get(OTHER, 0) + max(0, after.live_bytes - known)
+    device_use()
+    return Freed(before, after, held.by_category, held.variables, held.with_graph)
 
 
 def record_allocations(enabled: bool) -> None:

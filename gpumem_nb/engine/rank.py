@@ -25,6 +25,7 @@ from ..shared.knobs import KNOBS, register
 from ..shared.messages import (
     Chunk,
     ChunkReply,
+    Freed,
     RankConfig,
     RankInfo,
     SnapshotOrder,
@@ -313,6 +314,11 @@ def save_attached(names: dict[str, str | None], path: str, space: int) -> str:
 def load_attached(names: dict[str, str | None], path: str) -> None:
     """Define the kept objects again under their names."""
     namespace().update(attached_objects.load_onto(_device, Path(path), str(names["model"])))
+
+
+def free() -> Freed:
+    """Give cached memory that no tensor uses back to the device."""
+    return device_look.free(_trainer, namespace())
 
 
 def push(variables: dict[str, Any]) -> None:

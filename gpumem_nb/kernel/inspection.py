@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..report.bottleneck import Bottleneck, Circumstances
+from ..report.freed import FreeReport
 from ..report.memory import MemoryReport, RankMemory, check_view
 from ..report.step_time import TimeReport, aligned
 from ..report.sync import SyncReport
@@ -42,6 +43,10 @@ class Inspection:
         entries = zip(self._ranks, self._foreground.call("look"), ledgers, strict=True)
         ranks = tuple(RankMemory(info, reading, ledger, use) for info, (reading, use), ledger in entries)
         return MemoryReport(ranks, by, timelines)
+
+    def free(self) -> FreeReport:
+        """Let every rank give cached memory back to its device."""
+        return FreeReport(tuple(self._ranks), tuple(self._foreground.call("free")))
 
     def timeline(self) -> list[Timeline]:
         """Record one step of every rank, which is undone.

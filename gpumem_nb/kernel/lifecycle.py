@@ -139,7 +139,7 @@ class Lifecycle:
             self.foreground, self.training, history, self.snapshots, self._origin, self._cells, self.record
         )
         self.state_files = StateFiles(
-            self.foreground, self.training, self.loading, self._origin, self.record, self.snapshots.folder
+            self.foreground, self.training, self.loading, self._origin, self.record, self.snapshots
         )
         self.exporting = Exporting(
             self.ranks.infos, self.foreground, self.training, history, self._origin, self._cells, lambda: self.policy

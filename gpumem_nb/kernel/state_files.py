@@ -18,16 +18,13 @@ from .foreground import Foreground
 from .loading import Loading
 from .origin import Origin
 from .record import Record
+from .snapshot_plan import SnapshotPlan
 from .surroundings import notebook_name
 from .training import Training
 
 
 class StateFiles:
-    """Saves and resumes what the ranks of one cluster train.
-
-    Args:
-        folder: of the session's own snapshots.
-    """
+    """Saves and resumes what the ranks of one cluster train."""
 
     def __init__(
         self,
@@ -36,14 +33,14 @@ class StateFiles:
         loading: Loading,
         origin: Origin,
         record: Record,
-        folder: Path,
+        plan: SnapshotPlan,
     ) -> None:
         self._foreground = foreground
         self._training = training
         self._loading = loading
         self._origin = origin
         self._record = record
-        self._folder = folder
+        self._plan = plan
 
     def save(self, path: str | os.PathLike[str], progress: Progress) -> StateFile:
         """Write the training state between two chunks to a file."""
@@ -58,7 +55,7 @@ class StateFiles:
     def resume(self, path: str | os.PathLike[str] | None, progress: Progress) -> StateFile:
         """Go on from a file, or from the newest automatic snapshot of this notebook."""
         began = time.perf_counter()
-        source = newest(self._folder) if path is None else as_path(path)
+        source = newest(self._plan.folder) if path is None else as_path(path)
         progress("reading the training state", 0.5)
         if self._training.workload is None:
             header = ready_made(source)
@@ -69,7 +66,7 @@ class StateFiles:
 
     def snapshots(self) -> Snapshots:
         """The automatic snapshots that there are."""
-        return snapshots(self._folder)
+        return snapshots(self._plan.folder)
 
     def load_runs(self, path: str | os.PathLike[str]) -> Came:
         """Take in the runs that a state holds, and nothing else of it.

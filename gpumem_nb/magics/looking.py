@@ -70,6 +70,7 @@ class LookingMagics(Magics):
         "--by", type=Offered(VIEWS), help="break the peak down by category (all ranks) or by module (also as a treemap)"
     )
     @argument("--timeline", action="store_true", help="record one step, allocation by allocation; it is undone")
+    @argument("--free", action="store_true", help="give cached memory back to the devices; says what holds the rest")
     @argument("--snapshot", metavar="PATH", help="write torch's own snapshot of one step on rank 0's GPU to a file")
     @argument(
         "--what-if",
@@ -86,6 +87,8 @@ class LookingMagics(Magics):
         args = parse_argstring(self.hvd_memory, line)
         if args.snapshot is not None:
             return print(f"Written: {current().memory_snapshot(unquoted(args.snapshot))} (for pytorch.org/memory_viz)")
+        if args.free:
+            return current().free()
         if args.what_if is not None:
             return current().allocator_what_if(*args.what_if)
         report = current().memory(by=args.by, timeline=args.timeline)

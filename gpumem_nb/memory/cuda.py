@@ -110,6 +110,10 @@ class CudaDevice:
         """Give cached segments that hold no tensor back to the device."""
         torch.cuda.empty_cache()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on this GPU."""
+        return tensor.device == self.torch_device
+
     @contextmanager
     def exempt(self) -> Iterator[None]:
         """Inside, this process may use the whole GPU; cached segments beyond its limit go afterwards."""

@@ -82,6 +82,10 @@ class Device(Listened, Protocol):
         """Give back what the caching allocator holds and no tensor uses."""
         ...
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor is among the device's live bytes."""
+        ...
+
     def exempt(self) -> AbstractContextManager[None]:
         """Inside, the limit is not enforced: room for what a rescue must allocate. May be entered again inside.
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in a tensor, or in lists, tuples, mappings and data classes, however nested."""
     kind = type(value)
-    if kind in _PLAIN:  # most arguments of operators
+    if kind in PLAIN:  # most arguments of operators
         return
     if isinstance(value, torch.Tensor):
         yield value

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..kernel.lifecycle import Lifecycle
 from ..report.bottleneck import Bottleneck
+from ..report.freed import FreeReport
 from ..report.memory import MemoryReport
 from ..report.network import NetworkReport
 from ..report.scaling import ScalingReport
@@ -65,6 +66,14 @@ class Looks:
             WorkloadError: with ``timeline``, nothing is loaded, or the step could not be recorded.
         """
         return self._life.inspection.report(by, timeline)
+
+    def free(self) -> FreeReport:
+        """Give cached memory that no tensor uses back to the devices, between two steps, also while training.
+
+        What comes back is what the caching allocator kept for later: other processes can use it, and it is no room that
+        training lacked. The report says what holds the rest: weights, gradients, optimizer state, variables of cells.
+        """
+        return self._life.inspection.free()
 
     def timeline(self) -> list[Timeline]:
         """Record one step of every rank, allocation by allocation; the step is undone.

@@ -226,6 +226,24 @@ class Leak:
 
 
 @dataclass(frozen=True, slots=True)
+class Freed:
+    """What one rank has given back to its device, and what holds the rest.
+
+    Attributes:
+        before, after: what the device read.
+        held: live bytes by category, as far as it is known who holds them; what is left goes to ``other``.
+        variables: those of cells that hold most besides, with their bytes, the largest first.
+        with_graph: variables that also keep what their backward pass would need.
+    """
+
+    before: Reading
+    after: Reading
+    held: dict[str, int]
+    variables: tuple[tuple[str, int], ...] = ()
+    with_graph: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotOrder:
     """Take an automatic snapshot.
 

@@ -214,7 +214,7 @@ def test_nothing_outlives_a_kernel_that_was_killed_but_its_snapshots_even_if_a_r
     session.train(1)
     folder = snapshots_of(session).folder
     session.stop()
-    assert sorted(path.name.rpartition("-")[2] for path in folder.iterdir()) == ["000000004.state", "over"]
+    assert sorted(path.name.rpartition("-")[2] for path in folder.iterdir()) == ["000000004.state", "notebook", "over"]
     session = ranks(2)
     assert session.resume().steps == 4, "of the session before this one"
     assert session.settings.batch_size == 32

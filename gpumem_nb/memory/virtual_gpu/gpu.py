@@ -204,6 +204,11 @@ class VirtualGPU:
         """Release reserved segments that hold no tensor, as ``torch.cuda.empty_cache`` does."""
         self._library.gpumem_empty_cache()
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is counted here."""
+        strided = tensor.layout is torch.strided and tensor.device.type == "cpu"
+        return strided and self._library.gpumem_allocation(address(tensor.untyped_storage())) != 0
+
     @contextmanager
     def exempt(self) -> Iterator[None]:
         """Inside, passing the limit on this thread is counted, not raised; afterwards cached segments beyond it go."""

@@ -1,0 +1,84 @@
+"""What was given back to the devices, and what holds the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..shared.messages import Freed, RankInfo
+from ..shared.ranklist import name_ranks
+from ..shared.units import format_bytes
+from .tables import Report, Table
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class FreeReport(Report):
+    """What each rank has given back; :attr:`bytes` of all ranks together."""
+
+    ranks: tuple[RankInfo, ...]
+    freed: tuple[Freed, ...]
+
+    @property
+    def bytes(self) -> int:
+        """How much came back, of all ranks together."""
+        return sum(one.before.reserved_bytes - one.after.reserved_bytes for one in self.freed)
+
+    @property
+    def parts(self) -> list[Table | str]:
+        """A row for each rank, and what would free more."""
+        headings = ("rank", "device", "came back", "reserved", "live", "held by")
+        rows = tuple(
+            (
+                str(info.rank),
+                info.device_name,
+                format_bytes(one.before.reserved_bytes - one.after.reserved_bytes),
+                format_bytes(one.after.reserved_bytes),
+                format_bytes(one.after.live_bytes),
+                _holders(one),
+            )
+            for info, one in zip(self.ranks, self.freed, strict=True)
+        )
+        what = f"{format_bytes(self.bytes)} came back: cached memory that no tensor used. Training takes it again."
+        return [Table("", headings, rows, frozenset({"device", "held by"})), what, *self._notes]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """One for each rank: bytes that came back, are reserved and live, and those of each category."""
+        return [
+            {
+                "rank": info.rank,
+                "came_back_bytes": one.before.reserved_bytes - one.after.reserved_bytes,
+                "reserved_bytes": one.after.reserved_bytes,
+                "live_bytes": one.after.live_bytes,
+                **{f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in one.held.items()},
+                "variables": dict(one.variables),
+            }
+            for info, one in zip(self.ranks, self.freed, strict=True)
+        ]
+
+    @property
+    def _notes(self) -> list[str]:
+        graphs = _by_rank([one.with_graph for one in self.freed])
+        notes = [
+            f"{name} keeps what its backward pass would need, on {name_ranks(of)}: make it under torch.no_grad(), or "
+            f"keep {name}.detach()."
+            for name, of in graphs.items()
+        ]
+        own = [name for one in self.freed for name, _ in one.variables]
+        return [*notes, f"A variable is freed by del in a %%hvd cell, such as: del {own[0]}"] if own else notes
+
+
+def _holders(one: Freed) -> str:
+    known = {name: nbytes for name, nbytes in one.held.items() if nbytes}
+    named = [f"{name} {format_bytes(nbytes)}" for name, nbytes in sorted(known.items(), key=lambda held: -held[1])]
+    own = [f"variable {name} {format_bytes(nbytes)}" for name, nbytes in one.variables]
+    return ", ".join([*named, *own]) or "nothing"
+
+
+def _by_rank(names: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, of_rank in enumerate(names):
+        for name in of_rank:
+            found.setdefault(name, []).append(rank)
+    return found
