@@ -42,7 +42,7 @@ class Call:
         self._callbacks: list[Callable[[], None]] = []
 
     def abort(self, error: ClusterDied) -> None:
-        """Nobody will answer any more: let everyone who waits know why, within a tenth of a second."""
+        """The ranks are gone: all that wait are told why, within a tenth of a second."""
         self._aborted = error
         for callback in self._callbacks:
             callback()
@@ -80,7 +80,7 @@ class Call:
         return {rank: beside[self._pulse] for rank, beside in data.items() if self._pulse in beside}
 
     def first_error(self) -> Exception | None:
-        """What the first rank that failed had to say, as soon as it did, or why nobody will."""
+        """What the first rank that failed had to say, as soon as it did, or why none will answer."""
         if self._aborted:
             return copy(self._aborted)
         for rank, result in zip(self.ranks, self._results, strict=True):
@@ -116,7 +116,7 @@ class Call:
         return [self._outcome(rank, result).value for rank, result in zip(self.ranks, self._results, strict=True)]
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call back (on another thread) each time a rank has answered, and when nobody will any more."""
+        """Call back (on another thread) each time a rank has answered, and when the ranks are gone."""
         self._callbacks.append(callback)
         for result in self._results:
             result.add_done_callback(lambda _: callback())
@@ -171,7 +171,7 @@ class Call:
             self._drew |= {rank} if answer.drew else set()
             return answer
         self._apart[rank] = None
-        self._drew.add(rank)  # nobody can say that it did not
+        self._drew.add(rank)  # it may have
         if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":
             return ClusterDied(f"Rank {rank} ended while it was working.")
         if isinstance(error, RemoteError):
@@ -189,7 +189,7 @@ class _Outcome(NamedTuple):
 def _read(rank: int, answer: Answer) -> _Outcome:
     try:
         content = cloudpickle.loads(answer.content)
-    except Exception as error:  # whatever a class of somebody's own raises when it is made again
+    except Exception as error:  # whatever a user's class raises when it is made again
         why = (
             f"what it answered, {answer.kind}, cannot be read in the notebook ({error}). Return numbers, text, arrays "
             "or tensors instead, or make what it needs importable here too."

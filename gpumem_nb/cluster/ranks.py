@@ -36,7 +36,7 @@ Posted = Callable[[Call], object]
 
 
 def _ignored(call: Call) -> None:
-    """What becomes of a call does not matter to anybody."""
+    """Do nothing: the call is not watched."""
 
 
 class Ranks:
@@ -188,12 +188,12 @@ class Ranks:
         self._identities[0].signal(self._entry.NUDGE)
 
     def stopped(self) -> dict[int, str]:
-        """Ranks that somebody has stopped (SIGSTOP), with the command that continues them."""
+        """Ranks that are stopped (SIGSTOP), with the command that continues them."""
         frozen = self._watch.stopped() if self._watch else []
         return {rank: f"{who.shell}kill -CONT {who.pid}" for rank, who in enumerate(self._identities) if who in frozen}
 
     def stop(self, why: ClusterDied | None = None) -> None:
-        """End everything; whoever still waits for an answer is told so, or ``why``."""
+        """End everything; calls that still wait for an answer raise that, or ``why``."""
         if self._watch:
             self._watch.stop()
         self._abort(why or ClusterDied("The ranks were ended."))
@@ -245,10 +245,10 @@ class Ranks:
         try:
             joining.get(REJOIN_PATIENCE_S)
         except TimeoutError as error:
-            # They are slow or stopped, not dead: whoever comes next waits for the same answer.
+            # They are slow or stopped, not dead: the next request waits for the same answer.
             raise TrainingFailed(_NOT_JOINED.format(error)) from None
         except RankError as error:
-            self._end_joining(joining)  # the ranks say that they are still apart: whoever comes next tries once more
+            self._end_joining(joining)  # the ranks say that they are still apart: the next request tries once more
             raise TrainingFailed(_NOT_JOINED.format(error)) from None
         self._end_joining(joining)
 

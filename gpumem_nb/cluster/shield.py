@@ -47,7 +47,7 @@ def finish_anyway(work: Callable[[], None], name: str) -> None:
         else:
             news.put(None)
 
-    with shielded():  # whoever is interrupted before it has begun would think that it goes on
+    with shielded():  # interrupted before it has begun, the caller would think that it goes on
         threading.Thread(target=run, name=name).start()
     if error := news.get():
         raise error

@@ -49,7 +49,7 @@ _WORDS = {
     "sweep_network": "the timing of all-reduces",
 }
 _BRING_CODE = {"load", "attach", "push"}
-_OF_SOMEBODYS_CODE = {CELL, *(_WORDS.get(function, function) for function in _BRING_CODE)}
+_OF_USER_CODE = {CELL, *(_WORDS.get(function, function) for function in _BRING_CODE)}
 
 
 START_UP = "from gpumem_nb.engine.entry import start_up; start_up()"
@@ -115,7 +115,7 @@ def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
 
 
 def _catch_up() -> Sequence[str]:
-    """Before somebody's code: its modules as they are on disk, and the names under which it finds what is trained.
+    """Before code of the notebook: its modules as they are on disk, and the names under which it finds what is trained.
 
     Not to be interrupted where other ranks count on this one. Returns what there is to say.
     """
@@ -145,7 +145,7 @@ def _answer(work: Callable[[], Any], what: str) -> bytes:
         except BaseException as error:  # ipyparallel would keep one that gets past here, and its frames' tensors
             answer = failed(error, _readable(error), _apart(what))
             traceback.clear_frames(error.__traceback__)
-        if what in _OF_SOMEBODYS_CODE:
+        if what in _OF_USER_CODE:
             drew = numbers is not None and numbers.moved_anywhere()
             answer = dataclasses.replace(answer, notes=surroundings.here.said(), drew=drew)
         return cloudpickle.dumps(answer)  # type: ignore[no-any-return]

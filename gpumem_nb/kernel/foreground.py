@@ -1,4 +1,4 @@
-"""Calls that somebody waits for: an interrupt reaches the ranks, and ranks that stalled are brought together again."""
+"""Calls that the notebook waits for: an interrupt reaches the ranks, and ranks that stalled are joined again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Foreground:
     Args:
         policy: what the session does by itself, as it is now.
         ended: why the ranks are gone, in words; empty while they live.
-        touch: told that somebody works here.
+        touch: told that the session is in use.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Foreground:
         self._ended = ended
         self._touch = touch
         self._interrupts = InterruptTracker()
-        self._waiting = 0  # calls that somebody waits for
+        self._waiting = 0  # calls under way that are waited for
         self._surroundings = Followed()
         self._told: dict[int, Progress] = {}  # by the thread that waits
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits."""
+        """Whether the notebook waits for the ranks."""
         return self._waiting > 0
 
     @property
@@ -83,7 +83,7 @@ class Foreground:
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Inside, ``progress`` is told what the ranks are at while somebody waits for them."""
+        """Inside, ``progress`` is told what the ranks are at while the notebook waits for them."""
         thread = threading.get_ident()
         before, self._told[thread] = self._told.get(thread), progress
         try:
@@ -266,7 +266,7 @@ class Foreground:
         busy: Callable[[], list[int]] | None = None,
         done: Callable[[], bool] = lambda: False,
     ) -> Iterator[None]:
-        """While somebody waits for the ranks inside, an interrupt reaches them, and says what came of it.
+        """While the notebook waits for the ranks inside, an interrupt reaches them, and says what came of it.
 
         Args:
             stop_ranks: interrupts them, and says whether they stopped in time; training by default.

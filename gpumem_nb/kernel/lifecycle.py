@@ -235,7 +235,7 @@ class Lifecycle:
         # Whatever cannot be used is refused before anything is changed.
         policy = self.policy.replace(**rules)
         if policy.autotune and self.plan.size == 1:
-            raise InvalidInput("autotune=on needs at least two ranks: one alone sends its gradients to nobody.")
+            raise InvalidInput("autotune=on needs at least two ranks: one alone has no gradients to send.")
         if "eval_every" in rules and policy.eval_every != "never" and self.training.workload:
             compatibility.check_held_out(self.training.workload)
         check(compatibility.asked(self.training.settings, knobs, self.plan.size))
@@ -298,7 +298,7 @@ class Lifecycle:
             self.loading.take_last_snapshot()
         if self.ended:
             self.idle.stop()
-        elif self.idle.over:  # still: somebody may have come back during the snapshot
+        elif self.idle.over:  # still: you may have come back during the snapshot
             self.idle.stop()
             self.history.mark("note", why)
             self.ended = why

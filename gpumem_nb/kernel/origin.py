@@ -17,7 +17,7 @@ class Unrestored:
     Attributes:
         generation: of the workload.
         snapshots: what can be gone back to, the newest first.
-        named: the one of them that somebody named: which weights are frozen is not for it to say.
+        named: the one of them that was named by hand: which weights are frozen is not for it to say.
         steps, settings: how far training was, and under what.
         up_to_date: whether the newest snapshot is of that very step.
     """
@@ -41,7 +41,7 @@ class Origin:
         trained_before: steps that their weights had been trained for then.
         not_kept: why the attached objects cannot be brought back.
         resumed_from: the file that training went on from.
-        named: that file, if somebody named it and no restart took it.
+        named: that file, if it was named by hand and no restart took it.
         unrestored: what a restart has yet to bring back.
         seed: of the initial weights, the order of the data and dropout.
         default_seed: of cells' random numbers, and of what is loaded next.

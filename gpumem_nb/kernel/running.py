@@ -142,7 +142,7 @@ class Running:
                     self._history.model_may_have_changed()
                     self._foreground.mark_notes(call)
 
-        with self._foreground.waited_for():  # whoever finds nobody waiting finds the model's new version
+        with self._foreground.waited_for():  # once the session is not busy, the model has its new version
             try:
                 call = self._foreground.finish(noted, timeout, show=show)
                 settle()

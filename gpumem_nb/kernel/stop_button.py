@@ -1,4 +1,4 @@
-"""What happens when somebody presses stop: the ranks are interrupted, the prompt comes back, and there is a way out."""
+"""What happens when stop is pressed: the ranks are interrupted, the prompt comes back, and there is a way out."""
 
 from __future__ import annotations
 

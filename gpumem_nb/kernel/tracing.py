@@ -62,7 +62,7 @@ class Tracing:
                 try:
                     lanes = self._recorded(steps, progress)
                     events = self._gathered(file, lanes, progress)
-                finally:  # also when somebody pressed stop; ranks that are gone have nothing left
+                finally:  # also after an interrupt; ranks that are gone have nothing left
                     with suppress(GpumemError):
                         self._foreground.ask("drop_trace")
             size_bytes = target.stat().st_size

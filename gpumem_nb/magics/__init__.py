@@ -33,7 +33,7 @@ complete_hvd = Completion(
 def register(shell: InteractiveShell) -> None:
     """Make the magics and their completion known to IPython."""
     shell.register_magics(*MAGICS)
-    shell.events.register("pre_run_cell", _somebody_works)
+    shell.events.register("pre_run_cell", _in_use)
     if shell.Completer is not None and _match not in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.append(_match)
 
@@ -43,6 +43,6 @@ def _match(context: CompletionContext) -> SimpleMatcherResult:
     return complete_hvd(context)
 
 
-def _somebody_works(info: object) -> None:
+def _in_use(info: object) -> None:
     with suppress(NoSession):
         current().touch()

@@ -66,7 +66,7 @@ def pairs(args: Any) -> dict[str, str]:
 
 
 def unquoted(path: str) -> str:
-    """A path without the quotes that somebody typed around it."""
+    """Return a path without the quotes that were typed around it."""
     return path[1:-1] if len(path) > 1 and path[0] == path[-1] and path[0] in "\"'" else path
 
 

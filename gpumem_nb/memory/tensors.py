@@ -45,7 +45,7 @@ def attributes(value: Any) -> dict[str, Any] | None:
 
 def tensors_of_this_process() -> Iterator[torch.Tensor]:
     """All tensors that Python knows, and gradients."""
-    # Python cannot finish a tuple that another thread is building while somebody holds it, so nobody else runs here.
+    # Python cannot finish a tuple that another thread is building while something holds it: no thread but this runs.
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(60)
     try:

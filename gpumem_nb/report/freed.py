@@ -25,7 +25,7 @@ class FreeReport(Report):
         return sum(one.before.reserved_bytes - one.after.reserved_bytes for one in self.freed)
 
     @property
-    def parts(self) -> list[Table | str]:
+    def shown(self) -> list[Table | str]:
         """A row for each rank, and what would free more."""
         headings = ("rank", "device", "came back", "reserved", "live", "held by")
         rows = tuple(

@@ -194,5 +194,5 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
         return f"<Session: {self.size} ranks, {self.doing}>"
 
     def touch(self) -> None:
-        """Somebody works here: the session is not idle."""
+        """Note that the session is in use, not idle."""
         self._life.idle.touch()

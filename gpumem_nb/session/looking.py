@@ -43,11 +43,11 @@ class Looks:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for the ranks."""
+        """Whether the notebook waits for the ranks."""
         return self._life.foreground.busy
 
     def telling(self, progress: Progress) -> AbstractContextManager[None]:
-        """Inside, ``progress`` is told what the ranks are at while somebody waits for them, a load for example.
+        """Inside, ``progress`` is told what the ranks are at while the notebook waits for them, a load for example.
 
         How much is done is not known, and told as 0.
         """

@@ -37,7 +37,7 @@ def write_report(session: Session, path: str | os.PathLike[str], progress: Progr
 def _findings(session: Session, progress: Progress) -> str:
     """HTML of what is wrong, and what would help; where the ranks could not be asked, why, and what was known before.
 
-    Whoever does not want to wait for it gets the page without.
+    An interrupt leaves them out.
     """
     try:
         return session.doctor(progress)._repr_html_()

@@ -125,7 +125,7 @@ class Trains:
 
     @property
     def runs_version(self) -> tuple[object, ...]:
-        """Another one whenever a row of :attr:`runs` or a note may have changed, for whoever shows them."""
+        """Another one whenever a row of :attr:`runs` or a note may have changed, for what shows them."""
         return self._life.record.version
 
     def load_runs(self, path: str | os.PathLike[str]) -> Came:

@@ -48,7 +48,7 @@ def _power_of_two(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """How a setting is read, what it may be, and what it is for whoever names it only."""
+    """How a setting is read, what it may be, and what it is where only its name is given."""
 
     parse: Callable[[str], Any]
     allowed: str

@@ -112,8 +112,9 @@ def as_path(path: str | os.PathLike[str]) -> Path:
         raise InvalidInput(f"{path!r} is not a file's path. Give one such as digits.state.")
     try:
         return Path(path).expanduser().absolute()
-    except RuntimeError:  # the home of somebody who is not known here
-        raise InvalidInput(f"{str(path).split('/')[0]} is nobody's folder here. Write ~/ for your own.") from None
+    except RuntimeError:  # the home of a user who is not known here
+        home = str(path).split("/")[0]
+        raise InvalidInput(f"{home} is not the folder of a user here. Write ~/ for your own.") from None
 
 
 def check_target(path: Path) -> None:

@@ -40,7 +40,7 @@ def _bytes(size: object) -> int | None:
         return None
     number, unit = match.groups()
     factor = _BY_LOWER_CASE.get(unit.lower() or "b")
-    if factor is None or (factor == 1 and "." in number):  # a unit was forgotten: nobody means half a byte
+    if factor is None or (factor == 1 and "." in number):  # half a byte: a unit was forgotten
         return None
     return int(Decimal(number) * factor)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -112,6 +114,7 @@ REQUESTS: dict[str, Callable[[Session, Path], object]] = {
     "look": lambda session, folder: session.memory(),
     "record_step": lambda session, folder: session.timeline(),
     "save": lambda session, folder: session.save(folder / "a.state"),
+    "resume_check": lambda session, folder: session.resume(session.save(folder / "b.state").path),
     "forecast": lambda session, folder: session.predict(batch_size=8),
     "set_stall_limit": lambda session, folder: session.set(stall_limit_s=20),
     "run_chunk": lambda session, folder: session.set(batch_size=16),
@@ -172,6 +175,25 @@ def loss(model, batch): return SCALE * model(batch[0]).square().mean() + SCALE
     session.restart()
     assert session.restored == "step 6 restored"
     session.set(snapshot_steps="auto")
+
+
+def test_a_step_that_a_late_interrupt_discards_is_told(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session, over = fresh(two_ranks), threading.Event()
+
+    def press() -> None:  # a signal counts inside of the model's code only
+        wait_for_steps(session, 2)
+        while not over.wait(0.01):
+            os.kill(session.ranks[1].pid, signal.SIGINT)
+
+    late = threading.Thread(target=press)
+    late.start()
+    try:
+        said = str(session.train(10**6))
+    finally:
+        over.set()
+        late.join()
+    assert "An interrupt reached rank 1 late: a step was discarded. Train again." in said
+    assert session.train(1).steps == 1
 
 
 def test_training_that_played_goes_on_after_a_restart(two_ranks: Session, fresh: Callable[..., Session]) -> None:

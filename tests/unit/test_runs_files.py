@@ -303,7 +303,7 @@ def test_a_file_that_cannot_be_written_changes_nothing(
     with pytest.raises(InvalidInput, match=sentence) as caught:
         shown(record).export(tmp_path / name if isinstance(name, str) else name)
     assert "\n" not in str(caught.value)
-    with pytest.raises(InvalidInput, match="~runs is nobody's folder here"):
+    with pytest.raises(InvalidInput, match="~runs is not the folder of a user here"):
         shown(record).export("~runs/a.csv")
     assert sorted(tmp_path.iterdir()) == before
     assert (tmp_path / "theirs.csv").read_text() == "a,b\n1,2\n"

@@ -1,4 +1,4 @@
-"""The logs of a session: each is written by a thread of its own, so that nobody who trains waits for a disk."""
+"""The logs of a session: each is written by a thread of its own, so that training never waits for a disk."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Log:
                 if self._queue.empty():
                     self._run.target.flush()
             self._run.target.close()
-        except Exception as error:  # of a disk, of somebody else's package
+        except Exception as error:  # of a disk, of another package
             self.problem = f"Logging to {self.target} ended ({type(error).__name__}: {error}); training goes on."
             self._told(self.problem)
             with suppress(Empty):
@@ -116,7 +116,7 @@ class Log:
 
 
 class Logs:
-    """All logs of a session, over restarts of its ranks. Changed by whoever asks the session."""
+    """All logs of a session, over restarts of its ranks. Changed by the thread that asks the session."""
 
     def __init__(self, told: Callable[[str], None]) -> None:
         self._told = told

@@ -71,7 +71,7 @@ class TrackioRun:
 
     def _opened(self, name: str) -> Any:
         try:
-            # In a context of its own: in the notebook's, it would take the place of a run that somebody logs to there.
+            # In a context of its own: in the notebook's, it would replace a run that a cell logs to there.
             return Context().run(
                 self._trackio.init,
                 self._project,

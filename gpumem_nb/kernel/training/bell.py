@@ -13,7 +13,7 @@ _LONGEST_WAIT_S = 0.5  # in case something changes without a ring
 
 
 class Bell:
-    """Any thread may ring at any moment: that takes no lock, so nobody who rings can be made to wait.
+    """Any thread may ring at any moment: that takes no lock, so ringing never waits.
 
     Those who wait listen on queues of their own and not on a condition, whose lock an interrupt could leave broken.
     """
@@ -28,7 +28,7 @@ class Bell:
 
     @contextmanager
     def listening(self) -> Iterator[News]:
-        """Every ring inside is in the queue, also one that comes while nobody waits."""
+        """Every ring inside is in the queue, also one that comes while no thread waits."""
         news: News = SimpleQueue()
         try:
             self._listeners.append(news)

@@ -1,4 +1,4 @@
-"""What somebody asks of the ranks between two chunks of training, and waits for; training goes on afterwards."""
+"""What the notebook asks of the ranks between two chunks of training, and waits for; training goes on afterwards."""
 
 from __future__ import annotations
 

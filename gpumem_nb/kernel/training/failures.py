@@ -58,9 +58,9 @@ class Failures:
         if failure.phase == "evaluation":
             self._not_evaluated(failure, chunk)
             return
-        newer = chunk.settings_id != self._state.settings_id  # somebody has asked for other settings meanwhile
+        newer = chunk.settings_id != self._state.settings_id  # other settings were asked for meanwhile
         if failure.kind == "interrupted":
-            if self._state.wanted_steps:  # nobody has paused training: the signal was of an earlier interrupt
+            if self._state.wanted_steps:  # training was not paused: the signal was of an earlier interrupt
                 self._state.note(f"An interrupt reached rank {failure.rank} late: a step was discarded. Train again.")
             self._state.stop()
             if not newer:
@@ -110,7 +110,7 @@ class Failures:
         self._tryout = None
 
     def _not_evaluated(self, failure: Failure, chunk: Chunk) -> None:
-        """The settings are not to blame. Training pauses, unless somebody asked for just this."""
+        """The settings are not to blame. Training pauses, unless this very evaluation was asked for."""
         if failure.kind == "interrupted":
             self._state.stop()
             return

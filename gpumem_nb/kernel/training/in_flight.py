@@ -17,7 +17,7 @@ MOST_CHUNK_STEPS = 1000
 MOST_IN_FLIGHT = 2
 """The next chunk lies at the ranks when they end one, so that they never wait for the kernel."""
 AHEAD_BELOW_S = 1.0
-"""Steps that take longer are sent one at a time: whoever waits would wait for two of them, and asking takes 10 ms."""
+"""Steps that take longer are sent one at a time: a request would wait for two of them, and asking takes 10 ms."""
 
 
 class Pace:
@@ -118,7 +118,7 @@ class InFlight:
     def left_before_it_began(self, chunk: Chunk) -> None:
         """Ranks had no steps for a chunk, because they had been nudged more often than was counted when it was made.
 
-        Somebody else may send that signal too. Chunks that are made from now on are newer than any nudge.
+        Other programs may send that signal too. Chunks that are made from now on are newer than any nudge.
         """
         if chunk.steps and chunk.nudges == self.nudges:
             self.nudges += 1

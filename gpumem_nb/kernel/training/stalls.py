@@ -94,7 +94,7 @@ class Stalls:
         return waits.ended(apart, self._ranks.pulses(), call.pending(), self._ranks.size) if apart else None
 
     def _strand(self, why: str) -> None:
-        """A chunk may never be answered: nobody shall wait for it."""
+        """A chunk may never be answered: no call shall wait for it."""
         with self._state.locked():
             self.told = True
             self.stuck = f"{why}. Start the ranks again with %hvd_restart."

@@ -24,7 +24,7 @@ from .bell import Bell
 
 
 class TrainingState:
-    """Read by every thread, changed under :meth:`locked` only, which nobody holds while waiting for anything.
+    """Read by every thread, changed under :meth:`locked` only, which no thread holds while it waits for anything.
 
     Attributes:
         workload: what is loaded.
@@ -110,7 +110,7 @@ class TrainingState:
         self._recorded_peak = 0
 
     def record(self, samples: Sequence[Sample]) -> None:
-        """Keep samples for whoever records."""
+        """Keep samples for the run that is recorded."""
         if self._recording is not None:
             done = [sample for sample in samples if sample.done]
             self._recording.extend(samples)
@@ -123,7 +123,7 @@ class TrainingState:
         return f"step {done[-1].step}, {measured_by(done, self._recorded_peak)}" if done else ""
 
     def note(self, *notes: Rescue | Evaluation | str) -> None:
-        """Keep what happened on the way for whoever records; it is put into words at the end, when more is known."""
+        """Keep what happened for the run that is recorded; it is put into words at the end, when more is known."""
         if self._recording is not None:
             self._notes.extend(notes)
 

@@ -43,7 +43,7 @@ class Training:
     """Keeps the ranks training. What moves it on is :meth:`turn`, which :meth:`start` repeats on a thread of its own.
 
     Attributes:
-        between: what somebody asks for and waits for meanwhile.
+        between: what the notebook asks for and waits for meanwhile.
 
     Args:
         policy: what the session does by itself, as it is now.
@@ -173,7 +173,7 @@ class Training:
                 applying = self._chunks.send(0)
         self._state.bell.ring()
         self.make_way()
-        if applying:  # only this is waited for: somebody may train meanwhile
+        if applying:  # only this is waited for: another thread may train meanwhile
             self._wait_until(lambda: not self._under_way(applying) or bool(self._stalls.stuck))
             self._state.raise_failure()
 
@@ -249,7 +249,7 @@ class Training:
                 raise
             with self._state.locked():
                 self._state.note("Interrupted.")
-        except Exception:  # whoever is told of the progress failed: nobody waits for these steps any more
+        except Exception:  # of ``progress``: these steps are not waited for any more
             self.pause(timeout=PAUSE_PATIENCE_S)
             raise
         finally:
@@ -270,7 +270,7 @@ class Training:
                 return
             self._closing = isinstance(error, ClusterDied)
             left = self._in_flight.give_up(forget=self._closing)
-            self._stalls.told = left  # as after a stall, whoever waits for steps is told now
+            self._stalls.told = left  # as after a stall, calls that wait for steps are told now
             self._snapshots.order_ended()
             self._failures.end_tryout()
             self._state.stop(error)
@@ -297,7 +297,7 @@ class Training:
                     self.turn(news)
                 except GpumemError as error:
                     self.give_up(error)
-                except Exception as error:  # nobody shall wait for a thread that is gone
+                except Exception as error:  # no call shall wait for a thread that is gone
                     self.give_up(TrainingFailed(f"Training stopped, by a mistake in gpumem_nb itself: {error!r}."))
 
     def turn(self, news: News) -> None:
@@ -320,7 +320,7 @@ class Training:
         elif unanswered:
             self._stalls.look_after(unanswered)
         elif not self.busy and not self._closing:
-            with suppress(TrainingFailed):  # whoever needs ranks that cannot be joined is told
+            with suppress(TrainingFailed):  # the request that needs them says that they cannot be joined
                 self._readings.ask()
 
     def _send_due(self) -> None:

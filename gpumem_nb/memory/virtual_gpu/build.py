@@ -61,7 +61,7 @@ def _target() -> Path:
 
 
 def _compile(target: Path) -> None:
-    """Compile beside ``target`` and move the finished file there, so that nobody loads half a library."""
+    """Compile beside ``target`` and move the finished file there, so that no process loads half a library."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         output = Path(folder) / target.name
         command = _command(output)
