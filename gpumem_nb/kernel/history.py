@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -100,6 +101,7 @@ class History:
         self.autotuned: Event | None = None
         self.leaks: dict[str, tuple[Leak, ...]] = {}
         self.loaded_as = self.changed_after = 0
+        self._changed_s = -math.inf
         self.seen_before = 0
         self.noise_scale: float | None = None
         self.evaluations: deque[Evaluation] = deque(maxlen=EVALUATIONS_KEPT)
@@ -129,6 +131,8 @@ class History:
                     by_step[sample.step].append(sample)
             for step, of_step in sorted(by_step.items()):
                 self.steps = step
+                if of_step[0].time_s <= self._changed_s:  # it ended before the cell, and only its answer comes after
+                    self.changed_after = step
                 tried = self._of_step(step, of_step[0].settings_id)
                 if tried:
                     tried.add(of_step, limits)
@@ -176,7 +180,7 @@ class History:
     def model_may_have_changed(self) -> None:
         """What was predicted and measured before does not count any more: the next step begins a configuration."""
         with self._lock:
-            self.changed_after = self.steps
+            self.changed_after, self._changed_s = self.steps, self.now_s()
             self._forget_foreseen()
 
     def predicted(self, asked: Asked) -> None:

@@ -92,14 +92,17 @@ def test_a_cell_that_ran_begins_the_configuration_anew(history: History) -> None
 
 
 def test_steps_of_before_a_cell_do_not_count_with_those_after_it(history: History) -> None:
-    late = sample(3)
     steps(history, [1.0] * 5)
     history.model_may_have_changed()
-    history.add([late], [reading()])
-    assert len(history.tried) == 1
+    late = [sample(step, time_s=history.now_s() - 1) for step in (6, 7)]  # whose answer comes after the cell's
+    history.add(late, [reading()])
+    assert [one.steps for one in history.tried] == [7]
+    assert history.changed_after == 7
+    steps(history, [1.0])
+    assert [one.steps for one in history.tried] == [7, 1]
     history.begin(2, "mine", NOW.replace(batch_size=8))
     steps(history, [1.0])
-    assert [one.settings_id for one in history.tried] == [1, 2], "settings that were left are not begun anew"
+    assert [one.settings_id for one in history.tried] == [1, 1, 2], "settings that were left are not begun anew"
 
 
 def predicted(history: History, peak: int, settings: Settings = NOW) -> None:
