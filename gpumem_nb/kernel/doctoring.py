@@ -129,7 +129,7 @@ class Doctoring:
         looks = self._foreground.call("look")
         progress("what these settings need", 0.1)
         needs = self._predict({}, notes)
-        rows = history.asked_for(STEPS_LOOKED_AT)
+        rows = history.since_cell(history.asked_for(STEPS_LOOKED_AT))
         progress("what ranks hold", 0.3)
         facts = self._facts(needs, notes)
         ranks = tuple(

@@ -332,6 +332,11 @@ class History:
         """Those of them that were taken under settings that somebody had asked for."""
         return [[one for one in of_rank if not one.tried] for of_rank in self.of_loaded(last)]
 
+    def since_cell(self, rows: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+        """Of these the steps since a cell may have changed the model; all of them while there are none."""
+        found = [[one for one in of_rank if one.step > self.changed_after] for of_rank in rows]
+        return found if any(found) else [list(of_rank) for of_rank in rows]
+
     def ledger_cost(self) -> float | None:
         """What recording steps costs on average, as a share of training time; ``None`` before it is known.
 

@@ -135,9 +135,6 @@ class Inspection:
         return target
 
     def _ledgers(self) -> list[Ledger | None]:
-        """Of each rank the latest one of what is loaded."""
-        first = self._history.loaded_as
-        return [
-            next((s.ledger for s in reversed(samples) if s.ledger and s.settings_id >= first), None)
-            for samples in self._history.samples()
-        ]
+        """Of each rank the latest one of what is loaded, since a cell may have changed it if steps were done since."""
+        rows = self._history.since_cell(self._history.of_loaded())
+        return [next((one.ledger for one in reversed(of_rank) if one.ledger), None) for of_rank in rows]

@@ -204,10 +204,17 @@ class Effect:
         told = f"{_share(before)} → {_share(after)} of communication hidden"
         return told if error is None else f"{told}, compression takes {100 * error:.2g} % of gradients"
 
+    @property
+    def caveat(self) -> str:
+        """What besides the flip may have changed the figures; empty if nothing may."""
+        changed = self.before.model_version != self.after.model_version
+        return "a cell that ran in between may have changed the model" if changed else ""
+
     def __str__(self) -> str:
         if not self.after.steps:
             return f"{self.flip}: waiting for the first step"
-        return ", ".join(filter(None, (f"{self.flip}: live peak {self.memory}", self.speed, self.communication)))
+        said = (f"{self.flip}: live peak {self.memory}", self.speed, self.communication, self.caveat)
+        return ", ".join(filter(None, said))
 
 
 def _share(share: float | None) -> str:

@@ -53,7 +53,8 @@ class CriticalPath:
         steps = list(_by_step([judged(of_rank, since_step) for of_rank in samples]).values())[-MOST_STEPS:]
         steps.sort(key=lambda step: max(times.total_s for times in step))
         kept = steps[: len(steps) - round(_SLOWEST_SHARE * len(steps))]
-        return cls(samples, kept) if len(steps) >= FEWEST_STEPS else None
+        after = [[one for one in of_rank if one.step > since_step] for of_rank in samples]
+        return cls(after, kept) if len(steps) >= FEWEST_STEPS else None
 
     def mean(self, seconds: Callable[[StepTimes], float]) -> float:
         """Of the last rank, over the steps."""

@@ -37,8 +37,13 @@ class Peak:
         return self.bytes / (self.limit or 1)
 
 
-def peaks(by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None]) -> list[Peak]:
-    """The latest known peak of each rank that has reported, in rank order."""
+def peaks(
+    by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None], changed_after: int = 0
+) -> list[Peak]:
+    """The latest known peak of each rank that has reported, in rank order.
+
+    What a step up to ``changed_after`` was made of says nothing of later ones.
+    """
     found = []
     for rank, (samples, reading) in enumerate(zip(by_rank, readings, strict=True)):
         limit = reading.limit_bytes if reading else None
@@ -48,7 +53,8 @@ def peaks(by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None
                 found.append(Peak(rank, reading.live_peak_bytes, limit, None, reading.reserved_peak_bytes))
             continue
         recorded = next((s for s in reversed(samples) if s.ledger and s.done), newest)
-        ledger = recorded.ledger if recorded.settings_id == newest.settings_id else None
+        outdated = recorded.step <= changed_after < newest.step
+        ledger = recorded.ledger if recorded.settings_id == newest.settings_id and not outdated else None
         of_step = recorded if ledger else newest
         live = ledger.peak_bytes if ledger else newest.live_peak_bytes
         found.append(Peak(rank, live, limit, ledger, max(live, of_step.reserved_peak_bytes)))

@@ -130,7 +130,9 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
     if foretold:
         came = format_bytes(effect.after.peak_bytes)
         peaks += f" <span>predicted <b>{foretold.in_words(foretold.live_peak_bytes)}</b>, came <b>{came}</b></span>"
-    measured = "".join(f" <span>{escape(told)}</span>" for told in (effect.speed, effect.communication) if told)
+    measured = "".join(
+        f" <span>{escape(told)}</span>" for told in (effect.speed, effect.communication, effect.caveat) if told
+    )
     return f"<div><span>{escape(flip)}</span> {peaks}{measured}</div>"
 
 

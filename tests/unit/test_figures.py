@@ -169,6 +169,31 @@ def test_reserved_bytes_of_a_peak_are_those_of_its_step_on_every_rank() -> None:
     assert all(peak.reserved >= peak.bytes for peak in found)
 
 
+def test_what_a_step_before_a_cell_was_made_of_says_nothing_of_steps_after_it(history: History) -> None:
+    steps(history, [9.0] * 3, recorded=ledger())
+    history.model_may_have_changed()
+    assert history.since_cell(history.of_loaded())[0][-1].ledger, "there is nothing newer"
+    steps(history, [9.0] * 3, live_peak_bytes=80 * MIB)
+    (peak,) = peaks(history.of_loaded(), history.readings, history.changed_after)
+    assert (peak.bytes, peak.ledger) == (80 * MIB, None)
+    assert not any(one.ledger for one in history.since_cell(history.of_loaded())[0])
+    (before,) = peaks(history.of_loaded(), history.readings)
+    assert before.ledger
+
+
+def test_a_flip_is_told_beside_a_cell_that_ran_in_between(history: History) -> None:
+    steps(history, [9.0] * 6)
+    history.begin(2, "mine", NOW.replace(batch_size=8))
+    steps(history, [9.0] * 6, settings_id=2)
+    assert "a cell" not in str(history.effect())
+    history.model_may_have_changed()
+    steps(history, [9.0] * 6, settings_id=2)
+    effect = history.effect()
+    assert effect
+    assert "a cell that ran in between may have changed the model" in str(effect)
+    assert "a cell that ran in between" in wording.effect(effect)
+
+
 def test_what_settings_needed_of_another_model_is_no_advice_for_this_one(history: History) -> None:
     blocks = NOW.replace(checkpointing="blocks")
     history.begin(2, "mine", blocks)

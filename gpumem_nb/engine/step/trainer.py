@@ -347,6 +347,7 @@ class Trainer:
             return None
         self._cells = cells.ran()
         self._proven_id = -1  # the next update may fail for what a cell has set: it is prepared to be undone
+        self._recorded_steps = 0  # what is known of the memory of steps may be of another model
         self._device.empty_cache()
         self.stepper.phase = "forward"
         self.stepper.voting.come_last()

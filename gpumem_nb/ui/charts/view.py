@@ -96,7 +96,7 @@ class View:
 
         Steps up to ``changed_after`` say nothing about where time goes now.
         """
-        found = peaks(samples, readings)
+        found = peaks(samples, readings, changed_after)
         worst = next(iter(worst_first(found)), None)
         time = TimeReport.of(samples, changed_after)
         told, choice = marks(samples, settings), choice or Choice()
