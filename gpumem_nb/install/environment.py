@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pynvml
 
@@ -55,6 +57,11 @@ class EnvironmentReport(Report):
     def ok(self) -> bool:
         """Whether nothing that is needed is missing."""
         return all(item.ok is not False for item in self.items)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each of the items."""
+        return [dataclasses.asdict(one) for one in self.items]
 
     @property
     def shown(self) -> list[Table]:

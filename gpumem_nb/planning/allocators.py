@@ -10,6 +10,7 @@ from ..shared.allocator_settings import AllocatorSettings
 from ..shared.units import format_bytes
 from .prediction import Prediction
 
+_BYTES = ("live_peak_bytes", "reserved_peak_bytes", "low_bytes", "high_bytes", "limit_bytes")
 UNMOVED = 0.0005  # of reserved bytes: what would be shown as 0.0 %
 MUCH = 0.02  # of reserved bytes: what a restart may be worth
 _MODELLED = (
@@ -41,15 +42,16 @@ class AllocatorWhatIf(Report):
     notes: tuple[str, ...] = ()
 
     def frame(self) -> Any:
-        """A pandas DataFrame with one row for each setting, the present one first; bytes of the worst rank."""
-        import pandas as pd  # takes long to import
+        """The report as a pandas DataFrame; bytes are nullable integers."""
+        return super().frame().astype({name: "Int64" for name in _BYTES})
 
-        columns = ("verdict", "live_peak_bytes", "reserved_peak_bytes", "low_bytes", "high_bytes", "limit_bytes")
-        rows = [
-            {"allocator": str(settings), **{name: one.columns[name] for name in columns}}
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each setting, the present one first; bytes of the worst rank."""
+        return [
+            {"allocator": str(settings), **{name: one.columns[name] for name in ("verdict", *_BYTES)}}
             for settings, one in (self.now, *self.others)
         ]
-        return pd.DataFrame(rows).astype({name: "Int64" for name in columns[1:]})
 
     @property
     def sentences(self) -> tuple[str, ...]:

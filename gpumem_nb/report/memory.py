@@ -136,7 +136,7 @@ class MemoryReport(Report):
             InvalidInput: ``by`` is none of these.
         """
         if by is None:
-            return _frame([self._row(rank) for rank in self.ranks], _rank_columns())
+            return _frame(self.records, _rank_columns())
         if by == "category":
             return _frame([row for rank in self.ranks for row in _category_rows(rank)], _CATEGORY_COLUMNS)
         if by == "module":
@@ -144,6 +144,11 @@ class MemoryReport(Report):
         if by == "timeline":
             return _frame([row for line in self.timelines for row in _timeline_rows(line)], _TIMELINE_COLUMNS)
         raise InvalidInput(f"by={by!r} is not known: {nearest(str(by), FRAMES)}.")
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each rank."""
+        return [self._row(rank) for rank in self.ranks]
 
     @property
     def sentences(self) -> tuple[str, ...]:

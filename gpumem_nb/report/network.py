@@ -50,6 +50,12 @@ class NetworkReport(Report):
         return rounds * self.latency_s + more * carried_s
 
     @property
+    def records(self) -> list[dict[str, float]]:
+        """A row for each size of message."""
+        sizes = self.seconds.items()
+        return [{"bytes": size, "seconds": took, "bus_bytes_per_s": self.bus_bytes_per_s(size)} for size, took in sizes]
+
+    @property
     def shown(self) -> list[Table | str]:
         """The table and what it does not say."""
         return [self._table, *self._notes]

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..shared.messages import RankInfo
 from ..shared.settings import Settings
@@ -33,6 +34,11 @@ class Status(Report):
     def to_json(self) -> str:
         """The same as JSON, for programs."""
         return json.dumps(dataclasses.asdict(self) | {"settings": self.settings.as_dict()}, indent=2)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each rank."""
+        return [dataclasses.asdict(info) for info in self.ranks]
 
     @property
     def shown(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..shared.questions import SyncLook
 from ..shared.ranklist import name_ranks
@@ -36,8 +37,13 @@ class SyncReport(Report):
     @property
     def shown(self) -> list[str]:
         """A sentence about each of the three."""
+        return [f"{'WRONG: ' if one['wrong'] else 'ok: '}{one['sentence']}" for one in self.records]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each of the three of which something is known."""
         found = (self.weights, self.gradients, self.samples)
-        return [f"{'WRONG: ' if is_fault else 'ok: '}{sentence}" for sentence, is_fault in found if sentence]
+        return [{"sentence": sentence, "wrong": is_fault} for sentence, is_fault in found if sentence]
 
     @property
     def weights(self) -> tuple[str, bool]:

@@ -110,7 +110,7 @@ def notes_html(sentences: Sequence[str]) -> str:
 class Report(ABC):
     """What is shown of something that was found out: tables and sentences, in an order, and the same as data.
 
-    A report defines :attr:`shown`, and :attr:`records` if it has data; how they look is decided here.
+    A report defines both; how they look is decided here.
     """
 
     __slots__ = ()
@@ -121,9 +121,9 @@ class Report(ABC):
         """What is shown, in order."""
 
     @property
+    @abstractmethod
     def records(self) -> Iterable[Mapping[str, Any]]:
         """What it says as rows of data, each by the names of columns."""
-        raise NotImplementedError
 
     def frame(self) -> pd.DataFrame:
         """The report as a pandas DataFrame, with a row for each of its records."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...install.environment import COLOURS, EnvironmentReport
 from ...report.leak_sentences import headline
@@ -50,6 +52,11 @@ class Checklist(Report):
         )
         headings = ("question", "state", "found")
         return Table("Training on several devices", headings, rows, frozenset(headings), _COLOURS)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each of the checks."""
+        return [dataclasses.asdict(one) for one in self.checks]
 
     @property
     def shown(self) -> list[Table | str]:

@@ -95,15 +95,14 @@ class TuneResult(Report):
         best = self.best.settings
         self._set({name: getattr(best, name) for name in self.space.knobs} | best.changed_from(self.present))
 
-    def frame(self) -> Any:
-        """A pandas DataFrame with a row for everything that was looked at: what was measured on top, fastest first.
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for everything that was looked at: what was measured on top, fastest first.
 
         At its end is what no step was possible under; ``failed`` says why.
         """
-        import pandas as pd  # takes long to import
-
         best, front = self.best, self.pareto()
-        rows = [
+        looked_at = [
             {
                 "flip": self.flip(one),
                 **{name: getattr(one.settings, name) for name in self.space.knobs},
@@ -130,7 +129,7 @@ class TuneResult(Report):
             }
             for settings, why in self.refused.items()
         ]
-        return pd.DataFrame(rows + refused)
+        return looked_at + refused
 
     def flip(self, one: Candidate) -> str:
         """What is changed from the present settings, in words."""
