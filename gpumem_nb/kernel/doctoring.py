@@ -284,5 +284,5 @@ def _came(evidence: Evidence) -> str:
     words = f"{what}, {effect.flip}: predicted a live peak of {said.in_words(said.live_peak_bytes)}"
     if said.samples_per_s and said.settings == came.settings:  # others of the same memory may be faster or slower
         words += f" and {format_rate(said.samples_per_s)} samples/s"
-    words += f"; came {format_bytes(came.peak_bytes)}"
+    words += f"; measured {format_bytes(came.peak_bytes)}"
     return f"{words} and {format_rate(came.samples_per_s)} samples/s." if came.samples_per_s else f"{words}."

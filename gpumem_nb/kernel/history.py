@@ -204,7 +204,7 @@ class History:
         self.rescue = rescue
 
     def settled(self, kind: str) -> None:
-        """What a step was discarded for, if it was of this kind, is mended."""
+        """Forget the rescue of a failure of this kind: its cause is fixed."""
         with self._lock:
             if self.rescue and self.rescue.failure.kind == kind:
                 self.rescue = None
@@ -289,7 +289,7 @@ class History:
         self._told(Entry(self.started_s, time.time(), what))
 
     def settings_now(self) -> Entry | None:
-        """The latest configuration, for somebody who is told from now on."""
+        """Return the latest configuration, for a log that begins now."""
         return Entry(self.started_s, time.time(), self.tried[-1]) if self.tried else None
 
     def of_tried(self, make: Callable[[Tried], T]) -> list[T]:
@@ -329,7 +329,7 @@ class History:
         return [[one for one in of_rank if one.settings_id >= self.loaded_as] for of_rank in self.samples(last)]
 
     def asked_for(self, last: int | None = None) -> list[list[Sample]]:
-        """Those of them that were taken under settings that somebody had asked for."""
+        """Return those of them whose settings the user asked for, and autotune did not just try."""
         return [[one for one in of_rank if not one.tried] for of_rank in self.of_loaded(last)]
 
     def since_cell(self, rows: Sequence[Sequence[Sample]]) -> list[list[Sample]]:

@@ -60,7 +60,7 @@ class Record:
         return sorted(noted, key=lambda row: row.number)
 
     def note(self, key: str, text: str) -> None:
-        """Keep somebody's words of a row; none take away those that are there."""
+        """Keep the user's words about a row; an empty text takes away those that are there."""
         with shielded(), self._lock:
             self._notes[key] = text
             self._changes += 1

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from ..cluster import resources
-from ..report.runs.stored import Came, packed, unpacked
+from ..report.runs.stored import ImportedRuns, packed, unpacked
 from ..report.state_files import SnapshotRow, Snapshots, StateFile
 from ..shared import snapshot_folder, state_file
 from ..shared.errors import StateFileError
@@ -68,7 +68,7 @@ class StateFiles:
         """The automatic snapshots that there are."""
         return snapshots(self._plan.folder)
 
-    def load_runs(self, path: str | os.PathLike[str]) -> Came:
+    def load_runs(self, path: str | os.PathLike[str]) -> ImportedRuns:
         """Take in the runs that a state holds, and nothing else of it.
 
         Raises:
@@ -83,7 +83,7 @@ class StateFiles:
             rows, unread = unpacked(runs)
         except StateFileError as error:
             raise StateFileError(f"{source}: {error}") from None
-        return Came(source, self._record.bring(rows, source.name), unread)
+        return ImportedRuns(source, self._record.bring(rows, source.name), unread)
 
 
 def snapshots(folder: Path) -> Snapshots:

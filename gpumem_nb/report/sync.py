@@ -53,7 +53,7 @@ class SyncReport(Report):
             return f"{difference}. Broadcast them from rank 0: %hvd_sync, or hvd.broadcast_parameters in a loop.", True
         buffers = _difference([look.buffers for look in self.looks], "buffers")
         own = f" {buffers.capitalize()}: right for statistics that each rank gathers for itself." if buffers else ""
-        return f"weights: {len(weights[0])} are the same on all ranks, bit by bit.{own}", False
+        return f"weights: {len(weights[0])} are the same on all ranks, bit for bit.{own}", False
 
     @property
     def gradients(self) -> tuple[str, bool]:
@@ -63,7 +63,7 @@ class SyncReport(Report):
             return "gradients: there are none now. Check again after a backward, before they are cleared.", False
         if difference := _difference(gradients, "gradients"):
             return f"{difference}. They are not averaged over ranks, or changed afterwards on one of them.", True
-        return f"gradients: {len(gradients[0])} are the same on all ranks, bit by bit.", False
+        return f"gradients: {len(gradients[0])} are the same on all ranks, bit for bit.", False
 
     @property
     def samples(self) -> tuple[str, bool]:

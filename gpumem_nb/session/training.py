@@ -11,7 +11,7 @@ from ..report.evaluation import Evaluation
 from ..report.run_summary import Run
 from ..report.runs import Runs
 from ..report.runs.comparing import Comparison
-from ..report.runs.stored import Came
+from ..report.runs.stored import ImportedRuns
 from ..shared.errors import WorkloadError
 from ..shared.progress import Progress
 from ..shared.settings import Settings
@@ -128,7 +128,7 @@ class Trains:
         """Another one whenever a row of :attr:`runs` or a note may have changed, for what shows them."""
         return self._life.record.version
 
-    def load_runs(self, path: str | os.PathLike[str]) -> Came:
+    def load_runs(self, path: str | os.PathLike[str]) -> ImportedRuns:
         """Bring back the runs alone that a saved state holds, whatever is loaded; says how many were not there yet.
 
         Raises:

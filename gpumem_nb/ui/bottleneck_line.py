@@ -26,7 +26,7 @@ class BottleneckLine:
 
     Args:
         session: whose steps are judged.
-        ask: has something done of which somebody may be told that it was refused.
+        ask: runs an action, and shows why where it is refused.
     """
 
     def __init__(self, session: Steered, ask: Callable[[Callable[[], object]], object]) -> None:

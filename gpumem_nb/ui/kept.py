@@ -35,7 +35,7 @@ class Kept:
         """Make the output in the cell that runs."""
         if getattr(self._shell, "kernel", None) is None:
             return  # a terminal cannot change what it has printed
-        if not self._is_shown:  # whoever executes a notebook without a page takes in what comes with a cell alone
+        if not self._is_shown:  # a program that executes notebooks without a page keeps only what comes with a cell
             self._shell.events.register("post_run_cell", self._cell_ended)
         self._is_shown, self._bundle = True, self._now()
         display(self._bundle, raw=True, display_id=self._id)

@@ -1,4 +1,4 @@
-"""A session as one page for somebody who was not there: charts, runs, findings, versions."""
+"""A session as one page for people who were not there: charts, runs, findings, versions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def report_page(session: Steered, findings: str, scoreboard: Scoreboard, version
         words.append(f"<h2>Predicted, and what came</h2>{scoreboard._repr_html_()}")
     words.append("<h2>Ranks and versions</h2>" + _ranks(session.ranks) + _versions(versions))
     charts, css = _charts(session)
-    # Sentences of errors may name files; whose folder they lie in is nobody's business.
+    # Sentences of errors may name files; the page does not tell whose folder they lie in.
     sections = [without_home(_facts(session)), charts, *map(without_home, words)]
     return page(f"Session report: {name}", sections, css)
 

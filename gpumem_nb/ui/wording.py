@@ -129,7 +129,7 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
     peaks = f"<span>live peak <b>{escape(effect.memory)}</b></span>"
     if foretold:
         came = format_bytes(effect.after.peak_bytes)
-        peaks += f" <span>predicted <b>{foretold.in_words(foretold.live_peak_bytes)}</b>, came <b>{came}</b></span>"
+        peaks += f" <span>predicted <b>{foretold.in_words(foretold.live_peak_bytes)}</b>, measured <b>{came}</b></span>"
     measured = "".join(
         f" <span>{escape(told)}</span>" for told in (effect.speed, effect.communication, effect.caveat) if told
     )
@@ -186,7 +186,7 @@ def largest(batch_size: int, samples: int | None) -> str:
 def flip_key(limit_bytes: int | None, waits: bool) -> str:
     """What the signs and bars of flips mean; ``waits``: for the next step."""
     if waits:
-        return "<p>Something ran on the ranks: what flips would need is asked for with the next step.</p>"
+        return "<p>A cell ran. Predictions refresh after the next step.</p>"
     of = f", of {format_bytes(limit_bytes)}" if limit_bytes else ""
     signs = ", ".join(f"{sign} {verdict}" for verdict, (sign, _) in _VERDICTS.items())
     return (
@@ -196,7 +196,7 @@ def flip_key(limit_bytes: int | None, waits: bool) -> str:
 
 
 def field_error(value: str, why: str) -> str:
-    """Why what somebody typed cannot be used."""
+    """Say why a typed value cannot be used."""
     return f"<div><b>{escape(value)}</b>: {escape(why)}</div>"
 
 

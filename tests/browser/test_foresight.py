@@ -29,7 +29,7 @@ def test_what_was_predicted_stands_beside_what_came(panel: PanelPage) -> None:
     panel.notebook.evaluate("s.train(1) and None")
     peak = panel.notebook.evaluate("s.predict(batch_size=16).live_peak_bytes")
     panel.notebook.evaluate("s.set(batch_size=16) and s.train(1) and None")
-    expect(panel.effect).to_contain_text(f"predicted {format_bytes(peak)}, came ")
+    expect(panel.effect).to_contain_text(f"predicted {format_bytes(peak)}, measured ")
 
 
 def test_every_flip_is_foreseen_at_its_knob(panel: PanelPage) -> None:
@@ -44,7 +44,7 @@ def test_every_flip_is_foreseen_at_its_knob(panel: PanelPage) -> None:
         for knob, value in (("checkpointing", "blocks"), ("precision", "bf16")):
             said = panel.foreseen(knob, value)
             panel.notebook.evaluate(f"s.set({knob}={value!r}) and s.train(1) and None")
-            expect(panel.effect).to_contain_text(f"predicted {said}, came {said}")
+            expect(panel.effect).to_contain_text(f"predicted {said}, measured {said}")
         panel.notebook.evaluate(SET_DEFAULTS)
         panel.choose("batch_size", "300")
         expect(panel.error("batch_size")).to_contain_text("will not fit: ")

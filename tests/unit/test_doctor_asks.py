@@ -123,7 +123,7 @@ def test_what_came_of_a_flip_stands_beside_the_speed_that_was_predicted_of_it_an
 
     same = came(Settings(num_workers=2))
     assert same.startswith("The latest flip, num_workers 0 → 2: predicted a live peak of 104.0 MiB and 150 samples/s;")
-    assert "predicted a live peak of 104.0 MiB; came" in came(Settings(num_workers=4))
+    assert "predicted a live peak of 104.0 MiB; measured" in came(Settings(num_workers=4))
 
 
 def test_what_came_of_several_flips_since_a_pin_is_not_said_of_the_latest() -> None:

@@ -121,7 +121,7 @@ def test_after_a_cell_it_asks_with_the_next_step_and_no_earlier(session: Session
     session.history.model_may_have_changed()
     look(foresight)
     assert session.asked == []
-    assert "with the next step" in foresight.key.html
+    assert "after the next step" in foresight.key.html
     session.history.steps += 1
     look(foresight)
     assert len(session.asked) == 8

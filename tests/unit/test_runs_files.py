@@ -17,7 +17,7 @@ import pytest
 
 from gpumem_nb.kernel.record import Record
 from gpumem_nb.report.runs import Row, Runs
-from gpumem_nb.report.runs.stored import Came, packed, readable, unpacked
+from gpumem_nb.report.runs.stored import ImportedRuns, packed, readable, unpacked
 from gpumem_nb.shared.errors import InvalidInput, SetupError, StateFileError
 from gpumem_nb.shared.knobs import KNOBS, Knob, register
 from gpumem_nb.shared.settings import Settings
@@ -142,7 +142,7 @@ def test_runs_of_another_version_are_read_as_far_as_they_are_known(record: Recor
     second["settings"]["precision"] = "fp4"
     third["ranks"] = 0
     rows, unread = unpacked(zlib.compress(json.dumps(saved).encode()))
-    assert str(Came(Path("x.state"), 1, unread)) == (
+    assert str(ImportedRuns(Path("x.state"), 1, unread)) == (
         "1 run came from x.state. 2 runs of it cannot be read: damaged, or of a newer gpumem_nb."
     )
     assert [row.key for row in rows] == [first["key"]], "others would show what is not so"

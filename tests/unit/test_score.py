@@ -109,7 +109,8 @@ def test_what_was_predicted_for_what_is_tried_now_was_said_before_it_was_tried()
     assert foretold(asked, [*tried, again], again) is asked[1].prediction, "said before it was tried again"
     other = came(4, 100)
     assert foretold(asked, [*tried, other], other) is None
-    assert "predicted <b>101.0 MiB</b>, came <b>100.0 MiB</b>" in effect(Effect(came(0, 60), now), asked[0].prediction)
+    told = effect(Effect(came(0, 60), now), asked[0].prediction)
+    assert "predicted <b>101.0 MiB</b>, measured <b>100.0 MiB</b>" in told
 
 
 def test_nothing_to_show_is_a_sentence() -> None:

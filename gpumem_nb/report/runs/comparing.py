@@ -97,7 +97,7 @@ class Comparison(Report):
         return [*self._tables, *self._notes]
 
     def _ipython_display_(self) -> None:
-        """Show it with its charts; without somebody to draw, IPython shows it as anything else."""
+        """Show it with its charts where ``draw`` was given; elsewhere IPython shows it as any other value."""
         if self.draw is None:
             raise NotImplementedError
         self.draw(self)

@@ -46,7 +46,7 @@ class Runs(Report):
 
     Args:
         rows: by their numbers, or in the order in which they are to be shown.
-        note: keeps somebody's words of the row with a key.
+        note: keeps the user's words about the row with a key.
         draw: shows the charts of two rows in a notebook.
         unfolded: whether a table shows rows of one step, too.
         around: what all rows say of these, where these are a part of them.

@@ -59,7 +59,7 @@ class Row:
         parts: the mean seconds of each part of a step, over the steps judged and all ranks.
         foretold: what was predicted of it before, if anything was.
         present: whether training is under these settings now.
-        note: somebody's own words.
+        note: the user's own words.
     """
 
     key: str

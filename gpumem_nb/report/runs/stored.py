@@ -43,7 +43,7 @@ def packed(rows: Sequence[Row]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class ImportedRuns:
     """What was taken in from a file: how many rows were not there yet, and how many of the file's cannot be read."""
 
     path: Path
@@ -56,7 +56,7 @@ class Came:
 
 
 def readable(data: bytes) -> tuple[list[Row], str]:
-    """The rows of a state, none if it holds none, and in a sentence what cannot be read; that is no reason to fail."""
+    """Return the rows of a state, none if it holds none, and a sentence about what cannot be read; never fail."""
     try:
         rows, unread = unpacked(data) if data else ([], 0)
     except StateFileError as error:
@@ -68,7 +68,7 @@ def unpacked(data: bytes) -> tuple[list[Row], int]:
     """The rows that are stored, and how many there are besides that this version cannot read.
 
     Raises:
-        StateFileError: this is no record of runs.
+        StateFileError: this is not a record of runs.
     """
     try:
         unpacking = zlib.decompressobj()
