@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -377,3 +379,15 @@ def test_the_limits_line_goes_through_no_words() -> None:
         [words] = [one for one in tags["text"] if "samples/s" in (one.text or "")]
         begin = float(words.attrib["x"])
         assert not begin <= line <= begin + 5 * len(words.text or "")
+
+
+def test_a_table_is_drawn_without_pandas_which_takes_long_to_import_and_much_memory() -> None:
+    code = (
+        "import sys\n"
+        "from gpumem_nb.shared.settings import Settings\n"
+        "from tests.runs import history_of, runs_of, train\n"
+        "history = history_of(); train(history, Settings(), [1.0] * 10); runs = runs_of(history)[1]\n"
+        "str(runs), runs._repr_html_(), runs.sorted('headroom'), str(runs.compare(1, 1))\n"
+        "assert 'pandas' not in sys.modules; runs.frame(); assert 'pandas' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
