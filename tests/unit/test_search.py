@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpumem_nb.kernel.search import search
+from gpumem_nb.planning.tuning.communication import search
 from gpumem_nb.report.configurations import Autotuned
 from gpumem_nb.shared.settings import Settings
 

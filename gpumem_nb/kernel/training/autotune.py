@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from ...planning.tuning.communication import Search, search
 from ...report.configurations import Autotuned
 from ...report.differences import arrows, typed
 from ...report.speed import WARM_UP_STEPS
@@ -17,7 +18,6 @@ from ...shared.workload import WorkloadInfo
 from .. import compatibility
 from ..history import History
 from ..policy import Policy
-from ..search import Search, search
 from .chunks import Chunks
 from .state import TrainingState
 

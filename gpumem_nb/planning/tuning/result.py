@@ -15,10 +15,10 @@ from ...shared.knobs import CHANGES
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate
 from .record import Candidate, contenders, fastest, pareto, speed_of
+from .search import WORTH
 from .space import SPLIT, Space
 
 PRESENT = "as it is"
-_WORTH = 1.02  # times the present samples/s: less is not worth a flip
 _LATE = 1.1  # times what was given: that is told
 _ROWS = 12  # of a table in words; the frame has all
 
@@ -214,7 +214,7 @@ class TuneResult(Report):
             with_it = [one for one in rates if all(getattr(one, name) == value for name, value in part.items())]
             alike = [(one, one.replace(**back)) for one in with_it]
             times = [rates[one] / rates[without] for one, without in alike if without in rates]
-            if times and statistics.median(times) >= _WORTH:
+            if times and statistics.median(times) >= WORTH:
                 each.append(f"{statistics.median(times):.2f} × by {typed(start, start.replace(**part))}")
         return f"Where that alone was changed: {', '.join(each)}." if each else ""
 
@@ -340,7 +340,7 @@ class TuneResult(Report):
 
 
 def _clearly_faster(one: Candidate, other: Candidate) -> bool:
-    least = max((_WORTH - 1) * speed_of(other), math.hypot(one.doubt, other.doubt))
+    least = max((WORTH - 1) * speed_of(other), math.hypot(one.doubt, other.doubt))
     return speed_of(one) - speed_of(other) > least
 
 

@@ -9,8 +9,8 @@ Jamieson and Talwalkar 2016, "Non-stochastic best arm identification and hyperpa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from ...shared.knobs import KNOBS
 from ...shared.settings import Settings
@@ -21,7 +21,10 @@ _DECIDE = ("precision", "checkpointing")  # how large a micro-batch may be, and 
 _FIRST = ("bf16", "fp16")  # where both can be used, the second needs its losses scaled
 _SEARCHING = 0.6  # of the time, before the best take turns
 _FINALISTS = 4
+WORTH = 1.02  # times the speed of what there is: less is not worth other settings
 _ROUNDS = 3  # before half of the finalists are left out, and in the end as many again
+
+T = TypeVar("T")
 
 
 class Trials(Protocol):
@@ -44,6 +47,19 @@ class Trials(Protocol):
 
     def time_for(self, settings: Settings) -> bool:
         """Whether they can be measured before the time is over, as far as can be told from what others took."""
+
+
+def in_rounds(candidates: Sequence[T], rounds: int, stays: Callable[[T], bool]) -> Iterator[T]:
+    """Give each candidate a turn in each round, in alternating order, so that what comes over the machine meets all.
+
+    After a round those that do not stay have no more turns; with less than two left it ends.
+    """
+    left = list(candidates)
+    for _ in range(rounds):
+        yield from left
+        left = [one for one in reversed(left) if stays(one)]
+        if len(left) < 2:
+            return
 
 
 def search(space: Space, trials: Trials) -> None:
@@ -158,13 +174,11 @@ def _decide(start: Settings, trials: Trials) -> None:
     if now in record.measured and now not in left:
         left[-1:] = [now]
     while len(left) > 1:
-        for _ in range(_ROUNDS):
-            for one in list(left):
-                if not trials.time_for(one.settings):
-                    return
-                trials.measure(one.settings)
-            left = [one for one in reversed(left) if one.usable]
-        ranked = sorted(left, key=speed_of, reverse=True)
+        for one in in_rounds(left, _ROUNDS, lambda one: one.usable):
+            if not trials.time_for(one.settings):
+                return
+            trials.measure(one.settings)
+        ranked = sorted((one for one in left if one.usable), key=speed_of, reverse=True)
         if len(ranked) <= 2:
             return
         kept: list[Candidate] = ranked[: (len(ranked) + 1) // 2]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-from ..report.configurations import Autotuned
-from ..shared.knobs.communication import BUCKET_MIB, COMPRESSION, CYCLE_TIME_MS, FUSION_THRESHOLD_MIB
-from ..shared.settings import Settings
+from ...report.configurations import Autotuned
+from ...shared.knobs.communication import BUCKET_MIB, COMPRESSION, CYCLE_TIME_MS, FUSION_THRESHOLD_MIB
+from ...shared.settings import Settings
+from .search import WORTH, in_rounds
 
 _ROUNDS = 5
 _CONFIRMING_ROUNDS = 7
-_WORTH = 1.02  # what is not faster by 2 % is not worth another setting
 _AT_MOST_AGAINST = 0.25  # of the rounds
 _HOPELESS = 0.94  # of the present samples/s in the first round
 _BUCKETS_MIB = (0.25, 1, 4, 16, 64)
@@ -64,14 +64,9 @@ def _in_turns(
         ratios = _ratios(rates[present], rates[rival])
         return rival == present or (bool(ratios) and statistics.median(ratios) > (1 if len(ratios) > 1 else _HOPELESS))
 
-    left = list(candidates)
-    for _ in range(rounds):
-        for settings in left:
-            rate = yield settings
-            rates[settings] = [] if rate is None else [*rates[settings], rate]
-        left = [settings for settings in reversed(left) if goes_on(settings)]
-        if left == [present]:
-            break
+    for settings in in_rounds(candidates, rounds, goes_on):
+        rate = yield settings
+        rates[settings] = [] if rate is None else [*rates[settings], rate]
     return rates
 
 
@@ -86,7 +81,7 @@ def _fastest(present: Settings, rates: dict[Settings, list[float]]) -> Settings:
         return statistics.median(ratios)
 
     best = max(rates, key=gain)
-    return best if gain(best) >= _WORTH else present
+    return best if gain(best) >= WORTH else present
 
 
 def _ratios(before: Sequence[float], after: Sequence[float]) -> list[float]:
