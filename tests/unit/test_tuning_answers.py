@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.shared.settings import Settings
-from tests.unit.tuned_machine import WORKLOAD, seconds_of, tuned
+from tests.unit import tuned_machine
+from tests.unit.tuned_machine import MIB, WORKLOAD, bytes_of, said_of, seconds_of, tuned
 
 
 def test_other_knobs_are_measured_where_it_is_fastest() -> None:
@@ -149,3 +151,22 @@ def test_where_there_is_nothing_to_choose_that_is_said() -> None:
     result, _, choice = tuned(Settings(batch_size=32), 600, seconds=0.11)
     alone = replace(result, space=replace(choice, candidates=(choice.start,)))
     assert "It is the only one that was measured: there is nothing else to choose from." in alone.why
+
+
+def test_where_the_update_needs_too_much_another_way_of_it_comes_before_other_splits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def needs(settings: Settings) -> int:
+        return 10 * MIB + bytes_of(settings) + (0 if settings.optimizer_impl == "fused" else 200 * MIB)
+
+    def in_update(settings: Settings, *of: Any) -> Prediction:
+        return replace(said_of(settings, *of), phase="forward" if settings.optimizer_impl == "fused" else "update")
+
+    monkeypatch.setattr(tuned_machine, "bytes_of", needs)
+    monkeypatch.setattr(tuned_machine, "said_of", in_update)
+    result, machine, _ = tuned(Settings(batch_size=8, accumulation_steps=8), 150)
+    assert result.best is not None
+    assert result.best.settings.optimizer_impl == "fused"
+    assert machine.measured[0].optimizer_impl == "fused"
+    before = list(machine.record.candidates).index(machine.measured[0])
+    assert all(one.checkpointing == "none" for one in list(machine.record.candidates)[:before]), "nor by recomputing"

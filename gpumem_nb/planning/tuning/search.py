@@ -18,6 +18,7 @@ from .record import Candidate, Record, speed_of
 from .space import SPLIT, Space
 
 _DECIDE = ("precision", "checkpointing")  # how large a micro-batch may be, and by how much time
+_UPDATE = "optimizer_impl"  # decides what the update needs
 _FIRST = ("bf16", "fp16")  # where both can be used, the second needs its losses scaled
 _SEARCHING = 0.6  # of the time, before the best take turns
 _FINALISTS = 4
@@ -88,13 +89,19 @@ def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
     """First the present settings, if they fit; then the largest micro-batch that fits under each combination of those
     knobs that decide it; from the fastest of these on, each value of the other knobs; at last smaller micro-batches.
     """
-    if trials.fits(space.start):
-        yield space.start
+    start = space.start
+    if trials.fits(start):
+        yield start
+    elif _UPDATE in space.knobs and _runs_out_in_update(start, trials.record):
+        for value in _others(_UPDATE, start):
+            yield from _largest(space, {_UPDATE: value}, start, trials)
+        if best := trials.record.fastest:
+            start = start.replace(**{_UPDATE: getattr(best.settings, _UPDATE)})
     together = [name for name in space.knobs if name in _DECIDE]
-    for values in itertools.product(*([getattr(space.start, name), *_others(name, space.start)] for name in together)):
+    for values in itertools.product(*([getattr(start, name), *_others(name, start)] for name in together)):
         wanted = dict(zip(together, values, strict=True))
         if not _too_slow(space, wanted, trials.record):
-            yield from _largest(space, wanted, space.start, trials)
+            yield from _largest(space, wanted, start, trials)
     for name in space.knobs:
         base = trials.record.fastest
         if base and name not in (*_DECIDE, *SPLIT):
@@ -106,6 +113,11 @@ def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
         for one in _fitting(sorted(smaller, key=_size, reverse=True), trials):
             if trials.record.candidates[one].untried:
                 yield one
+
+
+def _runs_out_in_update(settings: Settings, record: Record) -> bool:
+    """Whether it is the update that needs too much: no other split or checkpointing changes that."""
+    return settings in record.candidates and record.candidates[settings].predicted.phase == "update"
 
 
 def _too_slow(space: Space, wanted: Mapping[str, object], record: Record) -> bool:
