@@ -236,9 +236,11 @@ def drop_trace() -> None:
     _tracer.drop()
 
 
-def forecast(settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> Forecasts:
+def forecast(
+    settings: Settings, small: list[int], batch_sizes: list[int], most: int, longest: bool = True
+) -> Forecasts:
     """What steps under other settings would need; all ranks take part in the small steps that tell."""
-    return _loaded_trainer().trials.forecast(settings, small, batch_sizes, most)
+    return _loaded_trainer().trials.forecast(settings, small, batch_sizes, most, longest)
 
 
 def rehearse(settings: Settings) -> Rehearsal:

@@ -157,7 +157,7 @@ class Predicting:
             return replace(prediction, cut_short=True)
         except WorkloadError:
             return prediction
-        return replace(found, seconds=prediction.seconds + found.seconds)
+        return replace(fit.with_longest(found, prediction), seconds=prediction.seconds + found.seconds)
 
     def _may_be_quick(self, settings: Settings, longest_s: float) -> bool:
         """Whether a whole step takes no longer than that, as training goes; true before anything was trained."""
@@ -273,7 +273,10 @@ class Predicting:
         quick = self._may_be_quick(settings, longest_s) and not self._foreground.busy
         try:
             if quick and self._is_quick(settings, small_s, longest_s):
-                return self.by_whole_steps(settings)
+                whole = self.by_whole_steps(settings)
+                if not whole.basis.startswith(VARYING):
+                    return whole
+                return fit.with_longest(whole, self.by_small_steps(settings, [settings.batch_size])[0])
         except WorkloadError:
             pass  # another batch may not come together
         return self.by_small_steps(settings, [settings.batch_size])[0]

@@ -25,6 +25,7 @@ from .prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
 _SEVERITY = (NO_LIMIT, FITS, TIGHT, DOES_NOT_FIT)
 _REFINED = 3  # times that sizes between one that fits and one that does not are tried
 _WORTH_REFINING = 1.05  # times the largest size known to fit
+_SAYS_LITTLE = 1.25  # times the size that fits for certain: with more, small steps leave much open
 _BENEATH = 0.98  # of the size that would fill the limit if all memory grew with it
 
 
@@ -150,7 +151,17 @@ def predicted(
         module=one.module,
         basis=basis,
         seconds=seconds,
+        sample=one.sample,
     )
+
+
+def with_longest(whole: Prediction, small: Prediction) -> Prediction:
+    """Return what whole steps need, and at most what small ones of the largest sample say, where samples differ."""
+    if whole.lower_bound or not small.sample:
+        return whole
+    high = max(whole.reserved_peak_bytes, small.high_bytes)
+    word = verdict(whole.low_bytes, high, whole.limit_bytes, whole.verdict != DOES_NOT_FIT)
+    return replace(whole, high_bytes=high, verdict=word, sample=small.sample)
 
 
 def _at_least(answer: Forecasts, settings: Settings, seconds: float) -> Prediction:
@@ -244,8 +255,8 @@ def largest(sure: int, likely: int, most: int) -> Generator[int, Prediction, Lar
         at_least = found.size if found else 0
         if found and (refined == _REFINED or too_large <= max(at_least + 1, _WORTH_REFINING * at_least)):
             return found
-        if found and not failed and not said.measured:
-            return found  # a larger one would be known by the same small steps
+        if found and not failed and (not said.measured or likely <= _SAYS_LITTLE * sure):
+            return found  # small steps have said as much
         if found:
             refined += 1
             size = (at_least + too_large) // 2

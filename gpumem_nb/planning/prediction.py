@@ -34,6 +34,7 @@ class Prediction:
         lower_bound: whether a step ran out of memory on trial, so that all bytes here are the least that is needed.
         measured: whether a whole step was taken under these very settings.
         runs: whether training went well under them, with the model as it is.
+        sample: a sentence about a sample that is much larger than others, for which ``high_bytes`` may be needed.
         categories: live bytes at the peak by category; they add up to ``live_peak_bytes``.
         phase, module: what runs at the peak.
         step_s, samples_per_s: of an optimizer step of all ranks; ``None`` where it does not fit, or was not timed.
@@ -68,6 +69,7 @@ class Prediction:
     lower_bound: bool = False
     measured: bool = False
     runs: bool = False
+    sample: str = ""
 
     @property
     def refusal(self) -> str:
@@ -109,7 +111,8 @@ class Prediction:
                 f"{format_bytes(self.reserved_peak_bytes)}{limit} "
                 f"({format_bytes(self.low_bytes)} to {format_bytes(self.high_bytes)}){self._speed}"
             )
-        return f"{said}{bytes_}; {self.basis}{self._mathematics}"
+        longest = f"; {self.sample.rstrip('.')}" if self.sample else ""
+        return f"{said}{bytes_}; {self.basis}{longest}{self._mathematics}"
 
     @property
     def _mathematics(self) -> str:

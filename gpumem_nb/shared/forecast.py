@@ -61,6 +61,8 @@ class Forecast:
             garbage is collected), or roughly, where samples differ in size.
         fits_recut: whether it also stays within the limit, error included, where a step of another size has cut the
             cache into other pieces. Training at the limit would run out there.
+        longest_bytes: the most that will be reserved for micro-batches with the largest sample, where samples differ.
+        sample: a sentence about that sample, if it is much larger than others.
     """
 
     live_peak_bytes: int
@@ -71,6 +73,8 @@ class Forecast:
     module: str
     how: str
     fits_recut: bool = True
+    longest_bytes: int | None = None
+    sample: str = ""
 
     def with_another_allocator(self) -> Forecast:
         """The same as what was replayed under settings of the caching allocator that this process does not have."""
@@ -96,6 +100,8 @@ class Forecast:
     @property
     def high_bytes(self) -> int:
         """The most that will be reserved. A step fits for certain if this and any layout of the cache fit."""
+        if self.longest_bytes is not None:
+            return max(self.reserved_peak_bytes, self.longest_bytes)
         return self.reserved_peak_bytes + self.error_bytes
 
 
@@ -124,6 +130,31 @@ class Forecasts:
     likely: int = 0
     failure: Failure | None = None
     failed_batch: int = 0
+
+    def with_longest(self, others: Forecasts, sample: str, all_seen: bool) -> Forecasts:
+        """The same with what micro-batches of the largest sample need.
+
+        Args:
+            others: forecasts of these, for the same batch sizes; or why they could not be done.
+            sample: a sentence about it.
+            all_seen: whether there is no larger one.
+        """
+        if others.failure and not self.of and others.failure.kind == "oom":
+            return others  # no size can be looked for from there
+        if len(others.of) != len(self.of) and (others.failure is None or others.failure.kind != "oom"):
+            return self
+        if others.failure:
+            asked, free = others.failure.asked_bytes or 0, others.failure.free_bytes or 0
+            least = (others.limit_bytes or 0) + asked - free
+            most = [max(least, one.high_bytes) for one in self.of]
+        else:
+            most = [
+                other.high_bytes if all_seen else max(other.high_bytes, one.high_bytes)
+                for one, other in zip(self.of, others.of, strict=True)
+            ]
+        of = tuple(replace(one, longest_bytes=size, sample=sample) for one, size in zip(self.of, most, strict=True))
+        largest = others.largest if all_seen else min(self.largest, others.largest)
+        return replace(self, of=of, largest=largest, likely=min(self.likely, others.likely))
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,6 @@ def test_what_runs_fits_whatever_is_predicted(two_ranks: Session, fresh: Callabl
     session.run(FLIPPED)
     session.attach("net", "flipped", "loss")
     session.set(batch_size=64)
-    assert session.largest_batch() < 64, "less is known of it than would be needed"
     session.train(5)
     [cell] = [one for one in session.what_fits().cells if (one.precision, one.checkpointing) == ("fp32", "none")]
     assert cell.largest >= 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,7 @@ class Stream:
             then, so that they depend neither on who fetches it nor on what was fetched before.
         varies: whether samples are of different sizes after they were collated too, as far as was seen.
         foreign: whether its batches lie in memory that the virtual GPU does not count.
+        repeats_longest: whether micro-batches are made of the largest sample at the moment.
     """
 
     length: int | None
@@ -67,7 +69,7 @@ class Stream:
         self.size = size
         self.seed = seed
         self.position = self.passes = self.pass_began = 0
-        self.draws = self.varies = self.foreign = False
+        self.draws = self.varies = self.foreign = self.repeats_longest = False
         self.info = DataInfo()
         self.notes: tuple[str, ...] = ()
         self._loading = Loading()
@@ -110,6 +112,15 @@ class Stream:
     def large_sample(self, settings: Settings) -> str:
         """Return a sentence about a sample of the next step that is much larger than others; empty without one."""
         return ""
+
+    @contextmanager
+    def of_longest(self) -> Iterator[None]:
+        """Inside, all micro-batches are made of the largest sample, where one is known; they do not vary."""
+        varies, self.varies, self.repeats_longest = self.varies, False, True
+        try:
+            yield
+        finally:
+            self.varies, self.repeats_longest = varies, False
 
     def described(self, pinnable: bool) -> tuple[DataInfo, tuple[str, ...]]:
         """How the data was handed over, and what is to be said of it once; ``pinnable``: the device is a GPU."""
@@ -221,6 +232,9 @@ class ShardedStream(Stream):
             if by_workers:
                 last = index == count - 1
                 batch, bad = by_workers.next((self._behind(*at), batch_size, count) if last else None)
+            elif self.repeats_longest and (longest := self.longest()) and longest.index is not None:
+                task = self._task(*at, index)
+                batch, bad = fetcher.batch(Task(task.place, [longest.index] * len(task.indices)))
             else:
                 batch, bad = fetcher.batch(self._task(*at, index))
             self._skipped.update(dict.fromkeys(bad))

@@ -76,11 +76,24 @@ class Trials:
         self._takes = takes
         self._device = device
 
-    def forecast(self, settings: Settings, small: Sequence[int], batch_sizes: Sequence[int], most: int) -> Forecasts:
+    def forecast(
+        self, settings: Settings, small: Sequence[int], batch_sizes: Sequence[int], most: int, longest: bool = True
+    ) -> Forecasts:
         """What steps under other settings would need, from one recorded step at each of the ``small`` batch sizes.
 
-        ``most`` is the largest batch size of which the largest that fits is looked for; with 0 none is.
+        ``most`` is the largest batch size of which the largest that fits is looked for; with 0 none is. Where samples
+        differ in size, steps of the ``longest`` one are taken besides.
         """
+        found = self._forecast(settings, small, batch_sizes, most)
+        stream = self._takes.stream
+        if not (longest and stream.varies and any_rank(bool(found.of or most) and not found.failure, "longest")):
+            return found
+        with stream.of_longest():
+            of_longest = self._forecast(settings, small, batch_sizes, most)
+        known = stream.longest()
+        return found.with_longest(of_longest, known.words if known else "", known is not None and known.all_seen)
+
+    def _forecast(self, settings: Settings, small: Sequence[int], batch_sizes: Sequence[int], most: int) -> Forecasts:
         began_s = time.monotonic()
         with leaving_no_cache(self._device), self._takes.aside(settings):
             steps, failure, failed_batch = self._small_steps(settings, small)

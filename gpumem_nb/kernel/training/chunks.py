@@ -65,7 +65,7 @@ class Chunks:
         """Ask for a forecast of the next step under these settings, of all of its micro-batches."""
         chunk = Chunk(settings, trial_id, 1, self._in_flight.nudges, trial=True)
         size = settings.batch_size
-        self._in_flight.send(chunk, "forecast", settings, [size], [size], 0)
+        self._in_flight.send(chunk, "forecast", settings, [size], [size], 0, False)
 
     @property
     def none_left_over(self) -> bool:

@@ -9,7 +9,7 @@ Jamieson and Talwalkar 2016, "Non-stochastic best arm identification and hyperpa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from ...shared.knobs import KNOBS
@@ -89,14 +89,7 @@ def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
     """First the present settings, if they fit; then the largest micro-batch that fits under each combination of those
     knobs that decide it; from the fastest of these on, each value of the other knobs; at last smaller micro-batches.
     """
-    start = space.start
-    if trials.fits(start):
-        yield start
-    elif _UPDATE in space.knobs and _runs_out_in_update(start, trials.record):
-        for value in _others(_UPDATE, start):
-            yield from _largest(space, {_UPDATE: value}, start, trials)
-        if best := trials.record.fastest:
-            start = start.replace(**{_UPDATE: getattr(best.settings, _UPDATE)})
+    start = yield from _start(space, trials)
     together = [name for name in space.knobs if name in _DECIDE]
     for values in itertools.product(*([getattr(start, name), *_others(name, start)] for name in together)):
         wanted = dict(zip(together, values, strict=True))
@@ -115,9 +108,17 @@ def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
                 yield one
 
 
-def _runs_out_in_update(settings: Settings, record: Record) -> bool:
-    """Whether it is the update that needs too much: no other split or checkpointing changes that."""
-    return settings in record.candidates and record.candidates[settings].predicted.phase == "update"
+def _start(space: Space, trials: Trials) -> Generator[Settings, None, Settings]:
+    """The present settings; if their update needs too much, first other ways of it, because no split changes that."""
+    start, record = space.start, trials.record
+    if trials.fits(start):
+        yield start
+    elif _UPDATE in space.knobs and start in record.candidates and record.candidates[start].predicted.phase == "update":
+        for value in _others(_UPDATE, start):
+            yield from _largest(space, {_UPDATE: value}, start, trials)
+        if best := record.fastest:
+            return start.replace(**{_UPDATE: getattr(best.settings, _UPDATE)})
+    return start
 
 
 def _too_slow(space: Space, wanted: Mapping[str, object], record: Record) -> bool:

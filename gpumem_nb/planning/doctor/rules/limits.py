@@ -115,7 +115,7 @@ def barely_fits(evidence: Evidence) -> Finding | None:
     then = (
         "it is predicted to run out of memory."
         if needs.verdict == DOES_NOT_FIT
-        else "a longer sample, an evaluation or a cell may take what is left."
+        else needs.sample or "a longer sample, an evaluation or a cell may take what is left."
     )
     return Finding(
         "barely fits",
