@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from gpumem_nb.engine import building
+from gpumem_nb.engine import building, cells
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.step import step
@@ -24,7 +24,7 @@ from gpumem_nb.memory.device import Device, opened
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.knobs import KNOBS, Knob, LiveModel, register
 from gpumem_nb.shared.knobs.option import whole
-from gpumem_nb.shared.messages import Chunk
+from gpumem_nb.shared.messages import Chunk, Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 
@@ -105,6 +105,30 @@ def test_what_fails_while_the_ballot_is_made_is_this_ranks_vote(
     assert (reply.failure.phase, reply.failure.message) == ("reduction", "DeviceFault: an illegal memory access")
     assert [sample.event for sample in reply.samples] == ["error"]
     assert all(map(torch.equal, weights(trainer), before))
+
+
+def test_memory_is_looked_at_anew_after_a_cell_and_holds_nothing_of_what_ran_before(
+    trainer: Trainer, device: Device
+) -> None:
+    def train(size: int, settings_id: int, steps: int = 4) -> list[Sample]:
+        return list(trainer.run(Chunk(Settings(batch_size=size), settings_id, steps, ledger_steps=1000)).samples)
+
+    def recorded(samples: list[Sample]) -> list[bool]:
+        return [one.ledger is not None for one in samples]
+
+    first = train(2, 1)
+    assert recorded(first) == [True, True, False, False]
+    assert recorded(train(2, 1)) == [False] * 4
+    torch.ones(8 << 20).mul(2)  # 64 MiB of what a cell makes and lets go of
+    cells.one_more()
+    after = train(2, 1)
+    assert recorded(after) == [True, True, False, False]
+    torch.ones(8 << 20).mul(2)
+    assert device.reading().reserved_bytes > first[-1].reserved_peak_bytes
+    other = train(4, 2)
+    for samples in (after, other):
+        assert samples[-1].reserved_peak_bytes <= first[-1].reserved_peak_bytes
+    assert all(one.reserved_peak_bytes >= one.live_peak_bytes for one in (*first, *after, *other))
 
 
 def test_cached_segments_are_room_for_an_update(
