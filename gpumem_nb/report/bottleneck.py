@@ -13,6 +13,7 @@ from ..shared.settings import Settings
 from ..shared.step_times import BACKWARD, DATA, FORWARD, PARTS, REDUCTION, TOOLKIT, UPDATE
 from ..shared.workload import WorkloadInfo
 from .critical_path import CriticalPath, queued_s
+from .speed import STARVED_SHARE
 
 _MAINLY = 0.5  # of a time that has one cause
 # Up to which calls of operators take next to nothing but the calling. By calls from outside and nodes of backward,
@@ -72,13 +73,6 @@ class Bottleneck:
 
     def __str__(self) -> str:
         return f"{self.sentence} Try %hvd_set {self.typed}" if self.changes else self.sentence
-
-    @classmethod
-    def of(
-        cls, samples: Sequence[Sequence[Sample]], since_step: int, circumstances: Circumstances
-    ) -> Bottleneck | None:
-        """From a row of samples for each rank, as :meth:`TimeReport.of`; ``None`` while nothing is worth a word."""
-        return next(iter(cls.all_of(samples, since_step, circumstances)), None)
 
     @classmethod
     def all_of(
@@ -235,7 +229,7 @@ def _percent(share: float) -> str:
 _Judge = Callable[[CriticalPath, Circumstances], Bottleneck | None]
 # What each looks for, and the least share of a step that is worth a word.
 _CAUSES: tuple[tuple[_Judge, float], ...] = (
-    (_core, 0.15),
+    (_core, STARVED_SHARE),
     (_data, 0.10),
     (_uneven, 0.15),
     (_reduction, 0.20),

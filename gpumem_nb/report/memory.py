@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,33 +62,24 @@ class RankMemory:
         return "virtual" if self.info.virtual else "real"
 
     @property
-    def fragmentation(self) -> int:
-        """Bytes that are reserved but not held by any tensor."""
-        return self.reading.reserved_bytes - self.reading.live_bytes
-
-    @property
     def byte_values(self) -> dict[str, int | None]:
-        """The columns of bytes, in the order in which they are shown."""
-        r = self.reading
-        return {
-            "live": r.live_bytes,
-            "live peak": r.live_peak_bytes,
-            "reserved": r.reserved_bytes,
-            "reserved peak": r.reserved_peak_bytes,
-            "reserved − live": self.fragmentation,
-            "device used": r.device_used_bytes,
-            "limit": r.limit_bytes,
-        }
+        """The columns of bytes by their names in the frame, in the order in which they are shown.
+
+        ``fragmentation_bytes`` are reserved and not held by any tensor.
+        """
+        known = dataclasses.asdict(self.reading)
+        known["fragmentation_bytes"] = self.reading.reserved_bytes - self.reading.live_bytes
+        return {name: known[name] for name in _HEADINGS}
 
 
-_COLUMNS = {
-    "live": "live_bytes",
-    "live peak": "live_peak_bytes",
-    "reserved": "reserved_bytes",
-    "reserved peak": "reserved_peak_bytes",
-    "reserved − live": "fragmentation_bytes",
-    "device used": "device_used_bytes",
-    "limit": "limit_bytes",
+_HEADINGS = {
+    "live_bytes": "live",
+    "live_peak_bytes": "live peak",
+    "reserved_bytes": "reserved",
+    "reserved_peak_bytes": "reserved peak",
+    "fragmentation_bytes": "reserved − live",
+    "device_used_bytes": "device used",
+    "limit_bytes": "limit",
 }
 
 
@@ -188,7 +180,7 @@ class MemoryReport(Report):
 
     @property
     def _overview(self) -> tuple[Table, ...]:
-        headings = ("rank", "device", "kind", *_COLUMNS)
+        headings = ("rank", "device", "kind", *_HEADINGS.values())
         rows = tuple(
             (str(r.info.rank), r.info.device_name, r.kind, *map(format_bytes, r.byte_values.values()))
             for r in self.ranks
@@ -204,13 +196,12 @@ class MemoryReport(Report):
 
     def _row(self, rank: RankMemory) -> dict[str, Any]:
         info, use, ledger = rank.info, rank.device_use or DeviceUse(), rank.ledger
-        values = {_COLUMNS[name]: value for name, value in rank.byte_values.items()}
         return {
             "rank": info.rank,
             "host": info.host,
             "device": info.device_name,
             "kind": rank.kind,
-            **values,
+            **rank.byte_values,
             **{column: getattr(use, name) for name, column in _metric_columns().items()},
             "peak_bytes": ledger.peak_bytes if ledger else None,
             "peak_phase": ledger.phase if ledger else None,
@@ -251,7 +242,7 @@ def _metric_columns() -> dict[str, str]:
 
 
 def _rank_columns() -> tuple[str, ...]:
-    before = ("rank", "host", "device", "kind", *_COLUMNS.values())
+    before = ("rank", "host", "device", "kind", *_HEADINGS)
     return (*before, *_metric_columns().values(), "peak_bytes", "peak_phase", "peak_module")
 
 
