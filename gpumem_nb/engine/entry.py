@@ -24,7 +24,7 @@ from ..internals.ipykernel_internals import request_under_way
 from ..shared.answers import Answer, Apart, Raised
 from ..shared.cluster_records import fault_file
 from ..shared.errors import GpumemError, text_of
-from . import cells, surroundings
+from . import cells, plain_process, surroundings
 from .together import nudge, owner, pulse
 from .together.interrupts import held_back, interruptible
 
@@ -62,6 +62,7 @@ def start_up() -> None:
     profile = Path(os.environ["IPP_PROFILE_DIR"])
     _fault = fault_file(profile, os.getpid()).open("w")
     faulthandler.enable(_fault, all_threads=False)
+    plain_process.name_exits(_fault)
     surroundings.here.modules.watch()
     threading.Thread(target=owner.watch, args=(profile,), daemon=True).start()
     threading.Thread(target=import_module, args=("gpumem_nb.engine.rank",), daemon=True).start()
@@ -157,7 +158,8 @@ def failed(error: BaseException, readable: str, apart: Apart | None) -> Answer:
     if isinstance(error, GpumemError):
         with suppress(Exception):  # something may have been hung on it that cannot be pickled
             content = cloudpickle.dumps(error)
-    content = content or cloudpickle.dumps(Raised(type(error).__name__, text_of(error), readable))
+    text = plain_process.explained(error) if isinstance(error, SystemExit) else text_of(error)
+    content = content or cloudpickle.dumps(Raised(type(error).__name__, text, readable))
     return Answer(content, type(error).__name__, apart, raised=True)
 
 

@@ -44,13 +44,13 @@ from .device_look import look as look
 from .device_look import record_allocations as record_allocations
 from .device_look import write_snapshot as write_snapshot
 from .names import OfferedNames, taken
+from .plain_process import make_plain
 from .random_state import seed_all
 from .sharing import check_sharing
 from .step.parts import as_given
 from .step.trainer import Trainer
 from .storing import attached_objects, capture, restore
 from .storing.snapshots import Snapshots
-from .streams import flush_only_what_was_written
 from .together import collectives, nudge, pulse
 from .together.group import among
 from .together.interrupts import take_over
@@ -76,8 +76,6 @@ def set_up(config: RankConfig) -> RankInfo:
     torch.set_num_threads(config.threads)
     cpu = config.device == "cpu"
     horovod_threads = collectives.join(on_cpu=cpu)
-    for stream in (sys.stdout, sys.stderr):
-        flush_only_what_was_written(stream)
     kernel = namespace()["get_ipython"]().kernel
     take_over(kernel)
     nudge.listen()
@@ -96,6 +94,7 @@ def set_up(config: RankConfig) -> RankInfo:
     )
     _pulse.start()
     namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
+    make_plain(namespace())
     _names = OfferedNames(namespace())
     _tracer = Tracer(rejoin, on_gpu=not cpu)
     seed_all(config.seed)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import gpumem_nb
 from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import ClusterDied, RankError, TrainingFailed
+from tests.timing import HANG_S
 
 pytestmark = pytest.mark.cluster
 
@@ -82,3 +86,138 @@ def test_a_teacher_copied_under_checkpointing_is_called_in_the_loss(two_ranks: S
     assert attached(two_ranks, code, checkpointing="blocks").train(4).frame().loss.tolist() == plain
     two_ranks.run("import pickle; teacher = pickle.loads(pickle.dumps(copy.deepcopy(net)))")
     two_ranks.train(1)
+
+
+# The process ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "input('name? ')",
+        "import pdb; pdb.set_trace()",
+        "breakpoint()",
+        "from IPython.core.debugger import set_trace; set_trace()",
+        "import getpass; getpass.getpass()",
+        "import sys; sys.stdin.read()",
+        "import sys; sys.stdin.buffer.read()",
+        "import sys; [line for line in sys.stdin]",
+        "try:\n    1 / 0\nexcept ZeroDivisionError:\n    import pdb\n    pdb.post_mortem()",
+    ],
+)
+def test_what_wants_an_answer_is_refused_on_every_rank_and_the_next_cell_runs(two_ranks: Session, cell: str) -> None:
+    for rank in (0, 1):
+        with pytest.raises(RankError, match="a rank has no keyboard"):
+            two_ranks.run(cell, ranks=[rank], timeout=HANG_S)
+    with pytest.raises(RankError, match="a rank has no keyboard"):
+        two_ranks.run(cell, timeout=HANG_S)
+    assert two_ranks.run("1 + rank, __import__('sys').gettrace()", timeout=HANG_S) == [(1, None), (2, None)]
+
+
+def test_a_debugger_in_the_loss_ends_the_step_in_a_sentence(two_ranks: Session) -> None:
+    attached(two_ranks, NET + "def loss(model, batch):\n    breakpoint()\n    return model(batch[0]).sum()\n")
+    with pytest.raises(TrainingFailed, match="a rank has no keyboard"):
+        two_ranks.train(1)
+
+
+def test_children_read_an_empty_standard_input(two_ranks: Session) -> None:
+    cell = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'input()'], capture_output=True).returncode"
+    assert two_ranks.run(cell, timeout=HANG_S) == [1, 1]
+
+
+def test_children_end_as_those_of_a_plain_process(two_ranks: Session) -> None:
+    ended = """
+import multiprocessing as mp, os, signal, time
+def child():
+    ready.set()
+    time.sleep(60)
+codes = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    ready = mp.Event()
+    process = mp.Process(target=child)
+    process.start()
+    ready.wait()
+    os.kill(process.pid, number)
+    process.join(20)
+    codes.append(process.exitcode)
+    process.kill()
+codes
+"""
+    # An interrupt is an exception, after which multiprocessing ends the child with 1.
+    assert two_ranks.run(ended, timeout=HANG_S) == [[-signal.SIGTERM, 1, -signal.SIGUSR1]] * 2
+    pools = """
+import multiprocessing as mp, time
+def square(x): return x * x
+for _ in range(10):
+    with mp.Pool(2) as pool:
+        found = pool.map(square, range(4))
+with mp.Pool(2) as pool:
+    pool.apply_async(time.sleep, (60,))
+found
+"""
+    assert two_ranks.run(pools, timeout=HANG_S) == [[0, 1, 4, 9]] * 2
+
+
+def test_cells_find_no_variables_of_the_launcher(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    look = "import os, subprocess, sys\n[name for name in {} if name.startswith(('OMPI_', 'PMIX_', 'PRTE_', 'OPAL_'))]"
+    assert two_ranks.run(look.format("os.environ")) == [[], []]
+    children = "subprocess.run(['env'], capture_output=True, text=True).stdout.splitlines()"
+    assert two_ranks.run(look.format(children)) == [[], []]
+    assert two_ranks.run("float(hvd.allreduce(torch.ones(1)))") == [1.0, 1.0]
+    two_ranks.run("hvd.shutdown()")  # they are joined again without them
+    fresh(two_ranks).train(2)
+
+
+def test_transformers_and_accelerate_take_a_rank_for_a_plain_process(two_ranks: Session) -> None:
+    assert (
+        two_ranks.run(
+            "from accelerate import Accelerator\nAccelerator(cpu=True).num_processes, Accelerator().process_index"
+        )
+        == [(1, 0)] * 2
+    )
+    arguments = "transformers.TrainingArguments(output_dir='out', use_cpu=True)"
+    assert two_ranks.run(f"import transformers\n{arguments}.world_size, {arguments}.local_rank") == [(1, -1)] * 2
+
+
+@pytest.mark.parametrize("cell", ["exit()", "quit()", "exit(3)", "import sys; sys.exit()", "import sys; sys.exit(3)"])
+def test_a_cell_that_wants_to_exit_is_told_what_ends_ranks(two_ranks: Session, cell: str) -> None:
+    with pytest.raises(RankError, match=r"%hvd_stop to end all ranks"):
+        two_ranks.run(cell, timeout=HANG_S)
+    assert two_ranks.run("rank", timeout=HANG_S) == [0, 1]
+    assert "%hvd_stop" in two_ranks.run("repr(exit)")[0]
+
+
+def test_an_exit_at_once_is_named_as_the_end_of_the_ranks() -> None:
+    named = r"Rank 1 .*exit code 3.*os\._exit\(3\) was called in <code \d+>, line 2"
+    with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session, pytest.raises(ClusterDied, match=named):
+        session.run("import os\nif rank == 1: os._exit(3)\nhvd.barrier()")
+
+
+# What people attach ---------------------------------------------------------------------------------------------------
+
+
+def test_sparse_gradients_cannot_be_clipped_which_is_said_in_a_sentence(two_ranks: Session) -> None:
+    code = """
+from torch import nn
+rows = torch.utils.data.TensorDataset(torch.randint(0, 50, (96, 4)), torch.randn(96, 1))
+net = nn.Sequential(nn.EmbeddingBag(50, 8, sparse=True), nn.Linear(8, 1))
+opt = torch.optim.SGD(net.parameters(), lr=0.05)
+loss = nn.MSELoss()
+"""
+    attached(two_ranks, code, clip_norm=1.0)
+    with pytest.raises(TrainingFailed, match="clip_norm needs dense gradients") as caught:
+        two_ranks.train(1)
+    assert len(str(caught.value)) < 500
+    two_ranks.set(clip_norm=None)
+    assert two_ranks.train(2).frame().step.max() == 2
+
+
+def test_what_accelerate_prepared_trains_as_what_it_was_given(two_ranks: Session) -> None:
+    more = "\nrows = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)"
+    more += "\nscheduler = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)"
+    plain = attached(two_ranks, NET + more).train(5).frame().loss.tolist()
+    more += "\nfrom accelerate import Accelerator"
+    more += "\nnet, opt, rows, scheduler = Accelerator(cpu=True).prepare(net, opt, rows, scheduler)"
+    assert attached(two_ranks, NET + more).train(5).frame().loss.tolist() == plain
+    two_ranks.attach(model="net", data="rows", loss="loss", optimizer="opt", scheduler="scheduler")
+    two_ranks.train(2)
