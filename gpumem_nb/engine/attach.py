@@ -10,6 +10,14 @@ from ..shared.errors import WorkloadError
 from ..shared.workload import Workload
 from .losses import as_loss, as_metric
 
+# What accelerate's prepare() makes of an optimizer, a scheduler and a loader, and where it keeps what it was given.
+_PREPARED = {
+    "AcceleratedOptimizer": "optimizer",
+    "AcceleratedScheduler": "scheduler",
+    "DataLoaderShard": "base_dataloader",
+    "DataLoaderDispatcher": "base_dataloader",
+}
+
 
 def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> Workload:
     """The workload that trains exactly the named objects of ``namespace``.
@@ -22,9 +30,9 @@ def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> W
     Raises:
         WorkloadError: there is no such variable, or what it holds cannot be trained.
     """
-    found = named(names, namespace)
+    found = {role: unprepared(value) for role, value in named(names, namespace).items()}
     if "scheduler" in found and "optimizer" not in found:
-        raise WorkloadError("A scheduler steers an optimizer: name that one too, optimizer=.")
+        raise WorkloadError("scheduler= also needs optimizer=: name the optimizer that it was built for.")
     metric = None if "metric" not in found else as_metric(found["metric"], str(names["metric"]))
     return Workload(
         name=str(names["model"]),
@@ -36,6 +44,13 @@ def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> W
         eval_data=None if "eval_data" not in found else lambda: found["eval_data"],
         metric=metric,
     )
+
+
+def unprepared(value: Any) -> Any:
+    """The object that accelerate's ``prepare()`` was given; any other value itself."""
+    kind = type(value)
+    inside = _PREPARED.get(kind.__name__) if kind.__module__.startswith("accelerate.") else None
+    return getattr(value, inside) if inside else value
 
 
 def named(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .step.own_loss import OwnLoss
 from .step.parts import as_given
 from .undo.step_undo import ForwardState, ForwardUndo
 
+_MODELS = ("m", "net", "network", "module")  # what people call the first parameter of loss(model, batch)
 _NAMED = {"loss": "A criterion", "metric": "A metric of outputs and targets"}
 
 
@@ -57,7 +59,7 @@ def takes(function: Any) -> str:
     function = getattr(function, "of_batch", function)
     if isinstance(function, OwnLoss):
         return "model"
-    if isinstance(function, Either):
+    if isinstance(function, LossOfUnknownForm):
         return "unknown" if function.chosen is None else takes(function.chosen)
     return "outputs" if isinstance(function, Criterion) else "batch"
 
@@ -67,7 +69,7 @@ def _of_batch(function: Any, what: str) -> Callable[[Any, Any], Any]:
         raise WorkloadError(f"The {what} must be callable; this is a {type(function).__name__}.")
     if not isinstance(function, nn.Module) and _first_parameter(function) == "model":
         return function  # type: ignore[no-any-return]
-    return Criterion(function, what) if _module_of(function).startswith("torch.") else Either(function, what)
+    return Criterion(function, what) if _module_of(function).startswith("torch.") else LossOfUnknownForm(function, what)
 
 
 class Criterion:
@@ -92,7 +94,7 @@ class Criterion:
         return self.criterion(model(inputs), targets)
 
 
-class Either:
+class LossOfUnknownForm:
     """A callable that takes ``(model, batch)`` or ``(outputs, targets)``, whatever it calls them.
 
     The first call shows which: given the model and the batch, what computes a loss of those uses the model, while a
@@ -115,24 +117,55 @@ class Either:
         if self.chosen:
             return self.chosen(model, batch)
         parts = [self.criterion] if isinstance(self.criterion, nn.Module) else []
-        failed, before = False, ForwardUndo(ForwardState(parts, self.criterion))
+        before = ForwardUndo(ForwardState(parts, self.criterion))
+        reached: _Reached | None = None  # where it failed
         with _calls_into(model) as called:
             try:
                 result = self.criterion(model, batch)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, NameError, ImportError):  # which come whatever it is given
                 raise
-            except Exception:  # not kept: with its frames it would be a circle around the batch
+            except Exception as error:  # not kept: with its frames it would be a circle around the batch
                 if called:
                     raise
-                failed = True
-        if not failed and (called or isinstance(result, Tensor)):
+                reached = _reached(error)
+        if reached is None and (called or isinstance(result, Tensor)):
             self.chosen = self.criterion
             return result
         before.undo()  # what a criterion had counted or drawn before it failed
-        as_criterion = Criterion(self.criterion, self._what)
-        result = as_criterion(model, batch)
+        as_criterion, misread = Criterion(self.criterion, self._what), False
+        try:
+            result = as_criterion(model, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            misread = reached is not None and self._is_misread(reached, _reached(error)[1:])
+            if not misread:
+                raise
+        if misread:  # it got further with the model and the batch, so what stopped it there is its own error
+            before.undo()
+            return self.criterion(model, batch)
         self.chosen = as_criterion
         return result
+
+    def _is_misread(self, given_model: _Reached, given_outputs: _Reached) -> bool:
+        """Whether a callable that failed both ways takes the model and the batch: given these, it got further."""
+        for (code, first), (other, second) in zip(given_model, given_outputs, strict=False):
+            if code is not other:  # what failed the second time may be the model, before the criterion was called
+                return False
+            if first != second:
+                return first > second
+        return _first_parameter(self.criterion) in _MODELS
+
+
+_Reached = list[tuple[CodeType, int]]
+
+
+def _reached(error: Exception) -> _Reached:
+    """How far code got that raised this, frame by frame, without the frame that caught it."""
+    trace, reached = error.__traceback__, _Reached()
+    while trace := trace and trace.tb_next:
+        reached.append((trace.tb_frame.f_code, trace.tb_lasti))
+    return reached
 
 
 @contextmanager
@@ -162,5 +195,5 @@ def _module_of(loss: Any) -> str:
 def _first_parameter(function: Callable[..., Any]) -> str:
     try:
         return next(iter(inspect.signature(function).parameters), "")
-    except ValueError:
+    except (TypeError, ValueError):  # of what is written in C
         return ""

@@ -108,3 +108,11 @@ def test_an_exception_that_cannot_say_anything_is_told_by_its_type() -> None:
 
     assert told(Mute()).message == "Mute: Mute"
     assert told(chained(Mute(), context=True)).message == "RuntimeError: layer 3 failed"
+
+
+def test_an_operator_that_a_backend_lacks_is_named_without_those_that_have_it() -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        torch.linalg.vector_norm(torch.eye(2).to_sparse())
+    failure = told(caught.value)
+    assert failure.message.endswith("arguments from the 'SparseCPU' backend.")
+    assert "aten::linalg_vector_norm" in failure.message

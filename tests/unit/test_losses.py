@@ -113,6 +113,49 @@ def test_what_goes_wrong_in_a_loss_of_model_and_batch_comes_as_it_is() -> None:
     assert net.calls == 1
 
 
+def misspelt(m: Any, batch: Any) -> Any:
+    x, y = batch
+    out = m.forwrd(x)
+    return F.cross_entropy(out, y)
+
+
+def missing_name(m: Any, batch: Any) -> Any:
+    x, y = batch
+    return F.cross_entropy(modle(x), y)  # type: ignore[name-defined]  # noqa: F821
+
+
+def wrong_type(m: Any, batch: Any) -> Any:
+    inputs, targets = batch
+    return F.cross_entropy(m(inputs + "x"), targets)
+
+
+def misspelt_criterion(outputs: Any, targets: Any) -> Any:
+    return (outputs[:, 0] - targets).square().meen()
+
+
+WRONG: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "a method of the model": (misspelt, AttributeError, "'Net' object has no attribute 'forwrd'"),
+    "in one line": (lambda m, b: F.cross_entropy(m.forwrd(b[0]), b[1]), AttributeError, "'Net' .* 'forwrd'"),
+    "a name": (missing_name, NameError, "modle"),
+    "a type": (wrong_type, TypeError, "must be Tensor, not str|unsupported operand"),
+    "a criterion": (misspelt_criterion, AttributeError, "'Tensor' object has no attribute 'meen'"),
+    "a criterion's name": (lambda a, b: F.cross_entropy(a, c), NameError, "c"),  # type: ignore[name-defined]  # noqa: F821
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_error_of_the_loss_itself_is_the_one_that_is_shown(what: str) -> None:
+    loss, kind, words = WRONG[what]
+    with pytest.raises(kind, match=words) as caught:
+        as_loss(loss)(Net(), [X, Y])
+    assert caught.value.__context__ is None
+
+
+def test_an_error_of_the_model_is_not_hidden_by_the_search_for_the_form_of_the_loss() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        as_loss(lambda a, b: F.cross_entropy(a, b))(Net(), [X[:, :2], Y])
+
+
 def test_a_criterion_without_pairs_says_what_to_write() -> None:
     with pytest.raises(WorkloadError, match="A criterion needs samples of"):
         as_loss(F.cross_entropy)(Net(), X)

@@ -30,6 +30,8 @@ _OUT_OF_MEMORY = (
     r"CU(BLAS|SOLVER|SPARSE|DNN)_STATUS_NOT_INITIALIZED",
     r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|Failed to CUDA \w*alloc|Cuda failure 2\b",
 )
+# What torch says after it has named an operator that a backend lacks: pages of all backends that have it.
+_LISTS_BACKENDS = " This could be because the operator doesn't exist for this backend"
 
 
 _OF_SAMPLES = ("data", "forward", "backward", "recomputation")  # parts of a step that need more for larger samples
@@ -69,7 +71,8 @@ def failure_of(
     if isinstance(error, HorovodInternalError | collectives.Separated) and collectives.separated():
         kind = "stall"
     told = oom or error
-    message = text_of(told) if oom or isinstance(error, WorkloadError) else f"{type(error).__name__}: {text_of(error)}"
+    words = text_of(told).split(_LISTS_BACKENDS)[0]
+    message = words if oom or isinstance(error, WorkloadError) else f"{type(error).__name__}: {words}"
     module = _innermost_module(told.__traceback__, model) or _innermost_module(error.__traceback__, model)
     if phase == "backward":
         if any(_replays(one.__traceback__) for one in behind(error)):

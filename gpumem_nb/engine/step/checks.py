@@ -16,6 +16,7 @@ from ...shared.settings import Settings
 from .parts import Parts, in_groups
 from .precision import DTYPES
 
+_KERAS = ("keras", "tf_keras")
 _LOOP = "run steps of your own in a %%hvd cell, with hvd.DistributedOptimizer"
 
 
@@ -25,6 +26,12 @@ def checked_model(model: Any) -> nn.Module:
         several = isinstance(model, list | tuple | Mapping)
         hint = " Put its members into one nn.ModuleDict, and write the loss as loss(model, batch)." if several else ""
         raise WorkloadError(f"The model must be a torch.nn.Module; this is a {type(model).__name__}.{hint}")
+    if "_original_forward" in vars(model):
+        raise WorkloadError(
+            f"accelerate computes the forward of this {type(model).__name__} in a precision of its own, which the "
+            "settings here would not know. Unwrap it first, net = accelerator.unwrap_model(net, "
+            "keep_fp32_wrapper=False), attach it again, and choose with %hvd_set precision=bf16."
+        )
     check_tensors(model)
     if not any(param.requires_grad for param in model.parameters()):
         raise WorkloadError("The model has no trainable parameters: every requires_grad is False.")
@@ -35,14 +42,27 @@ def check_modules(module: nn.Module) -> None:
     """Refuse a module that would do something else on ranks than it says.
 
     Raises:
-        WorkloadError: it has a ``SyncBatchNorm``.
+        WorkloadError: it has a ``SyncBatchNorm``, an embedding with ``max_norm``, or layers of Keras.
     """
     for name, one in module.named_modules():
+        where = name or "the model itself"
         if isinstance(one, nn.SyncBatchNorm):
             raise WorkloadError(
-                f"SyncBatchNorm ({name or 'the model itself'}) averages over torch.distributed, which joins no ranks "
+                f"SyncBatchNorm ({where}) averages over torch.distributed, which joins no ranks "
                 "here, so each rank would normalise by itself. Use nn.BatchNorm, whose statistics are each rank's own, "
                 "or nn.GroupNorm, which keeps none."
+            )
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.max_norm is not None:
+            raise WorkloadError(
+                f"{type(one).__name__} ({where}) has max_norm={one.max_norm:g}: its forward shortens the rows that a "
+                "rank looks up, so the ranks' weights come apart. Leave max_norm out, and penalise long rows in the "
+                "loss instead, or normalise what the embedding returns."
+            )
+        if any(kind.__module__.partition(".")[0] in _KERAS for kind in type(one).__mro__):
+            raise WorkloadError(
+                f"{type(one).__name__} ({where}) is a Keras layer. Keras takes training=True as an argument of each "
+                "call, and model.train() does not reach it: dropout and batch norm would stay off. Build the model "
+                "from torch.nn modules."
             )
 
 
@@ -76,6 +96,11 @@ def checked_optimizer(optimizer: Any, parts: Parts) -> Optimizer:
         )
     if not isinstance(optimizer, Optimizer):
         raise WorkloadError(f"The optimizer must be a torch.optim.Optimizer; this is a {kind}.")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise WorkloadError(
+            f"{kind} passes for an optimizer without being one: it was not built by Optimizer.__init__, as those that "
+            "wrap another optimizer are. Attach the optimizer inside it."
+        )
     if hasattr(optimizer, "skip_synchronize"):
         raise WorkloadError(
             "hvd.DistributedOptimizer averages the gradients over the ranks, and so does every step here. Build model "

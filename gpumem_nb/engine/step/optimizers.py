@@ -27,6 +27,10 @@ _IMPLEMENTATION_FLAGS: dict[str, dict[str, bool]] = {
     "fused": {"foreach": False, "fused": True},
     "loop": {"foreach": False, "fused": False},
 }
+_SPARSE = (
+    "clip_norm needs dense gradients, and an embedding with sparse=True has sparse ones. Use clip_norm=none, or build the "
+    "embedding without sparse=True"
+)
 
 
 def build(params: Iterable[Tensor], settings: Settings) -> Optimizer:
@@ -103,6 +107,9 @@ def update(
 
     Returns:
         The loss scale before and after the update, on the device; ``None`` without a scaler.
+
+    Raises:
+        WorkloadError: sparse gradients would have to be clipped.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if scaler:
@@ -110,6 +117,8 @@ def update(
         before = scaler.scale(one)
         scaler.unscale_(optimizer)
     if clip_norm is not None:
+        if any(param.grad is not None and param.grad.is_sparse for param in params):
+            raise WorkloadError(_SPARSE)
         torch.nn.utils.clip_grad_norm_(params, clip_norm)
     step()
     if not scaler:

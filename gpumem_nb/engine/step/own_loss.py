@@ -46,7 +46,7 @@ class OwnLoss:
                 f"No loss was named, so the model was given the whole micro-batch, a {type(batch).__name__} of "
                 f"{len(batch)}, and failed ({type(error).__name__}: {error}). Name the loss, e.g. "
                 "loss=torch.nn.functional.cross_entropy: then the model is given the inputs alone."
-            ) from None
+            ) from error
         self.by_key = isinstance(output, Mapping) and not hasattr(output, "loss")
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:

@@ -125,11 +125,14 @@ class WeightWatch:
         if len(set(ran)) > 1:
             fewest = min(ran)
             where = name_ranks([rank for rank, count in enumerate(ran) if count > fewest])
-            cause = f"A cell ran on {where} alone meanwhile"
+            cause = f"A cell ran on {where} alone meanwhile, which may be why"
         elif any(ran):
-            cause = "A cell ran meanwhile: what it did depends on the rank, or on random numbers"
+            cause = (
+                "A cell ran meanwhile; perhaps what it did depends on the rank or on random numbers. It may also be "
+                "code of the model, a hook or the optimizer"
+            )
         else:
-            cause = "Code of the model, a hook or the optimizer did something that depends on the rank"
+            cause = "No cell ran meanwhile: code of the model, a hook or the optimizer seems to depend on the rank"
         return (
             f"the ranks hold different weights: {name} is not the same on {name_ranks(others)} as on rank 0, and that "
             f"came about {after}. {cause}. Type %hvd_sync to go on with the weights and optimizer state of rank 0"
