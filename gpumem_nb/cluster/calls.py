@@ -13,7 +13,7 @@ import cloudpickle
 from ipyparallel import AsyncResult
 from ipyparallel.error import EngineError, RemoteError
 
-from ..internals.ipyparallel_internals import published_beside
+from ..internals.ipyparallel_internals import late_output, published_beside
 from ..shared.answers import Answer, Apart, Pulse, Raised
 from ..shared.errors import ClusterDied, RankError
 from ..shared.ranklist import name_ranks
@@ -139,6 +139,10 @@ class Call:
     def outputs(self) -> list[str]:
         """What each rank has printed so far, standard output and error together, in rank order."""
         return [result.stdout + result.stderr for result in self._results]
+
+    def late_outputs(self) -> list[str]:
+        """What each rank has printed since it had answered and since this was last asked, in rank order."""
+        return [late_output(result) for result in self._results]
 
     def settle(self, timeout: float) -> None:
         """Wait for the last output: it travels beside the answers and may arrive after them."""

@@ -1,15 +1,24 @@
-"""Runs a cell's code so that tracebacks show its lines."""
+"""Runs a cell's code as a notebook does: tracebacks show its lines, and it may await."""
 
 from __future__ import annotations
 
 import ast
+import asyncio
+import inspect
 import linecache
 from collections import deque
+from collections.abc import Coroutine
+from contextlib import suppress
+from types import CodeType
 from typing import Any
+
+from ..internals.ipykernel_internals import outside_of_event_loop
 
 MOST_SOURCES = 200
 """Of so many cells the lines are kept: functions of older ones show in tracebacks without them."""
 
+_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+_loop: asyncio.AbstractEventLoop | None = None
 _titles: deque[str] = deque()
 _ran = 0
 
@@ -33,13 +42,49 @@ def execute(source: str, title: str, variables: dict[str, Any]) -> Any:
     one_more()
     remember(source, title)
     tree = ast.parse(source, title)
-    last = tree.body[-1] if tree.body else None
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    codes = [compile(tree, title, "exec", _FLAGS, dont_inherit=True)]  # not with this module's future features
     if isinstance(last, ast.Expr):
-        tree.body.pop()
-    exec(compile(tree, title, "exec", dont_inherit=True), variables)  # not this module's future features
-    if not isinstance(last, ast.Expr):
-        return None
-    return eval(compile(ast.Expression(last.value), title, "eval", dont_inherit=True), variables)
+        codes.append(compile(ast.Expression(last.value), title, "eval", _FLAGS, dont_inherit=True))
+    if any(map(_awaits, codes)):
+        return _awaited(_run_all(codes, variables))
+    return [eval(code, variables) for code in codes][-1]
+
+
+async def _run_all(codes: list[CodeType], variables: dict[str, Any]) -> Any:
+    found = None
+    for code in codes:
+        found = eval(code, variables)
+        if _awaits(code):
+            found = await found
+    return found
+
+
+def _awaits(code: CodeType) -> bool:
+    return bool(code.co_flags & inspect.CO_COROUTINE)
+
+
+def ends_with_semicolon(source: str) -> bool:
+    """Whether the last expression has a semicolon behind it, which tells a notebook to show nothing of its value."""
+    last = ast.parse(source).body[-1:]
+    if not last or not isinstance(last[0], ast.Expr):
+        return False
+    line, column = last[0].end_lineno or 0, last[0].end_col_offset
+    return source.encode().splitlines()[line - 1][column:].lstrip().startswith(b";")
+
+
+def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Wait for a coroutine, on an event loop that only cells use: the engine's own is busy with this request."""
+    global _loop
+    _loop = _loop or asyncio.new_event_loop()
+    with outside_of_event_loop():
+        task = _loop.create_task(coroutine)
+        try:
+            return _loop.run_until_complete(task)
+        finally:
+            if task.cancel():  # interrupted
+                with suppress(asyncio.CancelledError):
+                    _loop.run_until_complete(task)
 
 
 def remember(source: str, title: str) -> None:

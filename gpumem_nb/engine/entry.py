@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import traceback
+from asyncio import base_events, futures
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
@@ -25,10 +26,12 @@ from ..shared.answers import Answer, Apart, Raised
 from ..shared.cluster_records import fault_file
 from ..shared.errors import GpumemError, text_of
 from . import cells, plain_process, surroundings
+from .names import attached_names
 from .together import nudge, owner, pulse
 from .together.interrupts import held_back, interruptible
 
 _DOORS = {__file__, cells.__file__, str(Path(__file__).with_name("packing.py"))}
+_DOORS |= {base_events.__file__, futures.__file__}  # of a cell that awaits
 _fault: TextIO  # kept open for the crash that may come
 
 NUDGE = nudge.SIGNAL
@@ -108,11 +111,26 @@ def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
         with interruptible():
             for note in _catch_up():
                 print(note)
-        with interruptible(), _memory_printed() if memory else nullcontext():
-            value = cells.execute(source, title, vars(sys.modules["__main__"]))
-        return value if result == "value" or value is None else repr(value)
+        events = vars(sys.modules["__main__"])["get_ipython"]().events
+        try:
+            with interruptible(), _memory_printed() if memory else nullcontext():
+                value = cells.execute(source, title, vars(sys.modules["__main__"]))
+        finally:
+            events.trigger("post_execute")  # by which IPython shows figures
+            for note in _replaced():
+                print(note)
+        if result == "value" or value is None:
+            return value
+        return None if cells.ends_with_semicolon(source) else repr(value)
 
     return _answer(run, CELL)
+
+
+def _replaced() -> Sequence[str]:
+    """After code of the notebook: what there is to say of variables that it bound to other objects than those attached."""
+    note = attached_names.replaced(vars(sys.modules["__main__"]))
+    surroundings.here.notes += [note] if note else []
+    return [note] if note else []
 
 
 def _catch_up() -> Sequence[str]:
@@ -138,7 +156,10 @@ def _memory_printed() -> Iterator[None]:
 
 
 def _answer(work: Callable[[], Any], what: str) -> bytes:
-    with pulse.request(what, request_under_way(vars(sys.modules["__main__"])["get_ipython"]())):
+    message = request_under_way(vars(sys.modules["__main__"])["get_ipython"]())
+    if what == CELL:
+        plain_process.cell_begins(message)
+    with pulse.request(what, message):
         numbers = import_module("gpumem_nb.engine.random_state").RandomState.take() if what == CELL else None
         try:
             with held_back():
@@ -147,6 +168,7 @@ def _answer(work: Callable[[], Any], what: str) -> bytes:
             answer = failed(error, _readable(error), _apart(what))
             traceback.clear_frames(error.__traceback__)
         if what in _OF_USER_CODE:
+            _replaced()
             drew = numbers is not None and numbers.moved_anywhere()
             answer = dataclasses.replace(answer, notes=surroundings.here.said(), drew=drew)
         return cloudpickle.dumps(answer)  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import MutableMapping
 from typing import Any, NoReturn, TextIO
@@ -17,6 +18,7 @@ from typing import Any, NoReturn, TextIO
 from IPython.core.error import StdinNotImplementedError
 
 _OF_LAUNCHERS = ("OMPI_", "OPAL_", "PMIX_", "PRTE_")
+_cell: Any = None  # the message that asked for the latest one
 _INSTEAD = "Type %hvd_stop to end all ranks, or %hvd_restart to start them anew."
 _NO_INPUT = (
     "a rank has no keyboard: input(), getpass() and debuggers get no answer there. Pass values with %hvd_push or write "
@@ -35,7 +37,7 @@ def make_plain(variables: MutableMapping[str, Any]) -> None:
         os.environ.pop(name, None)
         os.unsetenv(name)
     for stream in (sys.stdout, sys.stderr):
-        _flush_only_what_was_written(stream)
+        _look_after(stream)
     os.register_at_fork(after_in_child=_handle_signals_as_usual)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # for children, which would wait for mpiexec's standard input
@@ -45,6 +47,12 @@ def make_plain(variables: MutableMapping[str, Any]) -> None:
     for name in ("exit", "quit"):
         variables.pop(name, None)
         setattr(builtins, name, _Exit(name))
+
+
+def cell_begins(message: Any) -> None:
+    """Let what threads print from now on belong to the cell that this message asked for, also once it has ended."""
+    global _cell
+    _cell = message
 
 
 def name_exits(file: TextIO) -> None:
@@ -112,8 +120,8 @@ def _names_in_c() -> list[str]:
     return [os.fsdecode(entry).partition("=")[0] for entry in found if entry]
 
 
-def _flush_only_what_was_written(stream: Any) -> None:
-    """Make flushing an empty stream free.
+def _look_after(stream: Any) -> None:
+    """Make flushing an empty stream free, and let what threads print belong to the latest cell.
 
     The engine flushes standard output and error four times a request, and each flush waits for another thread: on busy
     cores that took 4 % of a rank's time between the chunks of a training run.
@@ -124,6 +132,8 @@ def _flush_only_what_was_written(stream: Any) -> None:
     def write_and_note(text: str) -> Any:
         nonlocal written
         written = True
+        if _cell is not None and threading.current_thread() is not threading.main_thread():
+            stream.set_thread_parent(_cell)
         return write(text)
 
     def flush_if_written() -> None:

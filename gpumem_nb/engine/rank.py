@@ -43,7 +43,7 @@ from .attach import attached, named
 from .device_look import look as look
 from .device_look import record_allocations as record_allocations
 from .device_look import write_snapshot as write_snapshot
-from .names import OfferedNames, taken
+from .names import OfferedNames, attached_names, taken
 from .plain_process import make_plain
 from .random_state import seed_all
 from .sharing import check_sharing
@@ -131,12 +131,12 @@ def set_stall_limit(seconds: float) -> None:
 
 def load(packed: bytes, seed: int) -> WorkloadInfo | None:
     """Build the workload here, as the notebook has packed it, and train it from now on."""
-    return _train(lambda: cloudpickle.loads(packed), seed, {"model", "optimizer"})
+    return _train(lambda: cloudpickle.loads(packed), seed, {"model", "optimizer"}, {})
 
 
 def attach(names: dict[str, str | None], seed: int) -> WorkloadInfo | None:
     """Train objects that already live here, by variable name."""
-    return _train(lambda: attached(names, namespace()), seed, set() if names["optimizer"] else {"optimizer"})
+    return _train(lambda: attached(names, namespace()), seed, set() if names["optimizer"] else {"optimizer"}, names)
 
 
 def seed(number: int) -> int | None:
@@ -354,10 +354,10 @@ def _offer(trainer: Trainer) -> list[str]:
     return _names.offer({"model": trainer.live.model, "optimizer": trainer.live.optimizer})
 
 
-def _train(make: Callable[[], Workload], seed: int, wanted: set[str]) -> WorkloadInfo | None:
+def _train(make: Callable[[], Workload], seed: int, wanted: set[str], names: dict[str, Any]) -> WorkloadInfo | None:
     """Train another workload; ``None`` when some other rank could not load it, which then says why.
 
-    ``wanted`` are the names without which cells could not find what is trained.
+    ``wanted`` are the names without which cells could not find what is trained, ``names`` those that were attached.
     """
     global _trainer
     # Whatever is wrong with the data is found before the old workload is let go.
@@ -372,6 +372,7 @@ def _train(make: Callable[[], Workload], seed: int, wanted: set[str]) -> Workloa
     _device.empty_cache()  # of what the old one needed, or one that could not be built
     workload, stream, held_out = prepared
     _trainer = building.build(workload, stream, _device, _session_started_s, held_out)
+    attached_names.attached(names if _trainer else {}, namespace())
     if _trainer is None:
         return None
     if held := [name for name in _offer(_trainer) if name in wanted]:

@@ -6,10 +6,16 @@
 - ``Kernel.set_parent``, unbound: what a thread sends is ascribed to the request that it is told, and from 7.4 on a
   control whose messages belong to a running cell waits for that cell. The kernel's own ``set_parent`` would also
   redirect what the running cell prints.
+- ``OutStream.set_thread_parent``: what a thread prints belongs to the request that it is told.
+- ``asyncio._set_running_loop``: the kernel answers requests inside of its event loop, and Python runs no other loop in
+  the same thread meanwhile, unless it is told that none is running.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 CHECKED_WITH = ("7.4.0",)
@@ -30,3 +36,14 @@ def speak_for_no_request(kernel: Any) -> None:
     from ipykernel.kernelbase import Kernel  # here: sessions without a notebook need no ipykernel
 
     Kernel.set_parent(kernel, [], {})  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def outside_of_event_loop() -> Iterator[None]:
+    """Inside, another event loop can be run than the kernel's, which waits for this request."""
+    kernels = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(kernels)

@@ -4,6 +4,8 @@
   still awaited. The shell's own changes its parent with each request, so a thread gets a publisher of its own.
 - ``AsyncResult.metadata["data"]``: there such data arrive.
 - A launcher's ``_wait_thread``: it takes in how the process ended, which the system tells once only.
+- ``Client.metadata`` and ``AsyncResult._client``: when an answer is complete its entry is taken out, and output that
+  comes afterwards gets a new one under the same message.
 - ``Client.history``: the client keeps the id of every message it ever sent.
 """
 
@@ -27,6 +29,12 @@ def published_beside(result: Any) -> Mapping[str, Any]:
     """The latest data that an engine has published beside an answer, by key."""
     data: Mapping[str, Any] = result.metadata["data"]
     return data
+
+
+def late_output(result: Any) -> str:
+    """What an engine has printed since its answer was complete, in a thread say, and since this was last asked."""
+    late = [result._client.metadata.pop(message, None) for message in result.msg_ids if result.done()]
+    return "".join((beside["stdout"] or "") + (beside["stderr"] or "") for beside in late if beside)
 
 
 def forget_sent(client: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -100,7 +101,7 @@ class Running:
         self._foreground.tell_surroundings()
         title = f"{title.removesuffix('>')} {next(self._numbers)}>"
         try:
-            compile(source, title, "exec")
+            compile(source, title, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except SyntaxError as error:
             raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
         chosen = choose_ranks(ranks, self._ranks.size)

@@ -17,6 +17,8 @@ from .parsing import says_usage, shell_of
 class CellsMagics(Magics):
     """Code and variables on the ranks."""
 
+    _latest: CellOutput | None = None
+
     @magic_arguments()
     @argument("--ranks", help="where to run, such as 0 or 0,2-3; by default everywhere")
     @argument("--out", help="store the results, a list in rank order, in this variable of the notebook")
@@ -29,7 +31,9 @@ class CellsMagics(Magics):
         args = parse_argstring(self.hvd, line)
         if args.out and not args.out.isidentifier():
             raise InvalidInput(f"--out {args.out!r} is not a variable name.")
-        output = CellOutput(args.quiet)
+        if self._latest:
+            self._latest.add_late()
+        output = self._latest = CellOutput(args.quiet)
         try:
             call = current().run_cell(
                 shell_of(self).transform_cell(cell),

@@ -24,11 +24,14 @@ class CellOutput:
         self._handle: Any = None
         self._shown = ""
         self._latest = ""
+        self._call: Call | None = None
+        self._outputs: list[str] = []
         self._live = getattr(get_ipython(), "kernel", None) is not None
 
     def __call__(self, call: Call) -> None:
         """Show what has been printed so far."""
-        self._latest = fold(call.ranks, call.outputs())
+        self._call, self._outputs = call, call.outputs()
+        self._latest = fold(call.ranks, self._outputs)
         if self._live:
             self._show(self._latest if len(self._latest) <= _LIVE else f"…{self._latest[-_LIVE:]}")
 
@@ -39,12 +42,20 @@ class CellOutput:
 
     def finish(self, call: Call, results: Sequence[str | None]) -> None:
         """Show everything, and what the last expression gave."""
-        outputs = [_with_result(out, result or "") for out, result in zip(call.outputs(), results, strict=True)]
-        self._show(fold(call.ranks, outputs))
+        self._outputs = [_with_result(out, result or "") for out, result in zip(call.outputs(), results, strict=True)]
+        self._show(fold(call.ranks, self._outputs))
         for rank, bundles in zip(call.ranks, call.displays(), strict=True):
             for bundle in bundles if not self._quiet else ():
                 display({"text/plain": f"[{name_ranks([rank])}]"}, raw=True)
                 display(bundle, raw=True)
+
+    def add_late(self) -> None:
+        """Show what threads of this cell have printed since it had ended: in its place, or here if it has none."""
+        late = self._call.late_outputs() if self._call else []
+        if not self._call or not any(late):
+            return
+        self._outputs = [_with_result(out, more) for out, more in zip(self._outputs, late, strict=True)]
+        self._show(fold(self._call.ranks, self._outputs if self._handle else late))
 
     def _show(self, text: str) -> None:
         if self._quiet or text == self._shown:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 import gpumem_nb
 from gpumem_nb.session import Session
@@ -221,3 +222,59 @@ def test_what_accelerate_prepared_trains_as_what_it_was_given(two_ranks: Session
     assert attached(two_ranks, NET + more).train(5).frame().loss.tolist() == plain
     two_ranks.attach(model="net", data="rows", loss="loss", optimizer="opt", scheduler="scheduler")
     two_ranks.train(2)
+
+
+def test_a_defining_cell_that_runs_again_without_attach_is_told_at_once(two_ranks: Session) -> None:
+    attached(two_ranks, NET).train(1)
+
+    def said_by(cell: str) -> list[str]:
+        before = len(two_ranks.history.events)
+        call = two_ranks.run_cell(cell)
+        notes = [event.text for event in two_ranks.history.events[before:] if "attach again" in event.text]
+        assert all(output.count("attach again") == len(notes) for output in call.outputs())
+        return notes
+
+    (note,) = said_by(NET)
+    assert note.startswith("net, rows, loss and opt are other objects than those attached; attach again")
+    assert said_by("1 + 1") == []
+    (note,) = said_by("def loss(model, batch): return model(batch[0]).sum()")
+    assert note.startswith("net, rows, loss and opt are other")
+    two_ranks.attach(model="net", data="rows", loss="loss", optimizer="opt")
+    assert said_by("loss = loss(net, (X, Y))") == [], "a number is no loss to train with"
+    two_ranks.push({"loss": len})
+    assert "loss is another object than the one attached" in two_ranks.history.events[-1].text
+
+
+# What a cell shows ----------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_shows_what_it_shows_in_a_notebook(
+    two_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown_by(cell: str) -> str:
+        shell.run_cell_magic("hvd", "", cell)
+        return capsys.readouterr().out
+
+    assert shown_by("import asyncio\nawait asyncio.sleep(0)\nprint('slept')") == "[all ranks] slept\n"
+    assert shown_by("await asyncio.sleep(0, 5)") == "[all ranks] 5\n"
+    assert shown_by("1 + 1;") == ""
+    assert shown_by("1 + 1") == "[all ranks] 2\n"
+    late = (
+        "import threading\ngo = threading.Event()\ndef late():\n    go.wait()\n    print('late')\n    printed.set()\n"
+    )
+    late += "printed = threading.Event()\nthreading.Thread(target=late).start()"
+    shown_by(late)
+    two_ranks.run("import sys; go.set(), printed.wait(), sys.stdout.flush()")
+    assert "late" in shown_by("print('next')")
+    assert "late" not in shown_by("print('another')")
+
+
+def test_figures_are_shown_without_being_asked_for(two_ranks: Session) -> None:
+    two_ranks.run(
+        "from IPython.display import display\n"
+        "def flush(): display({'text/plain': 'a figure'}, raw=True)\n"
+        "get_ipython().events.register('post_execute', flush)"  # as matplotlib's inline backend does
+    )
+    shown = two_ranks.run_cell("figure = 1").displays()
+    two_ranks.run("get_ipython().events.unregister('post_execute', flush)")
+    assert shown == [[{"text/plain": "a figure"}]] * 2

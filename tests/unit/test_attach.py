@@ -62,7 +62,9 @@ def test_a_model_that_would_not_train_as_it_says_is_refused(what: str) -> None:
 
 def test_an_optimizer_that_is_none_itself_is_refused() -> None:
     model = nn.Linear(4, 2)
-    with pytest.raises(WorkloadError, match="Unbuilt passes for an optimizer without being one.* Attach the optimizer"):
+    with pytest.raises(
+        WorkloadError, match=r"Unbuilt passes for an optimizer without being one.* Attach the optimizer"
+    ):
         checked_optimizer(Unbuilt(SGD(model.parameters(), lr=0.1)), Parts(model, nn.MSELoss()))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import linecache
+import signal
 import traceback
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -53,3 +56,55 @@ def test_a_cell_has_none_of_our_future_features() -> None:
     cells.execute("def f(x: int): ...", "<annotated>", variables)
     assert variables["f"].__annotations__ == {"x": int}
     assert cells.execute("def g(x: int): ...\ng.__annotations__", "<shown>", variables) == {"x": int}
+
+
+def test_a_cell_may_await_and_tasks_live_on_in_the_next() -> None:
+    async def as_an_engine() -> list[Any]:  # which answers requests inside of a loop of its own
+        variables: dict[str, Any] = {"seen": [], "asyncio": asyncio}
+        started = "async def work(): await asyncio.sleep(0); return 3\ntask = asyncio.create_task(work())\n"
+        found = [
+            cells.execute(started + "await asyncio.sleep(0)", "<code 1>", variables),
+            cells.execute("await task", "<code 2>", variables),
+            cells.execute("[x async for x in numbers()]", "<code 3>", variables | {"numbers": numbers}),
+            cells.execute("1 + 1", "<code 4>", variables),
+        ]
+        assert asyncio.get_running_loop() is engines
+        return found
+
+    engines = asyncio.new_event_loop()
+    assert engines.run_until_complete(as_an_engine()) == [None, 3, [1, 2], 2]
+    engines.close()
+
+
+async def numbers() -> AsyncIterator[int]:
+    for number in (1, 2):
+        yield number
+
+
+def test_a_cell_that_is_interrupted_while_it_awaits_leaves_nothing_to_go_on() -> None:
+    variables: dict[str, Any] = {"asyncio": asyncio, "raised": signal.raise_signal, "number": signal.SIGINT}
+    waits = "asyncio.get_running_loop().call_soon(raised, number)\nasync def wait():\n    global ended\n    try:\n"
+    waits += "        await asyncio.sleep(60)\n    finally: ended = True\nawait wait()"
+    with pytest.raises(KeyboardInterrupt):
+        cells.execute(waits, "<code 1>", variables)
+    assert variables["ended"]
+    assert cells.execute("await asyncio.sleep(0, 5)", "<code 2>", variables) == 5
+
+
+@pytest.mark.parametrize(
+    ("source", "quiet"),
+    [
+        ("1 + 1;", True),
+        ("x = 1\nx ; # said nothing", True),
+        ("'ä' ;", True),
+        ("f(\n 1\n);", True),
+        ("(1 + 1);", True),
+        ("1; 2", False),
+        ("';'", False),
+        ("x = 1;", False),
+        ("1  # ;", False),
+        ("", False),
+    ],
+)
+def test_a_semicolon_behind_the_last_expression_is_seen(source: str, quiet: bool) -> None:
+    assert cells.ends_with_semicolon(source) is quiet

@@ -5,21 +5,25 @@ from __future__ import annotations
 import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import pytest
+from IPython.core.events import EventManager, available_events
 
 from gpumem_nb.cluster.calls import Call
 from gpumem_nb.engine import entry, surroundings
+from gpumem_nb.engine.names import attached_names
 from gpumem_nb.engine.surroundings import Surrounded
 from gpumem_nb.shared.errors import RankError, WorkloadError
+
+EVENTS = EventManager(cast(Any, None), available_events)
 
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What cells see, in place of an engine's."""
-    names: dict[str, Any] = {"get_ipython": lambda: SimpleNamespace(parent_header={})}
+    names: dict[str, Any] = {"get_ipython": lambda: SimpleNamespace(parent_header={}, events=EVENTS)}
     module = SimpleNamespace(**names)
     monkeypatch.setitem(sys.modules, "__main__", module)
     return vars(module)
@@ -37,6 +41,47 @@ def test_a_cell_gives_its_value_or_its_representation() -> None:
     assert read(entry.run_cell("x = 2\n[x]", "<code 1>", "value", memory=False)) == [2]
     assert read(entry.run_cell("[x]", "<code 2>", "text", memory=False)) == "[2]"
     assert read(entry.run_cell("x = 3", "<code 3>", "text", memory=False)) is None
+    assert read(entry.run_cell("x;  # quietly", "<code 4>", "text", memory=False)) is None
+    assert read(entry.run_cell("x;", "<code 5>", "value", memory=False)) == 3
+
+
+def test_what_ipython_does_after_a_cell_is_done_also_after_one_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    def show() -> None:
+        print("figures")
+
+    EVENTS.register("post_execute", show)
+    try:
+        for source in ("1", "1 / 0"):
+            entry.run_cell(source, "<code>", "value", memory=False)
+            assert capsys.readouterr().out == "figures\n"
+    finally:
+        EVENTS.unregister("post_execute", show)
+
+
+def test_a_cell_that_awaits_shows_its_own_lines_when_it_fails() -> None:
+    source = "import asyncio\nasync def fail():\n    await asyncio.sleep(0)\n    1 / 0\nawait fail()"
+    with pytest.raises(RankError) as caught:
+        read(entry.run_cell(source, "<code 6>", "value", memory=False))
+    assert caught.value.remote_traceback.splitlines()[1] == '  File "<code 6>", line 5, in <module>'
+
+
+def test_a_cell_that_binds_another_object_to_an_attached_name_is_told_so_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    attached_names.attached({"loss": "loss"}, {"loss": print})
+    said = "loss is another object than the one attached; attach again to train with it: training still uses the old."
+    notes = [
+        cloudpickle.loads(entry.run_cell(source, "<code>", "value", memory=False)).notes
+        for source in ("loss = len", "1", "loss = abs\n1 / 0")
+    ]
+    assert notes == [(said,), (), (said,)]
+    assert capsys.readouterr().out == f"{said}\n" * 2
+    attached_names.attached({}, {})
+
+
+def test_an_exit_is_told_as_what_it_does() -> None:
+    with pytest.raises(RankError, match=r"SystemExit: sys.exit\(3\) ends this cell, not the rank. Type %hvd_stop"):
+        read(entry.run_cell("import sys; sys.exit(3)", "<code>", "value", memory=False))
 
 
 def test_what_changed_around_a_cell_is_printed_before_it_and_travels_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import json
 import os
@@ -194,6 +195,17 @@ def history() -> None:
     must(client.history == [], "it is not forgotten")
 
 
+@checks("ipyparallel", "Client.metadata")
+def late() -> None:
+    client = ipyparallel.client.client
+    must("self.metadata[msg_id]" in inspect.getsource(client.Client._dispatch_iopub), "output is kept elsewhere")
+    must("metadata.pop(" in inspect.getsource(AsyncResult) + inspect.getsource(client), "complete answers keep theirs")
+    kept = {"a": client.Metadata(stdout="late\n"), "b": client.Metadata(stdout="another\n")}
+    answer = SimpleNamespace(_client=SimpleNamespace(metadata=kept), msg_ids=["a"], done=lambda: True)
+    found = [ipyparallel_internals.late_output(answer) for _ in range(2)]
+    must(found == ["late\n", ""], f"{found} was found")
+
+
 # ipykernel ------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +223,22 @@ def hooks() -> None:
     source = Path(kernelbase.__file__).read_text()
     for name in ("pre_handler_hook", "post_handler_hook"):
         must(hasattr(kernelbase.Kernel, name) and f"self.{name}()" in source, f"{name} is not called")
+
+
+@checks("ipykernel", "OutStream.set_thread_parent")
+def set_thread_parent() -> None:
+    from ipykernel.iostream import OutStream
+
+    must(callable(OutStream.set_thread_parent), "what a thread prints cannot be ascribed")
+
+
+@checks("ipykernel", "asyncio._set_running_loop")
+def running_loop() -> None:
+    async def other() -> int:
+        with ipykernel_internals.outside_of_event_loop():
+            return asyncio.run(asyncio.sleep(0, 3))
+
+    must(asyncio.run(other()) == 3, "no other loop runs")
 
 
 @checks("ipykernel", "Kernel.set_parent")
