@@ -230,7 +230,7 @@ def test_a_defining_cell_that_runs_again_without_attach_is_told_at_once(two_rank
     def said_by(cell: str) -> list[str]:
         before = len(two_ranks.history.events)
         call = two_ranks.run_cell(cell)
-        notes = [event.text for event in two_ranks.history.events[before:] if "attach again" in event.text]
+        notes = [event.text for event in list(two_ranks.history.events)[before:] if "attach again" in event.text]
         assert all(output.count("attach again") == len(notes) for output in call.outputs())
         return notes
 
@@ -242,7 +242,7 @@ def test_a_defining_cell_that_runs_again_without_attach_is_told_at_once(two_rank
     two_ranks.attach(model="net", data="rows", loss="loss", optimizer="opt")
     assert said_by("loss = loss(net, (X, Y))") == [], "a number is no loss to train with"
     two_ranks.push({"loss": len})
-    assert "loss is another object than the one attached" in two_ranks.history.events[-1].text
+    assert "loss is another object than the one attached" in list(two_ranks.history.events)[-1].text
 
 
 # What a cell shows ----------------------------------------------------------------------------------------------------
