@@ -28,8 +28,8 @@ _IMPLEMENTATION_FLAGS: dict[str, dict[str, bool]] = {
     "loop": {"foreach": False, "fused": False},
 }
 _SPARSE = (
-    "clip_norm needs dense gradients, and an embedding with sparse=True has sparse ones. Use clip_norm=none, or build the "
-    "embedding without sparse=True"
+    "clip_norm needs dense gradients, and an embedding with sparse=True has sparse ones. Use clip_norm=none, or build "
+    "the embedding without sparse=True"
 )
 
 
