@@ -127,7 +127,7 @@ def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
 
 
 def _replaced() -> Sequence[str]:
-    """After code of the notebook: what there is to say of variables that it bound to other objects than those attached."""
+    """After code of the notebook: say what variables it bound to other objects than those attached."""
     note = attached_names.replaced(vars(sys.modules["__main__"]))
     surroundings.here.notes += [note] if note else []
     return [note] if note else []
