@@ -15,8 +15,6 @@ import traceback
 from collections.abc import MutableMapping
 from typing import Any, NoReturn, TextIO
 
-from IPython.core.error import StdinNotImplementedError
-
 _OF_LAUNCHERS = ("OMPI_", "OPAL_", "PMIX_", "PRTE_")
 _cell: Any = None  # the message that asked for the latest one
 _INSTEAD = "Type %hvd_stop to end all ranks, or %hvd_restart to start them anew."
@@ -24,6 +22,10 @@ _NO_INPUT = (
     "a rank has no keyboard: input(), getpass() and debuggers get no answer there. Pass values with %hvd_push or write "
     "them in the cell, and print what you want to look at."
 )
+
+
+class NoKeyboard(NotImplementedError):
+    """Code on a rank asked for input."""
 
 
 def make_plain(variables: MutableMapping[str, Any]) -> None:
@@ -110,7 +112,7 @@ class _NoInput(io.TextIOBase):
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
-    raise StdinNotImplementedError(_NO_INPUT)
+    raise NoKeyboard(_NO_INPUT)
 
 
 def _names_in_c() -> list[str]:
