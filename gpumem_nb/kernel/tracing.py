@@ -155,7 +155,7 @@ def _check_target(path: Path) -> None:
             file.seek(0)
             begin = gzip.GzipFile(fileobj=file).read(len(HEAD))
     if begin != HEAD:
-        raise InvalidInput(f"{path} is there already and is no trace of gpumem_nb. Name another file.")
+        raise InvalidInput(f"{path} already exists and is not a trace of gpumem_nb. Choose another file name.")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,9 +14,11 @@ from ..shared.allocator_settings import in_force
 from ..shared.errors import InvalidInput, SetupError
 from ..shared.messages import DeviceUse, Reading
 from ..shared.units import format_bytes
+from ..shared.whole_file import why_kept
 from .ledger.events import TensorLog
 from .nvml import Nvml
 
+_PICKLE = b"\x80"  # how a snapshot begins
 MOST_ENTRIES = 100_000  # a step of a large model has some ten thousand; each takes up to several KB of host memory
 
 
@@ -156,9 +159,11 @@ def write_snapshot(path: str) -> None:
     """Write torch's own snapshot of its allocator, history included, for its visualiser (pytorch.org/memory_viz).
 
     Raises:
-        InvalidInput: the file cannot be written.
+        InvalidInput: the file cannot be written, or something else has that name.
     """
     try:
+        if kept := why_kept(Path(path), _PICKLE, "a snapshot of memory"):
+            raise InvalidInput(kept)
         torch_internals.dump_allocations(path)
     except OSError as error:
         raise InvalidInput(

@@ -14,7 +14,7 @@ import psutil
 
 from ..shared.errors import InvalidInput
 from ..shared.units import format_bytes
-from ..shared.whole_file import check_no_folder, why_not, written_whole
+from ..shared.whole_file import check_no_folder, why_kept, why_not, written_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ def check_over(target: Path, begin: bytes) -> None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         if not os.access(target.parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        if target.exists() and not _begins(target, begin):
-            raise InvalidInput(f"{target} is there already and is of something else. Name another file.")
+        if kept := why_kept(target, begin, "such a file"):
+            raise InvalidInput(kept)
     except OSError as error:
         raise InvalidInput(f"{target} cannot be written: {why_not(error)}.") from None
 
@@ -62,11 +62,6 @@ def write_over(target: Path, data: bytes, begin: bytes, holds: str) -> Written:
     except OSError as error:
         raise InvalidInput(f"{target} cannot be written: {why_not(error)}.") from None
     return Written(target, len(data), holds)
-
-
-def _begins(path: Path, begin: bytes) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(begin)) in (begin, b"")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from .errors import InvalidInput, StateFileError
-from .whole_file import check_no_folder, why_not, written_whole
+from .whole_file import why_kept, why_not, written_whole
 
 Answer = TypeVar("Answer")
 
@@ -94,7 +94,8 @@ def write(path: Path, header: Header, payload: Callable[[IO[bytes]], None]) -> i
         StateFileError: it cannot be written there, or something else has that name.
     """
     try:
-        check_target(path)
+        if kept := why_kept(path, _MAGIC, "a training state"):
+            raise StateFileError(kept)
         with written_whole(path) as file:
             hashed = _Hashed(file)
             hashed.write(_MAGIC + f"{FORMAT}\n".encode() + json.dumps(dataclasses.asdict(header)).encode() + b"\n")
@@ -115,20 +116,6 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     except RuntimeError:  # the home of a user who is not known here
         home = str(path).split("/")[0]
         raise InvalidInput(f"{home} is not the folder of a user here. Write ~/ for your own.") from None
-
-
-def check_target(path: Path) -> None:
-    """Refuse to replace what is no training state: a slip of the finger must not cost a notebook.
-
-    Raises:
-        StateFileError: something else has that name.
-    """
-    if not path.exists():
-        return
-    check_no_folder(path)
-    with open(path, "rb") as file:
-        if not file.read(len(_MAGIC)) == _MAGIC:
-            raise StateFileError(f"{path} is there already and holds no training state. Name another file.")
 
 
 def peek(path: Path) -> Header:

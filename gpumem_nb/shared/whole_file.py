@@ -51,6 +51,19 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
             os.close(folder)
 
 
+def why_kept(path: Path, begin: bytes, what: str) -> str:
+    """Say why a file stays: it exists, and does not begin as ``what`` does. Empty where it may be replaced.
+
+    A slip of the finger must not cost a notebook. Raises ``OSError`` for what cannot be read, or is a folder.
+    """
+    if not path.exists():
+        return ""
+    check_no_folder(path)
+    with open(path, "rb") as file:
+        replaceable = file.read(len(begin)) in (begin, b"")
+    return "" if replaceable else f"{path} already exists and is not {what}. Choose another file name."
+
+
 def check_no_folder(path: Path) -> None:
     """Raise ``OSError`` for a folder."""
     if path.is_dir():

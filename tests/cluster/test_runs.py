@@ -284,7 +284,7 @@ def test_a_report_is_one_page_of_what_is_known(
     for path, sentence in (
         (tmp_path / "report.pdf", "a report is a page"),
         (tmp_path / "nowhere" / "report.html", "there is no such folder"),
-        (tmp_path / "theirs.html", "is of something else"),
+        (tmp_path / "theirs.html", "already exists and is not such a file"),
         ("", "is not a file's path"),
     ):
         with pytest.raises(InvalidInput, match=sentence):

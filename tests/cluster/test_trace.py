@@ -228,7 +228,7 @@ def test_an_evaluation_ends_it_and_that_is_said(
     [
         ("nowhere/trace.json", "no such folder"),
         ("", "this is a folder"),
-        ("demo.ipynb", "is there already and is no trace of gpumem_nb. Name another file"),
+        ("demo.ipynb", "already exists and is not a trace of gpumem_nb. Choose another file name"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_said_before_a_step(

@@ -208,3 +208,7 @@ def test_a_snapshot_is_torchs_own_with_the_history_between(driver: Driver, tmp_p
 def test_a_snapshot_that_cannot_be_written_says_what_to_do(driver: Driver, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="No such file or directory"):
         cuda.write_snapshot(str(tmp_path / "missing" / "step.pickle"))
+    (tmp_path / "work.ipynb").write_text("{}")
+    with pytest.raises(InvalidInput, match="already exists and is not a snapshot of memory"):
+        cuda.write_snapshot(str(tmp_path / "work.ipynb"))
+    assert (tmp_path / "work.ipynb").read_text() == "{}"

@@ -289,7 +289,7 @@ def test_parquet_without_pyarrow_is_refused(
         ("runs.xlsx", r"ends in \.csv, \.parquet or \.html\.$"),
         ("runs", r"ends in \.csv, \.parquet or \.html\.$"),
         ("nowhere/runs.csv", "there is no such folder"),
-        ("theirs.csv", "is of something else"),
+        ("theirs.csv", "already exists and is not such a file"),
         ("folder.csv", "this is a folder"),
         (7, "is not a file's path"),
     ],

@@ -168,7 +168,7 @@ def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
 def test_something_else_of_that_name_is_not_replaced(tmp_path: Path, good: Path) -> None:
     notebook = tmp_path / "lesson.ipynb"
     notebook.write_text("{}")
-    with pytest.raises(StateFileError, match="holds no training state"):
+    with pytest.raises(StateFileError, match="already exists and is not a training state"):
         write(notebook)
     assert notebook.read_text() == "{}"
     write(good, b"newer")
