@@ -127,13 +127,19 @@ class Prediction:
         low, high = format_rate(self.low_samples_per_s), format_rate(self.high_samples_per_s)
         return f", {format_rate(self.samples_per_s)} samples/s ({low} to {high})"
 
-    def timed(self, steps_s: Sequence[Sequence[float]]) -> Prediction:
-        """The same with the throughput that follows from how long steps took, from a row of times for each rank."""
+    def timed(self, steps_s: Sequence[Sequence[float]], update: str = "") -> Prediction:
+        """The same with the throughput that follows from how long steps took.
+
+        Args:
+            steps_s: a row of times for each rank.
+            update: how it is known what updates take, which trials do not perform.
+        """
         slowest = max(steps_s, key=statistics.median)
         step_s = statistics.median(slowest)
         samples = self.settings.samples_per_rank * len(steps_s)
         return replace(
             self,
+            basis=f"{self.basis}, {update}" if update else self.basis,
             step_s=step_s,
             samples_per_s=samples / step_s,
             low_samples_per_s=samples / max(slowest) * (1 - TIME_ERROR),

@@ -20,6 +20,8 @@ DRY_RECURRENT = "without running it, roughly, because what cuDNN keeps of recurr
 DRY_UNMEASURED = "without running it, roughly, because only fp32 without checkpointing was measured,"
 DRY_CONVOLUTIONS_UNMEASURED = f"{DRY_UNMEASURED[:-1]} and because of cuDNN's workspaces,"
 ON_CPU = "roughly, as on the CPU,"
+UPDATE_TRAINED, UPDATE_ON_SCRATCH = "updates as in training", "updates timed on scratch tensors"
+UPDATE_SCALED, UPDATE_UNKNOWN = "updates scaled from those of training", "without the time of updates"
 OTHERWISE_SET = "as a model of the caching allocator has it,"
 ERRORS = {
     RECORDED: 0.02,
@@ -119,6 +121,7 @@ class Forecasts:
         likely: the same without the error of forecasts.
         failure: why this rank could not do a small step.
         failed_batch: the batch size of the small step that could not be done; 0 if all could.
+        update_undone: why the optimizer's update was taken and undone; empty where a dry run told what it needs.
     """
 
     steps: int
@@ -130,6 +133,7 @@ class Forecasts:
     likely: int = 0
     failure: Failure | None = None
     failed_batch: int = 0
+    update_undone: str = ""
 
     def with_longest(self, others: Forecasts, sample: str, all_seen: bool) -> Forecasts:
         """The same with what micro-batches of the largest sample need.
@@ -163,8 +167,10 @@ class Rehearsal:
 
     Attributes:
         forecasts: what the first of them needed, or why it could not be done.
-        steps_s: how long each took, in seconds; none where one failed on some rank.
+        steps_s: how long each would have taken with its update, in seconds; none where one failed on some rank.
+        update: how it is known what the update takes.
     """
 
     forecasts: Forecasts
     steps_s: tuple[float, ...] = ()
+    update: str = ""

@@ -66,6 +66,11 @@ class StepTimes:
         seconds = tuple(0.0 if part in parts else took for part, took in zip(PARTS, self.seconds, strict=True))
         return replace(self, seconds=seconds)
 
+    def with_update(self, seconds: float) -> StepTimes:
+        """The same step with an update that takes so long."""
+        parts = zip(PARTS, self.seconds, strict=True)
+        return replace(self, seconds=tuple(seconds if part == UPDATE else took for part, took in parts))
+
     @property
     def columns(self) -> dict[str, float | None]:
         """Seconds by the names of columns: ``data_s``, … and ``hidden_s``, ``data_cpu_s`` and ``queued_s``."""

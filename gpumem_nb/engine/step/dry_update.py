@@ -9,9 +9,11 @@ an optimizer of somebody's own asks for is not there, and such an update cannot 
 from __future__ import annotations
 
 import copy
+import statistics
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -25,11 +27,17 @@ from ...internals.torch_internals import (
     step_hooks_held_back,
     stepped_by_others,
 )
+from ...memory.device import Device
 from ...memory.ledger.foreseen import Foreseen, UpdateLog
+from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
+from ..undo.step_undo import UpdateUndo
 from . import optimizers
+from .live_model import LiveModel
 
 _CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
+SCRATCH_COPIES = 6  # of the weights: themselves, gradients, state, and what is under way
+_SCRATCH_UPDATES, _SCRATCH_S = 3, 0.5  # after one that makes the state; none is begun after so long
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
@@ -64,7 +72,7 @@ def foresee(
     try:
         with modes_set_aside(), ExitStack() as stack:
             mode = fake_mode()
-            dry = _Copies(mode, log)
+            dry = _Copies(lambda tensor: _fake(mode, log, tensor), copied_as_fake(mode))
             fake, dry_scaler = dry.of_optimizer(optimizer), dry.of_scaler(scaler) if scaler else None
             dry.let_go()
             stack.enter_context(mode)
@@ -83,49 +91,125 @@ def foresee(
         raise CannotBeForeseen(str(error).partition("\n")[0]) from None
 
 
-class _Copies:
-    """Copies of optimizers whose tensors have no memory; a tensor that several hold stays one."""
+def update_in_question(live: LiveModel, recorder: Recorder, device: Device) -> tuple[Foreseen, str]:
+    """What the update of a step that is recorded would allocate, under the settings that are tried.
 
-    def __init__(self, mode: Any, log: UpdateLog) -> None:
-        self._mode, self._log = mode, log
+    Returns:
+        That, and why it had to be taken and undone; empty where a dry run would do.
+    """
+    settings, optimizer = live.settings, live.optimizer_in_question()
+    scaler = live.scaler if settings.precision == "fp16" else None
+    known = optimizer is live.optimizer or live.state_would_leave  # else held for what is not in use
+    recorder.claim_model(live.parts.parameters(), live.optimizer.state if known else {})
+    number_of = recorder.pause(_held_by(optimizer))
+    try:
+        how = (settings.optimizer_impl, scaler, settings.clip_norm, device.torch_device)
+        return foresee(optimizer, *how, number_of), ""
+    except CannotBeForeseen as error:
+        undo, scaler_state = UpdateUndo(live.parameters, optimizer), live.scaler.state_dict()
+        try:
+            optimizers.set_implementation(optimizer, settings.optimizer_impl)
+            with step_hooks_held_back(optimizer, pre=True):
+                return _taken(optimizer, scaler, settings.clip_norm, device), str(error)
+        finally:
+            undo.undo()
+            live.replace_scaler(scaler_state)
+
+
+def _held_by(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors that an update may replace: weights, gradients and state, also of one inside of another one."""
+    inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    found = [tensor for one in (optimizer, *inner) for tensor in tensors_in(list(vars(one).values()))]
+    return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+
+
+def _taken(optimizer: Optimizer, scaler: GradScaler | None, clip_norm: float | None, device: Device) -> Foreseen:
+    """What a real update allocates, for one that cannot be foreseen."""
+    log = device.event_log()
+    log.begin([])
+    with log.watching():
+        optimizers.update(optimizer, scaler, clip_norm, (lambda: scaler.step(optimizer)) if scaler else optimizer.step)
+    state = [(value, param) for param, values in optimizer.state.items() for value in tensors_in(values)]
+    owned = tuple((log.allocation(value), value.untyped_storage().nbytes(), param) for value, param in state)
+    events = log.end()
+    rows = zip(events.allocation.tolist(), events.bytes.tolist(), events.call.tolist(), strict=True)
+    return Foreseen(tuple(rows), tuple(one for one in owned if one[0]))
+
+
+def timed_on_scratch(
+    optimizer: Optimizer, implementation: str, scaler: GradScaler | None, clip_norm: float | None, device: Device
+) -> float | None:
+    """How long an update takes in seconds, from some of a copy whose tensors are zeros; ``None`` without the room.
+
+    Args:
+        optimizer: whose update it is; nothing of it is changed.
+        implementation, scaler, clip_norm: as for :func:`foresee`.
+        device: where the weights are.
+    """
+    here = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    room = device.room()
+    if room is not None and room < SCRATCH_COPIES * sum(param.nbytes for param in here):
+        return None
+    copies = _Copies(_zeros, nullcontext())
+    took_s: list[float] = []
+    try:
+        scratch = copies.of_optimizer(optimizer)
+        for group in scratch.param_groups:
+            for param in group["params"]:
+                param.grad = torch.zeros_like(param) if param.requires_grad else None
+        dry_scaler = copies.of_scaler(scaler) if scaler else None
+        optimizers.set_implementation(scratch, implementation)
+        with step_hooks_held_back(scratch, pre=True):
+            while len(took_s) <= _SCRATCH_UPDATES and sum(took_s) < _SCRATCH_S:
+                began_s = time.perf_counter()
+                optimizers.update(scratch, dry_scaler, clip_norm, lambda: type(scratch).step(scratch))
+                if device.kind == "cuda":
+                    torch.cuda.synchronize(device.torch_device)
+                took_s.append(time.perf_counter() - began_s)
+                if dry_scaler:
+                    dry_scaler = copies.of_scaler(scaler) if scaler else None
+    except Exception:  # somebody's own may want values, or more memory than there is
+        return None
+    return statistics.median(took_s[1:] or took_s)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    if tensor.numel() == 1 and not tensor.requires_grad:
+        return tensor.detach().clone()
+    return torch.zeros_like(tensor, requires_grad=tensor.requires_grad)
+
+
+class _Copies:
+    """Copies of optimizers with other tensors; one that several hold stays one.
+
+    Args:
+        stand_in: gives the tensor in place of another one.
+        copied: a context in which ``copy.deepcopy`` does so too.
+    """
+
+    def __init__(self, stand_in: Callable[[Tensor], Tensor], copied: AbstractContextManager[Any]) -> None:
+        self._stand_in, self._as_copied = stand_in, copied
         self._memo: dict[int, Any] = {}
         self.real: dict[int, Tensor] = {}  # the weights, by the ids of those that stand for them
 
     def of_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The same with fake tensors, without what is called before and after its updates."""
+        """The same with other tensors, without what is called before and after its updates."""
         weights = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for tensor in tensors_in(list(vars(optimizer).values())):
             if id(tensor) in self._memo:
                 continue
-            fake = self._memo[id(tensor)] = self._stands_for(tensor)
+            other = self._memo[id(tensor)] = self._stand_in(tensor)
             if id(tensor) in weights:
-                self.real[id(fake)] = tensor
+                self.real[id(other)] = tensor
                 if tensor.grad is not None:
-                    fake.grad = self._stands_for(tensor.grad)
-        return self._copied(optimizer)
-
-    def of_scaler(self, scaler: GradScaler) -> GradScaler:
-        """The same with fake tensors, before it has unscaled anything."""
-        new = type(scaler).__new__(type(scaler))
-        vars(new).update(vars(scaler))
-        for name, value in vars(scaler).items():
-            if isinstance(value, Tensor):
-                vars(new)[name] = self._stands_for(value)
-            elif isinstance(value, defaultdict):
-                vars(new)[name] = defaultdict(value.default_factory)
-        return new
-
-    def let_go(self) -> None:
-        """Hold no fake tensor: what an update replaces is then gone."""
-        self._memo.clear()
-
-    def _copied(self, optimizer: Optimizer) -> Optimizer:
+                    other.grad = self._stand_in(tensor.grad)
         # Not by deepcopy, for which every optimizer drops the attributes that torch's do not have.
-        new = self._memo[id(optimizer)] = type(optimizer).__new__(type(optimizer))
+        new: Optimizer = type(optimizer).__new__(type(optimizer))
+        self._memo[id(optimizer)] = new
         for inner in (value for value in vars(optimizer).values() if isinstance(value, Optimizer)):
             if id(inner) not in self._memo:
                 self.of_optimizer(inner)
-        with copied_as_fake(self._mode):
+        with self._as_copied:
             for name, value in vars(optimizer).items():
                 if name.startswith("_optimizer_") and name.endswith("_hooks"):
                     vars(new)[name] = OrderedDict()
@@ -133,12 +217,27 @@ class _Copies:
                     vars(new)[name] = copy.deepcopy(value, self._memo)
         return new
 
-    def _stands_for(self, tensor: Tensor) -> Tensor:
-        single = tensor.numel() == 1 and not tensor.requires_grad and tensor.layout is torch.strided
-        fake = fake_constant(self._mode, tensor) if single else self._mode.from_tensor(tensor, static_shapes=True)
-        self._log.stands_for(fake, tensor)
-        found: Tensor = fake
-        return found
+    def of_scaler(self, scaler: GradScaler) -> GradScaler:
+        """The same with other tensors, before it has unscaled anything."""
+        new: GradScaler = type(scaler).__new__(type(scaler))
+        vars(new).update(vars(scaler))
+        for name, value in vars(scaler).items():
+            if isinstance(value, Tensor):
+                vars(new)[name] = self._stand_in(value)
+            elif isinstance(value, defaultdict):
+                vars(new)[name] = defaultdict(value.default_factory)
+        return new
+
+    def let_go(self) -> None:
+        """Hold no tensor: what an update replaces is then gone."""
+        self._memo.clear()
+
+
+def _fake(mode: Any, log: UpdateLog, tensor: Tensor) -> Tensor:
+    single = tensor.numel() == 1 and not tensor.requires_grad and tensor.layout is torch.strided
+    fake: Tensor = fake_constant(mode, tensor) if single else mode.from_tensor(tensor, static_shapes=True)
+    log.stands_for(fake, tensor)
+    return fake
 
 
 class _Watching(TorchDispatchMode):

@@ -92,6 +92,7 @@ class LiveModel:
         self._rates = Rates(self.optimizer, self.settings.learning_rate, self.course.schedule)
         self._own_rates = self._rates if self.own_optimizer else None  # another optimizer would live on in it
         self._parked: tuple[str, KeptState, Rates] | None = None  # used last, until a step was done with another one
+        self._in_use: str | None = None  # while other settings are tried: the optimizer's name
         self.parameters: list[Tensor] = list(in_groups(self.optimizer))
         self._known = {id(param): weakref.ref(param) for param in self.parts.parameters()}
         self._checkpointing: Checkpointing | None = None
@@ -144,6 +145,8 @@ class LiveModel:
             return
         if settings.optimizer == "own" and self.own_optimizer is None:
             raise WorkloadError(brings_none(self._workload.name))
+        if self._in_use is not None:
+            return
         wanted = self.course.rate(settings)
         rate = wanted if wanted != self._rates.asked else self._rates.first or wanted
         trained, parked = self._trained(), self._parked
@@ -167,18 +170,30 @@ class LiveModel:
     def kept(self) -> Iterator[None]:
         """Inside, something is tried: afterwards modules are in the modes in which cells had left them.
 
-        Once the settings are as before again, so is the optimizer, the very object.
+        The optimizer in use stays as it is: what it would be under the settings in question is only noted.
         """
-        name, parked = self.settings.optimizer, self._parked
-        self._parked = None  # what is in use takes its place if another one is tried
+        self._in_use = self.settings.optimizer
         with ExitStack() as stack:
             for modes in self._modes:
                 stack.enter_context(modes.kept())
             try:
                 yield
             finally:
-                if self.settings.optimizer == name:
-                    self._parked = parked
+                self._in_use = None
+
+    def optimizer_in_question(self) -> Optimizer:
+        """The one that the settings which are tried name, without state if it is not in use."""
+        if self.settings.optimizer == self._in_use:
+            return self.optimizer
+        if self.settings.optimizer == "own" and self.own_optimizer:
+            return self.own_optimizer
+        return optimizers.build(self._trained(), self.settings)
+
+    @property
+    def state_would_leave(self) -> bool:
+        """Whether the optimizer in use would give up its state; the workload's own one keeps it beside another's."""
+        another = self._in_use not in (None, self.settings.optimizer)
+        return another and self.optimizer is not self.own_optimizer
 
     def set_optimizer_impl(self, name: str) -> None:
         """Let torch compute the optimizer's update in this way.
@@ -186,7 +201,10 @@ class LiveModel:
         Raises:
             WorkloadError: the optimizer has no such implementation.
         """
-        optimizers.set_implementation(self.optimizer, name)
+        if self._in_use is None:
+            optimizers.set_implementation(self.optimizer, name)
+        else:
+            optimizers.check_implementation(self.optimizer_in_question(), name)
         self._note(optimizer_impl=name)
 
     def set_learning_rate(self, settings: Settings) -> None:
@@ -194,6 +212,8 @@ class LiveModel:
 
         Only if they ask for another one than before: what a cell or the own scheduler has set stays until then.
         """
+        if self._in_use is not None:
+            return
         self.course.follow(settings)
         self._rates.follow(self.course.rate(settings), self.course.schedule)
         self._rates.knob = settings.learning_rate

@@ -52,8 +52,8 @@ def model_notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[
             said.append(f"The optimizer does not hold {left_out[0]}{others}: what it does not hold is not trained.")
         if kept := _unseen(live.own_optimizer):
             said.append(
-                f"The optimizer keeps values outside of its state ({', '.join(kept)}): a step that is undone, such as "
-                "a trial of %hvd_tune or %hvd_predict, may leave its mark there. Keep them in state[param]."
+                f"The optimizer keeps values outside of its state ({', '.join(kept)}): a step that is undone "
+                "may leave its mark there. Keep them in state[param]."
             )
         if has_step_hooks(live.own_optimizer):
             said.append(

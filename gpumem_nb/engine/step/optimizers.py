@@ -64,15 +64,12 @@ def set_implementation(optimizer: Optimizer, name: str) -> None:
     Raises:
         WorkloadError: this optimizer has no such implementation.
     """
+    check_implementation(optimizer, name)
     made_with = {flag: optimizer.defaults.get(flag) for flag in ("foreach", "fused")}
     flags = _IMPLEMENTATION_FLAGS.get(name, made_with)
     for group in optimizer.param_groups:
         if not flags.keys() <= group.keys():
-            if name == "default":
-                continue
-            raise WorkloadError(
-                f"{type(optimizer).__name__} has no {name} implementation. Use optimizer_impl=default with it."
-            )
+            continue
         group.update(flags)
         # Only fused kernels take overflows from the scaler, and those of SGD then keep a momentum that nobody filled:
         # the scaler skips such an update by itself.
@@ -83,6 +80,19 @@ def set_implementation(optimizer: Optimizer, name: str) -> None:
             if isinstance(step, Tensor):
                 # torch keeps the counter on the device for fused and captured kernels and on the host for the others.
                 optimizer.state[param]["step"] = step.to(param.device if on_device else "cpu")
+
+
+def check_implementation(optimizer: Optimizer, name: str) -> None:
+    """Refuse an implementation that an optimizer does not have.
+
+    Raises:
+        WorkloadError: this is one.
+    """
+    flags = _IMPLEMENTATION_FLAGS.get(name, {})
+    if any(not flags.keys() <= group.keys() for group in optimizer.param_groups):
+        raise WorkloadError(
+            f"{type(optimizer).__name__} has no {name} implementation. Use optimizer_impl=default with it."
+        )
 
 
 def put_state(optimizer: Optimizer, state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:

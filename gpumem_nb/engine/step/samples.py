@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ...shared.messages import Sample
+from ...shared.messages import Failure, Ledger, Reading, Sample
 from .noise import NoiseScale
-from .step import Outcome
+from .step_clock import Laps
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a step ended on this rank and what it measured.
+
+    ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
+    ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
+    there for recorded steps that were finished; ``laps`` are how long its parts took. ``lost`` is the share of
+    gradients that compression took, still on the device, where that was measured. ``notes`` are sentences to be said
+    once. ``scales`` are the loss scale before and after the update, on the device too, if there is one; ``squares``
+    those of :class:`Voting`.
+    """
+
+    loss: Tensor | None
+    failure: Failure | None
+    discarded: bool
+    last: bool
+    reading: Reading
+    ledger: Ledger | None
+    laps: Laps
+    lost: Tensor | None
+    notes: tuple[str, ...]
+    scales: Tensor | None
+    squares: tuple[float, Tensor] | None
 
 
 def begun(outcome: Outcome, **known: Any) -> Sample:

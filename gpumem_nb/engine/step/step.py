@@ -20,7 +20,7 @@ from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ...shared.categories import INPUTS
 from ...shared.errors import WorkloadError
-from ...shared.messages import Failure, Ledger, Reading
+from ...shared.messages import Failure
 from ...shared.step_times import BACKWARD, COPY, DATA, FORWARD, REDUCTION, TOOLKIT, UPDATE
 from ..data.device import to_device
 from ..data.stream import Stream
@@ -32,11 +32,13 @@ from . import optimizers
 from .ambient import Ambient
 from .blame import failure_of
 from .checks import checked_loss
+from .dry_update import update_in_question
 from .guard import check_no_backward, updates_refused
 from .live_model import LiveModel
 from .own_loss import micro_batches
 from .precision import autocast
-from .step_clock import UNDOING, Laps, StepClock
+from .samples import Outcome
+from .step_clock import UNDOING, StepClock
 from .voting import StepOrder, Voting
 
 MOST_ATTEMPTS = 4  # at one step, before somebody's code is taken to change what it trains each time
@@ -49,33 +51,7 @@ _RESTLESS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a step ended on this rank and what it measured.
-
-    ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
-    ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
-    there for recorded steps that were finished; ``laps`` are how long its parts took. ``lost`` is the share of
-    gradients that compression took, still on the device, where that was measured. ``notes`` are sentences to be said
-    once. ``scales`` are the loss scale before and after the update, on the device too, if there is one; ``squares``
-    those of :class:`Voting`.
-    """
-
-    loss: Tensor | None
-    failure: Failure | None
-    discarded: bool
-    last: bool
-    reading: Reading
-    ledger: Ledger | None
-    laps: Laps
-    lost: Tensor | None
-    notes: tuple[str, ...]
-    scales: Tensor | None
-    squares: tuple[float, Tensor] | None
-
-
-def _not_looked_at(*_: object) -> None:
-    pass
+def _not_looked_at(*_: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +69,10 @@ class Stepper:
         voting: how the ranks come to the same end.
         began_s: when the latest step began, on the clock of ``time.monotonic``.
         record: the allocations of the latest step, if it was recorded.
-        work_s: what the latest step took whose update was prepared to be undone, without that and without ``data_s``.
+        work_s: what the latest trial took until its update, without ``data_s``.
         data_s: how long that step had waited for its data.
+        update_s: how long its update would take, as far as is known.
+        not_foreseen: why the latest update on trial had to be taken and undone; empty where a dry run told enough.
         looks: who looks into steps.
     """
 
@@ -120,9 +98,9 @@ class Stepper:
         self._phase = "settings"
         self.began_s = time.monotonic()
         self.record: Account | None = None
-        self.work_s = self.data_s = 0.0
+        self.work_s = self.data_s = self.update_s = 0.0
         self._clock = StepClock(device.torch_device)
-        self.looks = Looks()
+        self.looks, self.not_foreseen = Looks(), ""
         self._scales: Tensor | None = None  # of the loss, before and after the update
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
@@ -200,12 +178,8 @@ class Stepper:
             self._undo(before)
             return None, self.voting.agree_anew(votes, self)
         discarded = votes.failed or votes.nonfinite
-        if not discarded and votes.careful:
-            failure, discarded = self._update_or_undo(order.trial, before)
-        elif not discarded:
-            if self._hooks:  # which are no longer there
-                self._hooks, self._hook_state = (), ForwardState(())
-            self._update()
+        if not discarded:
+            failure, discarded = self._end(order.trial, votes.careful, before)
         self.enter(TOOLKIT)
         self._live.zero_grad()
         if discarded:
@@ -293,8 +267,8 @@ class Stepper:
         return total
 
     def update_may_fail(self, order: StepOrder) -> bool:
-        """Whether this update could end half way, or shall be undone: short of memory, or in somebody's own code."""
-        if order.trial or not order.proven or not optimizers.from_torch(self._live.optimizer):
+        """Whether this update could end half way: short of memory, or in somebody's own code."""
+        if not order.proven or not optimizers.from_torch(self._live.optimizer):
             return True
         room = self._device.room()
         if room is None:
@@ -303,8 +277,34 @@ class Stepper:
         needed = UPDATE_COPIES * sum(param.nbytes for param in self._live.parameters)
         return room < needed and room + self._device.releasable() < needed
 
-    def _update_or_undo(self, trial: bool, before: ForwardUndo | None) -> tuple[Failure | None, bool]:
-        """Update, and undo it on all ranks if one cannot, or for a trial; returns this rank's failure and if undone."""
+    def _end(self, trial: bool, careful: bool, before: ForwardUndo | None) -> tuple[Failure | None, bool]:
+        """Update, or leave a trial; returns this rank's failure and whether the step is discarded."""
+        if trial:
+            return self._leave_trial(), True
+        if careful:
+            return self._update_or_undo(before)
+        if self._hooks:  # which are no longer there
+            self._hooks, self._hook_state = (), ForwardState(())
+        self._update()
+        return None, False
+
+    def _leave_trial(self) -> Failure | None:
+        """Take no update; where the trial is recorded, find out what that would allocate."""
+        self.phase = UPDATE
+        try:
+            self.looks.gradients()
+            if self._device.kind == "cuda":  # whose work is timed
+                torch.cuda.synchronize(self._device.torch_device)
+            self.work_s, self.data_s = self._clock.work_s(), self._clock.data_s()
+            if Recorder.current:
+                update, self.not_foreseen = update_in_question(self._live, Recorder.current, self._device)
+                self.record = Recorder.current.end(update, self.update_s)
+            return None
+        except BaseException as error:
+            return self.failure(error)
+
+    def _update_or_undo(self, before: ForwardUndo | None) -> tuple[Failure | None, bool]:
+        """Update, and undo it on all ranks if one cannot; returns this rank's failure and whether it was undone."""
         self.phase = UPDATE
         undo, scaler_state = None, self._live.scaler.state_dict()
         failure, updates = None, list[Update]()
@@ -312,21 +312,15 @@ class Stepper:
             self.enter(UNDOING)
             kept = before is not None and before.weights is not None and before.weights.of_trained
             weights = () if kept else self._live.parameters
-            undo = UpdateUndo(weights, self._live.optimizer, None if trial else self._before_hooks())
-            self.looks.gradients()
-            with step_hooks_held_back(self._live.optimizer, pre=trial) as updates:
+            undo = UpdateUndo(weights, self._live.optimizer, self._before_hooks())
+            with step_hooks_held_back(self._live.optimizer, pre=False) as updates:
                 self._update()
-            if trial and self._device.kind == "cuda":  # whose work is timed
-                torch.cuda.synchronize(self._device.torch_device)
-            self.work_s, self.data_s = self._clock.work_s(), self._clock.data_s()
             self.enter(TOOLKIT)
-            if trial and Recorder.current:
-                self.record = Recorder.current.end()  # undoing is no part of a step
         except BaseException as error:
             failure = self.failure(error)
         try:
             self.enter(REDUCTION)
-            undone = any_rank(failure is not None, "update") or trial
+            undone = any_rank(failure is not None, "update")
         except BaseException as error:  # without a vote nobody knows whether the update counts
             failure, undone = failure or self.failure(error), True
             collectives.leave("the vote on an update")
@@ -346,8 +340,8 @@ class Stepper:
         return ForwardUndo(self._hook_state) if hooks else None
 
     def _let_go(self) -> None:
-        self._forward_state.let_go()
-        self._hook_state.let_go()
+        for state in (self._forward_state, self._hook_state):
+            state.let_go()
 
     def _told_later(self, work: Callable[[], None]) -> None:
         """Do what belongs to an update that counts already on all ranks: what it raises fails the step after it."""

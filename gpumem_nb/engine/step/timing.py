@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+from ...memory.tensors import tensors_in
 from ...shared.messages import Chunk, Failure
+from ...shared.settings import Settings
+from ...shared.step_times import UPDATE, StepTimes
 from ..together.agreement import any_rank
+from .live_model import LiveModel
 
 MOST_STEPS = 5  # after one that warms up
 LONGEST_S = 0.3  # no further step is begun after that, but for the second
 LONGEST_FIRST_S = 2.0  # nor after a first one that took so long, of which warming up is a small part
 MULTIPLIED = 2  # steps at least, of two micro-batches that stand for many: what warming up takes would count as often
+_UPDATES_KEPT = 20
 LEAST_SHARE = 0.25  # of two micro-batches that the second one takes, whatever noise says
 
 Trying = Callable[[Chunk], AbstractContextManager[Failure | None]]
@@ -65,3 +71,41 @@ def _times(trying: Trying, step: Step, chunk: Chunk, fewest: int) -> tuple[list[
             enough = len(found) > MOST_STEPS or (took_s > longest_s and len(found) >= fewest)
             if any_rank(enough, "timing on"):
                 return found[1:] or found, None
+
+
+class UpdateTimes:
+    """How long updates take: from those that training performs, because trials perform none."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], deque[float]] = {}
+        self._moved_bytes: dict[tuple[object, ...], int] = {}
+
+    def note(self, live: LiveModel, steps: Sequence[StepTimes]) -> None:
+        """Take in steps of training, and how many bytes of weights, gradients and state each update goes through."""
+        if steps:
+            kind = _kind(live.settings)
+            self._known.setdefault(kind, deque(maxlen=_UPDATES_KEPT)).extend(one[UPDATE] for one in steps)
+            state = sum(tensor.nbytes for tensor in tensors_in(list(live.optimizer.state.values())))
+            self._moved_bytes[kind] = 2 * sum(param.nbytes for param in live.parameters) + state
+
+    def of(self, settings: Settings) -> float | None:
+        """The median of the latest ones of that kind, in seconds; ``None`` where there were none but the first.
+
+        The first one makes the optimizer's state.
+        """
+        known = self._known.get(_kind(settings), ())
+        return statistics.median(known) if len(known) > 1 else None
+
+    def scaled(self, moved_bytes: int) -> float | None:
+        """How long one would take that goes through so many bytes, from the nearest that is known, in seconds."""
+        known = [(abs(moved_bytes - bytes_), kind) for kind, bytes_ in self._moved_bytes.items()]
+        if not known:
+            return None
+        _, kind = min(known, key=lambda one: one[0])
+        return statistics.median(self._known[kind]) * moved_bytes / self._moved_bytes[kind]
+
+
+def _kind(settings: Settings) -> tuple[object, ...]:
+    """What the time of an update depends on."""
+    scaled = settings.precision == "fp16"
+    return settings.optimizer, settings.optimizer_impl, settings.clip_norm is not None, scaled

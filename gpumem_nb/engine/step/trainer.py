@@ -32,10 +32,11 @@ from .live_model import LiveModel, RatesMemory
 from .loaded import workload_info
 from .noise import NoiseScale
 from .rates import Course
-from .samples import begun, completed
-from .step import Looks, Outcome, Stepper
+from .samples import Outcome, begun, completed
+from .step import Looks, Stepper
 from .step_clock import Laps
-from .trials import NO_CONFIGURATION, Trial, Trials
+from .timing import UpdateTimes
+from .trials import NO_CONFIGURATION, Trial, Trials, room_of_state_that_leaves
 from .voting import StepOrder
 
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
@@ -86,6 +87,7 @@ class Trainer:
         self._leaks = LeakDetector(stream.rank, device.torch_device, known)
         self.stepper = Stepper(self.live, workload.loss, stream, device, self._leaks)
         self.trials = Trials(self, device)
+        self.update_times = UpdateTimes()
         self._cells = cells.ran()
         self.evaluator: Evaluator | None = None
         if held_out is not None:
@@ -204,6 +206,7 @@ class Trainer:
         # Reading a loss or an event waits for the device, so it is done once a chunk.
         seen = self.live.settings.samples_per_rank
         complete = tuple(completed(*pair, self._noise, seen) for pair in zip(samples, outcomes, strict=True))
+        self.update_times.note(self.live, [one.times for one in complete if one.done and one.times])
         leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
         went_well = samples and samples[-1].done and (evaluated or not self._evaluates_now(chunk))  # on all ranks
         traced = zip(samples, outcomes, strict=True) if chunk.traced and went_well else ()
@@ -270,10 +273,8 @@ class Trainer:
 
     def try_step(self, failure: Failure | None, chunk: Chunk) -> Trial:
         """One step of a trial, undone on all ranks. A failure to apply its settings fails it from the start."""
-        stepper = self.stepper
         outcome, _ = self._step(failure, chunk)
-        record, stepper.record = stepper.record, None
-        return Trial(outcome.failure, record, stepper.work_s, stepper.data_s, outcome.laps)
+        return Trial.of(outcome, self.stepper, self.live)
 
     def look_into_step(self, looks: Looks) -> Failure | None:
         """Take one step as settings are, which is undone, and look into it. All ranks do that."""
@@ -286,7 +287,7 @@ class Trainer:
             self.stepper.looks = Looks()
 
     def _try_out(self, chunk: Chunk) -> ChunkReply:
-        """One step under other settings, undone on all ranks: does it fit, and what is its peak?"""
+        """One step under other settings, undone on all ranks: does forward and backward fit, and what is its peak?"""
         with leaving_no_cache(self._device), self.trying(chunk) as failure:
             outcome, sample = self._step(failure, chunk)
         return ChunkReply(self.stream.rank, (sample,), self._device.reading(), outcome.failure)
@@ -298,7 +299,9 @@ class Trainer:
         flipped, recorded_steps = self._flipped, self._recorded_steps
         with self.live.kept():
             try:
-                yield self._apply(chunk)
+                why_not = self._apply(chunk)
+                with room_of_state_that_leaves(self.live, self._device):
+                    yield why_not
             finally:
                 back = Chunk(settings, settings_id, 0, trial=True)
                 self._follow(back)  # at the next chunk's beginning, if the ranks came apart
@@ -365,6 +368,7 @@ class Trainer:
         nudges = sys.maxsize if chunk.traced else chunk.nudges
         proven, travel = self._settings_id == self._proven_id, Travel.under(chunk.settings)
         order = StepOrder(self.steps, chunk.trial, nudges, proven, recorded, travel)
+        self.stepper.update_s = self.update_times.of(chunk.settings) or 0.0
         learning_rate = self.live.learning_rate  # a scheduler may set the next one when the step is done
         outcome = self.stepper.take(order, failure)
         if outcome.discarded:
@@ -374,22 +378,19 @@ class Trainer:
             self.steps += 1
             self._proven_id, self._flipped = self._settings_id, False
             self._recorded_steps += recorded
-        return outcome, self._sample(outcome, event, chunk.settings_id, learning_rate)
-
-    def _is_recorded(self, chunk: Chunk) -> bool:
-        """Whether this step gets a ledger: some regularly, and the first ones under new settings."""
-        first = self._recorded_steps < FIRST_LEDGERS
-        return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)
-
-    def _sample(self, outcome: Outcome, event: str, settings_id: int, learning_rate: float) -> Sample:
-        """What is shown of a step, without what is still on the device."""
-        return begun(
+        sample = begun(
             outcome,
             rank=self.stream.rank,
             step=self.steps,
             time_s=time.time() - self._started_s,
             samples_per_s=self.live.settings.samples_per_rank / outcome.laps.step_s,
-            settings_id=settings_id,
+            settings_id=chunk.settings_id,
             event=event,
             learning_rate=learning_rate,
         )
+        return outcome, sample
+
+    def _is_recorded(self, chunk: Chunk) -> bool:
+        """Whether this step gets a ledger: some regularly, and the first ones under new settings."""
+        first = self._recorded_steps < FIRST_LEDGERS
+        return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)

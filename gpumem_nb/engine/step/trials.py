@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...memory.device import Device, leaving_no_cache
-from ...memory.ledger.account import Account
 from ...memory.ledger.trace import Trace
 from ...memory.prediction.forecast import forecast, largest
 from ...memory.prediction.scaling import SmallSteps
+from ...memory.tensors import tensors_in
 from ...shared.allocator_settings import AllocatorSettings
+from ...shared.categories import CATEGORIES, OPTIMIZER_STATE, PARAMETERS
 from ...shared.errors import WorkloadError
-from ...shared.forecast import BY_PEAKS, Forecasts, Rehearsal
+from ...shared.forecast import (
+    BY_PEAKS,
+    UPDATE_ON_SCRATCH,
+    UPDATE_SCALED,
+    UPDATE_TRAINED,
+    UPDATE_UNKNOWN,
+    Forecasts,
+    Rehearsal,
+)
 from ...shared.messages import Chunk, Failure
 from ...shared.questions import StepsAmong
 from ...shared.settings import Settings
@@ -23,9 +32,12 @@ from ...shared.step_times import DATA, TOOLKIT, StepTimes
 from ..data.stream import Stream
 from ..together.agreement import any_rank
 from ..together.group import among
+from .dry_update import timed_on_scratch
 from .live_model import LiveModel
+from .samples import Outcome
+from .step import Stepper
 from .step_clock import Laps
-from .timing import timed
+from .timing import UpdateTimes, timed
 
 NO_CONFIGURATION = -2
 """In place of a chunk's settings_id, for what is half applied or tried out: nothing of it is proven."""
@@ -37,14 +49,41 @@ _ATTEMPTS = 2  # a model's very first step may make what later ones find
 class Trial:
     """How one step went that was undone.
 
-    What failed, what it allocated, how long it worked and waited for data, and when its parts began.
+    What failed, what it allocated (as far as it was recorded, with the update that was not taken), how long it worked
+    until its update and waited for data, when its parts began, and why its update had to be taken if a dry run would
+    not do.
     """
 
     failure: Failure | None
-    record: Account | None
+    trace: Trace | None
     work_s: float
     data_s: float
     laps: Laps
+    not_foreseen: str = ""
+
+    @classmethod
+    def of(cls, outcome: Outcome, stepper: Stepper, live: LiveModel) -> Trial:
+        """Take in the latest step, while the settings that are tried are in effect."""
+        record, stepper.record = stepper.record, None
+        trace = record.trace(live.settings.batch_size) if record else None
+        if trace and live.state_would_leave:
+            trace = trace.without_state()
+        return cls(outcome.failure, trace, stepper.work_s, stepper.data_s, outcome.laps, stepper.not_foreseen)
+
+
+@contextmanager
+def room_of_state_that_leaves(live: LiveModel, device: Device) -> Iterator[None]:
+    """Inside, a trial has the room that the state of the optimizer in use would leave it; a GPU has no more to give."""
+    limit = device.reading().limit_bytes
+    if device.kind == "cuda" or limit is None or not live.state_would_leave:
+        yield
+        return
+    device.set_limit(limit + sum(tensor.nbytes for tensor in tensors_in(list(live.optimizer.state.values()))))
+    try:
+        yield
+    finally:
+        device.set_limit(limit)
+        device.empty_cache()
 
 
 class Takes(Protocol):
@@ -53,6 +92,7 @@ class Takes(Protocol):
     steps: int
     stream: Stream
     live: LiveModel
+    update_times: UpdateTimes
 
     def aside(self, settings: Settings) -> AbstractContextManager[None]:
         """Inside, steps are taken that are not training's."""
@@ -75,6 +115,7 @@ class Trials:
     def __init__(self, takes: Takes, device: Device) -> None:
         self._takes = takes
         self._device = device
+        self._not_foreseen = ""
 
     def forecast(
         self, settings: Settings, small: Sequence[int], batch_sizes: Sequence[int], most: int, longest: bool = True
@@ -101,22 +142,26 @@ class Trials:
 
     def rehearse(self, settings: Settings) -> Rehearsal:
         """What whole steps under other settings need, and how long they take."""
-        traces: list[Trace] = []
+        first: list[Trial] = []
+        updates: list[tuple[float, str]] = []
 
         def step(failure: Failure | None, chunk: Chunk) -> tuple[float, float, Failure | None]:
             # Listening takes time: the first step, which warms up, is the one that is listened to.
-            trial = self._takes.try_step(failure, chunk if traces else replace(chunk, ledger_steps=1))
-            if trial.record:
-                traces.append(trial.record.trace(settings.batch_size))
+            trial = self._takes.try_step(failure, chunk if first else replace(chunk, ledger_steps=1))
+            if trial.failure is None and not first:
+                first.append(trial)
+                updates.append(self._update_s(settings, trial.trace))
+            update_s = updates[0][0] if updates else 0.0
             # Workers fetch while steps are taken; steps that are undone would wait for each of them to begin.
-            return trial.work_s, 0.0 if settings.num_workers else trial.data_s, trial.failure
+            return trial.work_s + update_s, 0.0 if settings.num_workers else trial.data_s, trial.failure
 
         began_s = time.monotonic()
         with leaving_no_cache(self._device), self._takes.aside(settings):
             steps_s, failure = timed(self._takes.trying, step, Chunk(settings, NO_CONFIGURATION, 1, trial=True))
-        steps = SmallSteps(traces[:1], self._takes.stream.varies) if steps_s else None
+        steps = self._continued(first[:1]) if steps_s else None
         batch_size = settings.batch_size
-        return Rehearsal(self._forecasts(steps, began_s, [batch_size], 0, failure, batch_size), steps_s)
+        forecasts = self._forecasts(steps, began_s, [batch_size], 0, failure, batch_size)
+        return Rehearsal(forecasts, steps_s, updates[0][1] if updates else "")
 
     def steps_among(self, count: int, settings: Settings, steps: int) -> StepsAmong:
         """How long steps take when the first so many ranks are joined to each other alone. All ranks come here.
@@ -133,17 +178,19 @@ class Trials:
 
     def _steps(self, settings: Settings, steps: int) -> StepsAmong:
         times: list[StepTimes] = []
-        sent_bytes = 0
+        sent_bytes, update_s = 0, 0.0
         chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
         with self._takes.aside(settings), self._takes.trying(chunk) as why_not:
-            for _ in range(_UNCOUNTED + steps):
+            for number in range(_UNCOUNTED + steps):
                 trial = self._takes.try_step(why_not, chunk)
                 found = None if trial.failure else trial.laps.times()
                 if any_rank(found is None, "scaling"):
                     return StepsAmong(failure=trial.failure)
                 assert found is not None
+                update_s = update_s if number else self._update_s(settings, None)[0]
                 # Undoing is the toolkit's, and workers of steps that are undone begin anew with each of them.
-                times.append(found.without(TOOLKIT, *([DATA] if settings.num_workers else [])))
+                found = found.without(TOOLKIT, *([DATA] if settings.num_workers else []))
+                times.append(found.with_update(update_s))
                 sent_bytes = sum(flight.bytes for flight in trial.laps.flights)
         return StepsAmong(tuple(times[_UNCOUNTED:]), sent_bytes)
 
@@ -179,26 +226,44 @@ class Trials:
             return Forecasts(steps_done, reading, seconds, limit, failure=failure, failed_batch=failed_batch)
         allowed = self._device.allowed_bytes
         of = tuple(forecast(steps, batch_size, limit, None, allowed) for batch_size in batch_sizes)
-        if not most:
-            return Forecasts(steps_done, reading, seconds, limit, of)
-        sure, likely = (largest(steps, limit, most, allowed, certain) for certain in (True, False))
-        return Forecasts(steps_done, reading, seconds, limit, of, sure, likely)
+        sure = likely = 0
+        if most:
+            sure, likely = (largest(steps, limit, most, allowed, certain) for certain in (True, False))
+        return Forecasts(steps_done, reading, seconds, limit, of, sure, likely, update_undone=self._not_foreseen)
 
     def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[SmallSteps | None, Failure | None, int]:
         """One step of each size, undone: what they allocated, or what went wrong here if anything did, and at which."""
         steps = None
         for _ in range(_ATTEMPTS):
-            traces: list[Trace] = []
+            trials: list[Trial] = []
             for batch_size in small:
                 sized = settings.replace(batch_size=batch_size)
                 chunk = Chunk(sized, NO_CONFIGURATION, 1, trial=True, ledger_steps=1)
                 with self._takes.trying(chunk) as why_not:
                     trial = self._takes.try_step(why_not, chunk)
-                if any_rank(trial.record is None, "forecast"):
+                if any_rank(trial.trace is None, "forecast"):
                     return None, trial.failure, batch_size
-                assert trial.record is not None
-                traces.append(trial.record.trace(batch_size))
-            steps = SmallSteps(traces, self._takes.stream.varies)
+                trials.append(trial)
+            steps = self._continued(trials)
             if not any_rank(steps.how == BY_PEAKS, "forecast again"):
                 break
         return steps, None, 0
+
+    def _continued(self, trials: Sequence[Trial]) -> SmallSteps:
+        """Recorded steps, ready to be continued to other batch sizes."""
+        self._not_foreseen = next((trial.not_foreseen for trial in trials), "")
+        return SmallSteps([trial.trace for trial in trials if trial.trace], self._takes.stream.varies)
+
+    def _update_s(self, settings: Settings, trace: Trace | None) -> tuple[float, str]:
+        """How long an update takes that trials do not take, in seconds, and how that is known."""
+        live, times = self._takes.live, self._takes.update_times
+        if (seconds := times.of(settings)) is not None:
+            return seconds, UPDATE_TRAINED
+        scaler = live.scaler if settings.precision == "fp16" else None
+        asked = live.optimizer_in_question()
+        found = timed_on_scratch(asked, settings.optimizer_impl, scaler, settings.clip_norm, self._device)
+        if found is not None:
+            return found, UPDATE_ON_SCRATCH
+        of = {} if trace is None else dict(zip(CATEGORIES, trace.bytes_by_category(), strict=True))
+        scaled = times.scaled(2 * of.get(PARAMETERS, 0) + of.get(OPTIMIZER_STATE, 0))
+        return (0.0, UPDATE_UNKNOWN) if scaled is None else (scaled, UPDATE_SCALED)

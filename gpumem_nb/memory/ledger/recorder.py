@@ -13,9 +13,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ...internals.torch_internals import func_transforms_allowed, hooks_entered_by, in_backward, not_compiled
 from ...shared.categories import ACTIVATIONS, CASTS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from ...shared.messages import Reading
 from ..device import Listened
 from ..tensors import tensors_in
 from .account import Account, Claim, Mark, Observed
+from .events import Events
+from .foreseen import Foreseen
 
 _Pack = Callable[[Tensor], Any]
 _Unpack = Callable[[Any], Tensor]
@@ -40,6 +43,7 @@ class Recorder:
         self._claims: dict[int, Claim] = {}  # by the number of the allocation
         self._running: list[str] = []
         self._marks: list[Mark] = []
+        self._paused: tuple[Reading, Events, int] | None = None
         device.reset_peak()
         self._log = device.event_log()
         self._began_ns = time.perf_counter_ns()
@@ -89,11 +93,28 @@ class Recorder:
             stack.enter_context(self._log.watching())
             yield
 
-    def end(self) -> Account:
-        """Stop recording and work out where the bytes were."""
-        live_peak = self._device.reading().live_peak_bytes
-        events = self._log.end()
-        ended_ns = time.perf_counter_ns()
+    def pause(self, held: Iterable[Tensor]) -> Callable[[Tensor], int]:
+        """Listen no more, before :meth:`end`; gives the number of the allocation in which one of these tensors lies."""
+        numbers = {id(tensor): self._log.allocation(tensor) for tensor in held}
+        reading = self._device.reading()
+        self._paused = reading, self._log.end(), time.perf_counter_ns()
+        return lambda tensor: numbers.get(id(tensor), 0)
+
+    def end(self, update: Foreseen | None = None, update_s: float = 0.0) -> Account:
+        """Stop recording and work out where the bytes were.
+
+        Args:
+            update: what was not taken after a pause, and is foreseen to follow.
+            update_s: how long it would take.
+        """
+        reading, events, ended_ns = self._paused or (self._device.reading(), self._log.end(), time.perf_counter_ns())
+        live_peak = reading.live_peak_bytes
+        if update:
+            events = update.after(events, self._base.live_bytes, ended_ns, update_s)
+            live_peak = max(live_peak, reading.live_bytes + update.highest_bytes)
+            ended_ns += int(update_s * 1e9)
+            for number, nbytes, weight in update.owned:
+                self._claim(number, Claim(OPTIMIZER_STATE, self._home_of.get(id(weight), ""), nbytes))
         for number, param in events.casts.items():
             self._claim(number, Claim(CASTS, self._homes[param], 0))
         return Account(

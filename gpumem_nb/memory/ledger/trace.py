@@ -15,6 +15,8 @@ Ints = NDArray[np.int64]
 CODE = {category: code for code, category in enumerate(CATEGORIES)}
 """A category as a number: its place in :data:`gpumem_nb.shared.categories.CATEGORIES`."""
 
+_BEGINS = 4  # of a block that begins a segment: kBegins of virtual_gpu/caching_model.h
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -68,6 +70,10 @@ class Trace:
         change: Ints = np.sign(self.event) * self.size[np.abs(self.event) - 1]
         return change
 
+    def bytes_by_category(self) -> list[int]:
+        """Of all allocations, those of the step and those before it, in the order of ``CATEGORIES``."""
+        return [int(size) for size in np.bincount(self.category, self.size, len(CATEGORIES))]
+
     @property
     def births(self) -> NDArray[np.bool_]:
         """Which allocations this step made; those of other threads have no size here."""
@@ -94,6 +100,13 @@ class Trace:
         return replace(
             self, before=self.before | new, event=self.event[kept], phase=self.phase[kept], module=self.module[kept]
         )
+
+    def without_state(self) -> Trace:
+        """The same where the optimizer's state, as far as it was there before, is no longer on the device."""
+        gone = self.before & (self.category == CODE[OPTIMIZER_STATE])
+        layout = self.layout.copy()
+        layout[np.isin(layout[:, 1], self.number[gone]), 1] = 0
+        return replace(self, size=np.where(gone, 0, self.size), layout=_joined(layout))
 
     def with_held(self, sizes: Sequence[int], category: str) -> Trace:
         """The same with allocations of so many bytes besides, which were there before."""
@@ -164,3 +177,14 @@ class Trace:
             phase=np.array(phase, dtype=np.int64),
             module=np.array(module, dtype=np.int64),
         )
+
+
+def _joined(layout: Ints) -> Ints:
+    """The same with one free block for several beside one another, as the caching allocator has it."""
+    rows: list[list[int]] = []
+    for nbytes, serves, kind in layout.tolist():
+        if rows and serves == rows[-1][1] == 0 and not kind & _BEGINS:
+            rows[-1][0] += nbytes
+        else:
+            rows.append([nbytes, serves, kind])
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)

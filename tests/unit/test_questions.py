@@ -1,0 +1,237 @@
+"""What is asked changes nothing: no weight, no state, no optimizer; and tells what the step after it takes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.memory.device import open_device
+from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
+from gpumem_nb.shared.categories import OPTIMIZER_STATE
+from gpumem_nb.shared.forecast import Forecasts
+from gpumem_nb.shared.knobs import KNOBS
+from gpumem_nb.shared.messages import Chunk
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Workload
+from tests.unit.test_one_rank import alone as alone  # a fixture
+from tests.unit.test_one_rank import loss, rows, stream
+
+pytestmark = pytest.mark.usefixtures("alone")
+MIB = 2**20
+FEW = 64  # bytes: single numbers
+
+
+class Deciding(SGD):
+    """Somebody's own that looks at gradients before it decides."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param].setdefault("mean", torch.zeros_like(param))
+            if param.grad.norm() >= 0:
+                param.sub_(param.grad * 0.1)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> VirtualGPU:
+    device = open_device("virtual", 0, None)
+    assert isinstance(device, VirtualGPU)
+    device.set_limit(None)
+    return device
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_of_the_test_before() -> None:
+    gc.collect()
+
+
+def trainer(gpu: VirtualGPU, optimizer: Any = None, width: int = 300) -> Trainer:
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 4))
+
+    return Trainer(Workload("asked", network, rows, loss, optimizer=optimizer), stream(), gpu, time.time())
+
+
+def everything(trained: Trainer) -> list[Any]:
+    """What a question could change."""
+    live = trained.live
+    state = [value for values in live.optimizer.state.values() for value in values.values()]
+    tensors = [*live.model.parameters(), *(value for value in state if isinstance(value, Tensor))]
+    lying = [(one.data_ptr(), one.stride()) for one in tensors]
+    return [lying, [one.tolist() for one in tensors], id(live.optimizer), repr(live.optimizer), live.settings]
+
+
+def asked(trained: Trainer, settings: Settings) -> Forecasts:
+    """Two small steps, undone; nothing is changed."""
+    before = everything(trained)
+    found = trained.trials.forecast(settings, [settings.batch_size], [settings.batch_size], 0)
+    assert found.failure is None
+    assert everything(trained) == before
+    return found
+
+
+SETTINGS = [
+    Settings(batch_size=2, optimizer=name, optimizer_impl=impl, precision=precision, clip_norm=clip_norm)
+    for name in ("sgd", "momentum", "adam", "adamw")
+    for impl in KNOBS["optimizer_impl"].choices
+    for precision, clip_norm in (("fp32", None), ("fp16", 1.0))
+]
+
+
+def named(settings: Settings) -> str:
+    return f"{settings.optimizer}-{settings.optimizer_impl}-{settings.precision}"
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=named)
+def test_the_live_peak_that_is_predicted_is_that_of_the_step_after_next(gpu: VirtualGPU, settings: Settings) -> None:
+    trained = trainer(gpu)
+    before_the_first = asked(trained, settings).of[0].live_peak_bytes
+    assert trained.run(Chunk(settings, 1, 2)).failure is None
+    with_state = asked(trained, settings).of[0]
+    reply = trained.run(Chunk(settings, 1, 2))
+    assert reply.failure is None
+    came = reply.samples[1].live_peak_bytes  # with the losses of two steps, which a chunk holds
+    assert (before_the_first, with_state.live_peak_bytes) == pytest.approx((came, came), abs=FEW)
+    held = sum(v.nbytes for values in trained.live.optimizer.state.values() for v in values.values() if v is not None)
+    assert with_state.at_peak.get(OPTIMIZER_STATE, 0) == held
+
+
+def test_another_optimizer_is_asked_about_with_the_state_of_the_present_one_gone(gpu: VirtualGPU) -> None:
+    trained, adam = trainer(gpu), Settings(batch_size=2, optimizer="adam", optimizer_impl="fused")
+    assert trained.run(Chunk(adam, 1, 3)).failure is None
+    predicted = {name: asked(trained, adam.replace(optimizer=name)).of[0] for name in ("sgd", "momentum", "adamw")}
+    for number, (name, one) in enumerate(predicted.items(), start=2):
+        sample = trained.run(Chunk(adam.replace(optimizer=name), number, 3)).samples[-1]
+        assert sample.live_peak_bytes == pytest.approx(one.live_peak_bytes, abs=FEW)
+        gpu.empty_cache()
+
+
+def test_the_workloads_own_optimizer_keeps_its_state_beside_another(gpu: VirtualGPU) -> None:
+    trained = trainer(gpu, lambda params: Adam(params, lr=0.1))
+    own = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
+    assert trained.run(Chunk(own, 1, 3)).failure is None
+    sgd = asked(trained, own.replace(optimizer="sgd")).of[0]
+    sample = trained.run(Chunk(own.replace(optimizer="sgd"), 2, 2)).samples[-1]
+    assert sample.live_peak_bytes == pytest.approx(sgd.live_peak_bytes, abs=FEW)
+
+
+@pytest.mark.parametrize("ask", ["predict", "rehearse", "timeline", "look", "trial"])
+def test_no_question_copies_weights_or_state(gpu: VirtualGPU, ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, settings = trainer(gpu), Settings(batch_size=2, optimizer="adamw")
+    assert trained.run(Chunk(settings, 1, 2)).failure is None
+    before = everything(trained)
+    for name in ("UpdateUndo", "KeptState"):
+        monkeypatch.setattr(f"gpumem_nb.engine.undo.step_undo.{name}.__init__", _refused)
+    other = settings.replace(optimizer="sgd", optimizer_impl="fused", learning_rate=7.0)
+    if ask == "predict":
+        assert trained.trials.forecast(other, [1, 2], [4], 0).failure is None
+    elif ask == "rehearse":
+        assert trained.trials.rehearse(other).forecasts.failure is None
+    elif ask == "timeline":
+        timeline = trained.record()
+        assert timeline is not None
+        assert timeline.spans[-1].phase == "update"
+    elif ask == "look":
+        from gpumem_nb.engine.step.step import Looks
+
+        assert trained.look_into_step(Looks()) is None
+    else:
+        assert trained.run(Chunk(other, 2, 1, trial=True)).failure is None
+    assert everything(trained) == before
+
+
+def _refused(*_: object, **__: object) -> None:
+    raise AssertionError("a question put something aside")
+
+
+def test_an_update_that_cannot_be_foreseen_is_taken_and_undone_and_that_is_said(gpu: VirtualGPU) -> None:
+    trained = trainer(gpu, lambda params: Deciding(params, lr=0.1))
+    settings = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
+    before = everything(trained)
+    found = trained.trials.forecast(settings, [2], [2], 0)
+    assert found.failure is None
+    assert found.update_undone
+    assert everything(trained) == before
+    sample = trained.run(Chunk(settings, 1, 2)).samples[-1]
+    assert sample.live_peak_bytes == pytest.approx(found.of[0].live_peak_bytes, abs=FEW)
+    assert not trainer(gpu).trials.forecast(Settings(batch_size=2), [2], [2], 0).update_undone
+
+
+def test_a_trial_before_the_first_step_counts_the_state_that_is_not_there(gpu: VirtualGPU) -> None:
+    trained, settings = trainer(gpu, width=1200), Settings(batch_size=2, optimizer="adam", optimizer_impl="fused")
+    needed = asked(trained, settings).of[0].reserved_peak_bytes
+    try:
+        gpu.empty_cache()
+        gpu.set_limit(needed)
+        assert asked(trained, settings).of[0].fits
+        gpu.empty_cache()
+        gpu.set_limit(needed - 4 * MIB)
+        assert not asked(trained, settings).of[0].fits, "forward and backward alone would fit"
+    finally:
+        gpu.set_limit(None)
+
+
+def test_the_time_of_updates_comes_from_training_else_from_scratch_tensors(gpu: VirtualGPU) -> None:
+    trained, settings = trainer(gpu), Settings(batch_size=2, optimizer="adam")
+    assert trained.trials.rehearse(settings).update == "updates timed on scratch tensors"
+    assert trained.run(Chunk(settings, 1, 4)).failure is None
+    assert trained.trials.rehearse(settings).update == "updates as in training"
+    gpu.set_limit(gpu.reading().reserved_bytes + 4 * MIB)
+    try:
+        found = trained.trials.rehearse(settings.replace(optimizer="sgd"))
+    finally:
+        gpu.set_limit(None)
+    assert found.update in ("updates scaled from those of training", "updates timed on scratch tensors")
+    assert min(found.steps_s) > 0
+
+
+class Writing(nn.Module):
+    """Writes weights in forward in every way: by their data, bound anew, in place, and those that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.teacher, self.student = (nn.Linear(4, 4) for _ in range(4))
+        for frozen in (self.key, self.teacher):
+            frozen.requires_grad_(False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for query, key, teacher in zip(
+            self.query.parameters(), self.key.parameters(), self.teacher.parameters(), strict=True
+        ):
+            key.data = key.data * 0.9 + query.data * 0.1
+            with torch.no_grad():
+                teacher.mul_(0.9).add_(query, alpha=0.1)
+        self.student.weight.data.mul_(0.99)
+        torch._foreach_mul_([self.student.bias.data], 0.99)
+        out: Tensor = self.query(batch) + self.student(batch) - self.key(batch) + self.teacher(batch)
+        return out
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_weights_that_forward_writes_are_put_back(gpu: VirtualGPU, after: int) -> None:
+    def written() -> Writing:
+        torch.manual_seed(3)
+        return Writing()
+
+    settings = Settings(batch_size=2, optimizer="adamw")
+    plain, questioned = (
+        Trainer(Workload("writing", written, rows, loss), stream(), gpu, time.time()) for _ in range(2)
+    )
+    for one in (plain, questioned):
+        if after:
+            assert one.run(Chunk(settings, 1, after)).failure is None
+    before = everything(questioned)[1]
+    for _ in range(2):
+        assert questioned.trials.forecast(settings, [1, 2], [8], 0).failure is None
+        assert questioned.trials.rehearse(settings).forecasts.failure is None
+        assert everything(questioned)[1] == before
+    losses = [[sample.loss for sample in one.run(Chunk(settings, 2, 3)).samples] for one in (plain, questioned)]
+    assert losses[0] == losses[1]
