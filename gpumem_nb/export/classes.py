@@ -9,8 +9,7 @@ import types
 from collections.abc import Iterator
 from itertools import chain
 
-from .evaluated import is_another, other_defaults
-from .sameness import other_methods
+from .sameness import is_another, other_defaults, other_methods
 
 _NONE = object()
 # Of abstract classes, of named tuples and of enumerations.

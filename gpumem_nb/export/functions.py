@@ -16,9 +16,8 @@ from typing import Any
 
 from ..shared.errors import WorkloadError
 from .classes import class_source, functions_of, globals_of
-from .evaluated import other_defaults
-from .sameness import is_definition_of, is_lambda, returns_like
-from .statements import units_of
+from .sameness import is_definition_of, is_lambda, other_defaults, returns_like
+from .statements import statement
 
 _OURS = "gpumem_nb"
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -118,8 +117,8 @@ class Collector:
 
     def _names_in(self, role: str, source: str, known: dict[str, Any]) -> None:
         """Define whatever some code uses of its module."""
-        units = units_of(source)
-        for name in sorted({name for unit in units for name in unit.reads | unit.late | unit.assigns_late}):
+        used = [statement(node, False, ()) for node in ast.parse(source).body]
+        for name in sorted({name for one in used for name in one.reads | one.late | one.binds_late}):
             if name in known and not (hasattr(builtins, name) and known[name] is getattr(builtins, name)):
                 self._define(role, name, known[name])
         for node in ast.walk(ast.parse(source)):

@@ -7,22 +7,22 @@ import importlib
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from functools import cache
 
-UNNAMED = "_"  # of what is imported for what it does
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 PLOTTING = frozenset({"matplotlib", "seaborn", "plotly"})  # packages whose import changes nothing that is trained
 
 
 def with_sorted_imports(text: str) -> str:
-    """A module whose longest block of imports is sorted by section and name."""
+    """Return a module whose block of imports is sorted by section and name; blocks in cells stay as they are."""
     tree, blocks = ast.parse(text), [list[ast.Import | ast.ImportFrom]()]
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             blocks[-1].append(node)
         elif blocks[-1]:
             blocks.append([])
-    nodes = max(blocks, key=len)
-    if not nodes:
-        return text
+    ours = (block for block in blocks if any(alias.name == "argparse" for one in block for alias in one.names))
+    nodes = next(ours, blocks[0])
     lines = text.removesuffix("\n").split("\n")  # as ast counts them
     begin, end = nodes[0].lineno - 1, nodes[-1].end_lineno or 0
     sections = "\n\n".join(filter(None, map("\n".join, _sections(nodes))))
@@ -33,12 +33,12 @@ def with_sorted_imports(text: str) -> str:
 
 
 def imported_in(text: str) -> Iterator[tuple[str, str]]:
-    """Names that the imports at the top level of some code define, and what each of them is, in one way of writing.
+    """Yield names that imports of a module define, outside of its functions: each with what it is, written in one way.
 
     Of ``*`` what Python's own modules bring.
     """
-    for node in ast.parse(text).body:
-        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+    for node in _at_top(ast.parse(text)):
+        for alias in node.names:
             if isinstance(node, ast.ImportFrom):
                 names = _brought(node) or () if alias.name == "*" else [alias.name]
                 module = f"{'.' * node.level}{node.module or ''}"
@@ -48,13 +48,12 @@ def imported_in(text: str) -> Iterator[tuple[str, str]]:
                 yield alias.asname or top, alias.name if alias.asname else top
 
 
-def unnamed(text: str) -> str:
-    """Imports for what they do: whatever is called like what they bring stays what it is."""
-    tree = ast.parse(text)
-    for node in tree.body:
-        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            alias.asname = UNNAMED if alias.name != "*" else None
-    return ast.unparse(tree)
+def _at_top(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case) and not isinstance(child, _DEFINITIONS):
+            yield from _at_top(child)
 
 
 def named(text: str, names: Collection[str]) -> str:
@@ -68,8 +67,9 @@ def named(text: str, names: Collection[str]) -> str:
     return ast.unparse(tree) if changed else text
 
 
-def brought_by_all(text: str) -> set[str] | None:
-    """Names that imports of ``*`` in some code bring; ``None`` if some are of other modules than Python's own."""
+@cache
+def brought_by_all(text: str) -> frozenset[str] | None:
+    """Return names that imports of ``*`` in some code bring; ``None`` if some are not of Python's own modules."""
     found = set[str]()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
@@ -77,7 +77,7 @@ def brought_by_all(text: str) -> set[str] | None:
             if brought is None:
                 return None
             found |= brought
-    return found
+    return frozenset(found)
 
 
 def _brought(node: ast.ImportFrom) -> set[str] | None:

@@ -30,12 +30,13 @@ class Source:
         kind: ``ready`` for a ready-made workload, ``functions`` for those of a ``Workload``, ``cells``.
         template, options: of a ready-made workload.
         separable: whether its convolutions are.
-        imports: lines that come first.
-        later: those that the code has.
+        imports: lines that come first, of functions; cells have theirs in the code.
         definitions: the code.
         names: what somebody's own code calls each role.
         cell_seed: where the random numbers of cells began.
-        uses: names that ranks offer to cells, and the code uses.
+        uses: names that ranks or IPython offer to cells, and the code uses.
+        saves: whether functions in it write files by ``torch.save``.
+        plots: whether it imports matplotlib or seaborn.
         defines: names that the code defines.
         left_out: statements of cells that are not in it.
         lazy_annotations: whether annotations of some of it are not evaluated.
@@ -46,11 +47,12 @@ class Source:
     options: dict[str, Any] = field(default_factory=dict)
     separable: bool = False
     imports: tuple[str, ...] = ()
-    later: tuple[str, ...] = ()
     definitions: str = ""
     names: dict[str, str] = field(default_factory=dict)
     cell_seed: int = 0
     uses: frozenset[str] = frozenset()
+    saves: bool = False
+    plots: bool = False
     defines: frozenset[str] = frozenset()
     left_out: tuple[str, ...] = ()
     lazy_annotations: bool = False

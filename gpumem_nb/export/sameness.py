@@ -1,10 +1,10 @@
-"""Whether the code that is written into a script is the code that ran."""
+"""Whether the code that is written into a script is the code that ran, and would give by now what it gave then."""
 
 from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _KINDS = 0x3EF  # of functions: generators and the like, but neither nested ones nor future features
@@ -21,6 +21,7 @@ _PLAIN = (
     "co_kwonlyargcount",
     "co_exceptiontable",
 )
+_UNKNOWN = ast.Call | ast.Await | ast.NamedExpr | ast.Lambda | ast.comprehension | ast.Yield | ast.YieldFrom
 
 
 def is_definition_of(source: str, function: types.FunctionType, around: str) -> bool:
@@ -58,6 +59,14 @@ def other_methods(source: str, value: type, file: str, around: str) -> Iterator[
                 inner = (inside for code in _compiled(body, function, around) for inside in _codes(code))
                 if not _has(inner, function):
                     yield name
+
+
+def same_annotations(text: str, lazy: bool, here: bool) -> bool:
+    """Return whether some code does the same where annotations are evaluated otherwise than it says."""
+    one, other = (
+        compile(text, "<script>", "exec", _LAZY if wanted else 0, dont_inherit=True) for wanted in (lazy, here)
+    )
+    return lazy == here or _same(one, other)
 
 
 def _has(codes: Iterator[types.CodeType], function: types.FunctionType) -> bool:
@@ -101,3 +110,26 @@ def _same_constant(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     return bool(one == other) if isinstance(one, frozenset) else repr(one) == repr(other)  # 0.0 is not -0.0
+
+
+def is_another(node: ast.expr, value: Any, known: Mapping[str, Any]) -> bool:
+    """Whether an expression that gave ``value`` gives something else among the names of now; calls are not repeated."""
+    if any(isinstance(one, _UNKNOWN) for one in ast.walk(node)):
+        return False
+    try:
+        now = eval(compile(ast.Expression(node), "<an expression>", "eval"), dict(known))
+        return not (now is value or (type(now) is type(value) and bool(now == value)))
+    except Exception:  # names are gone, or it cannot be compared
+        return True
+
+
+def other_defaults(node: ast.arguments, function: types.FunctionType, known: Mapping[str, Any]) -> Iterator[str]:
+    """Names of arguments whose defaults are not what their code gives by now."""
+    names = [one.arg for one in (*node.posonlyargs, *node.args)]
+    code = dict(zip(reversed(names), reversed(node.defaults), strict=False))
+    code |= {one.arg: default for one, default in zip(node.kwonlyargs, node.kw_defaults, strict=True) if default}
+    values = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
+    values |= function.__kwdefaults__ or {}
+    for name in code | values:
+        if name not in code or name not in values or is_another(code[name], values[name], known):
+            yield name

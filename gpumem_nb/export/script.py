@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 from collections.abc import Iterator
 from math import ceil
 from typing import Any
 
-from ..shared.errors import WorkloadError
 from ..shared.knobs.communication import VARIABLES
 from ..shared.learning_rate import OWN
 from .batches import Batches, wrapped
 from .blocks import checkpointed, segment_length
-from .imports import UNNAMED, imported_in, with_sorted_imports
+from .clashes import check_code, check_names, own_modules
+from .imports import with_sorted_imports
 from .order import MAKERS, ROLES, Order, quoted
 from .templating import render
 
@@ -44,49 +42,10 @@ def script(order: Order) -> str:
     values = Values(order)
     texts = values.all(values.flags)
     if order.source.kind != "ready":
-        _check_names(order, render("train", values.flags, texts | {"definitions": "", "imports": ""}))
-    return with_sorted_imports(render("train", values.flags, texts))
-
-
-def _check_names(order: Order, bare: str) -> None:
-    """Refuse names that mean one thing in somebody's own code and another in the rest of the script, or nothing."""
-    source = order.source
-    own = dict(imported_in("\n".join([*source.imports, *source.later])))
-    if order.ddp and ("hvd" in source.uses or any(what.partition(".")[0] == "horovod" for what in own.values())):
-        raise WorkloadError(
-            "Your code uses Horovod, which is not started beside DistributedDataParallel. Export without --ddp "
-            "(ddp=False), or do without it."
-        )
-    theirs, imported = {*defined_in(bare), *_builtin_in(bare)}, dict(imported_in(bare))
-    found = {"device"} if source.kind == "cells" else set()  # which cells may define anew, and not import
-    clash = source.defines & ((theirs - found) | imported.keys())
-    clash |= {name for name, what in own.items() if name in theirs or imported.get(name, what) != what}
-    if clash:
-        raise WorkloadError(f"Your code and the script both call something {min(clash)}. Rename yours.")
-
-
-def own_modules(order: Order) -> list[str]:
-    """Return the modules beside the notebook that the script imports, by name."""
-    source = order.source
-    nodes = list(ast.walk(ast.parse("\n".join([*source.imports, source.definitions]))))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
-    return sorted({name.partition(".")[0] for name in names} & order.facts.modules.keys())
-
-
-def defined_in(text: str) -> Iterator[str]:
-    """What a module calls something at its top level, what it imports aside."""
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Assign):
-            yield from (name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
-
-
-def _builtin_in(text: str) -> Iterator[str]:
-    """Python's own names that a module uses."""
-    names = (node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
-    return (name for name in names if hasattr(builtins, name) and name != UNNAMED)
+        check_names(order, render("train", values.flags, texts | {"definitions": "", "imports": ""}))
+    text = with_sorted_imports(render("train", values.flags, texts))
+    check_code(order.source.definitions, text)
+    return text
 
 
 class Values:
@@ -155,6 +114,7 @@ class Values:
             "columns": facts.columns == "dict" or facts.eval_form == "dict",
             "moves": self._batches.moves(),
             "with_loss": ddp and own and (facts.loss == "batch" or facts.criterion_weights),
+            "guarded": source.saves,
             "own_device": self._own_device(),
             "criterion_weights": own and facts.criterion_weights,
             "counts_tokens": bool(self._batches.tokens()),
@@ -263,6 +223,8 @@ class Values:
         return f"sys.path[:0] = [{', '.join(map(quoted, folders))}]  # where the session has {', '.join(own)} from"
 
     def _join(self) -> Iterator[str]:
+        if self._source.plots:
+            yield 'os.environ.setdefault("MPLBACKEND", "Agg")  # plots open no windows'
         for name, value in self._variables().items():
             yield f"os.environ.setdefault({quoted(name)}, {quoted(value)})  # as in the session"
         if self._order.ddp:
@@ -278,6 +240,8 @@ class Values:
         for name, value in (("rank", self._rank), ("size", self._size)):
             if name in self._source.uses:
                 yield f"{name} = {value}"
+        if "display" in self._source.uses:
+            yield "display = print  # IPython's shows more than a terminal can"
 
     def _own_device(self) -> bool:
         """Whether cells define a ``device``, which stays theirs: it may be text, or mean something else."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
-from .called import last, root
+from .files import last
 from .imports import PLOTTING, imported_in
-from .statements import LOOKS, Unit
+from .statements import LOOKS, Statement, root
 
 _READING = LOOKS | {"range", "round", "abs", "str", "int", "float", "bool", "isinstance", "hasattr"}
 _ITERATING = {"sum", "min", "max", "list", "tuple", "set", "dict", "sorted", "enumerate", "zip", "any", "all"}
@@ -25,24 +25,30 @@ _PARTS = ast.Expr | ast.Assign | ast.AnnAssign | ast.For | ast.With | ast.If | a
 _LOOPS = ast.For | ast.comprehension
 
 
-def only_shown(units: Sequence[Unit]) -> frozenset[int]:
-    """Places of statements that do nothing but plot, or read and count; what they draw at random aside.
+def only_shown(parts: Sequence[Sequence[Statement]]) -> frozenset[int]:
+    """Return places of those parts whose statements do nothing but plot, or read and count.
 
     Iterators are used up by who reads them, so what is read one by one must be made for that: ``range(9)``,
     ``model.parameters()``.
     """
     plots, found = set[str](), set[int]()
-    for place, unit in enumerate(units):
-        if unit.imports:
-            plots -= unit.binds
-            plots |= {name for name, what in imported_in(unit.text) if what.partition(".")[0] in PLOTTING}
-            continue
-        nodes = ast.parse(unit.text).body
-        if nodes and not unit.magic and all(_shows(node, plots) for node in nodes):
-            found.add(place)
-        made = all(_makes_plot(node, plots) for node in nodes)
-        plots = plots | unit.binds if nodes and made else plots - unit.binds
+    for place, statements in enumerate(parts):
+        shows = bool(statements)
+        for one in statements:
+            node = ast.parse(one.text).body[0]
+            if one.imports:
+                plots -= one.binds
+                plots |= (of_plotting := {name for name, what in imported_in(one.text) if _is_plotting(what)})
+                shows = shows and of_plotting == one.binds
+                continue
+            shows = shows and _shows(node, plots)
+            plots = plots | one.binds if _makes_plot(node, plots) else plots - one.binds
+        found |= {place} if shows else set()
     return frozenset(found)
+
+
+def _is_plotting(what: str) -> bool:
+    return what.partition(".")[0] in PLOTTING
 
 
 def _makes_plot(node: ast.stmt, plots: Collection[str]) -> bool:

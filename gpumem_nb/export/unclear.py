@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Collection, Sequence
 
 from ..shared.errors import WorkloadError
 from ..shared.exporting import Cell
-from .imports import UNNAMED, brought_by_all, imported_in
-from .relations import NOTEBOOK
-from .statements import Unit
-from .timed import defining_magic
+from .imports import brought_by_all
+from .plain import defining_magic
+from .statements import NOTEBOOK
 
 _SHOWN = 70  # characters
 
@@ -82,17 +80,42 @@ def refuse_setting(cell: Cell, text: str) -> None:
     )
 
 
-def refuse_replaced(text: str, names: Collection[str]) -> None:
-    """Refuse an import of ``*`` after definitions of names that are needed.
+def refuse_everything(text: str, name: str) -> None:
+    """Refuse an import of ``*`` that may have defined what is needed, or replaced it.
 
     Raises:
-        WorkloadError: there are such names.
+        WorkloadError: always.
     """
-    if names:
-        raise WorkloadError(
-            f"What {min(names)} is cannot be told: after it was defined a cell says `{in_short(text)}`, which may have "
-            "replaced it. Import what you need by its name, run that and the cells after it again, and attach again."
-        )
+    raise WorkloadError(
+        f"What {name} is cannot be told: a cell says `{in_short(text)}`, which may have defined or replaced it. Import "
+        "what you need by its name, run that and the cells after it again, and attach again."
+    )
+
+
+def refuse_magic() -> None:
+    """Refuse lines of IPython's that drew random numbers, which a script does not do again.
+
+    Raises:
+        WorkloadError: always.
+    """
+    raise WorkloadError(
+        "A cell that made what is trained has something that a script cannot do: lines with % and ! are IPython's own. "
+        "Write that in plain Python, or in a cell of its own that draws no random numbers. Run %hvd_seed and the cells "
+        "that made model and data again, and attach again."
+    )
+
+
+def refuse_annotations(text: str) -> None:
+    """Refuse cells of which some evaluate annotations and some do not, because a script does one or the other.
+
+    Raises:
+        WorkloadError: always.
+    """
+    raise WorkloadError(
+        f"A cell says `from __future__ import annotations`, and the one with `{text}` does not, so their annotations "
+        "mean different things, and a script has one meaning. Write that line into both cells or neither, run them "
+        "again, and attach again."
+    )
 
 
 def refuse_odd_save(text: str) -> None:
@@ -132,29 +155,3 @@ def refuse_drawing(cell: Cell) -> None:
         f"{how} drew random numbers, and what was made after it follows from them. Run %hvd_seed and the cells that "
         "made model and data again, and attach again."
     )
-
-
-def check_imports(kept: Sequence[Unit]) -> None:
-    """Refuse names that imports would give another meaning, because all of them come first in a script.
-
-    Raises:
-        WorkloadError: naming one.
-    """
-    imported: dict[str, str] = {}
-    bound = set[str]()
-    for unit in kept:
-        if not unit.imports:
-            bound |= unit.surely
-            continue
-        for name, what in imported_in(unit.text):
-            if name != UNNAMED and (imported.setdefault(name, what) != what or name in bound):
-                raise WorkloadError(
-                    f"The cells import {name}, and call something else {name} too, so the script could not tell which "
-                    "is meant. Rename one, run those cells again, and attach again."
-                )
-
-
-def imports_all(source: str) -> bool:
-    """Whether some code imports ``*``."""
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)) if "*" in source else ()
-    return any(alias.name == "*" for node in nodes for alias in node.names)

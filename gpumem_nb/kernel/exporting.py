@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..export import refusals
+from ..export.clashes import own_modules
 from ..export.functions import Collector
 from ..export.order import ROLES, Order, Source
-from ..export.script import own_modules, script
-from ..export.slicing import needed, settings_in
+from ..export.script import script
+from ..export.selecting import selected, settings_in
 from ..export.unclear import in_short
 from ..report.written import ExportedScript, commands
 from ..shared.errors import InvalidInput, WorkloadError
@@ -144,7 +145,7 @@ class Exporting:
     def _of_cells(self, settings: Settings) -> Source:
         names = {role: name for role, name in _used(self._origin.attached or {}, settings).items() if name}
         cells = self._cells
-        found = needed(cells.before_load(), names.values(), cells.seed, cells.gone)
+        found = selected(cells.before_load(), names.values(), cells.seed, cells.gone)
         if found.settings and any(cell.started for cell in cells.since_load()):
             raise WorkloadError(
                 f"`{in_short(found.settings[0])}` was for the ranks before they were started again, and holds there no "
@@ -152,15 +153,15 @@ class Exporting:
             )
         return Source(
             "cells",
-            imports=found.imports,
-            later=found.later,
             definitions=found.text,
             names=names,
             cell_seed=found.seed,
             uses=found.uses,
+            plots=found.plots,
+            saves=found.saves,
             defines=found.binds,
             left_out=found.left_out,
-            lazy_annotations=found.lazy_annotations,
+            lazy_annotations=found.lazy,
         )
 
     def _of_functions(self, settings: Settings) -> Source:
@@ -242,7 +243,7 @@ def _of_statements(source: Source) -> list[str]:
         f"`{in_short(text)}`: a script makes no files of yours again (what it reads must be there), and has no lines "
         "of IPython's"
         for text in source.left_out
-    ]
+    ] + ["torch.save in functions of your cells: it writes nothing while the cells run"] * source.saves
 
 
 def _of_places(order: Order) -> list[str]:

@@ -155,7 +155,7 @@ def test_the_cells_that_defined_what_was_attached_train_alone(
     evaluated = session.evaluate().metrics
     script = tmp_path / "train.py"
     session.export(script, ddp=ddp)
-    assert "unused" not in script.read_text()
+    assert "print(features.shape)" not in script.read_text()
     assert "# What it learns from." in script.read_text()
     whole = exported.run(script, steps=5 + STEPS, ddp=ddp)
     resumed = exported.run(script, "--resume", "here.state", steps=5 + STEPS, ddp=ddp)

@@ -12,7 +12,7 @@ import pytest
 
 from gpumem_nb.export.functions import Collector
 from gpumem_nb.export.imports import with_sorted_imports
-from gpumem_nb.export.slicing import needed, settings_in
+from gpumem_nb.export.selecting import selected, settings_in
 from gpumem_nb.export.templating import render
 from gpumem_nb.kernel.cell_record import MOST_CELLS, CellRecord
 from gpumem_nb.kernel.running import pickled
@@ -22,19 +22,20 @@ from gpumem_nb.shared.knobs import KNOBS
 
 
 def sliced(*cells: Cell | str, names: tuple[str, ...] = ("net",)) -> str:
-    found = needed([Cell(one) if isinstance(one, str) else one for one in cells], names, 0, forgotten=False)
-    return "\n".join([*found.imports, found.text])
+    found = selected([Cell(one) if isinstance(one, str) else one for one in cells], names, 0, forgotten=False)
+    return found.text
 
 
-def test_only_statements_are_left_that_define_or_change_what_is_needed() -> None:
-    code = sliced(
-        "import os, math\nfrom torch import nn\nwidth = 3\nother = 4",
-        "# The model.\nnet = nn.Linear(width, 2)\nprint(net)",
-        "net.bias.data.zero_()\nnet",
-        "other = net",
+def test_cells_are_kept_as_they_are_that_define_or_change_what_is_needed() -> None:
+    cells = (
+        "import math\nfrom torch import nn\nwidth = 3\nother = 4",
+        "# The model.\nnet = nn.Linear(width, 2)\nprint(net)  # so far",
+        "print(net)",
+        "later = other + 3",
+        "net.bias.data.zero_()\n\n\nnet",
+        "other = net.weight",
     )
-    expected = "from torch import nn\nwidth = 3\n\n# The model.\nnet = nn.Linear(width, 2)\n\nnet.bias.data.zero_()"
-    assert code.startswith(expected)
+    assert sliced(*cells) == "\n\n".join([cells[0], cells[1], cells[4]])
 
 
 def test_the_last_definition_counts_and_functions_bring_what_they_use() -> None:
@@ -59,7 +60,7 @@ def test_cells_that_drew_before_are_kept_until_numbers_were_seeded() -> None:
     assert "noise" not in sliced(net, drawn)
     both = sliced(drawn, Cell(seed=7), net, names=("noise", "net"))
     assert both.index("noise") < both.index("torch.manual_seed(7)") < both.index("net =")
-    assert needed([drawn, Cell(seed=7), net], ["net"], 0, forgotten=False).seed == 7
+    assert selected([drawn, Cell(seed=7), net], ["net"], 0, forgotten=False).seed == 7
 
 
 @pytest.mark.parametrize(
@@ -90,12 +91,12 @@ def test_a_record_forgets_the_oldest_and_keeps_where_their_numbers_began() -> No
     assert len(record.before_load()) == MOST_CELLS - 3  # and the names that are offered since
     assert record.forgotten
     with pytest.raises(WorkloadError, match="too long ago"):
-        needed(record.before_load(), ["net"], record.seed, record.forgotten)
+        selected(record.before_load(), ["net"], record.seed, record.forgotten)
 
 
 def of(record: CellRecord, name: str = "net") -> str:
-    found = needed(record.before_load(), [name], record.seed, record.gone)
-    return "\n".join([*found.imports, found.text])
+    found = selected(record.before_load(), [name], record.seed, record.gone)
+    return found.text
 
 
 def ran(record: CellRecord, *sources: str) -> None:
@@ -123,7 +124,7 @@ def test_a_name_that_somebody_holds_is_not_one_that_ranks_offer() -> None:
     record.loaded({"model": "net", "optimizer": None})
     ran(record, "model.update(a=1)\nnet.append(2)")
     record.loaded({"model": "net"})
-    assert of(record) == "net = list()\n\nnet.append(2)"
+    assert of(record) == "model = dict()\nnet = list()\n\nmodel.update(a=1)\nnet.append(2)"
 
 
 def test_what_cells_did_before_the_ranks_were_started_again_is_gone() -> None:
@@ -145,7 +146,7 @@ def test_settings_of_the_whole_process_are_found_in_cells() -> None:
     set_here = ["torch.set_float32_matmul_precision('high')", "lib.Block.forward = print", "os.environ['A'] = '1'"]
     source = "import torch, os\nimport lib\nx = {}\nx[1] = 2\ntorch.manual_seed(3)\n" + "\n".join(set_here)
     assert settings_in([Cell(source)]) == set_here
-    assert needed([Cell(source), Cell("net = 1")], ["net"], 0, forgotten=False).settings == (set_here[0], set_here[2])
+    assert selected([Cell(source), Cell("net = 1")], ["net"], 0, forgotten=False).settings == tuple(set_here)
 
 
 def notebook(source: str) -> dict[str, Any]:
@@ -254,7 +255,7 @@ def test_imports_are_sorted_and_stand_there_once() -> None:
 
 def test_strings_keep_their_lines() -> None:
     text = 'net = """a\n\n\n\n\nb\x0cc\u2028d"""'
-    assert sliced(f"{text}\nother = 2") == text
+    assert sliced(f"{text}\nother = 2") == f"{text}\nother = 2"
     assert text in with_sorted_imports(f"import torch\nimport json\n\n{text}\n")
     flags, values = frozenset({"own", "cells"}), defaultdict(lambda: "x", definitions=text, header="A script.")
     assert f"\n\n{text}\n\n\ndef micro_batches" in render("train", flags, values)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from gpumem_nb.export.slicing import needed, settings_in
-from gpumem_nb.export.timed import without_timing
+from gpumem_nb.export.plain import without_timing
+from gpumem_nb.export.selecting import selected, settings_in
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.exporting import Cell
 
@@ -17,8 +17,8 @@ def cell(source: str, drew: bool = False) -> Cell:
 
 
 def sliced(*sources: str) -> str:
-    found = needed([cell(source) for source in sources], ["net"], 0, forgotten=False)
-    return "\n".join([*found.imports, found.text])
+    found = selected([cell(source) for source in sources], ["net"], 0, forgotten=False)
+    return found.text
 
 
 @pytest.mark.parametrize(
@@ -29,19 +29,19 @@ def sliced(*sources: str) -> str:
         ("é = 'é'\nnet = %time é + 'é'", "é = 'é'\nnet = é + 'é'"),
         ("if True:\n    %time a = 1; net = [a]", "if True:\n    a = 1; net = [a]"),
         ("%%time\n# Both.\na = 1\nnet = [a]", "# Both.\na = 1\nnet = [a]"),
-        ("%%capture\nnet = [1]\nprint(net)", "net = [1]"),
+        ("%%capture\nnet = [1]\nprint(net)", "net = [1]\nprint(net)"),
         ("%%capture out --no-stderr\nnet = [1]", "net = [1]"),
         ("%%time\n%%capture\nimport os\n%time net = [os]", "import os\nnet = [os]"),
     ],
 )
 def test_code_that_is_timed_or_captured_is_as_if_it_were_not(source: str, plain: str) -> None:
     assert sliced(source) == plain
-    assert needed([cell(source)], ["net"], 0, forgotten=False).left_out == ()
+    assert selected([cell(source)], ["net"], 0, forgotten=False).left_out == ()
 
 
 def test_what_timed_code_draws_and_sets_counts() -> None:
     first, made = cell("%%time\nrows = torch.randn(3)", drew=True), cell("net = torch.randn(3)", drew=True)
-    assert "rows = torch.randn(3)" in needed([first, made], ["net"], 0, forgotten=False).text
+    assert "rows = torch.randn(3)" in selected([first, made], ["net"], 0, forgotten=False).text
     setting = "torch.set_default_dtype(torch.float64)"
     assert settings_in([cell(f"%%time\n{setting}")]) == [setting]
 
@@ -76,8 +76,8 @@ def test_a_name_that_such_lines_only_use_is_not_said_to_be_in_them() -> None:
 def test_cells_under_a_magic_that_runs_them_are_named_and_refused_where_they_drew() -> None:
     timed = "%%timeit\nrows = torch.randn(3)"
     made = cell("net = torch.randn(3)", drew=True)
-    assert needed([cell(timed), made], ["net"], 0, forgotten=False).left_out == (cell(timed).source.rstrip(),)
+    assert selected([cell(timed), made], ["net"], 0, forgotten=False).left_out == (cell(timed).source.rstrip(),)
     with pytest.raises(WorkloadError, match=r"IPython's own.*%hvd_seed"):
-        needed([cell(timed, drew=True), made], ["net"], 0, forgotten=False)
+        selected([cell(timed, drew=True), made], ["net"], 0, forgotten=False)
     shell = cell("%%bash\nls", drew=True)
-    assert needed([shell, made], ["net"], 0, forgotten=False).text == "net = torch.randn(3)"
+    assert selected([shell, made], ["net"], 0, forgotten=False).text == "net = torch.randn(3)"

@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from gpumem_nb.export import refusals
+from gpumem_nb.export.clashes import check_code
 from gpumem_nb.export.order import Order, Source
 from gpumem_nb.export.script import script
+from gpumem_nb.export.selecting import selected
 from gpumem_nb.kernel.exporting import agreed
 from gpumem_nb.shared.errors import WorkloadError
-from gpumem_nb.shared.exporting import Facts
+from gpumem_nb.shared.exporting import Cell, Facts
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.workloads import catalog
 
@@ -293,3 +295,28 @@ def test_cells_may_use_the_device_that_they_find_and_call_another_one_so() -> No
     assert (
         text.index("\ndevice = torch.device(") < text.index("\nfirst = ") < text.index("\n    device = torch.device(")
     )
+
+
+def test_cells_open_no_windows_and_save_nothing_while_they_run() -> None:
+    code = "import matplotlib.pyplot as plt\ndef keep(x): torch.save(x, 'best.pt')\nkeep(1)\nplt.show()\ndisplay(3)"
+    found = selected([Cell(code), Cell("net = keep")], ["net"], 0, forgotten=False)
+    assert found.plots and found.saves and found.uses == {"display", "torch"}  # noqa: PT018
+    assert "\n# not in the script: plt.show()\n" in found.text
+    source = Source(
+        "cells", definitions=found.text, names={"model": "net"}, uses=found.uses, plots=found.plots, saves=found.saves
+    )
+    lines = written(Settings(), source).splitlines()
+    backend = next(place for place, line in enumerate(lines) if line.startswith('os.environ.setdefault("MPLBACKEND"'))
+    first, last = lines.index("import matplotlib.pyplot as plt"), lines.index("display(3)")
+    assert backend < lines.index("display = print  # IPython's shows more than a terminal can") < first
+    off = next(place for place, line in enumerate(lines) if line.startswith("torch.save = lambda"))
+    assert off < first < last < lines.index("torch.save = torch.serialization.save")
+    plain = written(Settings(), replace(OWN, kind="cells"))
+    assert "torch.save =" not in plain and "MPLBACKEND" not in plain and "display" not in plain  # noqa: PT018
+
+
+def test_code_that_would_stand_otherwise_in_a_script_is_refused() -> None:
+    check_code("a = 1\nb = '''x\n\n\n\ny'''", "import os\na = 1\nb = '''x\n\n\n\ny'''\nc = 3")
+    for text in ("a = 1\nb = '''x\n\ny'''", "b = '''x\n\n\n\ny'''\na = 1", "a = 1"):
+        with pytest.raises(WorkloadError, match="otherwise than it ran"):
+            check_code("a = 1\nb = '''x\n\n\n\ny'''", text)

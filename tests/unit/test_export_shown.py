@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_nb.export.slicing import needed
+from gpumem_nb.export.selecting import selected
 from gpumem_nb.shared.exporting import Cell
 
 BEGIN = (
@@ -20,8 +20,8 @@ BEGIN = (
 def sliced(*cells: str | Cell) -> str:
     """The script of a ``net`` that ``rows`` are part of."""
     whole = [Cell(one) if isinstance(one, str) else one for one in (*BEGIN, *cells)]
-    found = needed(whole, ("net", "rows"), 0, forgotten=False)
-    return "\n".join([*found.imports, found.text])
+    found = selected(whole, ("net", "rows"), 0, forgotten=False)
+    return found.text
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_what_only_plots_or_counts_is_not_in_a_script(cell: str) -> None:
         "for p in net.parameters():\n    p += 1",
         "plt.imshow(change(rows))",
         "plt.plot(rows.pop())",
-        "fig = rows\nfig.show()",
-        "plt = net\nplt.show()",
+        "fig = rows\nfig.draw()",
+        "plt = net\nplt.draw()",
         "rows = sns.load_dataset('a')\nrows.dropna(inplace=True)",
         "rows = plt.imread('a.png')\nrows[0] = 1",
         "rows, edges, _ = plt.hist(rows)\nrows[rows == 0] = 1",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpumem_nb.export.slicing import Slice, needed
+from gpumem_nb.export.selecting import Selected, selected
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.exporting import Cell
 from gpumem_nb.shared.settings import Settings
@@ -14,9 +14,9 @@ from gpumem_nb.shared.settings import Settings
 from .test_export_script import OWN, written
 
 
-def found(*cells: Cell | str) -> Slice:
+def found(*cells: Cell | str) -> Selected:
     whole = [Cell(one) if isinstance(one, str) else one for one in cells]
-    return needed(whole, ["net"], 0, forgotten=False)
+    return selected(whole, ["net"], 0, forgotten=False)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def found(*cells: Cell | str) -> Slice:
             ("from typing import *", "def make(x: Optional[int]): return [x]", "net = make(1)"),
             ("from typing import Opt",),
         ),
-        (("from math import *\nnet = [sqrt(9)]", "e = 3\nnet.append(e)"), ("from math import sqrt",)),
+        (("from math import *\nnet = [sqrt(9)]", "e = 3\nnet.append(e)"), ("from math import e, sqrt",)),
         (
             ("from math import *", "from cmath import *", "net = [sqrt(9), ceil(2.5)]"),
             ("math import ceil", "cmath import sqrt"),
@@ -38,34 +38,33 @@ def found(*cells: Cell | str) -> Slice:
     ],
 )
 def test_what_is_used_of_everything_is_imported_by_name(cells: tuple[str, ...], imports: tuple[str, ...]) -> None:
-    kept = found(*cells)
-    assert len(kept.imports) == len(imports)
-    for line, expected in zip(kept.imports, imports, strict=True):
-        assert expected in line
-        assert "*" not in line
+    text = found(*cells).text
+    assert all(expected in text for expected in imports)
+    assert "*" not in text
     names: dict[str, object] = {}
-    exec("\n".join([*kept.imports, kept.text]), names)
+    exec(text, names)
     direct: dict[str, object] = {}
     exec("\n".join(cells), direct)
     assert names["net"] == direct["net"]
 
 
-def test_other_imports_beside_it_stay_as_they_are() -> None:
-    kept = found("import timm; from math import *", "from typing import *; import lib", "net = [sqrt(4)]")
-    assert kept.imports == ("import timm\nfrom math import sqrt", "import lib as _")
+def test_other_code_beside_it_stays_as_it_is() -> None:
+    first = "import timm; from math import *; a = 1  # and\nfrom time import *"
+    text = found(first, "from typing import *; import lib", "net = [sqrt(4), timm, lib]").text
+    assert text.startswith("import timm; from math import sqrt; a = 1  # and\npass\n\npass; import lib\n\nnet = ")
 
 
 def test_an_import_of_everything_that_nothing_is_used_of_is_left_out() -> None:
-    assert found("from math import *", "net = [1]").imports == ()
-    assert found("from math import *\nnet = [1]\ndef sqrt(x): return x", "net.append(sqrt(4))").imports == ()
+    assert found("from math import *", "net = [1]").text == "net = [1]"
+    assert found("from math import *\nnet = [1]\ndef sqrt(x): return x", "net.append(sqrt(4))").text.startswith(
+        "from math import sqrt"
+    )
 
 
 def test_settings_by_way_of_such_an_import_are_kept_after_it() -> None:
-    kept = found("from os import *", "environ['A'] = 'b'", "net = [1]")
-    assert kept.imports == ("from os import environ",)
-    assert kept.text.startswith("environ['A'] = 'b'")
-    later = found("import sys", "sys.path.insert(0, 'a')\nfrom math import *\nnet = [sqrt(4)]")
-    assert later.later == ("from math import sqrt",)
+    assert found("from os import *", "environ['A'] = 'b'", "net = [1]").text.startswith(
+        "from os import environ\n\nenviron['A'] = 'b'"
+    )
 
 
 def test_what_such_an_import_does_not_bring_is_missing_as_anything_else() -> None:
@@ -76,15 +75,19 @@ def test_what_such_an_import_does_not_bring_is_missing_as_anything_else() -> Non
 
 
 def test_one_name_with_two_meanings_is_refused_there_too() -> None:
-    with pytest.raises(WorkloadError, match="The cells import sqrt"):
-        found("def sqrt(x): return x\nnet = [sqrt(4)]", "from math import *\nnet.append(sqrt(4))")
     with pytest.raises(WorkloadError, match="What sqrt is cannot be told"):
         found("def sqrt(x): return x", Cell("from math import *\n1 / 0", finished=False), "net = [sqrt(4)]")
     kept = found("from random import *", "net = [random()]")
     with pytest.raises(WorkloadError, match="both call something random"):
-        written(Settings(), replace(OWN, imports=kept.imports))
+        written(Settings(), replace(OWN, definitions=kept.text))
 
 
-def test_everything_that_is_imported_inside_of_something_else_is_refused_where_it_replaces() -> None:
-    with pytest.raises(WorkloadError):
-        found("e = 3", "try:\n    from math import *\nexcept ImportError:\n    pass", "net = [e]")
+def test_two_meanings_of_a_name_are_there_in_their_order() -> None:
+    cells = ("def sqrt(x): return x\nnet = [sqrt(4)]", "from math import *\nnet.append(sqrt(4))")
+    inside = ("e = 3", "try:\n    from math import *\nexcept ImportError:\n    pass", "net = [e]")
+    for code in (cells, inside):
+        here: dict[str, object] = {}
+        there: dict[str, object] = {}
+        exec(found(*code).text, here)
+        exec("\n".join(code), there)
+        assert here["net"] == there["net"]

@@ -1,19 +1,21 @@
-"""What cells do to what is needed in less direct ways: kept in a script, or refused."""
+"""What cells do to what is needed: kept in a script as a whole, or refused."""
 
 from __future__ import annotations
 
+import ast
 import sys
+import textwrap
 
 import pytest
 
-from gpumem_nb.export.slicing import needed, settings_in
+from gpumem_nb.export.selecting import selected, settings_in
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.exporting import Cell
 
 
 def sliced(*cells: Cell | str, names: tuple[str, ...] = ("net",)) -> str:
-    found = needed([Cell(one) if isinstance(one, str) else one for one in cells], names, 0, forgotten=False)
-    return "\n".join([*found.imports, found.text])
+    found = selected([Cell(one) if isinstance(one, str) else one for one in cells], names, 0, forgotten=False)
+    return found.text
 
 
 def result(*cells: str) -> object:
@@ -61,7 +63,6 @@ def test_functions_use_what_their_names_stand_for_when_they_are_called() -> None
 def test_classes_that_are_found_by_way_of_what_they_extend_are_there(base: str, found: str) -> None:
     assert type(result(base, "class A(Base): pass", "class B(A): pass", f"net = {found}()")).__name__ == "A"
     assert "class A" not in sliced(base, "class A(Base): pass", "net = 1")
-    assert "class A" not in sliced("class Base: pass", "class A(Base): pass", "net = Base()")
 
 
 @pytest.mark.parametrize(
@@ -99,17 +100,17 @@ def test_changes_are_kept_however_they_are_made(change: str) -> None:
     assert change.splitlines()[-1] in code
 
 
-def test_what_only_looks_or_names_is_left_out() -> None:
-    code = sliced("net = make_it.now()\nmake = 3", "print(net, len(net.layers))\nother = net.encoder", names=("make",))
+def test_cells_that_only_look_or_have_nothing_to_do_with_it_are_left_out() -> None:
+    code = sliced("net = dict()\nother = 1", "make = 3", "print(net, len(net.layers))", names=("make",))
     assert code == "make = 3"
-    assert "other" not in sliced("net = 1", "print(net, len(net.layers))\nother = net.encoder")
+    assert "print" not in sliced("net = 1", "print(net, len(net.layers))", "for i in range(3):\n    print(i)")
 
 
 def test_all_that_may_have_drawn_is_kept_even_without_a_call() -> None:
     cell = Cell("rows[0]\nb = a @ a\nprint(rows[1])\nprint(b)\nconstant = 4", drew=True)
     code = sliced("a = 1\nrows = [1]", cell, Cell("net = torch.randn(2)", drew=True))
     assert "rows[0]" in code and "b = a @ a" in code and "rows[1]" in code  # noqa: PT018
-    assert "print(b)" not in code and "constant" not in code  # noqa: PT018
+    assert "constant = 4" in code
 
 
 SAVES = [
@@ -125,11 +126,14 @@ SAVES = [
 @pytest.mark.parametrize("save", SAVES)
 def test_what_writes_files_is_left_out_and_named(save: str) -> None:
     made = "import torch, json, os\nfrom lib import Net, frame, save_checkpoint\nnet = Net()"
-    assert sliced(made, save) == made[made.index("from") :]
+    assert sliced(made, save) == made
     cells = [Cell(made), Cell(save, drew=True), Cell("net.grow()", drew=True)]
-    found = needed(cells, ["net"], 0, forgotten=False)
+    found = selected(cells, ["net"], 0, forgotten=False)
     assert found.left_out == (save,)
-    assert save not in found.text
+    assert found.text == f"{made}\n\nnet.grow()"
+    inside = sliced(f"{made}\nfor i in range(3):\n    net.grow(i)\n" + textwrap.indent(save, "    "), "net.grow()")
+    assert {ast.unparse(one) for one in ast.walk(ast.parse(inside))}.isdisjoint({save, ast.unparse(ast.parse(save))})
+    assert "# not in the script: " in inside
     assert "net.grow()" in sliced(made, Cell(save, finished=False), "net.grow()")
 
 
@@ -146,14 +150,14 @@ def test_a_file_that_is_written_with_something_else_is_refused() -> None:
 
 def test_an_earlier_object_of_that_name_is_not_kept_for_what_only_calls_torch_or_horovod() -> None:
     first = "net = First()\nhvd.barrier()\nhvd.rank()\ntorch.save(net.state_dict(), 'x')"
-    found = needed([Cell(first), Cell("net = list()")], ["net"], 0, forgotten=False)
+    found = selected([Cell(first), Cell("net = list()")], ["net"], 0, forgotten=False)
     assert (found.text, found.uses) == ("net = list()", frozenset())
 
 
 def test_what_functions_set_of_the_process_is_kept() -> None:
     code = sliced("import torch\ndef prepare():\n    torch.set_default_dtype(torch.float64)", "prepare()", "net = [1]")
     assert "prepare()\n" in code
-    assert "prepare" not in sliced("def prepare():\n    torch.empty(3)", "prepare()", "net = [1]")
+    assert "prepare" not in sliced("def prepare():\n    return torch.empty(3)", "prepare()", "net = [1]")
 
 
 def test_settings_of_cells_that_failed_do_not_matter_where_they_were_made_again() -> None:
@@ -171,26 +175,16 @@ def test_lines_of_ipython_that_show_something_are_left_out_and_others_refused() 
     shown = "get_ipython().run_line_magic('matplotlib', 'inline')\nget_ipython().system('ls')\ndisplay(3)"
     profiled = "get_ipython().run_line_magic('prun', 'x = 3')"
     made = Cell("net = torch.randn(3)", drew=True)
-    assert sliced(Cell(f"{shown}\nx = 1", drew=True), made) == "net = torch.randn(3)"
-    assert needed([Cell(profiled), made], ["net"], 0, forgotten=False).left_out == (profiled,)
-    for cell in (Cell(profiled, drew=True), Cell("display(torch.randn(3))", drew=True)):
-        with pytest.raises(WorkloadError, match=r"IPython's own.*%hvd_seed"):
-            sliced(cell, made)
-
-
-@pytest.mark.parametrize(
-    "setting", ["sys.path.insert(0, 'src')", "os.environ['HF_HOME'] = where", "os.environ.setdefault('HF_HOME', where)"]
-)
-def test_what_imports_depend_on_comes_before_them(setting: str) -> None:
-    cells = [
-        Cell("import os, sys\nimport math\nwhere = 'here'"),
-        Cell(f"{setting}\nimport lib\nnet = lib.made(math)"),
+    lines = sliced(Cell(f"{shown}\nx = 1", drew=True), made).splitlines()
+    assert [line for line in lines if line and not line.startswith("# not in the script: ")] == [
+        "display(3)",
+        "x = 1",
+        "net = torch.randn(3)",
     ]
-    found = needed(cells, ["net"], 0, forgotten=False)
-    assert found.imports == ("import os, sys", "import math")
-    assert found.text.endswith(f"{setting}\nimport lib\nnet = lib.made(math)")
-    assert found.later == ("import lib",)
-    assert found.binds <= {"net", "where"}
+    assert selected([Cell(f"{shown}\nx = 1", drew=True), made], ["net"], 0, False).uses == {"display", "torch"}
+    assert selected([Cell(profiled), made], ["net"], 0, forgotten=False).left_out == (profiled,)
+    with pytest.raises(WorkloadError, match=r"IPython's own.*%hvd_seed"):
+        sliced(Cell(profiled, drew=True), made)
 
 
 def test_definitions_that_may_not_happen_do_not_end_the_search() -> None:
@@ -214,7 +208,6 @@ def test_definitions_that_may_not_happen_do_not_end_the_search() -> None:
             (Cell("net = []"), Cell("part = net", everywhere=True), Cell("part.append(1)", everywhere=False)),
             "some ranks",
         ),
-        ((Cell("from a import x\nnet = x()"), Cell("from b import x\nnet.add(x)")), "import x"),
         ((Cell("from a import *"), Cell("net = thing()")), r"needs thing.*imports \*"),
     ],
 )
@@ -260,45 +253,48 @@ def test_what_a_loop_leaves_under_its_name_is_followed() -> None:
 
 
 def test_every_import_of_a_part_of_a_package_is_kept() -> None:
-    found = needed([Cell("import os.path\nimport os.abc"), Cell("import os\nnet = os.path.sep")], ["net"], 0, False)
-    assert found.imports == ("import os.path", "import os.abc", "import os")
+    cells = ("import os.path\nimport os.abc", "import os\nnet = os.path.sep")
+    assert sliced(*cells) == "\n\n".join(cells)
+    assert sliced("import os", "import os\nnet = os.sep") == "import os\nnet = os.sep"
 
 
 def test_a_path_that_is_put_together_sets_nothing() -> None:
     assert settings_in([Cell("import os, sys"), Cell('where = os.path.join("a", "b")')]) == []
-    assert settings_in([Cell("import os, sys"), Cell('sys.path.insert(0, "a")')]) == ['sys.path.insert(0, "a")']
+    assert settings_in([Cell("import os, sys"), Cell('sys.path.insert(0, "a")')]) == ["sys.path.insert(0, 'a')"]
 
 
 @pytest.mark.parametrize("cell", [Cell("freeze()", finished=False), Cell("freeze()", everywhere=False)])
 def test_a_function_that_may_have_changed_what_is_global_is_not_passed_over(cell: Cell) -> None:
     made = [Cell("net = list()"), Cell("def freeze():\n    net.append(1)")]
     with pytest.raises(WorkloadError, match="What freeze is cannot be told"):
-        needed([*made, cell], ["net"], 0, False)
+        selected([*made, cell], ["net"], 0, False)
 
 
-def test_annotations_that_a_cell_does_not_evaluate_are_told_and_not_left_in_the_code() -> None:
+def test_annotations_that_are_not_evaluated_are_told_and_not_mixed_with_others() -> None:
     lazy = "from __future__ import annotations\nimport os\ndef make(x: Later): return [x]"
-    found = needed([Cell(lazy), Cell("net = make(1)")], ["net"], 0, False)
-    assert found.lazy_annotations
-    assert "__future__" not in found.text + str(found.imports)
+    found = selected([Cell(lazy), Cell("net = make(1)")], ["net"], 0, False)
+    assert found.lazy
+    assert all(not isinstance(node, ast.ImportFrom) for node in ast.parse(found.text).body)
     joined = lazy.replace("\nimport", "; import")
-    assert needed([Cell(joined), Cell("net = os.make(1)")], ["net"], 0, False).imports == ("import os",)
-    assert not needed([Cell(lazy), Cell("net = [1]")], ["net"], 0, False).lazy_annotations
+    assert selected([Cell(joined), Cell("net = os.sep")], ["net"], 0, False).text.startswith("pass; import os")
+    assert not selected([Cell(lazy), Cell("net = [1]")], ["net"], 0, False).lazy
+    with pytest.raises(WorkloadError, match=r"annotations`, and the one with `def other.*both cells or neither"):
+        sliced(lazy, "def other(x: int): return x", "net = [make, other]")
 
 
 @pytest.mark.parametrize("call", ["set_attention('slow')", "speed.set_attention('slow')", "speed.attention = 'slow'"])
 def test_what_is_set_of_a_package_by_a_name_that_nothing_else_uses_is_kept(call: str) -> None:
     imported = "from lib import Net\nfrom lib.speed import set_attention\nfrom lib import speed"
     assert call in sliced(imported, call, "net = Net()")
-    assert call not in sliced(imported, call, "net = [1]")
     with pytest.raises(WorkloadError, match="cannot be told"):
         sliced(imported, Cell(call, finished=False), "net = Net()")
 
 
 def test_imports_that_nothing_uses_are_kept_because_they_may_register_something() -> None:
-    made = "import os, json\nfrom torch import optim\nimport shown\nshown.plot()\nimport timm\nnet = timm.make('mine')"
-    found = needed([Cell(made), Cell("import my_models, my_layers as layers")], ["net"], 0, False)
-    assert found.imports == ("import timm", "import my_models as _, my_layers as _")
+    made = "import timm\nnet = timm.make('mine')"
+    assert sliced("import json", made, "import my_models, my_layers as layers") == (
+        f"{made}\n\nimport my_models, my_layers as layers"
+    )
 
 
 @pytest.mark.parametrize(
@@ -316,9 +312,9 @@ def test_a_name_that_is_used_before_its_first_definition_is_missing(cells: tuple
 
 
 def test_an_offered_name_that_is_used_before_a_cell_defines_it_is_said_to_be_used() -> None:
-    found = needed([Cell("lr = 0.1 * size\nsize = 224\nnet = [lr, size]")], ["net"], 0, False)
+    found = selected([Cell("lr = 0.1 * size\nsize = 224\nnet = [lr, size]")], ["net"], 0, False)
     assert found.uses == {"size"}
-    assert needed([Cell("size = 224\nnet = [0.1 * size]")], ["net"], 0, False).uses == frozenset()
+    assert selected([Cell("size = 224\nnet = [0.1 * size]")], ["net"], 0, False).uses == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -360,6 +356,8 @@ def test_an_import_of_everything_is_refused_where_it_may_have_replaced_what_is_n
     made, star = "def width(): return 3", "from layers import *"
     with pytest.raises(WorkloadError, match=r"What width is cannot be told.*`from layers import \*`.*by its name"):
         sliced(made, star, "net = [width()]")
+    with pytest.raises(WorkloadError, match=r"cannot be told.*`from layers import \*`.*by its name"):
+        sliced(f"{made}\n{star}\nnet = [width()]")
     with pytest.raises(WorkloadError, match=r"What width is cannot be told"):
         sliced(made, Cell(f"{star}\n1 / 0", finished=False), "net = [width()]")
     assert star not in sliced(star, made, "net = [width(), torch]")
@@ -369,14 +367,14 @@ def test_an_import_of_everything_is_refused_where_it_may_have_replaced_what_is_n
 def test_files_that_are_not_written_are_named_whatever_was_in_them() -> None:
     saves = ["tokens.to_csv('a.csv')", "with open('a', 'w') as file:\n    json.dump(change(tokens), file)"]
     cells = [Cell("import json\nfrom lib import change\ntokens = [1]"), *map(Cell, saves), Cell("net = [2]")]
-    found = needed(cells, ["net"], 0, False)
+    found = selected(cells, ["net"], 0, False)
     assert found.left_out == tuple(saves)
-    assert "tokens" not in found.text
+    assert "dump" not in found.text
 
 
 def test_an_import_of_everything_of_pythons_own_replaces_what_it_has() -> None:
     made = "from torch import nn\ndef width(): return 3"
-    assert "from typing" not in sliced(made, "from typing import *\nfrom math import *", "net = [nn, width()]")
+    assert "typing" not in sliced(made, "from typing import *\nfrom math import *", "net = [nn, width()]")
     assert result("def sqrt(x): return x", "from math import *", "net = sqrt(4)") == 2
 
 
@@ -384,13 +382,3 @@ def test_a_module_of_pythons_own_that_is_not_here_may_bring_anything(monkeypatch
     monkeypatch.setitem(sys.modules, "tkinter", None)
     with pytest.raises(WorkloadError, match="What width is cannot be told"):
         sliced("def width(): return 3", "from tkinter import *", "net = [width()]")
-
-
-def test_imports_for_what_they_do_bind_no_names_that_could_clash() -> None:
-    found = needed(
-        [Cell("from tqdm import tqdm\nimport evaluate"), Cell("from tqdm.auto import tqdm"), Cell("net = [1]")],
-        ["net"],
-        0,
-        False,
-    )
-    assert found.imports == ("from tqdm import tqdm as _", "import evaluate as _", "from tqdm.auto import tqdm as _")

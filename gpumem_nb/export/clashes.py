@@ -1,0 +1,70 @@
+"""Somebody's own code in a script: whether it stands there as it is, and means what it meant."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator
+
+from ..shared.errors import WorkloadError
+from .imports import imported_in
+from .order import Order
+
+
+def check_code(code: str, text: str) -> None:
+    """Refuse a script in which somebody's own code does not stand as it is.
+
+    Raises:
+        WorkloadError: it does not.
+    """
+    ours, whole = ([ast.dump(node) for node in ast.parse(one).body] for one in (code, text))
+    if not any(whole[first : first + len(ours)] == ours for first in range(len(whole))):
+        raise WorkloadError(
+            "Your code would stand in the script otherwise than it ran. Write its cells in plain Python, run "
+            "them again, and attach again."
+        )
+
+
+def check_names(order: Order, bare: str) -> None:
+    """Refuse names that mean one thing in somebody's own code and another in the rest of the script, or nothing.
+
+    Raises:
+        WorkloadError: naming one.
+    """
+    source = order.source
+    own = list(imported_in("\n".join([*source.imports, source.definitions])))
+    if order.ddp and ("hvd" in source.uses or any(what.partition(".")[0] == "horovod" for _, what in own)):
+        raise WorkloadError(
+            "Your code uses Horovod, which is not started beside DistributedDataParallel. Export without --ddp "
+            "(ddp=False), or do without it."
+        )
+    theirs, imported = {*defined_in(bare), *_builtin_in(bare)}, dict(imported_in(bare))
+    found = {"device"} if source.kind == "cells" else set()  # which cells may define anew, and not import
+    clash = source.defines & ((theirs - found) | imported.keys())
+    clash |= {name for name, what in own if name in theirs or imported.get(name, what) != what}
+    if clash:
+        raise WorkloadError(f"Your code and the script both call something {min(clash)}. Rename yours.")
+
+
+def own_modules(order: Order) -> list[str]:
+    """Return the modules beside the notebook that the script imports, by name."""
+    source = order.source
+    nodes = list(ast.walk(ast.parse("\n".join([*source.imports, source.definitions]))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    return sorted({name.partition(".")[0] for name in names} & order.facts.modules.keys())
+
+
+def defined_in(text: str) -> Iterator[str]:
+    """What a module calls something at its top level, what it imports aside."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
+def _builtin_in(text: str) -> Iterator[str]:
+    """Python's own names that a module uses."""
+    names = (node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
+    return (name for name in names if hasattr(builtins, name))

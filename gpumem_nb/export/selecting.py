@@ -1,0 +1,253 @@
+"""Which of the cells that ran on ranks a script needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..shared.exporting import Cell
+from .cells import OFFERED, Part, Relations, parts_of
+from .files import calls
+from .imports import brought_by_all, imported_in
+from .plain import with_named_imports, without_timing
+from .sameness import same_annotations
+from .shown import READERS, only_shown
+from .statements import BUILTIN, NOTEBOOK
+from .unclear import (
+    in_short,
+    missing,
+    refuse_annotations,
+    refuse_drawing,
+    refuse_everything,
+    refuse_magic,
+    refuse_odd_save,
+    refuse_setting,
+    refuse_unclear,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The cells that a script needs.
+
+    Attributes:
+        text: their code, in order.
+        seed: where random numbers of cells began, before what is in it.
+        uses: names of :data:`OFFERED` that it uses, and IPython's ``display``.
+        binds: names that it defines, and does not only import.
+        left_out: statements that do something outside of the script, such as making files, and are not in it.
+        settings: statements in it that set something of the whole process.
+        plots: whether it imports matplotlib or seaborn.
+        saves: whether functions in it write files by ``torch.save``.
+        lazy: whether annotations of it are not evaluated.
+    """
+
+    text: str
+    seed: int
+    uses: frozenset[str]
+    binds: frozenset[str]
+    left_out: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    plots: bool = False
+    lazy: bool = False
+    saves: bool = False
+
+
+def settings_in(cells: Sequence[Cell]) -> list[str]:
+    """Return the statements that set something of whole processes, apart from seeds, or of what they import."""
+    parts = parts_of(cells)
+    relations = Relations(parts)
+    return list(dict.fromkeys(one.text for place in range(len(parts)) for one in relations.settings(place)))
+
+
+def selected(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: bool) -> Selected:
+    """Return the cells that define the names, or may change what they stand for: each as a whole.
+
+    A cell that drew random numbers before one that is needed is there too, unless they were seeded in between.
+
+    Args:
+        cells: in the order in which they ran.
+        names: what must be defined in the end.
+        seed: of the random numbers of cells when the first of them ran.
+        forgotten: whether there were earlier ones.
+
+    Raises:
+        WorkloadError: a name is not defined by cells that ran well on all ranks, or what it is cannot be told.
+    """
+    selection = _Selection(cells, frozenset(names))
+    places, lacking, uses = selection.kept()
+    if lacking:
+        raise missing([Cell(without_timing(cell.source), pushed=cell.pushed) for cell in cells], lacking, forgotten)
+    kept = [selection.parts[place] for place in places]
+    lazy = any(part.plain.lazy for part in kept)
+    for part in kept:
+        if not same_annotations(part.plain.text, part.plain.lazy, lazy):
+            refuse_annotations(in_short(part.plain.text))
+    first = min((part.number for part in kept), default=0)
+    seeds = [cell.seed for cell in cells[: first + 1] if cell.seed is not None]
+    packages = {what.partition(".")[0] for part in kept for _, what in imported_in(part.plain.text)}
+    return Selected(
+        text=_joined(kept, cells),
+        seed=seeds[-1] if seeds else seed,
+        uses=uses,
+        binds=frozenset(name for part in kept for name in _defined(part)),
+        left_out=tuple(dict.fromkeys(reversed(selection.left_out))),
+        settings=tuple(one.text for place in places for one in selection.relations.settings(place)),
+        plots=bool({"matplotlib", "seaborn"} & packages),
+        lazy=lazy,
+        saves=any(calls("torch.save", one.text) for part in kept for one in part.statements),
+    )
+
+
+def _defined(part: Part) -> Iterator[str]:
+    for one in part.statements:
+        yield from () if one.imports else one.binds | one.binds_late
+
+
+class _Selection:
+    """Backwards from the end: what defines or changes a name that is still needed there.
+
+    Functions are bound to what they use when they are called. So wherever something runs, the names that kept functions
+    before it use are needed too, and so they are in the end. Which functions are kept shows only then, so this is done
+    until nothing is added.
+    """
+
+    def __init__(self, cells: Sequence[Cell], names: frozenset[str]) -> None:
+        self._cells, self._names = cells, names
+        self.parts = parts_of(cells)
+        self.relations = Relations(self.parts)
+        shown = not READERS & self.relations.bound
+        self._shown = only_shown([part.statements for part in self.parts]) if shown else frozenset[int]()
+        self._ever = names  # names that are needed anywhere
+        self._late: dict[str, int] = {}  # names that kept functions use, and the place of the first of these
+        self.left_out: list[str] = []
+
+    def kept(self) -> tuple[list[int], frozenset[str], frozenset[str]]:
+        """Return places of what is kept, names that are needed and not defined, and those of the ranks' own."""
+        while True:
+            before = dict(self._late), self._ever
+            places, live, first = self._pass()
+            if (self._late, self._ever) == before:
+                break
+        parts = [self.parts[place] for place in places]
+        bound = {name for part in parts for name in part.binds}
+        used = {name for part in parts for name in part.reads | part.late} | self._names
+        lacking = (live - bound | first) - OFFERED - BUILTIN - {"display"}
+        if any(map(self.relations.reaches, places)):  # which may define anything
+            lacking &= {name for cell in self._cells for name in cell.pushed} | NOTEBOOK
+        return places, frozenset(lacking), frozenset((OFFERED | {"display"}) & used - bound | OFFERED & first)
+
+    def _pass(self) -> tuple[list[int], set[str], set[str]]:
+        """Return places of what is kept, names that are needed before it, and those of them that surely are."""
+        live, kept, first = set(self._names | self._late.keys()), list[int](), set(self._names)
+        self.left_out.clear()
+        drawing = -1  # the earliest cell so far that is needed and draws random numbers
+        ever, everything = set(self._ever), False  # whether what is kept may use any name
+        for place in reversed(range(len(self.parts))):
+            part = self.parts[place]
+            cell = self._cells[part.number]
+            self._check_stars(place, live)
+            seeded = any(one.seed is not None for one in self._cells[part.number + 1 : drawing + 1])
+            draws = (
+                cell.drew
+                and drawing >= 0
+                and not seeded
+                and (bool(part.statements) or part.plain.acted or not cell.source)
+            )
+            if not cell.known:
+                if draws:
+                    refuse_drawing(cell)
+                self._check_unclear(place, live, kept)
+                self._leave_out(place) if cell.finished else None
+                continue
+            needed = part.binds & live or draws or self._changes(place, live)
+            if not (needed or (everything and part.statements)):
+                self._leave_out(place)
+                continue
+            self._check(part, cell)
+            kept.append(place)
+            self.left_out += reversed(part.plain.left_out)
+            everything = everything or self.relations.reaches(place)
+            live = (live - part.surely) | part.reads
+            ever |= live | part.binds
+            first = first - part.binds | part.first
+            if part.acts:
+                live |= {name for name, where in self._late.items() if where < place}
+            for name in part.late:
+                self._late[name] = min(place, self._late.get(name, place))
+            if cell.drew and part.acts:
+                drawing = part.number
+        kept.reverse()
+        self._ever = frozenset(ever)
+        return kept, live, first
+
+    def _leave_out(self, place: int) -> None:
+        self.left_out += reversed([*self.parts[place].plain.left_out, *self.relations.files_of(place)])
+
+    def _check(self, part: Part, cell: Cell) -> None:
+        """Refuse what cannot be kept as it is."""
+        if part.plain.acted and cell.drew:
+            refuse_magic()
+        if part.plain.odd_save:
+            refuse_odd_save(part.plain.odd_save)
+        for one in part.statements:
+            if brought_by_all(one.text) is None:
+                refuse_everything(one.text, min(part.binds - part.imports or self._names))
+
+    def _check_stars(self, place: int, live: set[str]) -> None:
+        """Refuse an import of ``*`` that may have replaced something that is needed after it."""
+        part = self.parts[place]
+        for one in part.statements:
+            brought = brought_by_all(one.text)
+            if brought is None or not self._cells[part.number].known:
+                before = {name for earlier in self.parts[:place] for name in earlier.binds}
+                if names := (live if brought is None else live & brought) & before - OFFERED:
+                    refuse_everything(one.text, min(names))
+
+    def _changes(self, place: int, live: Collection[str]) -> bool:
+        """Return whether a part may change something that is needed."""
+        if self.relations.doubtful(place):
+            return True
+        part = self.parts[place]
+        if part.looks or place in self._shown:
+            return False
+        return self.relations.pokes(place, self._ever) or (part.acts and self.relations.touches(place, live))
+
+    def _check_unclear(self, place: int, live: set[str], kept: Sequence[int]) -> None:
+        """Refuse a part that is no known cell's and concerns what is needed, with what is kept after it."""
+        part, cell = self.parts[place], self._cells[self.parts[place].number]
+        concerned = (part.binds - part.imports) & live
+        if not concerned and not part.looks and place not in self._shown:
+            doubtful = [*self.relations.settings(place), *(one for one in part.statements if one.reaches)]
+            again = self._said_again(place, kept)
+            if unclear := [one.text for one in doubtful if one.text not in again]:
+                refuse_setting(cell, unclear[0])
+            if part.acts and self.relations.touches(place, live):
+                used = {name for one in part.statements for name in one.reads} - OFFERED - BUILTIN - NOTEBOOK
+                concerned = frozenset(used - part.imports - self.relations.imported or used)
+        if concerned:
+            known = {name for one in self.parts if self._cells[one.number].known for name in one.binds}
+            refuse_unclear(cell, min(concerned), bool(concerned & known))
+
+    def _said_again(self, place: int, kept: Sequence[int]) -> set[str]:
+        """Return what known cells say before anything acts that is kept and is not in this part."""
+        here, found = {one.text for one in self.parts[place].statements}, set[str]()
+        for later in reversed(kept):
+            for one in self.parts[later].statements:
+                found.add(one.text)
+                if one.acts and one.text not in here:
+                    return found
+        return found
+
+
+def _joined(parts: Sequence[Part], cells: Sequence[Cell]) -> str:
+    """Return the cells, a blank line between them; and where random numbers were seeded in between."""
+    used = {name for part in parts for one in part.statements for name in one.reads | one.late}
+    texts, before = list[str](), len(cells)
+    for part in parts:
+        seeds = [cell.seed for cell in cells[before + 1 : part.number] if cell.seed is not None]
+        if seeds:
+            texts.append("torch.manual_seed({0})\nnp.random.seed({0})\nrandom.seed({0})".format(seeds[-1]))
+        texts.append(with_named_imports(part.plain.text.strip("\n"), used))
+        before = part.number
+    return "\n\n".join(texts)

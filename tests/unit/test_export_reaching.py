@@ -1,0 +1,54 @@
+"""Cells that reach variables by other ways than their names, which a script keeps whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.exporting import Cell
+
+from .test_export_cells import sliced
+
+REACHING = [
+    "globals()['net'].clear()",
+    "exec('net.clear()')",
+    "exec(code)",
+    "vars()['net'].clear()",
+    "locals()['net'].clear()",
+    "eval('net.clear()')",
+    "import sys\nsys.modules['__main__'].net.clear()",
+    "import __main__\n__main__.net.clear()",
+    "for name, value in list(globals().items()):\n    if isinstance(value, list):\n        value.clear()",
+    "import gc\nfor one in gc.get_objects():\n    one.clear() if one is net_of_old else None",
+    "__import__('__main__').net.clear()",
+    "def change():\n    globals()['net'].clear()\nchange()",
+    "run = exec\nrun('net.clear()')",
+    "def outer(): return inner()\ndef inner(): exec('net.clear()', globals())\nouter()",
+    "exec('net = [2]')",
+    "globals().update(net=[3])",
+    "(lambda: globals())()['net'].clear()",
+]
+
+
+@pytest.mark.parametrize("cell", REACHING)
+def test_cells_that_may_reach_anything_are_kept_whole_with_all_before_them(cell: str) -> None:
+    cells = ("code = 'net.clear()'", "net_of_old = 3\nprint(code)", "net = [1]", cell, "other = 4")
+    assert sliced(*cells) == "\n\n".join(cells[:-1])
+    with pytest.raises(WorkloadError, match="cannot be told"):
+        sliced(*cells[:3], Cell(cell, everywhere=False))
+
+
+def test_a_function_that_reaches_anything_is_kept_where_it_is_called() -> None:
+    cells = ("def change():\n    globals()['net'].clear()", "net = [1]", "change()", "later = 3")
+    assert sliced(*cells) == "\n\n".join(cells[:-1])
+
+
+def test_what_only_such_a_cell_defines_is_not_missing_but_what_was_pushed_is() -> None:
+    cell = "exec('net = [1]')\nsize = width"
+    with pytest.raises(WorkloadError, match=r"needs width.*pushed"):
+        sliced(Cell(pushed=("width",)), cell)
+    assert sliced("width = 3", cell) == f"width = 3\n\n{cell}"
+
+
+def test_methods_that_are_called_like_such_functions_reach_nothing() -> None:
+    assert sliced("net = [1]", "old = [2]\nold.eval()\nlist(old.modules())\nvars(old)\nold.compile()") == "net = [1]"
