@@ -6,7 +6,8 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from ..shared.exporting import Cell
 from .files import makes_files
@@ -79,9 +80,19 @@ def parts_of(cells: Sequence[Cell]) -> list[Part]:
     return parts
 
 
+def _brought(node: ast.stmt) -> Collection[str]:
+    """Return what imports of ``*`` bring, of Python's own modules."""
+    return (brought_by_all(ast.unparse(node)) or ()) if isinstance(node, ast.ImportFrom | ast.Try | ast.If) else ()
+
+
 def _part(plain: PlainCell, number: int) -> Part:
+    return replace(_looked_at(plain), number=number)
+
+
+@lru_cache(maxsize=1000)  # cells run again, and scripts are written again
+def _looked_at(plain: PlainCell) -> Part:
     nodes = [node for node in ast.parse(plain.text).body if not is_future(node)]
-    statements = [statement(node, plain.lazy, brought_by_all(ast.unparse(node)) or ()) for node in nodes]
+    statements = [statement(node, plain.lazy, _brought(node)) for node in nodes]
     binds, surely, fresh, reads, first, late = (set[str]() for _ in range(6))
     for one in statements:
         late |= one.late
@@ -91,7 +102,7 @@ def _part(plain: PlainCell, number: int) -> Part:
         fresh |= one.fresh - first
         surely = (surely | one.surely) - one.deletes
     return Part(
-        number,
+        0,
         plain,
         tuple(statements),
         binds=frozenset(binds),
@@ -136,6 +147,7 @@ class Relations:
             name for one in statements if not (one.imports or one.constant or one.defines) for name in one.binds
         }
         self._defined = self.bound - changing - self.imported - {n for p in parts if not p.statements for n in p.binds}
+        self._fixed = self.imported | self._defined | OFFERED | BUILTIN | NOTEBOOK
         self._meant = {name: what for one in statements if one.imports for name, what in imported_in(one.text)}
         self._package = {name: what.partition(".")[0] for name, what in self._meant.items()}
         used = {name for one in statements for name in one.reads | one.late | one.binds_late}
@@ -235,7 +247,7 @@ class Relations:
 
     def _stands(self, name: str) -> bool:
         """Return whether a name may stand for an object that changes."""
-        return name not in self.imported | self._defined and name not in OFFERED | BUILTIN | NOTEBOOK
+        return name not in self._fixed
 
     def _nodes(self, place: int) -> Iterator[_Version]:
         """Yield what a part uses and defines."""

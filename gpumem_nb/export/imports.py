@@ -71,7 +71,7 @@ def named(text: str, names: Collection[str]) -> str:
 def brought_by_all(text: str) -> frozenset[str] | None:
     """Return names that imports of ``*`` in some code bring; ``None`` if some are not of Python's own modules."""
     found = set[str]()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(text)) if "*" in text else ():
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             brought = _brought(node)
             if brought is None:

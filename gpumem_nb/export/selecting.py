@@ -17,6 +17,7 @@ from .unclear import (
     in_short,
     missing,
     refuse_annotations,
+    refuse_code,
     refuse_drawing,
     refuse_everything,
     refuse_magic,
@@ -191,6 +192,10 @@ class _Selection:
         if part.plain.odd_save:
             refuse_odd_save(part.plain.odd_save)
         for one in part.statements:
+            if one.waits:
+                refuse_code(one.text, "a script cannot wait outside of functions")
+            if any(what.partition(".")[0] == "gpumem_nb" for _, what in imported_in(one.text)):
+                refuse_code(one.text, "a script does without gpumem_nb")
             if brought_by_all(one.text) is None:
                 refuse_everything(one.text, min(part.binds - part.imports or self._names))
 

@@ -16,6 +16,7 @@ NOTEBOOK = frozenset({"get_ipython", "display"})
 BUILTIN = frozenset(dir(builtins)) - NOTEBOOK | {"__name__", "__doc__", "__file__"}
 LOOKS = frozenset({"print", "display", "len", "type", "help", "dir", "repr", "id"})
 """Functions that only show something."""
+_WAITS = ast.Await | ast.AsyncFor | ast.AsyncWith
 _COMPREHENSIONS = {"listcomp", "setcomp", "dictcomp", "genexpr"}
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _DEFINITIONS = _FUNCTIONS | ast.ClassDef
@@ -65,6 +66,7 @@ class Statement:
         constant: whether it names numbers, text, or tuples of them.
         acts: whether anything runs in it but definitions.
         looks: whether it only shows something.
+        waits: whether it waits outside of functions, as a cell may and a script may not.
     """
 
     text: str
@@ -90,6 +92,7 @@ class Statement:
     constant: bool
     acts: bool
     looks: bool
+    waits: bool
 
 
 def statement(node: ast.stmt, lazy: bool, brought: Collection[str]) -> Statement:
@@ -101,9 +104,10 @@ def statement(node: ast.stmt, lazy: bool, brought: Collection[str]) -> Statement
         brought: names that an import in it brings by ``*``.
     """
     text = ast.unparse(node)
-    table = symtable.symtable(text, "cell", "exec")
+    known = _WithoutAwait.of(text) if "await" in text or "async" in text else text
+    table = symtable.symtable(known, "cell", "exec")
     binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()} | set(brought)
-    table = symtable.symtable(f"from __future__ import annotations\n{text}", "cell", "exec") if lazy else table
+    table = symtable.symtable(f"from __future__ import annotations\n{known}", "cell", "exec") if lazy else table
     reads = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
     own = [*_outside_functions(node)]
     reads -= {name for one in own for name in _given(one)} - {name for one in own for name in _read_before(one)}
@@ -145,7 +149,30 @@ def statement(node: ast.stmt, lazy: bool, brought: Collection[str]) -> Statement
         constant=constant,
         acts=not (imports or constant or _only_defines(node)),
         looks=_only_looks(node),
+        waits=any(isinstance(one, _WAITS) or getattr(one, "is_async", 0) for one in own),
     )
+
+
+class _WithoutAwait(ast.NodeTransformer):
+    """Code of a cell that waits at its top level, which a module does not do: as if it did not wait."""
+
+    @classmethod
+    def of(cls, text: str) -> str:
+        """Return such code."""
+        return ast.unparse(ast.fix_missing_locations(cls().visit(ast.parse(text))))
+
+    def visit_Await(self, node: ast.Await) -> ast.AST:
+        return self.visit(node.value)  # type: ignore[no-any-return]
+
+    def visit_AsyncFor(self, node: ast.AsyncFor) -> ast.AST:
+        return self.generic_visit(ast.For(node.target, node.iter, node.body, node.orelse))
+
+    def visit_AsyncWith(self, node: ast.AsyncWith) -> ast.AST:
+        return self.generic_visit(ast.With(node.items, node.body))
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
+        node.is_async = 0
+        return self.generic_visit(node)
 
 
 def root(node: ast.AST) -> str:

@@ -92,6 +92,18 @@ def refuse_everything(text: str, name: str) -> None:
     )
 
 
+def refuse_code(text: str, why: str) -> None:
+    """Refuse a statement that cannot stand in a script.
+
+    Raises:
+        WorkloadError: always.
+    """
+    raise WorkloadError(
+        f"`{in_short(text)}` is in a cell that the script needs, and {why}. Take it out of that cell, run the cells "
+        "that made model and data again, and attach again."
+    )
+
+
 def refuse_magic() -> None:
     """Refuse lines of IPython's that drew random numbers, which a script does not do again.
 

@@ -52,3 +52,15 @@ def test_what_only_such_a_cell_defines_is_not_missing_but_what_was_pushed_is() -
 
 def test_methods_that_are_called_like_such_functions_reach_nothing() -> None:
     assert sliced("net = [1]", "old = [2]\nold.eval()\nlist(old.modules())\nvars(old)\nold.compile()") == "net = [1]"
+
+
+def test_what_a_script_cannot_do_is_refused_where_it_is_needed() -> None:
+    for cell, why in (
+        ("import asyncio\nnet = await asyncio.sleep(0, [1])", "cannot wait outside of functions"),
+        ("async with lock:\n    net = [one async for one in rows]", "cannot wait outside of functions"),
+        ("import gpumem_nb as gm\nnet = [gm]", "does without gpumem_nb"),
+    ):
+        with pytest.raises(WorkloadError, match=why):
+            sliced("lock = rows = [1]", cell)
+        assert sliced("lock = rows = [1]", cell, "net = 2") == "net = 2"
+    assert "await" in sliced("async def f():\n    await f()\nnet = [f]")
