@@ -1,0 +1,144 @@
+"""Whole notebooks: what the cells of a script make is what the notebook had, whatever the cells do meanwhile."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from IPython.core.inputtransformer2 import TransformerManager
+
+from gpumem_nb.export.selecting import selected
+from gpumem_nb.shared.exporting import Cell
+
+BEGIN = "import torch, random\nfrom torch import nn\nimport numpy as np\nWIDTH = 4"
+DATA = "rows = torch.randn(8, WIDTH)\nlabels = torch.arange(8) % 3"
+MODEL = """# The model.
+class Net(nn.Module):
+    scale = 1.0
+    def __init__(self, width):
+        super().__init__()
+        self.inner, self.norm, self.out = nn.Linear(width, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+    def forward(self, x): return self.scale * self.out(self.norm(self.inner(x)))
+net = Net(WIDTH)
+print(net)"""
+TRAIN = """
+def step(rate=0.1):
+    loss = nn.functional.cross_entropy(net(rows), labels)
+    loss.backward()
+    with torch.no_grad():
+        for p in net.parameters():
+            p -= rate * p.grad
+            p.grad = None
+    return loss.item()
+"""
+NOTEBOOKS: list[list[str]] = [
+    [BEGIN, DATA, MODEL, "net.eval()", "torch.manual_seed(3)\nnet = Net(WIDTH)"],
+    [BEGIN, DATA, MODEL, TRAIN, "losses = [step() for _ in range(3)]", "print(losses)", "net(rows)"],
+    [BEGIN, MODEL, MODEL, "torch.randn(3)", MODEL],
+    [BEGIN, MODEL, "part = net.inner", "with torch.no_grad():\n    part.weight.fill_(0.5)", "part = 3"],
+    [BEGIN, MODEL, "for name in ['inner', 'out']:\n    getattr(net, name).weight.requires_grad_(False)"],
+    [BEGIN, MODEL, "state = {k: v * 0 for k, v in net.state_dict().items()}", "net.load_state_dict(state)"],
+    [BEGIN, MODEL, "Net.scale = 3.0", "old = Net(WIDTH)"],
+    [BEGIN, MODEL, "k = Net", "k.scale = 2.0"],
+    [BEGIN, MODEL, "setattr(Net, 'scale', 2.5)"],
+    [BEGIN, MODEL, "globals()['net'].scale = 4.0"],
+    [BEGIN, MODEL, "exec('net.scale = WIDTH')", "WIDTH = 8"],
+    [BEGIN, "exec('WIDTH = 6')", MODEL],
+    [BEGIN, MODEL, "def grow():\n    vars()\n    globals()['net'] = Net(2)", "grow()", "x = 1"],
+    [BEGIN, MODEL, "import sys\nsetattr(sys.modules[__name__], 'made', 2) if False else None", "net.scale = 2.0"],
+    [BEGIN, "def make():\n    return Net(WIDTH)", MODEL, "net = make()", "WIDTH = 9"],
+    [BEGIN, DATA, MODEL, TRAIN, "step()", "def step(): return 0", "step()", TRAIN, "step(0.2)"],
+    [BEGIN, DATA, MODEL, TRAIN, "%time step()", "%%time\nlast = step()\nlast", "!ls"],
+    [BEGIN, DATA, "%%capture\nrows = rows * 2\nprint(rows)", MODEL, TRAIN, "step()"],
+    [
+        BEGIN,
+        DATA,
+        MODEL,
+        "torch.save(net.state_dict(), 'best.pt')",
+        TRAIN,
+        "step()\ntorch.save(net.state_dict(), 'best.pt')",
+    ],
+    [BEGIN, DATA, MODEL, TRAIN + "def keep():\n    step()\n    return net", "other = keep()", "del other"],
+    [BEGIN, "torch.set_default_dtype(torch.float64)", MODEL, "torch.set_default_dtype(torch.float32)"],
+    [BEGIN, "random.seed(5)\nnp.random.seed(5)", MODEL, "with torch.no_grad():\n    net.out.bias += random.random()"],
+    [
+        BEGIN,
+        MODEL,
+        "net.extra = [1]",
+        "more = net.extra",
+        "more += [2]",
+        "more.append(3)\nnet.scale = float(sum(more))",
+    ],
+    [BEGIN, MODEL, "parts = [net.inner, net.out]", "for part in parts:\n    nn.init.constant_(part.weight, 0.3)"],
+    [BEGIN, MODEL, "class Net(Net):\n    scale = 7.0", "net = Net(WIDTH)"],
+    [BEGIN, MODEL, "a = b = net", "b.scale = 9.0"],
+    [BEGIN, MODEL, "if WIDTH > 3:\n    net.scale = 2.0\nelse:\n    net = None"],
+    [BEGIN, MODEL, "try:\n    net.scale = net.missing\nexcept AttributeError:\n    net.scale = 6.0"],
+    [BEGIN, "from math import *\nWIDTH = int(sqrt(16))", MODEL, "net.scale = pi"],
+    [BEGIN, MODEL, "f = lambda: setattr(net, 'scale', 8.0)", "f()"],
+    [BEGIN, MODEL, "import functools", "g = functools.partial(setattr, net, 'scale')", "g(5.0)"],
+    [BEGIN, MODEL, "@torch.no_grad()\ndef zero(module):\n    module.weight.zero_()", "zero(net.inner)"],
+    [BEGIN, MODEL, "net.scale: float = 5.0", "n = 0\nwhile n < 3:\n    n += 1\n    net.scale += n"],
+    [BEGIN, MODEL, "copies = {'a': net}", "copies['a'].scale = 3.5", "copies = None"],
+    [BEGIN, MODEL, "hook = net.register_forward_hook(lambda *_: None)", "hook.remove()", "net.scale = 2.0"],
+    [BEGIN, "with open('seen.txt', 'w') as file:\n    file.write('3')", "WIDTH = int(open('seen.txt').read())", MODEL],
+]
+
+
+def ran(cells: list[str]) -> tuple[list[Cell], dict[str, Any]]:
+    """The record of some cells, and the names that they leave."""
+    names, record = begun(), []
+    for cell in cells:
+        source = TransformerManager().transform_cell(cell)
+        before = numbers()
+        exec(source, names)
+        record.append(Cell(source, drew=numbers() != before))
+    return record, names
+
+
+def begun() -> dict[str, Any]:
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(0)
+    torch.set_default_dtype(torch.float32)
+    shell = type("Shell", (), {"system": print, "run_line_magic": run, "run_cell_magic": run})
+    return {"__name__": "script", "torch": torch, "get_ipython": shell, "display": print}
+
+
+def run(name: str, *code: str) -> Any:
+    """As IPython does; finds the names of the cell that calls it."""
+    names = sys._getframe(1).f_globals
+    source = TransformerManager().transform_cell(code[-1])
+    exec(source, names)
+
+
+def numbers() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+
+
+def looked_at(net: Any) -> tuple[Any, ...]:
+    tensors = [(name, tensor.tolist(), str(tensor.dtype)) for name, tensor in net.state_dict().items()]
+    trained = [weight.requires_grad for weight in net.parameters()]
+    return type(net).__name__, net.scale, type(net).scale, net.training, tensors, trained
+
+
+@pytest.mark.parametrize("cells", NOTEBOOKS, ids=lambda cells: cells[-1][:40])
+def test_a_script_makes_what_the_notebook_had(
+    cells: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    record, there = ran(cells)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    found = selected(record, ["net"], 0, forgotten=False)
+    here = begun()
+    del here["get_ipython"]
+    try:
+        exec(compile(found.text, "script", "exec", dont_inherit=True), here)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert looked_at(here["net"]) == looked_at(there["net"])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
