@@ -106,7 +106,7 @@ def put_back(session: Session) -> bool:
     try:
         session.pause()
         session.set(**Policy().as_dict())
-        session.run(internals.put_back(_names), timeout=HANG_S)
+        session.run(internals.run_unrecorded, internals.put_back(_names), timeout=HANG_S)
         session.seed(DEFAULT_SEED)
         load_afresh(session)
     except (GpumemError, TimeoutError):  # they have ended, or a test that failed has left them as they are

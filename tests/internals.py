@@ -241,6 +241,10 @@ def after_each_step(note):
 """
 
 
+run_unrecorded = eval("lambda code: exec(code, __import__('gpumem_nb.engine.rank', fromlist=['rank']).namespace())")
+"""Runs code among a rank's variables, but as a function does: an export knows nothing of it."""
+
+
 def put_back(names: Iterable[str]) -> str:
     """Code that undoes ``after_each_step``, and deletes the rank's variables but for those of these names."""
     return f"""

@@ -211,11 +211,11 @@ class _Selection:
 
     def _changes(self, place: int, live: Collection[str]) -> bool:
         """Return whether a part may change something that is needed."""
-        if self.relations.doubtful(place):
-            return True
         part = self.parts[place]
         if part.looks or place in self._shown:
             return False
+        if self.relations.doubtful(place):
+            return True
         return self.relations.pokes(place, self._ever) or (part.acts and self.relations.touches(place, live))
 
     def _check_unclear(self, place: int, live: set[str], kept: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from .imports import PLOTTING, imported_in
 from .statements import LOOKS, Statement, root
 
 _READING = LOOKS | {"range", "round", "abs", "str", "int", "float", "bool", "isinstance", "hasattr"}
+_READING |= {"globals", "locals", "vars"}
 _ITERATING = {"sum", "min", "max", "list", "tuple", "set", "dict", "sorted", "enumerate", "zip", "any", "all"}
 READERS = _READING | _ITERATING
 """Python's own functions that change nothing, unless cells call something else so."""

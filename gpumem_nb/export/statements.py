@@ -26,7 +26,7 @@ _SETTING = re.compile(
     r"(?!.*(seed|print|verbosity|option$))(set|use_|enable|disable|register|add_safe|update|chdir|putenv)"
 )
 _OF_LISTS = {"insert", "append", "extend", "remove", "pop", "clear"}
-_REACHING = {"exec", "eval", "globals", "locals", "__import__", "__builtins__"}
+_REACHING = {"exec", "eval", "globals", "locals", "__builtins__"}
 _REACHING_INSIDE = {
     "__globals__",
     "f_globals",
@@ -320,8 +320,9 @@ def _parts_in(value: ast.AST) -> Iterator[str]:
 
 def _reaches(node: ast.AST) -> bool:
     """Return whether a part of a statement may reach names that do not stand in it."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "vars":
-        return not node.args
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("vars", "__import__"):
+        given = [getattr(one, "value", "__main__") for one in node.args]
+        return "__main__" in given if node.func.id == "__import__" else not given
     if isinstance(node, ast.Attribute):
         return node.attr in _REACHING_INSIDE or dotted(node, {}) == "sys.modules"
     if isinstance(node, ast.Import | ast.ImportFrom):

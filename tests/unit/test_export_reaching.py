@@ -50,8 +50,20 @@ def test_what_only_such_a_cell_defines_is_not_missing_but_what_was_pushed_is() -
     assert sliced("width = 3", cell) == f"width = 3\n\n{cell}"
 
 
+def test_cells_that_only_read_what_there_is_do_not_matter() -> None:
+    for cell in ("sorted(globals())", "'net' in globals()", "[name for name in vars()]", "print(len(locals()))"):
+        assert sliced("net = [1]", cell) == "net = [1]"
+        assert sliced(Cell(cell, everywhere=False), "net = [1]", Cell(cell, everywhere=False)) == "net = [1]"
+
+
 def test_methods_that_are_called_like_such_functions_reach_nothing() -> None:
-    assert sliced("net = [1]", "old = [2]\nold.eval()\nlist(old.modules())\nvars(old)\nold.compile()") == "net = [1]"
+    assert (
+        sliced(
+            "net = [1]",
+            "old = [2]\nold.eval()\nlist(old.modules())\nvars(old)\nold.compile()\n__import__('gc').collect()",
+        )
+        == "net = [1]"
+    )
 
 
 def test_what_a_script_cannot_do_is_refused_where_it_is_needed() -> None:
