@@ -8,6 +8,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,14 @@ def _own_modules() -> dict[str, str]:
     installed |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     ours, found = __name__.partition(".")[0], dict[str, str]()
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        place = file or next(iter(getattr(module, "__path__", ())), None)  # a package without an __init__.py
-        if "." in name or name in (ours, "__main__", "__mp_main__") or not place:
+        known: dict[str, Any] = {}
+        with suppress(Exception):  # some stand in for modules, or are loaded when they are looked at
+            known = object.__getattribute__(module, "__dict__")
+        file, package = known.get("__file__"), list(known.get("__path__") or ())
+        place = file or next(iter(package), None)  # a package without an __init__.py
+        if "." in name or name in (ours, "__main__", "__mp_main__") or not isinstance(place, str):
             continue
-        folder = Path(place).parent.parent if file and hasattr(module, "__path__") else Path(place).parent
+        folder = Path(place).parent.parent if file and package else Path(place).parent
         if not any(folder.is_relative_to(one) for one in installed if one):
             found[name] = str(folder)
     order = [os.path.abspath(entry) for entry in sys.path]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 
 from ..shared.errors import WorkloadError
 from .imports import imported_in
@@ -46,13 +48,19 @@ def check_names(order: Order, bare: str) -> None:
         raise WorkloadError(f"Your code and the script both call something {min(clash)}. Rename yours.")
 
 
-def own_modules(order: Order) -> list[str]:
-    """Return the modules beside the notebook that the script imports, by name."""
-    source = order.source
+def own_modules(order: Order) -> dict[str, str]:
+    """Return the modules beside the notebook that the script imports, each with its folder.
+
+    Modules that functions import, and have not imported yet, are looked for in the session's folder.
+    """
+    source, facts = order.source, order.facts
     nodes = list(ast.walk(ast.parse("\n".join([*source.imports, source.definitions]))))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
-    return sorted({name.partition(".")[0] for name in names} & order.facts.modules.keys())
+    tops = sorted({name.partition(".")[0] for name in names} - {"", *sys.stdlib_module_names})
+    found = {name: facts.modules.get(name, "") for name in tops}
+    there = {name: PathFinder.find_spec(name, [facts.folder]) for name, folder in found.items() if not folder}
+    return {name: folder or facts.folder for name, folder in found.items() if folder or there.get(name)}
 
 
 def defined_in(text: str) -> Iterator[str]:

@@ -132,13 +132,10 @@ class Collector:
 
     def _plain(self, role: str, name: str = "") -> Callable[[Any], str]:
         def written(value: Any) -> str:
-            text = repr(value)
-            try:
-                plain = len(text) <= _LONGEST_VALUE and _is_plain(value) and ast.literal_eval(text) == value
-            except (ValueError, SyntaxError):
-                plain = False
-            if plain:
-                return text
+            if _is_plain(value) and len(text := repr(value)) <= _LONGEST_VALUE:
+                with suppress(ValueError, SyntaxError):  # not a number, for example
+                    if ast.literal_eval(text) == value:
+                        return text
             what = f"{name}, a {type(value).__name__} of the notebook" if name else f"a {type(value).__name__}"
             raise WorkloadError(
                 f"The workload's {role} uses {what}, which cannot be written into a script. Make it inside of the "

@@ -26,6 +26,7 @@ class PlainCell:
         left_out: statements that are not in it though they do something.
         acted: the first of them that runs code under a magic; empty without any.
         odd_save: a statement that writes a file and does something else; empty without any.
+        same: whether the rest of it is the code that ran.
         lazy: whether its annotations are not evaluated: ``from __future__ import annotations``.
     """
 
@@ -34,6 +35,7 @@ class PlainCell:
     acted: str
     odd_save: str
     lazy: bool
+    same: bool = True
 
 
 def plain_cell(source: str, meant: Mapping[str, str]) -> PlainCell:
@@ -49,12 +51,14 @@ def plain_cell(source: str, meant: Mapping[str, str]) -> PlainCell:
     told = [node for node in removed if may_act(node) or saves(node) or makes_files(node, meant)]
     texts = [ast.get_source_segment(source, node) or "" for node in told]
     odd = [node for node in _statements(tree.body) if saves(node) and not only_saves(node)]
+    text = _without(source, removed, tree.body)
     return PlainCell(
-        _without(source, removed, tree.body),
+        text,
         tuple(texts),
         next((text for node, text in zip(told, texts, strict=True) if may_act(node)), ""),
         next((ast.get_source_segment(source, node) or "" for node in odd), ""),
         any(is_future(node) for node in tree.body),
+        _is_rest(text, tree, removed),
     )
 
 
@@ -127,6 +131,22 @@ def _without(source: str, removed: Sequence[ast.stmt], body: Sequence[ast.stmt])
         stays = "" if node in body and alone else "pass"
         texts.append((node, stays + ("  " * bool(stays) + f"# not in the script: {said}" if alone else "")))
     return _replaced(source, texts)
+
+
+def _is_rest(text: str, tree: ast.Module, removed: Sequence[ast.stmt]) -> bool:
+    """Return whether some code is that of a module without these statements."""
+    gone = {*map(id, removed)}
+
+    class Rest(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST:
+            return ast.Pass() if id(node) in gone else self.generic_visit(node)
+
+    there = _parsed(text)
+    return there is not None and _dumped(Rest().visit(tree)) == _dumped(there)
+
+
+def _dumped(tree: ast.Module) -> list[str]:
+    return [ast.dump(node) for node in tree.body if not isinstance(node, ast.Pass)]
 
 
 def _replaced(source: str, texts: Sequence[tuple[ast.AST, str]]) -> str:

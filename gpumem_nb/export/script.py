@@ -216,10 +216,10 @@ class Values:
 
     def _paths(self) -> str:
         """Let the script import what lies beside the notebook, wherever the script lies itself."""
-        own = own_modules(self._order)
-        folders = [folder for folder in dict.fromkeys(self._facts.modules.values()) if folder != self._order.folder]
-        if not {self._facts.modules[name] for name in own} - {self._order.folder}:
+        own, here = own_modules(self._order), self._order.folder
+        if not {*own.values()} - {here}:
             return ""
+        folders = [one for one in dict.fromkeys([*self._facts.modules.values(), *own.values()]) if one != here]
         return f"sys.path[:0] = [{', '.join(map(quoted, folders))}]  # where the session has {', '.join(own)} from"
 
     def _join(self) -> Iterator[str]:

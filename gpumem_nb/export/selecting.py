@@ -189,6 +189,8 @@ class _Selection:
         """Refuse what cannot be kept as it is."""
         if part.plain.acted and cell.drew:
             refuse_magic()
+        if not part.plain.same:
+            refuse_code(part.plain.text, "would stand there otherwise than it ran")
         if part.plain.odd_save:
             refuse_odd_save(part.plain.odd_save)
         for one in part.statements:

@@ -255,8 +255,8 @@ def _of_places(order: Order) -> list[str]:
         f"the session's folder, {facts.folder}: relative paths in your code begin at the folder in which you start the "
         "script"
     ]
-    if elsewhere := [name for name in own_modules(order) if facts.modules[name] != order.folder]:
-        folders = ", ".join(dict.fromkeys(facts.modules[name] for name in elsewhere))
+    if elsewhere := {name: folder for name, folder in own_modules(order).items() if folder != order.folder}:
+        folders = ", ".join(dict.fromkeys(elsewhere.values()))
         told.append(f"the code of {', '.join(elsewhere)}: the script imports that from {folders}, which must be there")
     return told
 

@@ -112,7 +112,12 @@ def test_variables_of_horovod_are_those_of_the_settings_and_of_the_start() -> No
     assert "HOROVOD_CYCLE" not in written(Settings(cycle_time_ms=1), own, ddp=False, variables=started)
 
 
-def test_a_script_finds_the_modules_that_lie_beside_the_notebook() -> None:
+def test_a_script_finds_the_modules_that_lie_beside_the_notebook(tmp_path: Path) -> None:
+    (tmp_path / "later.py").write_text("raise ValueError('imported')")
+    lazily = replace(OWN, definitions="def f():\n    import later, json, missing")
+    assert f'sys.path[:0] = ["{tmp_path}"]  # where the session has later' in written(
+        Settings(), lazily, folder=str(tmp_path)
+    )
     modules = {"layers": "/project", "extra": "/project/src", "unused": "/other"}
     source = replace(OWN, definitions="def f():\n    from layers.blocks import B\n    import os, extra")
     text = written(Settings(), source, modules=modules)
