@@ -141,8 +141,8 @@ def _is_rest(text: str, tree: ast.Module, removed: Sequence[ast.stmt]) -> bool:
         def visit(self, node: ast.AST) -> ast.AST:
             return ast.Pass() if id(node) in gone else self.generic_visit(node)
 
-    there = _parsed(text)
-    return there is not None and _dumped(Rest().visit(tree)) == _dumped(there)
+    rest, there = Rest().visit(tree), _parsed(text)
+    return isinstance(rest, ast.Module) and there is not None and _dumped(rest) == _dumped(there)
 
 
 def _dumped(tree: ast.Module) -> list[str]:
