@@ -69,7 +69,8 @@ def defined_in(text: str) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Assign):
-            yield from (name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
+            names = (one for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name))
+            yield from (one.id for one in names if isinstance(one.ctx, ast.Store))
 
 
 def _builtin_in(text: str) -> Iterator[str]:
