@@ -295,6 +295,7 @@ def test_the_magic_says_what_is_not_carried_over_and_how_to_run_it(
     assert "mpiexec -n 2 --bind-to none" in str(written[0])
 
 
+@pytest.mark.full
 def test_what_autotune_tries_is_not_in_a_script(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
