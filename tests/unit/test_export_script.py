@@ -303,7 +303,8 @@ def test_cells_may_use_the_device_that_they_find_and_call_another_one_so() -> No
 
 
 def test_cells_open_no_windows_and_save_nothing_while_they_run() -> None:
-    code = "import torch\nimport matplotlib.pyplot as plt\ndef keep(x): torch.save(x, 'best.pt')\nkeep(1)\nplt.show()\ndisplay(3)"
+    code = "import torch\nimport matplotlib.pyplot as plt\ndef keep(x): torch.save(x, 'best.pt')\n"
+    code += "keep(1)\nplt.show()\ndisplay(3)"
     found = selected([Cell(code), Cell("net = keep")], ["net"], 0, forgotten=False)
     assert found.plots and found.saves and found.uses == {"display"}  # noqa: PT018
     assert "\n# not in the script: plt.show()\n" in found.text
