@@ -46,7 +46,6 @@ from .device_look import write_snapshot as write_snapshot
 from .names import OfferedNames, attached_names, taken
 from .plain_process import make_plain
 from .random_state import seed_all
-from .sharing import check_sharing
 from .step.parts import as_given
 from .step.trainer import Trainer
 from .storing import attached_objects, capture, restore
@@ -81,7 +80,7 @@ def set_up(config: RankConfig) -> RankInfo:
     nudge.listen()
     _session_started_s = config.epoch_time_s
     if not cpu:
-        check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))
+        rank_info.check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))
     _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
     _device.communicates_on(horovod_threads)
     collectives.greet(_device)

@@ -1,4 +1,4 @@
-"""What a rank says of itself when it has started."""
+"""What a rank says of itself when it has started, and whether it may."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from ..memory.device import Device
 from ..shared import cluster_records
+from ..shared.errors import StartError
 from ..shared.messages import RankInfo
 from ..shared.version import __version__
 
@@ -40,3 +41,17 @@ def of(device: Device) -> RankInfo:
             f"gpumem_nb {__version__}",
         ),
     )
+
+
+def check_sharing(ranks: int, gpus: int, nccl: bool) -> None:
+    """Refuse more ranks than GPUs on a host where Horovod was built on NCCL, which allows one rank a GPU.
+
+    Raises:
+        StartError: there are more ranks than GPUs.
+    """
+    if nccl and ranks > gpus:
+        raise StartError(
+            f"{ranks} ranks cannot share {gpus} GPU{'s' * (gpus != 1)} with this Horovod, because NCCL allows one rank "
+            f"on each. Start {max(1, gpus)}, or build Horovod so that ranks can share a GPU: "
+            "python -m gpumem_nb.install.horovod_build --gpu staged"
+        )
