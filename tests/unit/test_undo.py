@@ -397,3 +397,42 @@ def test_rows_that_a_cell_adds_to_the_data_are_told_of() -> None:
         assert "The data has 17 samples now and had 16 when it was attached" in reply.failure.message
     data.pop()
     assert trainer.run(Chunk(settings, 4, 1)).failure is None
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("before", ["a question", "a step after a cell", "a later step"])
+def test_a_large_weight_that_forward_writes_is_put_back_or_told_of(before: str) -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.table = nn.Parameter(torch.ones(20 * LARGE), requires_grad=False)
+            self.wrong = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.table.data.mul_(0.5)
+            if self.wrong:
+                raise ValueError("wrong")
+            return cast(Tensor, self.linear(x)) * self.table[0]
+
+    net = Large()
+    optimizer = torch.optim.SGD(net.linear.parameters(), lr=0.1)
+    workload = Workload("large", lambda: net, rows, loss, optimizer=lambda params: optimizer)
+    trainer = Trainer(workload, stream(), opened(), time.time())
+    settings = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
+    if before != "a question":
+        assert trainer.run(Chunk(settings, 1, 2)).failure is None
+    if before == "a step after a cell":
+        cells.one_more()
+    held = net.table.detach().clone()
+    net.wrong = True
+    reply = trainer.run(Chunk(settings.replace(batch_size=4), 2, 1, trial=before == "a question"))
+    assert reply.failure is not None
+    net.wrong = False
+    if torch.equal(net.table, held):
+        assert before == "a later step"
+    else:
+        told = trainer.run(Chunk(settings, 3, 1)).failure
+        assert told is not None
+        assert "wrote a large weight" in told.message
+    assert trainer.run(Chunk(settings, 4, 1)).failure is None

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...internals.torch_internals import MODULES_OWN
 from .changing import Key
-from .each import each
 from .reachable import CONTAINERS, PLAIN, Reachable
 
 _COUNTED = (int, float, str, bool, type(None))
@@ -182,6 +181,8 @@ class _Seen:
             return _holds_more(items)
         length, found = self._long.get(id(container), (-1, False))
         if length != len(items):
+            if len(self._long) > _LONG:  # of containers that are made anew in each step
+                self._long.clear()
             found = _holds_more(items)
             self._long[id(container)] = len(items), found
         return found
@@ -218,6 +219,21 @@ class _Contents:
 
 def _holds_more(items: Any) -> bool:
     return any(issubclass(kind, _FOLLOWED) for kind in set(map(type, _elements(items))))
+
+
+def each(parts: Iterable[Callable[[], Any]]) -> None:
+    """Call all of these, whatever one of them raises; afterwards raise the first error, with the others as notes."""
+    first: BaseException | None = None
+    for part in parts:
+        try:
+            part()
+        except BaseException as error:
+            if first is None:
+                first = error
+            else:
+                first.add_note(f"besides: {type(error).__name__}: {error}")
+    if first is not None:
+        raise first
 
 
 def _elements(items: Any) -> Any:

@@ -19,8 +19,7 @@ from ..copies import Aside, Shelf, host_copy, overwrite, quick_checksum
 from ..random_state import RandomState
 from ..step import optimizers
 from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
-from .each import each
-from .python_state import PythonState, Taken
+from .python_state import PythonState, Taken, each
 from .reachable import Reachable
 
 _PLAIN = (bool, int, float, complex, str, type(None))  # of an optimizer's attributes: a count of its steps, for example
@@ -137,8 +136,8 @@ class KeptWeights:
 
         Small ones are copied, and all that is ``trained`` if ``copy`` says so. Some models keep an average of that in
         weights of the same shapes, and bring it up to date in forward. Others that are large and not trained, such as
-        those below adapters, are not copied; nor are more bytes of the same shapes than are trained, as they are where
-        the last block of many is.
+        those below adapters, are only summed up; so are those of the same shapes if they have more bytes than what is
+        trained, as they have where the last block of many is.
         """
         ours = {id(weight): weight for weight in trained}
         shapes = {weight.shape for weight in ours.values()}
@@ -146,11 +145,11 @@ class KeptWeights:
         alike = [weight for weight in frozen if weight.shape in shapes and weight.nbytes > SMALL_BYTES]
         few = sum(weight.nbytes for weight in alike) <= sum(weight.nbytes for weight in ours.values())
         small = [weight for weight in frozen if weight.nbytes <= SMALL_BYTES]
-        large = [] if copy else [weight for weight in ours.values() if weight.nbytes > SMALL_BYTES]
-        summed = set(map(id, large))
-        own = (weight for weight in ours.values() if id(weight) not in summed)
-        kept = cls((*own, *small, *(alike if few else ())), large)
-        kept.of_trained = not large
+        own = [weight for weight in ours.values() if copy or weight.nbytes <= SMALL_BYTES]
+        copied = [*own, *small, *(alike if few else ())]
+        known = set(map(id, copied))
+        kept = cls(copied, (weight for weight in (*ours.values(), *frozen) if id(weight) not in known))
+        kept.of_trained = len(own) == len(ours)
         return kept
 
     def written(self) -> list[Tensor]:
@@ -168,8 +167,8 @@ class KeptWeights:
         for weight, before in self._summed:
             if quick_checksum(weight) != before:
                 raise WorkloadError(
-                    f"The model's forward wrote a weight of shape {tuple(weight.shape)} that is trained, and it was "
-                    "not copied before. Write weights in a step hook of the optimizer instead."
+                    f"The model's forward wrote a large weight, of shape {tuple(weight.shape)}, that was not copied "
+                    "before; from now on it is. To begin with weights that no undone step has written, load them again."
                 )
 
 
