@@ -34,8 +34,10 @@ class BlockState:
     def forget_after_cells(self) -> None:
         """What was learned of the block says nothing once a cell has run, which may have changed anything."""
         if cells.ran() != self._cells:
+            names = self.changing.names  # an export may ask for them before the next step
             self.python.let_go()
             self._begin()
+            self.changing.names = names
 
     def _begin(self) -> None:
         self._cells = cells.ran()

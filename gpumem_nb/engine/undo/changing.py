@@ -13,7 +13,7 @@ from ...internals.torch_internals import version
 from ..copies import host_copy, overwrite
 
 Key = tuple[int, str]
-"""Where a tensor is bound: the id of a mapping and a name in it."""
+"""Where a tensor is bound: the id of a mapping, a name in it, and places in what is bound there: ``latest.0``."""
 
 SMALL_BYTES = 2**16
 _OFTEN = 2  # times: what was bound anew or changed so often is taken to be so every time
@@ -67,14 +67,14 @@ class Changing:
     ``copies`` from then on. One larger than ``largest_bytes`` is not copied before it was seen to change.
 
     Attributes:
-        names: of those that were seen to change between :meth:`before` and :meth:`after`.
+        names: the keys are the names of those that were seen to change between :meth:`before` and :meth:`after`.
     """
 
     def __init__(self, copies: Callable[[list[Tensor]], list[Tensor]], largest_bytes: int | None = None) -> None:
         self._copies = copies
         self._largest_bytes = largest_bytes
         self._known: dict[Key, _Known] = {}
-        self.names: set[str] = set()
+        self.names: dict[str, None] = {}
 
     def before(self, named: Iterable[tuple[Key, Tensor]]) -> list[Before]:
         """Keep what is in these tensors now. What was known of others is forgotten: they may be gone for good."""
@@ -91,7 +91,7 @@ class Changing:
             counted = version(before.tensor) != before.version
             written = (compare or before.fresh) and not counted and before.holds_other_content()
             if counted or written:
-                self.names.add(before.key[1])
+                self.names[before.key[1]] = None
                 if known := self._known.get(before.key):
                     known.changed = _OFTEN
             if written and not (before.fresh or before.unseen):

@@ -59,9 +59,10 @@ class PythonState:
             values = self._values()
         tuples = [values[index] for index in self._tuples]
         if not all(map(is_, tuples, self._tuples_seen)):
-            self._tuples_seen, self._filled_tuples = tuples, list(filter(_is_filled, tuples))
-        filled = [*(values[index] for index in self._containers), *self._filled_tuples]
-        return Taken(self.found, values, self._tensors, filled, hold, _Seen(self._long))
+            self._note_tuples(values)
+        filled = [(self._key(index), values[index]) for index in (*self._containers, *self._filled_tuples)]
+        tensors = [(self._key(index), values[index]) for index in self._tensors]
+        return Taken(self.found, values, tensors, filled, hold, _Seen(self._long))
 
     def buffers(self) -> list[tuple[Key, Tensor]]:
         """Tensors that modules registered as buffers, each once, with the place of one of its names."""
@@ -95,8 +96,15 @@ class PythonState:
         self._tensors = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         self._containers = [index for index, value in enumerate(values) if isinstance(value, CONTAINERS)]
         self._tuples = [index for index, value in enumerate(values) if isinstance(value, tuple)]
+        self._note_tuples(values)
+
+    def _note_tuples(self, values: list[Any]) -> None:
         self._tuples_seen = [values[index] for index in self._tuples]
-        self._filled_tuples = list(filter(_is_filled, self._tuples_seen))
+        self._filled_tuples = [index for index in self._tuples if _is_filled(values[index])]
+
+    def _key(self, index: int) -> Key:
+        mapping, name = self.found.places[index]
+        return id(mapping), name
 
     def _fits(self, values: list[Any]) -> bool:
         """Whether the places that were found are all that there are."""
@@ -122,13 +130,17 @@ class Taken:
     """
 
     def __init__(
-        self, found: Reachable, values: list[Any], tensors: list[int], filled: list[Any], hold: Hold | None, seen: _Seen
+        self,
+        found: Reachable,
+        values: list[Any],
+        tensors: list[tuple[Key, Tensor]],
+        filled: list[tuple[Key, Any]],
+        hold: Hold | None,
+        seen: _Seen,
     ) -> None:
-        self._found = found
-        self._contents = [_Contents(container, hold, seen, _DEPTH) for container in chain(filled, found.containers)]
-        self.tensors: list[tuple[Key, Tensor]] = [
-            ((id(found.places[index][0]), found.places[index][1]), values[index]) for index in tensors
-        ]
+        self._found, self.tensors = found, tensors
+        loose = (((id(container), ""), container) for container in found.containers)
+        self._contents = [_Contents(*one, hold, seen, _DEPTH) for one in chain(filled, loose)]
         for contents in self._contents:
             self.tensors += contents.tensors()
         self._generators = [(generator, _drawn(generator)) for generator in found.generators]
@@ -191,7 +203,7 @@ class _Seen:
 class _Contents:
     """What one container or tuple held, and the containers in it."""
 
-    def __init__(self, container: Any, hold: Hold | None, seen: _Seen, depth: int) -> None:
+    def __init__(self, key: Key, container: Any, hold: Hold | None, seen: _Seen, depth: int) -> None:
         self._container = container
         self.length = len(container)
         self._items = dict(container) if isinstance(container, dict) else list(container)
@@ -199,11 +211,13 @@ class _Contents:
         self._tensors: list[tuple[Key, Tensor]] = []
         if seen.holds_more(container, self._items):
             for place, one in enumerate(_elements(self._items)):
+                # By the way there, not by the container, which may be another one in each step.
+                inner = key[0], f"{key[1]}.{place}"
                 if isinstance(one, Tensor):
-                    self._tensors.append(((id(container), str(place)), one))
+                    self._tensors.append((inner, one))
                 elif isinstance(one, _FOLLOWED) and depth and id(one) not in seen.inner:
                     seen.inner.add(id(one))
-                    self._inner.append(_Contents(one, hold, seen, depth - 1))
+                    self._inner.append(_Contents(inner, one, hold, seen, depth - 1))
             if hold and isinstance(self._items, dict):
                 self._items = {key: hold(value) for key, value in self._items.items()}
             elif hold:
