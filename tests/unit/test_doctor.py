@@ -335,9 +335,10 @@ def test_what_changes_batch_norm_is_told_with_the_flip() -> None:
 
 def test_where_datasets_hold_most_what_can_be_smaller_is_offered() -> None:
     held = {c.OTHER: 600 * MIB, c.COMMUNICATION: 300 * MIB, c.PARAMETERS: 60 * MIB}
-    needs = prediction(live=960, reserved=980, categories=held, high_bytes=1010 * MIB, verdict=TIGHT)
+    needs = prediction(live=960, reserved=980, categories=held, high_bytes=1010 * MIB, verdict=TIGHT, sample="Long.")
     [found] = [one for one in findings(evidence(needs=needs)) if one.cause == "barely fits"]
     assert {"fusion_threshold_mib": 4} in found.candidates
+    assert found.sentence.endswith(": Long."), "the sample for which it may run out is named"
 
 
 def test_what_runs_is_not_said_to_barely_fit_by_small_steps_alone() -> None:
@@ -345,6 +346,7 @@ def test_what_runs_is_not_said_to_barely_fit_by_small_steps_alone() -> None:
     assert "barely fits" not in causes(needs=needs)
     assert "barely fits" in causes(needs=dataclasses.replace(needs, measured=True))
     assert "barely fits" in causes(needs=dataclasses.replace(needs, runs=False))
+    assert "barely fits" not in causes(needs=prediction(live=970)), "what all others say to fit, such as the tuner"
 
 
 def test_a_flip_to_workers_says_that_they_must_keep_up() -> None:
