@@ -1,20 +1,28 @@
-"""What a rank holds of its model and its inputs that it may not need."""
+"""Looks into a step that is undone: what a rank holds for nothing, and whether its loss is a mean over samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..memory.tensors import tensors_in
+from ..shared.messages import Chunk
 from ..shared.questions import Held, InputFacts, ModelFacts
 from .step.step import Looks
+from .step.trials import NO_CONFIGURATION
+from .together.agreement import any_rank
 
 if TYPE_CHECKING:
     from .step.trainer import Trainer
 
+_HALF = 4  # samples; two of them are a micro-batch in which pairs, lengths and classes differ
+# Of a gradient's norm: more than fp32, or TF32 on a GPU, loses by adding up in another order; the same for 16 bits.
+_ROUNDING, _ROUNDING_16_BIT = 0.01, 0.05
 _WHOLE = (torch.uint8, torch.int16, torch.int32)  # from the smallest: what images, labels and tokens come in
 
 
@@ -34,6 +42,67 @@ def of(trainer: Trainer, inputs: bool) -> ModelFacts:
     frozen = [(names.get(id(param), ""), size) for param, size in state if not param.requires_grad]
     wide = [(name, param.nbytes) for name, param in live.parts.named_parameters() if param.dtype == torch.float64]
     return ModelFacts(_held(frozen), _held(wide), tuple(found))
+
+
+def splits_to_mean(trainer: Trainer) -> bool | None:
+    """Find out whether the gradient of a micro-batch is the mean of its halves' gradients; ``None`` if a step fails.
+
+    It is not for losses over pairs of samples, sums, means over tokens, and classes with weights. All ranks take two
+    small steps, which are undone: in evaluation mode, because dropout would tell them apart.
+    """
+    live, seen = trainer.live, list[list[tuple[float, float]]]()
+    whole = live.settings.replace(
+        batch_size=2 * _HALF, accumulation_steps=1, precision="fp32", checkpointing="none", reduction="average"
+    )
+    for settings in (whole, whole.replace(batch_size=_HALF, accumulation_steps=2)):
+        chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
+        trainer.stepper.looks = Looks(gradients=lambda: seen.append(_gradients(live.parameters)))
+        try:
+            with trainer.aside(settings), trainer.trying(chunk) as why_not, _evaluating(live.parts.modules()):
+                failed = trainer.try_step(why_not, chunk).failure is not None
+        finally:
+            trainer.stepper.looks = Looks()
+        if any_rank(failed, "splits"):
+            return None
+    narrow = any(param.dtype.itemsize < torch.float32.itemsize for param in live.parameters)
+    return _alike(seen[0], seen[1], _ROUNDING_16_BIT if narrow else _ROUNDING) if len(seen) == 2 else None
+
+
+def _gradients(params: Iterable[Tensor]) -> list[tuple[float, float]]:
+    """Each gradient's norm, and its product with its weight, which tells apart those of the same norm."""
+    numbers = []
+    for param in params:
+        if param.grad is None:
+            continue
+        grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        norm = torch.linalg.vector_norm(grad)
+        numbers.append(torch.stack([norm, (grad * param.detach()).sum().abs() / (1e-12 + param.detach().norm())]))
+    return [(float(norm), float(along)) for norm, along in torch.stack(numbers).tolist()] if numbers else []
+
+
+def _alike(one: list[tuple[float, float]], other: list[tuple[float, float]], rounding: float) -> bool:
+    if len(one) != len(other):
+        return False
+    largest = max((norm for norm, _ in one), default=0.0)
+    if not math.isfinite(largest):
+        return False
+    return all(
+        abs(a - b) <= rounding * max(norm, 1e-3 * largest)
+        for (norm, along), (norm_b, along_b) in zip(one, other, strict=True)
+        for a, b in ((norm, norm_b), (along, along_b))
+    )
+
+
+@contextmanager
+def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    modes = [(module, module.training) for module in modules]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _held(sizes: Iterable[tuple[str, int]]) -> Held:

@@ -209,6 +209,11 @@ def look_at_model(inputs: bool) -> ModelFacts:
     return model_look.of(_loaded_trainer(), inputs)
 
 
+def splits_to_mean() -> bool | None:
+    """Find out whether a micro-batch can be split; all ranks take two small steps for it, which are undone."""
+    return model_look.splits_to_mean(_loaded_trainer())
+
+
 def step_lanes() -> StepLanes | None:
     """The latest step that was done, part by part."""
     return _loaded_trainer().lanes()

@@ -229,8 +229,8 @@ class Doctoring:
             except (InvalidInput, WorkloadError) as error:
                 in_vain.setdefault("Not possible", []).append(f"{typed(evidence.settings, after)} ({error})")
                 continue
-            norm, now_per_s = evidence.workload.batch_norm, evidence.now_per_s(changes)
-            flip = Flip(evidence.settings, after, changes, evidence.needs, will, now_per_s, norm)
+            splits, now_per_s = self._predicting.splits(evidence.settings, after), evidence.now_per_s(changes)
+            flip = Flip(evidence.settings, after, changes, evidence.needs, will, now_per_s, splits)
             if _brings(flip, finding.wants):
                 return dataclasses.replace(finding, flip=flip)
             untimed = finding.wants == FASTER and will is not None and will.cut_short

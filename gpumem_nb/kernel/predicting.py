@@ -15,12 +15,14 @@ from ..planning.fit import Largest, Missed
 from ..planning.prediction import DOES_NOT_FIT, Prediction
 from ..planning.score import Asked, Scoreboard, score
 from ..planning.what_if import WhatIf, single_flips
+from ..report.differences import splits
 from ..shared.allocator_settings import DEFAULT, USUAL, AllocatorSettings, variable
 from ..shared.errors import InvalidInput, NotThisTime, WorkloadError
 from ..shared.forecast import MOST_BATCH, SMALL, VARYING, Forecasts, Rehearsal
 from ..shared.knobs.batch import shortened
 from ..shared.messages import RankInfo
 from ..shared.settings import Settings
+from ..shared.workload import Splits
 from . import compatibility
 from .foreground import Foreground
 from .history import History
@@ -48,6 +50,7 @@ class Predicting:
         self._ranks = ranks
         self._history = history
         self._sample_s: dict[tuple[int, Settings], float] = {}  # by model version, of a sample in small whole steps
+        self._mean: dict[int, bool | None] = {}  # by model version, what the ranks found of training in parts
 
     def predict(self, knobs: dict[str, Any]) -> Prediction:
         """What the present settings with these changes would need.
@@ -59,9 +62,29 @@ class Predicting:
         history, now = self._history, self._training.settings
         begun, model_version = history.begun, history.model_version
         settings = self._checked(knobs)
-        prediction = replace(self.answer(settings), before=now, batch_norm=self._loaded().batch_norm)
+        prediction = replace(self.answer(settings), before=now, splits=self.splits(now, settings))
         history.predicted(Asked(prediction, model_version, now, begun))
         return prediction
+
+    def splits(self, before: Settings | None = None, after: Settings | None = None) -> Splits:
+        """Return what is known of training a micro-batch in parts, asking the ranks unless they answered before.
+
+        Of a change that splits nothing, and while others wait for the ranks, they are not asked.
+        """
+        version = self._history.model_version
+        self._loaded()
+        split = before is None or after is None or splits(before, after)
+        if split and version not in self._mean and not self._foreground.busy:
+            with suppress(NotThisTime):
+                found: list[bool | None] = self._foreground.call_alone("splits_to_mean", undone=True)
+                self._mean = {version: None if None in found else all(found)}
+        return self.known_splits
+
+    @property
+    def known_splits(self) -> Splits:
+        """The same as far as it is known by now."""
+        workload = self._training.workload
+        return Splits(bool(workload and workload.batch_norm), self._mean.get(self._history.model_version))
 
     def answer(self, settings: Settings, longest_s: float = LONGEST_S) -> Prediction:
         """Return what these settings would need: by small steps, and by whole ones where they take no longer than that.

@@ -82,7 +82,8 @@ class Tuning:
             compatibility.check(settings, workload, ranks)
             return settings
 
-        choice = space(present, workload, ranks, ask, knobs, global_batch, same_mathematics)
+        splits = self._predicting.splits()
+        choice = space(present, workload, ranks, ask, knobs, global_batch, same_mathematics, splits)
 
         def apply_unchanged(changes: dict[str, Any]) -> object:
             others = latest().settings.changed_from(present).keys() - changes.keys()
@@ -118,7 +119,7 @@ class Tuning:
             longest_s=trials.times.longest_s,
             stopped=stopped,
             refused=dict(record.refused),
-            batch_norm=workload.batch_norm,
+            splits=splits,
             _set=apply_unchanged,
         )
         if best := result.best:

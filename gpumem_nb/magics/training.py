@@ -42,10 +42,9 @@ class TrainingMagics(Magics):
             return
         settings, policy = session.settings, session.policy
         wanted = settings.replace(**{name: value for name, value in knobs.items() if name in KNOBS})
-        loaded = session.workload
         session.set(**knobs)
         if wanted != settings:
-            print(f"This {mathematics(settings, wanted, loaded is not None and loaded.batch_norm)}.")
+            print(f"This {mathematics(settings, wanted, session.splits)}.")
         changes = [arrows(settings, session.settings), arrows(policy, session.policy)]
         print("\n".join(filter(None, changes)) or "No change: already set.")
         foreseen = session.foreseen()

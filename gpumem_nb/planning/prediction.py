@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from ..report.differences import mathematics
+from ..report.differences import NOT_KNOWN, mathematics
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
+from ..shared.workload import Splits
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 NO_LIMIT = "n/a"
@@ -43,7 +44,7 @@ class Prediction:
         seconds: what predicting took.
         cut_short: whether it was not timed because somebody waited for the ranks.
         before: the settings that it was asked from, if there were any.
-        batch_norm: whether the model takes statistics from micro-batches.
+        splits: what is known of training its micro-batches in parts.
     """
 
     settings: Settings
@@ -65,7 +66,7 @@ class Prediction:
     high_samples_per_s: float | None = None
     cut_short: bool = False
     before: Settings | None = None
-    batch_norm: bool = False
+    splits: Splits = NOT_KNOWN
     lower_bound: bool = False
     measured: bool = False
     runs: bool = False
@@ -118,7 +119,7 @@ class Prediction:
     def _mathematics(self) -> str:
         if self.before is None or self.before == self.settings:
             return ""
-        return f"; it {mathematics(self.before, self.settings, self.batch_norm)}"
+        return f"; it {mathematics(self.before, self.settings, self.splits)}"
 
     @property
     def _speed(self) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, KNOBS
 from ..shared.knobs.values import Kind
 from ..shared.settings import Settings
+from ..shared.workload import Splits
 
+NOT_KNOWN = Splits()
 DOES = {
     KEEPS: "keeps the mathematics",
     KEEPS_TO_ROUNDING: "keeps the mathematics to rounding",
@@ -25,18 +27,28 @@ def arrows(before: Kind, after: Kind) -> str:
     return ", ".join(f"{one.name} {one.text(getattr(before, one.name))} → {one.text(v)}" for one, v in changed)
 
 
-def mathematics(before: Settings, after: Settings, batch_norm: bool = False) -> str:
-    """What the change does to the mathematics: ``changes the mathematics (precision, batch_size)``.
+def splits(before: Settings, after: Settings) -> bool:
+    """Say whether the change trains the same samples in other micro-batches."""
+    return after.batch_size != before.batch_size and after.samples_per_rank == before.samples_per_rank
 
-    ``batch_norm``: whether the model takes statistics from micro-batches.
-    """
-    what = after.mathematics(before)
+
+def changes(before: Settings, after: Settings, splits: Splits) -> str:
+    """Say what the change does to the mathematics: ``KEEPS``, ``KEEPS_TO_ROUNDING`` or ``CHANGES``."""
+    return CHANGES if splits.mean is False and after.batch_size != before.batch_size else after.mathematics(before)
+
+
+def mathematics(before: Settings, after: Settings, splits: Splits = NOT_KNOWN) -> str:
+    """Say in words what the change does to the mathematics: ``changes the mathematics (precision, batch_size)``."""
+    what, size, was = changes(before, after, splits), after.batch_size, before.batch_size
     names = [name for name in after.changed_from(before) if KNOBS[name].mathematics_of(before, after) == CHANGES]
+    if what == CHANGES and not names:
+        return f"{DOES[what]} (batch_size: the gradient of a micro-batch is not the mean of its parts' gradients)"
     does = DOES[what] + (f" ({', '.join(names)})" if names else "")
-    size, was = after.batch_size, before.batch_size
-    if not batch_norm or size == was or what == CHANGES:
+    if size == was or what == CHANGES:
         return does
-    return f"{does}, but for batch norm, whose statistics come from micro-batches of {size} samples then, not of {was}"
+    unknown = " if the loss is a mean over samples" if splits.mean is None else ""
+    norm = f", but for batch norm, whose statistics come from micro-batches of {size} samples then, not of {was}"
+    return does + unknown + (norm if splits.batch_norm else "")
 
 
 def short(before: Settings, after: Settings) -> str:

@@ -9,7 +9,7 @@ from ..kernel.lifecycle import Lifecycle
 from ..report.state_files import Snapshots, StateFile
 from ..report.written import ExportedScript
 from ..shared.progress import Progress
-from ..shared.workload import Workload, WorkloadInfo
+from ..shared.workload import Splits, Workload, WorkloadInfo
 
 
 class HoldsWorkload:
@@ -21,6 +21,11 @@ class HoldsWorkload:
     def workload(self) -> WorkloadInfo | None:
         """What is loaded."""
         return self._life.training.workload
+
+    @property
+    def splits(self) -> Splits:
+        """What is known by now of training a micro-batch of what is loaded in parts."""
+        return self._life.predicting.known_splits
 
     def load(self, name_or_workload: str | Workload, *, seed: int | str | None = None, **options: Any) -> WorkloadInfo:
         """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh.

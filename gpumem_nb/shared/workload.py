@@ -65,6 +65,18 @@ class DataInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Splits:
+    """What is known of training a micro-batch in parts.
+
+    ``batch_norm``: whether the model takes statistics from micro-batches. ``mean``: whether a micro-batch's gradient is
+    the mean of its parts' gradients, as it is where the loss is a mean over samples; ``None`` before ranks looked.
+    """
+
+    batch_norm: bool = False
+    mean: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkloadInfo:
     """What was loaded: sizes that the kernel needs to check settings and to describe the workload.
 

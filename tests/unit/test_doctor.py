@@ -26,7 +26,7 @@ from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import DeviceUse, Failure, Leak, Sample
 from gpumem_nb.shared.questions import Held, InputFacts, ModelFacts, SeenSamples, SyncLook
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.shared.workload import WorkloadInfo
+from gpumem_nb.shared.workload import Splits, WorkloadInfo
 from tests.ledgers import MIB, info, reading, sample
 
 ROOT = Path(__file__).parents[2]
@@ -328,7 +328,7 @@ def test_what_a_step_that_ran_out_on_trial_needs_is_not_known_so_nothing_is_said
 
 def test_what_changes_batch_norm_is_told_with_the_flip() -> None:
     after = DEFAULT.replace(batch_size=DEFAULT.batch_size // 2, accumulation_steps=2 * DEFAULT.accumulation_steps)
-    said = [Flip(DEFAULT, after, {}, batch_norm=norm).mathematics for norm in (False, True)]
+    said = [Flip(DEFAULT, after, {}, splits=Splits(norm, mean=True)).mathematics for norm in (False, True)]
     assert said[0] == "keeps the mathematics to rounding"
     assert said[1].startswith(f"{said[0]}, but for batch norm, whose statistics come from micro-batches of")
 

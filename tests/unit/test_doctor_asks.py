@@ -18,6 +18,7 @@ from gpumem_nb.report.bottleneck import Bottleneck
 from gpumem_nb.shared.errors import NotThisTime, TrainingFailed, WorkloadError
 from gpumem_nb.shared.questions import ModelFacts
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Splits
 from tests.ledgers import MIB, info, reading
 from tests.runs import history_of, train
 from tests.unit.test_doctor import DEFAULT, LIMIT, LOADED, prediction
@@ -78,6 +79,7 @@ class Session:
             check_alive=lambda: None,
             predict=predict,
             largest_batch=lambda changes: 999,
+            splits=lambda before, after: Splits(mean=True),
             verdicts=lambda: self.verdicts,
             stopped_for=lambda: self.failure,
         )

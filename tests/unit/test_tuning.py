@@ -14,7 +14,7 @@ from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.planning.tuning.space import Space
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.shared.workload import DataInfo
+from gpumem_nb.shared.workload import DataInfo, Splits
 from tests.unit.tuned_machine import MIB, RANKS, WORKLOAD, bytes_of, said_of, seconds_of, space_of, tuned
 
 
@@ -195,7 +195,7 @@ def test_what_is_tight_is_named_and_no_answer_while_something_has_room() -> None
 
     def best(*looked_at: Candidate) -> TuneResult:
         return TuneResult(
-            choice.start, choice, looked_at, 100 * MIB, RANKS, 1.0, 60.0, 1.0, "", {}, False, lambda _: None
+            choice.start, choice, looked_at, 100 * MIB, RANKS, 1.0, 60.0, 1.0, "", {}, Splits(mean=True), lambda _: None
         )
 
     assert best(slow, tight).best is slow

@@ -9,6 +9,7 @@ import pytest
 
 from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Splits
 from tests.unit import tuned_machine
 from tests.unit.tuned_machine import MIB, WORKLOAD, bytes_of, said_of, seconds_of, tuned
 
@@ -28,7 +29,7 @@ def test_other_knobs_are_measured_where_it_is_fastest() -> None:
 
 def test_of_batch_norm_it_is_said_that_other_micro_batches_change_it() -> None:
     result, _, _ = tuned(Settings(batch_size=2, accumulation_steps=32), 600)
-    of_batches = replace(result, batch_norm=True)
+    of_batches = replace(result, splits=Splits(True, mean=True))
     size = result.best.settings.batch_size
     assert size != 2
     assert f"but for batch norm, whose statistics come from micro-batches of {size} samples then, not of 2." in (
@@ -36,12 +37,12 @@ def test_of_batch_norm_it_is_said_that_other_micro_batches_change_it() -> None:
     )
     assert "batch norm" not in result.why
     kept, _, _ = tuned(Settings(batch_size=2, accumulation_steps=32), 600, knobs=["optimizer_impl"])
-    assert "batch norm" not in replace(kept, batch_norm=True).why
+    assert "batch norm" not in replace(kept, splits=Splits(True, mean=True)).why
 
 
 def test_of_batch_norm_nothing_is_excepted_from_what_changes_anyway() -> None:
     result, _, _ = tuned(Settings(batch_size=2, accumulation_steps=32), 600, global_batch=256)
-    said = replace(result, batch_norm=True).why
+    said = replace(result, splits=Splits(True, mean=True)).why
     assert "changes the mathematics" in said
     assert "batch norm" not in said
 
@@ -132,7 +133,7 @@ def test_the_only_one_that_was_measured_says_what_it_does_to_the_mathematics() -
     assert result.why.startswith("batch_size 32 → 7: ")
     assert "It changes the mathematics (batch_size). It is the only one that was measured" in result.why
     result, _, _ = tuned(Settings(batch_size=64), 300, seconds=1.0)
-    assert "but for batch norm" in replace(result, batch_norm=True).why
+    assert "but for batch norm" in replace(result, splits=Splits(True, mean=True)).why
     result, _, _ = tuned(Settings(batch_size=32), 600, seconds=0.11)
     assert result.why.startswith("as it is: ")
     assert "mathematics" not in result.why

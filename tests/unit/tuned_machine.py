@@ -16,7 +16,7 @@ from gpumem_nb.planning.tuning.space import Space, space
 from gpumem_nb.planning.tuning.trial_times import TrialTimes
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.shared.workload import WorkloadInfo
+from gpumem_nb.shared.workload import Splits, WorkloadInfo
 
 MIB = 2**20
 RANKS = 2
@@ -137,7 +137,7 @@ def tuned(
         longest_s=machine.times.longest_s,
         stopped="",
         refused={},
-        batch_norm=False,
+        splits=Splits(mean=True),
         _set=lambda _: None,
     )
     return result, machine, choice

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...report.bottleneck import Changes
-from ...report.differences import mathematics, typed
+from ...report.differences import NOT_KNOWN, changes, mathematics, typed
 from ...shared.knobs import CHANGES
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate
+from ...shared.workload import Splits
 from ..prediction import Prediction
 
 PAGE = "docs/doctor.md"
@@ -36,7 +37,7 @@ class Flip:
         was: what the present settings need, as predicted.
         will: what it leads to needs.
         now_per_s: the samples/s of now.
-        batch_norm: whether the model takes statistics from micro-batches.
+        splits: what is known of training its micro-batches in parts.
     """
 
     before: Settings
@@ -45,7 +46,7 @@ class Flip:
     was: Prediction | None = None
     will: Prediction | None = None
     now_per_s: float | None = None
-    batch_norm: bool = False
+    splits: Splits = NOT_KNOWN
 
     @property
     def typed(self) -> str:
@@ -68,12 +69,12 @@ class Flip:
     @property
     def changes_mathematics(self) -> bool:
         """Whether training goes another way with it."""
-        return self.after.mathematics(self.before) == CHANGES
+        return changes(self.before, self.after, self.splits) == CHANGES
 
     @property
     def mathematics(self) -> str:
         """What it does to the mathematics, in words."""
-        return mathematics(self.before, self.after, self.batch_norm)
+        return mathematics(self.before, self.after, self.splits)
 
     @property
     def brings(self) -> str:
@@ -97,7 +98,7 @@ class Flip:
             "flip": self.typed,
             "saves_bytes": self.saves_bytes,
             "gains_samples_per_s": self.gains_samples_per_s,
-            "mathematics": self.after.mathematics(self.before),
+            "mathematics": changes(self.before, self.after, self.splits),
         }
 
 

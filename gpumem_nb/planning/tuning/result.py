@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...report.differences import arrows, mathematics, short, typed
+from ...report.differences import arrows, changes, mathematics, short, typed
 from ...report.tables import Report, Table
 from ...shared.errors import WorkloadError
 from ...shared.knobs import CHANGES
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate
+from ...shared.workload import Splits
 from .record import Candidate, contenders, fastest, pareto, speed_of
 from .search import WORTH
 from .space import SPLIT, Space
@@ -38,7 +39,7 @@ class TuneResult(Report):
         longest_s: what the longest of its trials took, which are not left half way.
         stopped: why it ended early, in a sentence; empty if it came to its end.
         refused: what no step was possible under, and why.
-        batch_norm: whether the model takes statistics from micro-batches.
+        splits: what is known of training its micro-batches in parts.
     """
 
     present: Settings
@@ -51,7 +52,7 @@ class TuneResult(Report):
     longest_s: float
     stopped: str
     refused: Mapping[Settings, str]
-    batch_norm: bool
+    splits: Splits
     _set: Callable[[dict[str, Any]], object] = field(repr=False, compare=False)
 
     @property
@@ -113,7 +114,7 @@ class TuneResult(Report):
                 "fits": one.fits,
                 "pareto": one in front,
                 "best": one is best,
-                "mathematics": one.settings.mathematics(self.present),
+                "mathematics": changes(self.present, one.settings, self.splits),
                 "failed": one.failed,
             }
             for one in self._rows
@@ -124,7 +125,7 @@ class TuneResult(Report):
                 **{name: getattr(settings, name) for name in self.space.knobs},
                 **dict.fromkeys(("fits", "pareto", "best"), False),
                 "turns": 0,
-                "mathematics": settings.mathematics(self.present),
+                "mathematics": changes(self.present, settings, self.splits),
                 "failed": why,
             }
             for settings, why in self.refused.items()
@@ -169,7 +170,7 @@ class TuneResult(Report):
     def _does(self, best: Candidate) -> str:
         """What it does to the mathematics; empty where nothing is changed."""
         changed = best.settings != self.present
-        return f"It {mathematics(self.present, best.settings, self.batch_norm)}." if changed else ""
+        return f"It {mathematics(self.present, best.settings, self.splits)}." if changed else ""
 
     @property
     def _only_one(self) -> str:
@@ -298,7 +299,7 @@ class TuneResult(Report):
         signs = {id(one): "Pareto" for one in front}
         if best:
             signs[id(best)] = "best"
-        changes = any(one.settings.mathematics(self.present) == CHANGES for one in self.looked_at)
+        other = any(changes(self.present, one.settings, self.splits) == CHANGES for one in self.looked_at)
         rows = tuple(
             (
                 short(self.present, one.settings) or PRESENT,
@@ -307,11 +308,11 @@ class TuneResult(Report):
                 one.predicted.in_words(one.predicted.reserved_peak_bytes),
                 _fit(one),
                 str(len(one.rates)),
-                *([one.settings.mathematics(self.present)] if changes else []),
+                *([changes(self.present, one.settings, self.splits)] if other else []),
             )
             for one in self._rows[:_ROWS]
         )
-        headings = ("flip", "", "samples/s", "reserved", "fits", "turns", *(["mathematics"] if changes else []))
+        headings = ("flip", "", "samples/s", "reserved", "fits", "turns", *(["mathematics"] if other else []))
         limit = f" (limit {format_bytes(self.budget_bytes)})" if self.budget_bytes else ""
         return Table(f"Tuning{limit}", headings, rows, frozenset({"flip", "", "fits", "mathematics"}))
 

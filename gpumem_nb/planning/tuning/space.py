@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...report.differences import NOT_KNOWN, changes
 from ...shared.errors import InvalidInput, nearest
 from ...shared.forecast import MOST_BATCH
 from ...shared.knobs import CHANGES, KNOBS
 from ...shared.knobs.batch import ACCUMULATION_STEPS, BATCH_SIZE
 from ...shared.settings import Settings
-from ...shared.workload import WorkloadInfo
+from ...shared.workload import Splits, WorkloadInfo
 
 SPLIT = (BATCH_SIZE.name, ACCUMULATION_STEPS.name)
 """Knobs that change together only, because their product is the samples of a step on one rank."""
@@ -57,6 +58,7 @@ def space(
     knobs: Iterable[str] | None = None,
     global_batch: int | None = None,
     same_mathematics: bool = True,
+    splits: Splits = NOT_KNOWN,
 ) -> Space:
     """What may be chosen from.
 
@@ -69,6 +71,7 @@ def space(
         knobs: what may change; by default :data:`TUNED`, as far as they keep the mathematics.
         global_batch: samples of one step of all ranks; by default those of the present settings.
         same_mathematics: whether training must go on as it would have, to rounding, but for another global batch.
+        splits: what is known of training micro-batches in parts.
 
     Raises:
         InvalidInput: a knob that is not tuned or changes the mathematics, named knobs that leave no choice, or a global
@@ -80,7 +83,7 @@ def space(
     values: dict[str, list[Mapping[str, Any]]] = {}
     for name in dict.fromkeys(SPLIT[0] if name in SPLIT else name for name in names):
         usable = [change for change in _values(name, per_rank, workload) if _usable(ask, start, change)]
-        kept = [change for change in usable if not same_mathematics or _keeps(ask, start, change)]
+        kept = [change for change in usable if not same_mathematics or _keeps(ask, start, change, splits)]
         if knobs is not None and len(kept) < len(usable):
             raise InvalidInput(
                 f"{name} changes the mathematics, which tuning keeps unless it is told otherwise: "
@@ -88,15 +91,15 @@ def space(
             )
         values[name] = kept
     found = {start: None}
-    for changes in itertools.product(*(choices for choices in values.values() if choices)):
-        wanted = {name: value for change in changes for name, value in change.items()}
+    for chosen in itertools.product(*(choices for choices in values.values() if choices)):
+        wanted = {name: value for change in chosen for name, value in change.items()}
         if one := _usable(ask, start, wanted):
             found[one] = None
     candidates = tuple(found)
     differ = tuple(name for name in KNOBS if len({getattr(one, name) for one in candidates}) > 1)
     idle = () if knobs is None else tuple(_idle(name) for name in names if name not in differ)
     if idle and not differ:
-        others = space(present, workload, ranks, ask, None, global_batch, same_mathematics).knobs
+        others = space(present, workload, ranks, ask, None, global_batch, same_mathematics, splits).knobs
         more = f"Leave knobs out, or name others: {', '.join(others)}." if others else "Nor has any other knob."
         raise InvalidInput(f"{'; '.join(idle)}. {more}")
     return Space(start, differ, candidates, idle)
@@ -179,6 +182,6 @@ def _usable(ask: Ask, start: Settings, changes: Mapping[str, Any]) -> Settings |
         return None
 
 
-def _keeps(ask: Ask, start: Settings, changes: Mapping[str, Any]) -> bool:
-    after = _usable(ask, start, changes)
-    return after is not None and after.mathematics(start) != CHANGES
+def _keeps(ask: Ask, start: Settings, wanted: Mapping[str, Any], splits: Splits) -> bool:
+    after = _usable(ask, start, wanted)
+    return after is not None and changes(start, after, splits) != CHANGES

@@ -11,6 +11,7 @@ from ...shared.categories import CATEGORIES
 from ...shared.knobs import KNOBS
 from ...shared.step_times import PARTS
 from ...shared.units import format_bytes, format_rate
+from ...shared.workload import Splits
 from ..differences import arrows, mathematics
 from ..speed import compared, not_comparable
 from ..tables import Report, Table
@@ -191,7 +192,7 @@ class Comparison(Report):
             if apart != self.a.settings:
                 notes.append(f"Apart from that, the change {mathematics(self.a.settings, apart)}.")
         elif self._same_model and self.a.settings != self.b.settings:
-            does = mathematics(self.a.settings, self.b.settings, self.a.batch_norm or self.b.batch_norm)
+            does = mathematics(self.a.settings, self.b.settings, Splits(self.a.batch_norm or self.b.batch_norm))
             notes.append(f"The change {does}.")
         if columns.loss_after(self.a, self.samples) is not None:
             notes.append(
