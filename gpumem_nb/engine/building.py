@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
 
-import horovod.torch as hvd
-
 from ..memory.device import Device
 from ..shared.errors import WorkloadError
 from ..shared.seeds import DEFAULT_SEED
@@ -16,9 +14,10 @@ from .data.held_out import HeldOut, as_held_out
 from .data.sameness import Look, agree, digest_of, look_at
 from .data.source import source_of
 from .data.stream import Stream
+from .link.agreement import same_everywhere
+from .link.communicator import here
 from .random_state import seeded
 from .step.trainer import Trainer
-from .together.agreement import any_rank, same_everywhere
 from .together.interrupts import interruptible
 
 Result = TypeVar("Result")
@@ -40,7 +39,7 @@ def prepare(make: Callable[[], Workload], seed: int = DEFAULT_SEED) -> tuple[Wor
         with interruptible():
             workload = make()
         with seeded(seed), interruptible():
-            stream = source_of(workload.data()).stream(hvd.rank(), hvd.size(), seed)
+            stream = source_of(workload.data()).stream(here().rank, here().size, seed)
             held_out = as_held_out(workload.eval_data()) if workload.eval_data else None
             return workload, stream, look_at(stream), held_out, digest_of(held_out)
 
@@ -53,7 +52,7 @@ def prepare(make: Callable[[], Workload], seed: int = DEFAULT_SEED) -> tuple[Wor
         raise WorkloadError(
             "The ranks hold validation data of different lengths. Define eval_data in the same way on all ranks."
         )
-    comparable = not any_rank(digest == 0, "validation samples of some rank")
+    comparable = not here().any_rank(digest == 0, "validation samples of some rank")
     if comparable and not same_everywhere(digest, "validation samples"):
         raise WorkloadError(
             "The ranks hold different validation data: samples of one are not those of another. Define eval_data in "
@@ -93,7 +92,7 @@ def _together(what: str, work: Callable[[], Result]) -> Result | None:
         result = work()
     except BaseException as error:
         failure = error
-    if any_rank(failure is not None, what):
+    if here().any_rank(failure is not None, what):
         if failure:
             raise failure
         return None

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import horovod
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -25,13 +24,14 @@ from .data.handed import Columns, collated_copies
 from .data.once import samples_at
 from .data.orders import InTurn, Shuffled
 from .data.stream import ShardedStream, Stream
+from .link import horovod
+from .link import settings as link_settings
 from .losses import takes
 from .random_state import set_aside
 from .step.optimizers import beside_state
 from .step.own_loss import OwnLoss, labels_counted
 from .step.parts import CRITERION, LOOSE, as_given, in_groups
 from .step.trainer import Trainer
-from .together import horovod_settings
 
 # What Horovod's broadcast takes.
 _COMMON = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8}
@@ -94,12 +94,12 @@ def _facts(trainer: Trainer) -> Facts:
         cache=any(hasattr(getattr(module, "config", None), "use_cache") for module in live.model.modules()),
         rate=live.learning_rate,
         asked_rate=live.asked_rate,
-        variables=horovod_settings.started_with(),
+        variables=link_settings.started_with(),
         hash_seed=os.environ.get("PYTHONHASHSEED", "random"),
         folder=os.getcwd(),
         modules=_own_modules(),
         torch=str(torch.__version__),
-        horovod=horovod.__version__,
+        horovod=horovod.VERSION,
     )
 
 

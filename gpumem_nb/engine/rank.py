@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import horovod.torch as hvd
 import torch
 
 from ..internals.ipyparallel_internals import publish_beside
@@ -43,6 +42,10 @@ from .attach import attached, named
 from .device_look import look as look
 from .device_look import record_allocations as record_allocations
 from .device_look import write_snapshot as write_snapshot
+from .link import collectives, horovod
+from .link.communicator import here, use
+from .link.group import among
+from .link.sweep import sweep
 from .names import OfferedNames, attached_names, taken
 from .plain_process import make_plain
 from .random_state import seed_all
@@ -50,10 +53,8 @@ from .step.parts import as_given
 from .step.trainer import Trainer
 from .storing import attached_objects, capture, restore
 from .storing.snapshots import Snapshots
-from .together import collectives, nudge, pulse
-from .together.group import among
+from .together import nudge, pulse
 from .together.interrupts import take_over
-from .together.sweep import sweep
 from .tracing.tracer import Tracer
 
 _session_started_s = 0.0  # on the clock of ``time.time``
@@ -74,14 +75,15 @@ def set_up(config: RankConfig) -> RankInfo:
             register(knob)
     torch.set_num_threads(config.threads)
     cpu = config.device == "cpu"
-    horovod_threads = collectives.join(on_cpu=cpu)
+    link, horovod_threads = horovod.join(on_cpu=cpu)
+    use(link)
     kernel = namespace()["get_ipython"]().kernel
     take_over(kernel)
     nudge.listen()
     _session_started_s = config.epoch_time_s
     if not cpu:
-        rank_info.check_sharing(hvd.local_size(), torch.cuda.device_count(), bool(hvd.nccl_built()))
-    _device = open_device("virtual" if cpu else "cuda", hvd.local_rank(), config.memory_limit)
+        rank_info.check_sharing(link.local_size, torch.cuda.device_count(), horovod.on_nccl())
+    _device = open_device("virtual" if cpu else "cuda", link.local_rank, config.memory_limit)
     _device.communicates_on(horovod_threads)
     collectives.greet(_device)
 
@@ -92,7 +94,7 @@ def set_up(config: RankConfig) -> RankInfo:
         publish, collectives, step, device_look.reading, device_look.device_use, config.stall_limit_s
     )
     _pulse.start()
-    namespace().update(hvd=hvd, torch=torch, rank=hvd.rank(), size=hvd.size(), device=_device.torch_device)
+    namespace().update(horovod.NAMES, torch=torch, rank=link.rank, size=link.size, device=_device.torch_device)
     make_plain(namespace())
     _names = OfferedNames(namespace())
     _tracer = Tracer(rejoin, on_gpu=not cpu)
@@ -102,7 +104,7 @@ def set_up(config: RankConfig) -> RankInfo:
 
 def rejoin() -> None:
     """Join the other ranks again after Horovod was shut down; what is trained stays as it is."""
-    _device.communicates_on(collectives.join_again())
+    _device.communicates_on(here().rejoin())
     collectives.greet(_device)
 
 
@@ -112,7 +114,7 @@ def apart(what: str) -> Apart | None:
     A chunk may have been sent before the ranks came apart in another one; of any other request it is told only where
     that happened in it.
     """
-    if not (_pulse and collectives.separated()):
+    if not (_pulse and here().separated()):
         return None
     return Apart(what or step()[0], collectives.left(pulse.began_s() if what else 0.0))
 
@@ -285,7 +287,7 @@ def resume_check(path: str) -> tuple[Header, bytes]:
     """
     global _checked
     _checked = restore.Checked(Path(path), _loaded_trainer(), _device)
-    return _checked.header, _checked.runs if hvd.rank() == 0 else b""
+    return _checked.header, _checked.runs if here().rank == 0 else b""
 
 
 def runs_in(path: str) -> bytes:
@@ -338,7 +340,7 @@ def pull(name: str) -> Any:
         WorkloadError: there is no such variable.
     """
     if name not in namespace():
-        raise WorkloadError(f"There is no variable {name!r} on rank {hvd.rank()}.")
+        raise WorkloadError(f"There is no variable {name!r} on rank {here().rank}.")
     return namespace()[name]
 
 

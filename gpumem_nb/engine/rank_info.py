@@ -6,8 +6,6 @@ import os
 import platform
 import socket
 
-import horovod
-import horovod.torch as hvd
 import torch
 
 from ..memory.device import Device
@@ -15,13 +13,15 @@ from ..shared import cluster_records
 from ..shared.errors import StartError
 from ..shared.messages import RankInfo
 from ..shared.version import __version__
+from .link import horovod
+from .link.communicator import here
 
 
 def of(device: Device) -> RankInfo:
     """Who this rank is, where it runs, and on what."""
     return RankInfo(
-        rank=hvd.rank(),
-        local_rank=hvd.local_rank(),
+        rank=here().rank,
+        local_rank=here().local_rank,
         host=socket.gethostname(),
         pid=os.getpid(),
         device=str(device.torch_device),
@@ -37,7 +37,7 @@ def of(device: Device) -> RankInfo:
         versions=(
             f"Python {platform.python_version()}",
             f"torch {torch.__version__}",
-            f"Horovod {horovod.__version__}",
+            f"Horovod {horovod.VERSION}",
             f"gpumem_nb {__version__}",
         ),
     )

@@ -204,7 +204,7 @@ def test_knobs_are_kept_across_rescue_save_resume_and_restart(
 
 LATE = """
 import time
-from gpumem_nb.engine.together import horovod_settings
+from gpumem_nb.engine.link import settings as horovod_settings
 prompt = horovod_settings.follow
 horovod_settings.follow = lambda *given: time.sleep(4) or prompt(*given)
 """
@@ -229,7 +229,7 @@ def test_a_rank_that_does_not_come_to_a_flip_keeps_nobody_waiting(
 
 LATE_BACK = """
 import time
-from gpumem_nb.engine.together import horovod_settings
+from gpumem_nb.engine.link import settings as horovod_settings
 prompt = horovod_settings.follow
 def late(settings, device):
     time.sleep(0 if settings.fusion_threshold_mib else 4)

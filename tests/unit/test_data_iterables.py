@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor
@@ -176,8 +175,7 @@ class OwnEpochs(IterableDataset[Any]):
         return iter(order.float().unbind())
 
 
-def test_an_iterable_whose_passes_nobody_can_repeat_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: tensor)
+def test_an_iterable_whose_passes_nobody_can_repeat_is_told_of() -> None:
     for data, told in ((OwnEpochs(), True), (Lines(50), False), (Lines(50, shuffled=True), False)):
         stream = source_of(data).stream(0, 1)
         agree(stream, look_at(stream))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gpumem_nb.engine import building
+from gpumem_nb.engine.link.communicator import here
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.kernel import compatibility
 from gpumem_nb.memory.device import opened
@@ -46,7 +46,8 @@ def dropping() -> nn.Module:
 
 
 @pytest.fixture
-def make() -> Iterator[Any]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(here(), "size", 1)
     trainers: list[Trainer] = []
 
     def trainer(data: Any) -> Trainer:
@@ -147,11 +148,9 @@ def test_a_bad_sample_fails_its_step_and_names_itself_or_is_skipped_and_told(mak
 
 
 def test_data_that_differs_is_refused_and_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    def another_rank_has_more(looks: Tensor, name: str) -> Tensor:
-        other = looks.clone()
-        other[0, 0] += 1
-        return torch.cat([looks, other])
+    def another_rank_has_more(own: list[int], about: str) -> list[list[int]]:
+        return [list(own), [own[0] + 1, *own[1:]]]
 
-    monkeypatch.setattr(hvd, "allgather", another_rank_has_more)
+    monkeypatch.setattr(here(), "numbers", another_rank_has_more)
     with pytest.raises(WorkloadError, match="rank 0 has 23 samples, rank 1 has 24"):
         building.prepare(lambda: Workload("small", dropping, Augmented, loss))

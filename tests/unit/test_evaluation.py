@@ -9,7 +9,6 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
@@ -35,17 +34,15 @@ from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.messages import Chunk, ChunkReply
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
+from tests.links import Overheard, overheard
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Overheard:
     """Every rank is asked by itself, and hears that no other has failed."""
-    monkeypatch.setattr(hvd, "is_initialized", lambda: True)
-    monkeypatch.setattr(hvd, "allreduce_", lambda tensor, **_: tensor)
-    monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: tensor)
-    monkeypatch.setattr(hvd, "broadcast_parameters", lambda state, root_rank: None)
-    monkeypatch.setattr(hvd, "grouped_allreduce_async_", lambda tensors, **_: 1)
-    monkeypatch.setattr(hvd, "synchronize", lambda handle: None)
+    link = overheard(monkeypatch)
+    link.keeps = False
+    return link
 
 
 @pytest.fixture
@@ -304,24 +301,19 @@ def test_running_out_of_memory_in_an_evaluation_names_the_module(device: Device)
     assert reply.failure.asked_bytes == 2**30
 
 
-def test_a_rank_whose_settings_failed_takes_part_in_the_vote(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_settings_failed_takes_part_in_the_vote(device: Device, alone: Overheard) -> None:
     one = trainer(device, samples(5))
     asked: list[float] = []
-
-    def note(tensor: Tensor, **_: object) -> Tensor:
-        asked.append(tensor.item())
-        return tensor
-
-    monkeypatch.setattr(hvd, "allreduce_", note)
+    alone.on_send = lambda name, tensors: asked.append(tensors[0].item())
     reply = evaluated(one, optimizer="own")  # the workload brings none
     assert reply.failure is not None
     assert reply.failure.phase == "settings"
     assert asked == [1.0]
 
 
-def test_what_another_rank_failed_in_gives_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_rank_failed_in_gives_nothing(device: Device, alone: Overheard) -> None:
     one = trainer(device, samples(5))
-    monkeypatch.setattr(hvd, "allreduce_", lambda tensor, **_: tensor.add_(1))
+    alone.on_send = lambda name, tensors: tensors[0].add_(1)
     reply = evaluated(one)
     assert (reply.evaluated, reply.failure) == (None, None)
 

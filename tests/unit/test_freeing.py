@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gpumem_nb.engine.together import collectives
+from gpumem_nb.engine.link import collectives
 from gpumem_nb.internals import horovod_internals
 from gpumem_nb.shared.answers import Waiting
 

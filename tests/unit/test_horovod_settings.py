@@ -6,20 +6,23 @@ import horovod
 import pytest
 
 from gpumem_nb.cluster.launchers import mpi
-from gpumem_nb.engine.together import collectives, horovod_settings
+from gpumem_nb.engine.link import settings as link_settings
 from gpumem_nb.install.horovod_source import MARK
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.settings import Settings
+from tests.links import Overheard
 from tests.unit.test_one_rank import alone as alone
 
 
-def test_a_horovod_that_would_end_its_process_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_horovod_that_would_end_its_process_is_left_as_it_is(
+    alone: Overheard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(horovod, MARK, raising=False)
-    monkeypatch.setattr(collectives, "join_again", lambda: pytest.fail("joined again"))
+    monkeypatch.setattr(alone, "rejoin", lambda: pytest.fail("joined again"))
     with pytest.raises(WorkloadError, match=r"horovod_build.*%hvd_restart"):
-        horovod_settings.follow(Settings(cycle_time_ms=2), opened())
-    horovod_settings.follow(Settings(), opened())
+        link_settings.follow(Settings(cycle_time_ms=2), opened())
+    link_settings.follow(Settings(), opened())
 
 
 def test_what_people_set_of_horovod_is_given_to_ranks_on_other_hosts_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,57 +4,61 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
+from gpumem_nb.engine.copies import overwrite
+from gpumem_nb.engine.link import communicator
 from gpumem_nb.engine.step import joining
 from gpumem_nb.engine.step.live_model import LiveModel
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.workload import Workload
+from tests.links import Overheard
 from tests.unit.test_anybodys_model import Complex, Odd
 from tests.unit.test_one_rank import alone as alone
 from tests.unit.test_one_rank import loss, rows, stream
 
 
-class Postman:
+class Postman(Overheard):
     """Carries what rank 0 sends to those that come after it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rank = 0
-        self.sent: list[Any] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: list[Any] = []
         self.waiting: list[Any] = []
-        monkeypatch.setattr(hvd, "rank", lambda: self.rank)
-        monkeypatch.setattr(hvd, "broadcast_parameters", self.tensors)
-        monkeypatch.setattr(hvd, "broadcast_object", lambda value, **_: self.carry(value))
 
     def become(self, rank: int) -> None:
-        self.rank, self.waiting = rank, list(self.sent)
+        self.rank, self.waiting = rank, list(self.first)
 
     def carry(self, value: Any) -> Any:
         if self.rank:
             return self.waiting.pop(0)
-        self.sent.append(value)
+        self.first.append(value)
         return value
 
-    def tensors(self, named: dict[str, Tensor], root_rank: int) -> None:
-        assert all(tensor.dtype == torch.uint8 and tensor.numel() for tensor in named.values())
+    def from_first(self, content: bytes, about: str) -> bytes:
+        carried: bytes = self.carry(content)
+        return carried
+
+    def broadcast(self, named: Mapping[str, Tensor]) -> None:
         first = self.carry({name: tensor.clone() for name, tensor in named.items()})
         assert named.keys() == first.keys()
         for name, tensor in named.items():
-            tensor.copy_(first[name])
+            overwrite(tensor, first[name])
 
 
 @pytest.fixture
 def postman(monkeypatch: pytest.MonkeyPatch) -> Postman:
-    return Postman(monkeypatch)
+    link = Postman()
+    monkeypatch.setattr(communicator, "_of_process", link)
+    return link
 
 
 class Counting(nn.Module):
@@ -152,7 +156,7 @@ def test_an_optimizer_that_was_used_before_goes_on_from_the_first_ranks_state(
     first, second = live(*trained(there)), live(*trained(here))
     joining.take_from_first(first)
     postman.become(1)
-    monkeypatch.setattr(joining, "any_rank", lambda vote, about: True)
+    monkeypatch.setattr(postman, "any_rank", lambda vote, about: True)
     joining.take_from_first(second)
     for param, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         state, copied = first.own_optimizer.state[param], second.own_optimizer.state[other]  # type: ignore[union-attr]
@@ -228,11 +232,13 @@ def test_ranks_that_hold_something_else_differ_in_one_number(
     assert [a == b for a, b in zip(mine, yours, strict=True)][index] is False
 
 
-def test_ranks_that_hold_other_optimizers_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_hold_other_optimizers_are_told_so(alone: Overheard, monkeypatch: pytest.MonkeyPatch) -> None:
     own = SGD((made := nn.Linear(4, 2)).parameters(), lr=0.1)
     workload = Workload("differing", lambda: made, rows, loss, optimizer=lambda params: own)
     trainer = Trainer(workload, stream(), opened(), time.time())
-    other = torch.tensor([0, 0, 0, 1, 0])
-    monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: torch.cat([tensor, tensor + other]))
+    other = [0, 0, 0, 1, 0]
+    monkeypatch.setattr(
+        alone, "numbers", lambda own, about: [list(own), [a + b for a, b in zip(own, other, strict=True)]]
+    )
     with pytest.raises(WorkloadError, match="hold different optimizers: class, groups or options differ"):
         trainer.join()

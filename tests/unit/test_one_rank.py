@@ -1,4 +1,4 @@
-"""A rank by itself: collectives over one rank give back what they are given."""
+"""One rank of several, driven alone: the others always send what it sends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,7 @@ from torch.utils.data import TensorDataset
 from gpumem_nb.engine import building, cells
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
-from gpumem_nb.engine.step import step
 from gpumem_nb.engine.step.trainer import Trainer
-from gpumem_nb.engine.together import collectives
 from gpumem_nb.engine.together.interrupts import held_back, take_over
 from gpumem_nb.memory.device import Device, opened
 from gpumem_nb.shared.errors import WorkloadError
@@ -27,6 +24,7 @@ from gpumem_nb.shared.knobs.option import whole
 from gpumem_nb.shared.messages import Chunk, Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
+from tests.links import Overheard, overheard
 
 
 class DeviceFault(Exception):
@@ -39,19 +37,9 @@ class Unspeakable(Exception):
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only rank there is."""
-    monkeypatch.setattr(hvd, "is_initialized", lambda: True)
-    monkeypatch.setattr(hvd, "rank", lambda: 0)
-    monkeypatch.setattr(hvd, "size", lambda: 1)
-    monkeypatch.setattr(hvd, "broadcast_object", lambda value, **_: value)
-    monkeypatch.setattr(hvd, "allreduce_", lambda tensor, **_: tensor)
-    monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: tensor)
-    monkeypatch.setattr(hvd, "broadcast_parameters", lambda state, root_rank: None)
-    monkeypatch.setattr(hvd, "grouped_allreduce_async_", lambda tensors, **_: 1)
-    monkeypatch.setattr(hvd, "allreduce_async_", lambda tensor, **_: 1)
-    monkeypatch.setattr(hvd, "synchronize", lambda handle: None)
-    monkeypatch.setattr(collectives, "leave", lambda what: None)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Overheard:
+    """A rank that a test drives alone."""
+    return overheard(monkeypatch)
 
 
 def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -132,7 +120,7 @@ def test_memory_is_looked_at_anew_after_a_cell_and_holds_nothing_of_what_ran_bef
 
 
 def test_cached_segments_are_room_for_an_update(
-    trainer: Trainer, device: Device, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, device: Device, alone: Overheard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates_voted_on: list[bool] = []
 
@@ -140,7 +128,7 @@ def test_cached_segments_are_room_for_an_update(
         updates_voted_on.append(name == "update")
         return flag
 
-    monkeypatch.setattr(step, "any_rank", vote)
+    monkeypatch.setattr(alone, "any_rank", vote)
     settings = Settings(batch_size=2)
 
     def voted() -> bool:
@@ -172,16 +160,15 @@ def test_an_exception_without_words_is_a_failure_like_any_other(device: Device) 
     assert (reply.failure.phase, reply.failure.message) == ("forward", "Unspeakable: Unspeakable")
 
 
-def test_an_interrupt_while_a_bucket_is_sent_sends_it_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_a_bucket_is_sent_sends_it_once(device: Device, alone: Overheard) -> None:
     sent = []
 
-    def send(tensors: list[Tensor], name: str, **_: object) -> int:
+    def interrupted(name: str, tensors: object) -> None:
         sent.append(name)
         if len(sent) == 1:
             signal.raise_signal(signal.SIGINT)
-        return 1
 
-    monkeypatch.setattr(hvd, "grouped_allreduce_async_", send)
+    alone.on_send = interrupted
     trainer = Trainer(workload(), stream(), device, time.time())
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -196,23 +183,23 @@ def test_an_interrupt_while_a_bucket_is_sent_sends_it_once(device: Device, monke
 
 
 def test_what_fails_in_the_reduction_ends_the_waiting_of_all_ranks_and_is_told(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, alone: Overheard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[str] = []
 
-    def failing(handle: int) -> None:
+    def failing(name: str, tensors: object) -> None:
         raise DeviceFault("gone")
 
-    monkeypatch.setattr(hvd, "synchronize", failing)
-    monkeypatch.setattr(collectives, "leave", left.append)
+    monkeypatch.setattr(alone, "leave", left.append)
     before = weights(trainer)
+    alone.on_send = failing
     reply = trainer.run(Chunk(Settings(batch_size=2), 1, 1))
     assert reply.failure is not None
     assert (reply.failure.phase, reply.failure.message) == ("reduction", "DeviceFault: gone")
     assert left == ["reduction of a step"]
     assert all(map(torch.equal, weights(trainer), before))
     assert all(param.grad is None for param in trainer.live.model.parameters())
-    monkeypatch.setattr(hvd, "synchronize", lambda handle: None)
+    alone.on_send = lambda name, tensors: None
     assert trainer.run(Chunk(Settings(batch_size=2), 2, 1)).failure is None
 
 
@@ -243,7 +230,7 @@ def test_settings_applied_in_part_are_taken_back(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("dropped", ["another rank failed", "other models"])
 def test_a_trainer_that_is_dropped_leaves_no_hooks(
-    dropped: str, device: Device, monkeypatch: pytest.MonkeyPatch
+    dropped: str, device: Device, alone: Overheard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(4, 4)
     attached = Workload("attached", lambda: model, rows, loss)
@@ -252,10 +239,10 @@ def test_a_trainer_that_is_dropped_leaves_no_hooks(
     assert hooks(model) == 2
     trainer.close()
     if dropped == "another rank failed":
-        monkeypatch.setattr(hvd, "allreduce_", lambda tensor, **_: tensor.add_(1))
+        monkeypatch.setattr(alone, "any_rank", lambda vote, about: True)
         assert building.build(attached, stream(), device, time.time()) is None
     else:
-        monkeypatch.setattr(hvd, "allgather", lambda tensor, **_: torch.stack([tensor, tensor + 1]))
+        monkeypatch.setattr(alone, "numbers", lambda own, about: [list(own), [one + 1 for one in own]])
         with pytest.raises(WorkloadError, match="hold different models"):
             building.build(attached, stream(), device, time.time())
     assert hooks(model) == 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,35 +16,29 @@ from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
+from tests.links import Overheard
 from tests.unit.test_one_rank import alone as alone
 from tests.unit.test_one_rank import rows, stream, workload
 
 SETTINGS = Settings(batch_size=2)
 
 
-def test_a_layer_that_was_frozen_for_a_while_is_averaged_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-
-    def send(tensors: list[Tensor], **_: object) -> int:
-        sent.append(len(tensors))
-        return 1
-
-    monkeypatch.setattr(hvd, "grouped_allreduce_async_", send)
+def test_a_layer_that_was_frozen_for_a_while_is_averaged_again(alone: Overheard) -> None:
     trainer = Trainer(workload(), stream(), opened(), time.time())
     for trained in (True, False, True):
         trainer.live.model.get_parameter("weight").requires_grad_(trained)
         assert trainer.run(Chunk(SETTINGS, 1, 2)).failure is None
-        assert sent[-1] == 2 + trained  # weight, bias, ballot
+        assert len(alone.buckets[-1]) == 2 + trained  # weight, bias, ballot
 
 
-def test_a_hook_that_a_cell_adds_changes_a_gradient_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_a_cell_adds_changes_a_gradient_before_it_is_sent(alone: Overheard) -> None:
     sent: list[float] = []
 
-    def send(tensors: list[Tensor], **_: object) -> int:
-        sent.extend(tensor.abs().max().item() for tensor in tensors[:-1])  # without the ballot
-        return 1
+    def note(name: str, tensors: Sequence[Tensor]) -> None:
+        if name.startswith("gpumem_nb.bucket"):
+            sent.extend(tensor.abs().max().item() for tensor in tensors[:-1])  # without the ballot
 
-    monkeypatch.setattr(hvd, "grouped_allreduce_async_", send)
+    alone.on_send = note
     settings = SETTINGS.replace(bucket_mib=1e-6)  # every gradient leaves as soon as it is there
     trainer = Trainer(workload(), stream(), opened(), time.time())
     assert trainer.run(Chunk(settings, 1, 1)).failure is None
@@ -62,40 +56,17 @@ def test_a_hook_that_a_cell_adds_changes_a_gradient_before_it_is_sent(monkeypatc
     assert max(sent) <= 1.1e-6
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
-    """What leaves this rank, bucket by bucket, ballots included."""
-    sent: list[list[Tensor]] = []
-
-    def send(tensors: list[Tensor], **_: object) -> int:
-        sent.append(tensors)
-        return 1
-
-    monkeypatch.setattr(hvd, "grouped_allreduce_async_", send)
-    return sent
-
-
-def test_buckets_are_as_large_as_the_knob_says(sent: list[list[Tensor]]) -> None:
+def test_buckets_are_as_large_as_the_knob_says(alone: Overheard) -> None:
     trainer = Trainer(workload(), stream(), opened(), time.time())
     for settings_id, (mib, buckets) in enumerate(((4, 1), (1e-6, 2), (4, 1)), 1):
-        sent.clear()
+        alone.sent.clear()
         assert trainer.run(Chunk(SETTINGS.replace(bucket_mib=mib), settings_id, 1)).failure is None
-        assert len(sent) == buckets
-        assert sum(map(len, sent)) == 3  # weight, bias, ballot
+        assert len(alone.buckets) == buckets
+        assert sum(map(len, alone.buckets)) == 3  # weight, bias, ballot
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_compression_rounds_what_is_wider_than_16_bit_and_no_ballot(
-    sent: list[list[Tensor]], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    ballots: list[Tensor] = []
-
-    def send_ballot(ballot: Tensor, **_: object) -> int:
-        ballots.append(ballot)
-        return 1
-
-    monkeypatch.setattr(hvd, "allreduce_async_", send_ballot)
-
+def test_compression_rounds_what_is_wider_than_16_bit_and_no_ballot(alone: Overheard, dtype: torch.dtype) -> None:
     def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
         output: Tensor = model(batch[0].to(dtype))
         return output.float().square().mean()
@@ -106,6 +77,7 @@ def test_compression_rounds_what_is_wider_than_16_bit_and_no_ballot(
     assert reply.failure is None
     wide = dtype in (torch.float32, torch.float64)
     carried = torch.float16 if wide else torch.float32
+    sent, ballots = alone.buckets, [tensors[0] for name, tensors in alone.sent if name == "gpumem_nb.ballot"]
     gradients = [tensor for tensors in sent for tensor in tensors if tensor.dim() == 2 or len(tensor) == 4]
     assert {tensor.dtype for tensor in gradients} == {carried}
     assert {ballot.dtype for ballot in (ballots if wide else [tensors[-1] for tensors in sent])} == {torch.float32}
@@ -115,7 +87,7 @@ def test_compression_rounds_what_is_wider_than_16_bit_and_no_ballot(
     assert (1e-6 < errors[0] < 2**-11) if wide else errors[0] == 0
 
 
-def test_what_compression_takes_is_not_told_of_steps_that_the_loss_scaler_skips(sent: list[list[Tensor]]) -> None:
+def test_what_compression_takes_is_not_told_of_steps_that_the_loss_scaler_skips(alone: Overheard) -> None:
     trainer = Trainer(workload(), stream(), opened(), time.time())
     scaler = trainer.live.scaler
     scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**126})  # gradients overflow
@@ -124,7 +96,7 @@ def test_what_compression_takes_is_not_told_of_steps_that_the_loss_scaler_skips(
     assert (sample.skipped, sample.compression_error) == (True, None)
 
 
-def test_what_overflows_on_its_way_discards_the_step_and_is_told(sent: list[list[Tensor]]) -> None:
+def test_what_overflows_on_its_way_discards_the_step_and_is_told(alone: Overheard) -> None:
     def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
         output: Tensor = model(batch[0])
         return 1e6 * output.square().mean()

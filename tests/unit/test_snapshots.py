@@ -12,7 +12,6 @@ import pytest
 
 from gpumem_nb.engine.storing import capture
 from gpumem_nb.engine.storing.snapshots import Snapshots
-from gpumem_nb.engine.together import collectives
 from gpumem_nb.shared import snapshot_folder
 from gpumem_nb.shared.messages import SnapshotOrder, Stored
 
@@ -33,7 +32,6 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk()
-    monkeypatch.setattr(collectives, "check", lambda: None)
     monkeypatch.setattr(capture, "capture", lambda trainer, device, options: disk)
     monkeypatch.setattr("gpumem_nb.engine.storing.snapshots.give_way", lambda: None)
     yield disk

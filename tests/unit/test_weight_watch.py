@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from gpumem_nb.engine import cells
 from gpumem_nb.engine.step.parts import Parts
 from gpumem_nb.engine.step.weight_watch import WeightWatch
+from tests.links import overheard
 
 
 class Net(nn.Module):
@@ -58,10 +58,10 @@ def test_what_was_overwritten_from_a_file_is_compared() -> None:
 def test_a_buffer_that_only_one_rank_has_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[str] = []
 
-    def gather(tensor: Tensor, name: str) -> Tensor:
-        gathered.append(name)
-        return torch.cat([tensor, tensor + 1])
+    def gather(own: list[int], about: str) -> list[list[int]]:
+        gathered.append(about)
+        return [list(own), [one + 1 for one in own]]
 
-    monkeypatch.setattr(hvd, "allgather", gather)
+    monkeypatch.setattr(overheard(monkeypatch), "numbers", gather)
     assert "of different names" in watch(Net()).examine()
     assert len(gathered) == 1  # rows of other lengths cannot be gathered

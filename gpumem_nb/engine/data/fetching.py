@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from torch.utils.data import default_collate
 
 from ...shared.errors import WorkloadError, text_of
+from ..link.communicator import here
 from ..random_state import begin_on_host, set_aside
-from ..together.collectives import Separated
 from .handed import Collate, do_not_go_together
 from .once import samples_at
 
-NO_FAULT_OF_A_SAMPLE = (torch.OutOfMemoryError, MemoryError, HorovodInternalError, Separated)
-"""Lack of memory, or of other ranks."""
+
+def no_fault_of_a_sample(error: Exception) -> bool:
+    """Return whether what was raised while samples were read is lack of memory, or of other ranks."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or here().is_separation(error)
 
 
 class FromWorker(Exception):
@@ -73,9 +74,9 @@ class Fetcher:
             return self._one_by_one(task)
         try:
             return samples_at(self.dataset, list(task.indices)), []
-        except NO_FAULT_OF_A_SAMPLE:
-            raise
-        except Exception:
+        except Exception as error:
+            if no_fault_of_a_sample(error):
+                raise
             samples, bad = self._one_by_one(task)  # which of them was it?
             if not bad:
                 raise
@@ -90,9 +91,9 @@ class Fetcher:
                 begin_on_host(self.seed, task.place + offset)
             try:
                 samples += samples_at(self.dataset, [index]) if in_tables else (self.dataset[index],)
-            except NO_FAULT_OF_A_SAMPLE:
-                raise
             except Exception as error:
+                if no_fault_of_a_sample(error):
+                    raise
                 bad.append(f"sample {index!r} of the data failed: {type(error).__name__}: {text_of(error)}")
                 if not self.skip:
                     raise WorkloadError(f"{bad[0]}. Mend it, or go on without it: on_bad_sample=skip.") from error
@@ -111,7 +112,7 @@ def collated(collate: Collate, samples: list[Any]) -> Any:
         return collate(samples)
     try:
         return default_collate(samples)
-    except NO_FAULT_OF_A_SAMPLE:
-        raise
     except Exception as error:
+        if no_fault_of_a_sample(error):
+            raise
         raise WorkloadError(do_not_go_together(error)) from error

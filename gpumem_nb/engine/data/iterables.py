@@ -13,7 +13,7 @@ from torch import Tensor
 from ...shared.errors import WorkloadError, text_of
 from ..copies import host_copy
 from ..random_state import RandomState, begin_on_host, set_aside
-from .fetching import NO_FAULT_OF_A_SAMPLE, collated
+from .fetching import collated, no_fault_of_a_sample
 from .handed import Collate, check_repeatable
 from .stream import Stream
 
@@ -114,9 +114,9 @@ class IterableStream(Stream):
                     self._read += 1
                     if self._read > place:
                         return item
-            except NO_FAULT_OF_A_SAMPLE:
-                raise
             except Exception as error:
+                if no_fault_of_a_sample(error):
+                    raise
                 which = f"item {self._read - self._pass_start} of pass {self._pass + 1} over the data"
                 raise WorkloadError(f"{which} failed: {type(error).__name__}: {text_of(error)}.") from error
             if self._read == self._pass_start:

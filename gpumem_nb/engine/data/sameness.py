@@ -7,12 +7,12 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...shared.errors import WorkloadError, text_of
+from ..link.communicator import here
 from ..random_state import RandomState, begin_on_host, set_aside
 from . import orders
 from .handed import Collate, collated_copies, rows
@@ -43,9 +43,9 @@ class Look(NamedTuple):
     length: int
     order: int
     digest: int
-    steady: bool
-    draws: bool
-    varies: bool
+    steady: int
+    draws: int
+    varies: int
 
 
 def look_at(stream: Stream) -> Look:
@@ -94,7 +94,7 @@ def agree(stream: Stream, look: Look) -> None:
     Raises:
         WorkloadError: they hold different data; raised on all of them.
     """
-    looks = hvd.allgather(torch.tensor([look], dtype=torch.int64), name="gpumem_nb.looks").tolist()
+    looks = here().numbers(look, "looks")
     first = Look(*looks[0])
     for rank, numbers in enumerate(looks):
         other = Look(*numbers)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import TracebackType
 
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
 from ...memory.device import Device
@@ -18,7 +17,7 @@ from ...shared.messages import Failure
 from ...shared.settings import Settings
 from ...shared.units import parse_size
 from ..data.stream import Stream
-from ..together import collectives
+from ..link.communicator import here
 from .ambient import behind, let_go
 from .segment import Segment
 
@@ -68,7 +67,7 @@ def failure_of(
     interrupted = isinstance(error, KeyboardInterrupt)
     oom = None if interrupted else next(filter(_out_of_memory, behind(error)), None)
     kind = "oom" if oom else "interrupted" if interrupted else "error"
-    if isinstance(error, HorovodInternalError | collectives.Separated) and collectives.separated():
+    if here().is_separation(error) and here().separated():
         kind = "stall"
     told = oom or error
     words = text_of(told).split(_LISTS_BACKENDS)[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...shared.settings import Settings
+from ..link.communicator import Transfer
 from .wire import carried_dtype, carried_shapes
 
 
@@ -46,7 +47,7 @@ class Bucket:
         self.params: list[Tensor] = []
         self.bytes = 0
         self.ready: set[int] = set()
-        self.handle: int | None = None
+        self.transfer: Transfer | None = None
         self.sent_s, self.sent_bytes = 0.0, 0
         self.wires: list[list[Tensor]] = []
         self.square: Tensor | None = None

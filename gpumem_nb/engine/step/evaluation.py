@@ -11,7 +11,6 @@ from numbers import Real
 from typing import Any
 
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
 from ...memory.device import Device
@@ -21,8 +20,7 @@ from ...shared.workload import Workload
 from ..data.device import to_device
 from ..data.held_out import HeldOut
 from ..data.once import batches_once
-from ..together import collectives
-from ..together.agreement import any_rank
+from ..link.communicator import Separated, here
 from ..together.interrupts import interruptible
 from ..undo.step_undo import ForwardState, ForwardUndo, KeptWeights
 from .ambient import Ambient
@@ -83,7 +81,7 @@ class Evaluator:
         samples, ambient = 0, Ambient()
         self._device.reset_peak()
         try:
-            collectives.check()
+            here().check()
             if failure is None:
                 with left_as_it_was(self._modules(), self._forward, self._live), interruptible():
                     sums, samples = self._sum_up()
@@ -94,8 +92,8 @@ class Evaluator:
                 ambient.restore()
             gc.collect()
         try:
-            failed = any_rank(failure is not None, PHASE)
-        except HorovodInternalError as error:
+            failed = here().any_rank(failure is not None, PHASE)
+        except Separated as error:
             failure, failed = failure or self._failure(error), True
         if failed:
             return None, failure

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
-import horovod.torch as hvd
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...shared.errors import WorkloadError, text_of
-from ..copies import Layout, overwrite
-from ..together.agreement import alike, any_rank
+from ..copies import Layout
+from ..link.agreement import alike
+from ..link.communicator import here
 from . import optimizers
 from .live_model import LiveModel
 from .parts import Parts, in_groups
@@ -47,9 +46,9 @@ def take_from_first(live: LiveModel) -> None:
     Raises:
         WorkloadError: what a module or the optimizer keeps besides tensors cannot be sent; raised on all ranks.
     """
-    broadcast((*live.parts.named_parameters(), *live.parts.named_buffers()))
+    here().broadcast(dict((*live.parts.named_parameters(), *live.parts.named_buffers())))
     _send_extra_states(live.parts)
-    if live.own_optimizer and any_rank(bool(live.own_optimizer.state), "optimizer state"):
+    if live.own_optimizer and here().any_rank(bool(live.own_optimizer.state), "optimizer state"):
         send_optimizer_state(live.own_optimizer)
 
 
@@ -84,22 +83,6 @@ def make_alike(live: LiveModel) -> None:
     live.replace_scaler(_from_first(live.scaler.state_dict(), "The loss scale"))
 
 
-def broadcast(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Overwrite these tensors with rank 0's, bit by bit, in any type; all ranks call it with the same names."""
-    wires, copies = {}, []
-    for name, tensor in named:
-        if not tensor.numel():
-            continue  # Horovod waits for ever for a tensor without bytes
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        # As bytes: Horovod carries neither bool nor uint16, bfloat16 or complex numbers.
-        wires[name] = flat.reshape(-1).view(torch.uint8)
-        if flat.data_ptr() != tensor.data_ptr():
-            copies.append((tensor, flat))
-    hvd.broadcast_parameters(wires, root_rank=0)
-    for tensor, flat in copies:
-        overwrite(tensor, flat)
-
-
 def send_optimizer_state(optimizer: Optimizer) -> None:
     """Give every rank rank 0's state of this optimizer; all call it together, on optimizers that are built alike.
 
@@ -107,7 +90,7 @@ def send_optimizer_state(optimizer: Optimizer) -> None:
         WorkloadError: the state holds something that cannot be sent; raised on all ranks.
     """
     params = list(in_groups(optimizer))
-    first = hvd.rank() == 0
+    first = here().rank == 0
     skeleton = {
         index: {
             name: Layout.of(value) if isinstance(value, Tensor) else value
@@ -126,11 +109,13 @@ def send_optimizer_state(optimizer: Optimizer) -> None:
             for index, values in skeleton.items()
         }
         optimizers.put_state(optimizer, state, optimizer.param_groups)
-    broadcast(
-        (f"state.{index}.{name}", optimizer.state[params[index]][name])
-        for index, values in skeleton.items()
-        for name, value in values.items()
-        if isinstance(value, Layout)
+    here().broadcast(
+        {
+            f"state.{index}.{name}": optimizer.state[params[index]][name]
+            for index, values in skeleton.items()
+            for name, value in values.items()
+            if isinstance(value, Layout)
+        }
     )
 
 
@@ -142,11 +127,11 @@ def _send_extra_states(parts: Parts) -> None:
     states = _from_first(lambda: [module.get_extra_state() for module in keepers], "What get_extra_state() gives")
     try:
         for module, state in zip(keepers, states, strict=True):
-            if hvd.rank() != 0:
+            if here().rank != 0:
                 module.set_extra_state(state)
     except Exception as error:  # somebody's own code
         failure = error
-    if any_rank(failure is not None, "extra state"):
+    if here().any_rank(failure is not None, "extra state"):
         why = f" {type(failure).__name__}: {text_of(failure)}." if failure else ""
         raise WorkloadError(f"set_extra_state() failed with what rank 0 keeps.{why} Make it take what the other gives.")
 
@@ -163,18 +148,18 @@ def extra_states(parts: Parts) -> dict[str, nn.Module]:
 
 def _from_first(value: Any, what: str) -> Any:
     """Rank 0's value on all ranks; what keeps it from being sent is raised on all of them."""
-    sent, problem = b"", ""
-    if hvd.rank() == 0:
+    content = b""
+    if here().rank == 0:
         try:
-            sent = cloudpickle.dumps(value() if callable(value) else value)
+            content = b"+" + cloudpickle.dumps(value() if callable(value) else value)
         except Exception as error:  # pickling runs the objects' own code
-            problem = f"{type(error).__name__}: {text_of(error)}"
-    sent, problem = hvd.broadcast_object((sent, problem), root_rank=0, name="gpumem_nb.object")
-    if problem:
+            content = b"-" + f"{type(error).__name__}: {text_of(error)}".encode()
+    content = here().from_first(content, "object")
+    if content[:1] == b"-":
         raise WorkloadError(
-            f"{what} cannot be sent to the other ranks ({problem}). Keep plain values and tensors in it."
+            f"{what} cannot be sent to the other ranks ({content[1:].decode()}). Keep plain values and tensors in it."
         )
-    return cloudpickle.loads(sent)
+    return cloudpickle.loads(content[1:])
 
 
 def _tensors(parts: Parts) -> list[Any]:

@@ -20,7 +20,7 @@ from ...shared.knobs.optimizer import brings_none
 from ...shared.learning_rate import OWN
 from ...shared.settings import Settings
 from ...shared.workload import Workload
-from ..together.agreement import same_everywhere
+from ..link.agreement import same_everywhere
 from ..together.interrupts import interruptible
 from ..undo.step_undo import KeptState
 from . import optimizers

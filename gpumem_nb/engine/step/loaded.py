@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...memory.device import Device
 from ...shared.workload import Workload, WorkloadInfo
 from ..data.stream import Stream
-from ..together import horovod_settings
+from ..link.settings import why_flat
 from .live_model import LiveModel
 from .notes import has_batch_norm, model_notes
 from .rates import named_rate
@@ -35,7 +35,7 @@ def workload_info(
         data=data,
         eval_len=eval_len,
         own_scheduler=type(live.scheduler).__name__ if live.scheduler else None,
-        why_flat=horovod_settings.why_flat(),
+        why_flat=why_flat(),
         batch_norm=has_batch_norm(live),
         trained_before=live.trained_before,
     )

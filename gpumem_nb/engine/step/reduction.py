@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor
 
 from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
+from ..link.communicator import AVERAGE, here
 from ..together.interrupts import postponed
 from .ballot import NUMBERS
 from .buckets import Bucket, Travel, into_buckets, stand_ins
@@ -20,7 +20,6 @@ from .noise import square_of
 from .step_clock import Flight
 from .wire import arrived, carried_dtype, outgoing, rounding
 
-_OPERATIONS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
 
 
@@ -163,7 +162,7 @@ class GradientReduction:
     def measure_rest(self) -> None:
         """Measure the gradients that were not sent yet, if the step is measured."""
         for bucket in self._buckets:
-            if bucket.handle is None:
+            if bucket.transfer is None:
                 self._measure(bucket)
 
     def average_square(self) -> Tensor | None:
@@ -188,23 +187,9 @@ class GradientReduction:
         """
         self._armed = False
         self._notice_arrivals()
-        carrier = self._carrier()
-        error = None
-        if not failed:
-            try:
-                self._count_gradients()
-                for bucket in self._buckets:
-                    if bucket.handle is None:
-                        self._send(bucket, self._row if bucket is carrier else None)
-            except BaseException as raised:
-                error = raised
-                self.ballot[0].fill_(1)
-        if failed or error is not None:
-            self._take_part(carrier)
-        if carrier is None:
-            hvd.synchronize(hvd.allreduce_async_(self._row, name="gpumem_nb.ballot", op=hvd.Average))
-        for bucket in self._buckets:
-            self._wait_for(bucket)
+        error = None if failed else self._counting()
+        if here().size > 1:
+            error = self._exchange(failed or error is not None) or error
         numbers: list[float] = self._row.tolist()
         sums = [round(number * self._ranks) for number in numbers[:NUMBERS]]
         if sums[0]:  # some rank failed: nothing is learned from what it sent
@@ -220,6 +205,33 @@ class GradientReduction:
         if not missed:
             self.regroup()
         return Reduced(sums, missed, partial, numbers[NUMBERS], error)
+
+    def _counting(self) -> BaseException | None:
+        try:
+            self._count_gradients()
+        except BaseException as error:
+            self.ballot[0].fill_(1)
+            return error
+        return None
+
+    def _exchange(self, failed: bool) -> BaseException | None:
+        """Give the others what they wait for, and get what they send; says what kept gradients from being sent."""
+        carrier, error = self._carrier(), None
+        if not failed:
+            try:
+                for bucket in self._buckets:
+                    if bucket.transfer is None:
+                        self._send(bucket, self._row if bucket is carrier else None)
+            except BaseException as raised:
+                error = raised
+                self.ballot[0].fill_(1)
+        if failed or error is not None:
+            self._take_part(carrier)
+        if carrier is None:
+            here().all_reduce([self._row], "gpumem_nb.ballot", AVERAGE)
+        for bucket in self._buckets:
+            self._wait_for(bucket)
+        return error
 
     def _carrier(self) -> Bucket | None:
         """The bucket that the ballot travels in, if it can."""
@@ -243,7 +255,7 @@ class GradientReduction:
         """Send what others wait for, bucket by bucket, through memory that each of them uses again."""
         for param in self._params:
             param.grad = None
-        unsent = [bucket for bucket in self._buckets if bucket.handle is None]
+        unsent = [bucket for bucket in self._buckets if bucket.transfer is None]
         for bucket in self._buckets:
             self._wait_for(bucket)
         self._let_go()
@@ -252,14 +264,14 @@ class GradientReduction:
             self._wait_for(bucket)
 
     def _wait_for(self, bucket: Bucket) -> None:
-        handle, bucket.handle = bucket.handle, None
-        if handle is not None:
-            hvd.synchronize(handle)
+        transfer, bucket.transfer = bucket.transfer, None
+        if transfer is not None:
+            transfer.wait()
             self._arrived(bucket)
 
     def _take_back(self, absent: Collection[int]) -> None:
         for bucket in self._buckets:
-            for param, wires in zip(bucket.params, bucket.wires, strict=True):
+            for param, wires in zip(bucket.params, bucket.wires, strict=bool(bucket.wires)):
                 if id(param) not in absent:
                     if param.grad is None:
                         param.grad = bucket.places.get(id(param))
@@ -273,7 +285,7 @@ class GradientReduction:
         """Let go of what was sent: Horovod was shut down, and nothing will come back."""
         self._armed = False
         for bucket in self._buckets:
-            bucket.handle = None
+            bucket.transfer = None
         self._let_go()
         self._under_way.clear()
 
@@ -285,12 +297,12 @@ class GradientReduction:
 
     def _gradient_ready(self, param: Tensor, bucket: Bucket) -> None:
         self.latest = param
-        if not self._armed:
+        if not self._armed or here().size == 1:
             return
         self._notice_arrivals()
         if id(param) in bucket.ready:  # it comes in several pieces, and nobody knows how many
             self._early = False
-            self.torn = self.torn or bucket.handle is not None
+            self.torn = self.torn or bucket.transfer is not None
             return
         bucket.ready.add(id(param))
         if self._early and len(bucket.ready) == len(bucket.params) and bucket is not self._buckets[-1]:
@@ -324,7 +336,7 @@ class GradientReduction:
     def _start(self, bucket: Bucket, wires: list[Tensor]) -> None:
         bucket.sent_s, bucket.sent_bytes = time.perf_counter(), sum(wire.nbytes for wire in wires)
         name = bucket.name if self._travel.averaged else f"{bucket.name}.{self._travel.reduction}"
-        bucket.handle = hvd.grouped_allreduce_async_(wires, name=name, op=_OPERATIONS[self._travel.reduction])
+        bucket.transfer = here().start_reduction(wires, name, self._travel.reduction)
         self._under_way.append(bucket)
 
     def _carried(self, bucket: Bucket) -> torch.dtype:
@@ -332,7 +344,7 @@ class GradientReduction:
 
     def _notice_arrivals(self) -> None:
         """Look which buckets have arrived by now; Horovod brings one after the other."""
-        while self._under_way and _is_over(self._under_way[0].handle):
+        while self._under_way and ((sent := self._under_way[0].transfer) is None or sent.done()):
             self._arrived(self._under_way[0])
 
     def _arrived(self, bucket: Bucket) -> None:
@@ -352,10 +364,3 @@ class GradientReduction:
         absent = {id(param) for param, count in zip(self._params, there, strict=True) if not count}
         self._learned = ([] if missed else presence), partial, absent
         return missed, partial, absent
-
-
-def _is_over(handle: int | None) -> bool:
-    try:
-        return bool(hvd.poll(handle))
-    except ValueError:  # Horovod does not know it any more
-        return True

@@ -24,8 +24,7 @@ from ...shared.messages import Failure
 from ...shared.step_times import BACKWARD, COPY, DATA, FORWARD, REDUCTION, TOOLKIT, UPDATE
 from ..data.device import to_device
 from ..data.stream import Stream
-from ..together import collectives
-from ..together.agreement import any_rank
+from ..link.communicator import here
 from ..together.interrupts import interruptible
 from ..undo.step_undo import ForwardState, ForwardUndo, UpdateUndo, WrittenByForward
 from . import optimizers
@@ -206,7 +205,7 @@ class Stepper:
         before, ambient = None, Ambient()
         self.phase = FORWARD
         try:
-            collectives.check()
+            here().check()
             self.enter(UNDOING)
             copy = not (order.trial or order.proven)
             weights = self._written.before(self._live.parameters, self._live.parts.parameters(), copy)
@@ -320,10 +319,10 @@ class Stepper:
             failure = self.failure(error)
         try:
             self.enter(REDUCTION)
-            undone = any_rank(failure is not None, "update")
+            undone = here().any_rank(failure is not None, "update")
         except BaseException as error:  # without a vote nobody knows whether the update counts
             failure, undone = failure or self.failure(error), True
-            collectives.leave("the vote on an update")
+            here().leave("the vote on an update")
         self.enter(TOOLKIT)
         if undone:
             self._undo(undo)

@@ -13,7 +13,7 @@ from ...memory.tensors import tensors_in
 from ...shared.messages import Chunk, Failure
 from ...shared.settings import Settings
 from ...shared.step_times import UPDATE, StepTimes
-from ..together.agreement import any_rank
+from ..link.communicator import here
 from .live_model import LiveModel
 
 MOST_STEPS = 5  # after one that warms up
@@ -62,14 +62,14 @@ def _times(trying: Trying, step: Step, chunk: Chunk, fewest: int) -> tuple[list[
         began_s = time.monotonic()
         while True:
             work_s, waited_s, failure = step(why_not, chunk)
-            if any_rank(failure is not None, "timing"):
+            if here().any_rank(failure is not None, "timing"):
                 return [], failure
             data_s = data_s if found else waited_s
             found.append(work_s + data_s)
             took_s = time.monotonic() - began_s
             longest_s = LONGEST_S if len(found) > 1 else LONGEST_FIRST_S
             enough = len(found) > MOST_STEPS or (took_s > longest_s and len(found) >= fewest)
-            if any_rank(enough, "timing on"):
+            if here().any_rank(enough, "timing on"):
                 return found[1:] or found, None
 
 

@@ -21,8 +21,9 @@ from ...shared.workload import Workload, WorkloadInfo
 from .. import cells
 from ..data.held_out import HeldOut
 from ..data.stream import Stream
+from ..link import settings as link_settings
 from ..random_state import OwnNumbers, seeded
-from ..together import horovod_settings, nudge
+from ..together import nudge
 from .blame import explained
 from .buckets import Travel
 from .evaluation import PHASE as EVALUATION
@@ -317,7 +318,7 @@ class Trainer:
         """Bring Horovod to the chunk's settings, together with the other ranks."""
         self.stepper.phase = "settings"
         try:
-            horovod_settings.follow(chunk.settings, self._device)
+            link_settings.follow(chunk.settings, self._device)
         except BaseException as error:
             self._settings_id = NO_CONFIGURATION
             return self.stepper.failure(error)

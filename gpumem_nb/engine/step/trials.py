@@ -30,8 +30,8 @@ from ...shared.questions import StepsAmong
 from ...shared.settings import Settings
 from ...shared.step_times import DATA, TOOLKIT, StepTimes
 from ..data.stream import Stream
-from ..together.agreement import any_rank
-from ..together.group import among
+from ..link.communicator import here
+from ..link.group import among
 from .dry_update import timed_on_scratch
 from .live_model import LiveModel
 from .samples import Outcome
@@ -184,7 +184,7 @@ class Trials:
             for number in range(_UNCOUNTED + steps):
                 trial = self._takes.try_step(why_not, chunk)
                 found = None if trial.failure else trial.laps.times()
-                if any_rank(found is None, "scaling"):
+                if here().any_rank(found is None, "scaling"):
                     return StepsAmong(failure=trial.failure)
                 assert found is not None
                 update_s = update_s if number else self._update_s(settings, None)[0]
@@ -241,11 +241,11 @@ class Trials:
                 chunk = Chunk(sized, NO_CONFIGURATION, 1, trial=True, ledger_steps=1)
                 with self._takes.trying(chunk) as why_not:
                     trial = self._takes.try_step(why_not, chunk)
-                if any_rank(trial.trace is None, "forecast"):
+                if here().any_rank(trial.trace is None, "forecast"):
                     return None, trial.failure, batch_size
                 trials.append(trial)
             steps = self._continued(trials)
-            if not any_rank(steps.how == BY_PEAKS, "forecast again"):
+            if not here().any_rank(steps.how == BY_PEAKS, "forecast again"):
                 break
         return steps, None, 0
 

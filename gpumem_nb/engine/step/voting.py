@@ -12,7 +12,8 @@ from torch.amp import GradScaler
 from ...memory.device import Device
 from ...shared.messages import Failure
 from ...shared.step_times import REDUCTION, TOOLKIT
-from ..together import collectives, nudge
+from ..link.communicator import here
+from ..together import nudge
 from .ballot import Ballot, Votes
 from .blame import nonfinite_loss
 from .buckets import Travel
@@ -147,7 +148,7 @@ class Voting:
             # Either the ranks came apart already, or this one cannot take part: then nobody shall wait for it.
             failure = failure or step.failure(error)
             self.watch.ask()
-            collectives.leave(f"{REDUCTION} of a step")
+            here().leave(f"{REDUCTION} of a step")
             self._reduction.forget()
             return Votes.of_one_that_left(), failure
 
@@ -170,7 +171,7 @@ class Voting:
         if votes.nonfinite and failure is None and loss is not None:
             bad_loss = None if loss.isfinite() else nonfinite_loss(self._rank, loss)
             failure = bad_loss or (norms.failure(self._rank, self._live.parts) if norms else None)
-        elif self._travel.compressed and not (votes.failed or votes.nonfinite or votes.unsure):
+        elif self._travel.compressed and here().size > 1 and not (votes.failed or votes.nonfinite or votes.unsure):
             failure = self._overflow()
             votes = replace(votes, nonfinite=failure is not None)
         return votes, failure
@@ -260,7 +261,7 @@ class Voting:
 
     def _compares(self, order: StepOrder) -> bool:
         """Whether the ranks' weights are compared in this step; not in trials, of which questions take many."""
-        return not order.trial and self.watch.due(order.step)
+        return here().size > 1 and not order.trial and self.watch.due(order.step)
 
     def _reduce_all(self) -> GradientReduction:
         """The reduction of all that the optimizer trains."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor
 
 from ...shared.ranklist import name_ranks
 from .. import cells
 from ..copies import checksum
-from ..together.agreement import same_everywhere
+from ..link.agreement import same_everywhere
+from ..link.communicator import here
 from .parts import Parts
 
 EVERY_STEPS = 40
@@ -94,8 +94,7 @@ class WeightWatch:
             )
         mine = [int(checksum(tensor)) for tensor in compared.values()]
         moving = [int(name in self._moving) for name in compared]
-        row = torch.tensor([cells.ran() - self._cells, *mine, *moving], dtype=torch.int64)
-        rows = hvd.allgather(row[None], name="gpumem_nb.weights").tolist()
+        rows = here().numbers([cells.ran() - self._cells, *mine, *moving], "weights")
         ran = [row[0] for row in rows]
         for place, name in enumerate(compared, start=1):
             if any(row[place + len(compared)] for row in rows):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from ...shared import state_file
 from ...shared.errors import StateFileError
 from ...shared.version import __version__
 from ..copies import host_copy
+from ..link.communicator import here
 from ..step.joining import extra_states
 from ..step.trainer import Trainer
 from .storable import plain, storable_random, to_bytes
@@ -68,7 +68,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None, ru
         problem, own, shared = "", b"", {}
         try:
             own = to_bytes(_own_part(trainer))
-            if hvd.rank() == 0:
+            if here().rank == 0:
                 shared = _shared_part(trainer)
                 if runs:
                     shared["runs"] = torch.frombuffer(bytearray(runs), dtype=torch.uint8)
@@ -78,7 +78,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None, ru
     for part, wrong in parts:
         if wrong:
             raise StateFileError(part.tobytes().decode())
-    if hvd.rank() != 0:
+    if here().rank != 0:
         return None
     header = state_file.Header(
         workload=trainer.workload.name,
@@ -88,7 +88,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None, ru
         position=trainer.stream.position,
         passes=trainer.stream.passes,
         pass_began=trainer.stream.pass_began,
-        ranks=hvd.size(),
+        ranks=here().size,
         dataset_len=trainer.stream.length,
         version=__version__,
         seed=trainer.stream.seed,
@@ -145,10 +145,10 @@ def _own_part(trainer: Trainer) -> dict[str, Any]:
 
 
 def _gather(own: bytes, failed: bool) -> list[tuple[np.ndarray[Any, Any], bool]]:
-    """Every rank's bytes, and whether they are an error message; ``hvd.allgather_object`` takes longer."""
+    """Every rank's bytes, and whether they are an error message."""
     prefix = len(own).to_bytes(_LENGTH_BYTES, "little") + bytes([failed])
     block = torch.from_numpy(np.frombuffer(prefix + own, dtype=np.uint8).copy())
-    gathered = hvd.allgather(block, name="gpumem_nb.state").numpy()
+    gathered = here().all_gather(block, "gpumem_nb.state").numpy()
     parts = []
     while len(gathered):
         start = _LENGTH_BYTES + 1
@@ -160,6 +160,6 @@ def _gather(own: bytes, failed: bool) -> list[tuple[np.ndarray[Any, Any], bool]]
 
 def _unexpected(error: Exception) -> str:
     return (
-        f"The training state on rank {hvd.rank()} cannot be copied ({type(error).__name__}: {error}). "
+        f"The training state on rank {here().rank} cannot be copied ({type(error).__name__}: {error}). "
         "Only plain tensors can be stored: look at the model's buffers and the optimizer's state."
     )

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,6 +20,7 @@ from ...shared import state_file
 from ...shared.errors import StateFileError
 from ...shared.settings import Settings
 from ..copies import overwrite
+from ..link.communicator import here
 from ..random_state import OwnNumbers
 from ..step import optimizers
 from ..step.joining import extra_states
@@ -54,23 +54,24 @@ class Checked:
         """Read everything that :meth:`apply` will ask for."""
         self.settings = Settings.from_saved(self.header.settings, path)
         if self.header.dataset_len != trainer.stream.length:
-            there, here = (
+            there, length_here = (
                 "an unknown number of samples" if length is None else f"{length} samples"
                 for length in (self.header.dataset_len, trainer.stream.length)
             )
             raise StateFileError(
-                f"{path} was saved with a dataset of {there}; this one has {here}. Load the workload "
+                f"{path} was saved with a dataset of {there}; this one has {length_here}. Load the workload "
                 "with the same data."
             )
         payload = from_bytes(stream)
         self.runs = _runs_of(payload)
-        own = payload["ranks"][hvd.rank() if hvd.rank() < self.header.ranks else 0]
+        rank = here().rank
+        own = payload["ranks"][rank if rank < self.header.ranks else 0]
         own = from_bytes(io.BytesIO(own.numpy().tobytes()))
         self._parameters, self._buffers = payload["parameters"], own["buffers"]
         _check_same(path, "parameter", self._parameters, dict(trainer.live.parts.named_parameters()))
         _check_same(path, "buffer", self._buffers, dict(trainer.live.parts.named_buffers()))
-        self._random, random = OwnNumbers(self.header.seed, hvd.rank()), opened_random(own["random"])
-        if hvd.rank() < self.header.ranks:  # others were not there then
+        self._random, random = OwnNumbers(self.header.seed, rank), opened_random(own["random"])
+        if rank < self.header.ranks:  # others were not there then
             self._random.go_on_from(random)
         self._optimizer = self._rebuilt(path, trainer, payload)
         self._own_optimizer_state = self._state_for(path, trainer.live.own_optimizer, payload["own_optimizer"])

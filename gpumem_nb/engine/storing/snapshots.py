@@ -6,16 +6,14 @@ import threading
 import time
 from pathlib import Path
 
-from horovod.common.exceptions import HorovodInternalError
-
 from ...memory.device import Device
 from ...shared import snapshot_folder
 from ...shared.errors import StateFileError
 from ...shared.messages import SnapshotOrder, Stored
 from ...shared.units import format_bytes
+from ..link.communicator import Separated, here
+from ..link.priority import give_way
 from ..step.trainer import Trainer
-from ..together import collectives
-from ..together.priority import give_way
 from . import capture
 
 
@@ -35,9 +33,9 @@ class Snapshots:
         path = str(Path(order.folder) / snapshot_folder.file_name(order.generation, trainer.steps))
         captured = None
         try:
-            collectives.check()
+            here().check()
             captured = capture.capture(trainer, device, order.options)
-        except (HorovodInternalError, collectives.Separated):  # the ranks join again before anything else
+        except Separated:  # the ranks join again before anything else
             self._stored = Stored(path, trainer.steps, 0, 0.0, taken=False)
         except StateFileError as error:
             self._stored = Stored(path, trainer.steps, 0, 0.0, f"No snapshot was taken. {error}")

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import horovod.torch as hvd
 from torch.profiler import ProfilerActivity, profile
 
 from ...internals.horovod_internals import read_timeline
 from ...internals.profiler_internals import profiles, read_profile
 from ...shared.questions import BETWEEN, TIMELINE, TraceOrder, TracePart
 from ...shared.step_times import StepLanes
-from ..together.agreement import any_rank
+from ..link.communicator import here
+from ..link.horovod import stop_timeline
 from ..together.interrupts import interruptible
 from .events import Event, horovod_events, moved, step_events, torch_events, window_of
 
@@ -137,8 +137,8 @@ class Tracer:
         Ranks that have come apart are left apart: the kernel joins them, and Horovod reads its environment then.
         """
         try:
-            any_rank(False, "trace")
-            hvd.stop_timeline()  # what is not written yet would be lost
+            here().any_rank(False, "trace")
+            stop_timeline()  # what is not written yet would be lost
             together = True
         except (RuntimeError, ValueError):
             together = False

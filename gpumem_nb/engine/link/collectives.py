@@ -23,7 +23,7 @@ from ...memory.device import Device
 from ...shared.answers import Waiting
 from ...shared.errors import WorkloadError
 from ...shared.knobs.communication import CYCLE_TIME
-from .agreement import any_rank
+from .communicator import Separated, here
 from .priority import new_threads_give_way
 
 _FREEING_PATIENCE_S = 5.0
@@ -39,20 +39,17 @@ _freeing: threading.Thread | None = None
 _freed_from: Waiting | None = None
 _shutting_down = threading.Lock()
 _ranks = 0  # of the whole cluster
+_rank = _size = 0  # of this one, and of those that are joined
 _hosts_are_many = False  # where they are, Horovod does not come back from being given a list of ranks
-
-
-class Separated(RuntimeError):
-    """Horovod does not join this rank to the others any more."""
 
 
 def join(on_cpu: bool) -> set[int]:
     """Join the other ranks for the first time, and watch the collectives from now on; returns Horovod's threads."""
-    global _on_cpu, _ranks, _hosts_are_many
+    global _on_cpu, _ranks, _rank, _size, _hosts_are_many
     _on_cpu = on_cpu
     _wrap_horovod()
     threads = _init(None)
-    _ranks, _hosts_are_many = hvd.size(), hvd.local_size() != hvd.size()
+    _rank, _ranks, _size, _hosts_are_many = hvd.rank(), hvd.size(), hvd.size(), hvd.local_size() != hvd.size()
     return threads
 
 
@@ -63,7 +60,7 @@ def check_again(variables: Collection[str] = ()) -> None:
         WorkloadError: some rank's Horovod would end its process; raised on all of them.
     """
     set_there = CYCLE_TIME in os.environ or CYCLE_TIME in variables
-    if any_rank(set_there and not hasattr(horovod, MARK), "join again"):
+    if here().any_rank(set_there and not hasattr(horovod, MARK), "join again"):
         raise WorkloadError(
             f"this Horovod ends its process when ranks that were given {CYCLE_TIME} are joined again. Build the "
             "toolkit's own (python -m gpumem_nb.install.horovod_build) and %hvd_restart."
@@ -79,7 +76,7 @@ def join_again(count: int | None = None) -> set[int]:
     Raises:
         Separated: Horovod could not be shut down yet.
     """
-    global _freeing, _freed_from, _left
+    global _freeing, _freed_from, _left, _size
     if _freeing is not None:
         _freeing.join(_FREEING_PATIENCE_S)
         if _freeing.is_alive():
@@ -88,6 +85,7 @@ def join_again(count: int | None = None) -> set[int]:
     hvd.shutdown()
     # All ranks must give a list or none must, and Horovod takes those of the last time for none.
     threads = _init(None if _hosts_are_many else list(range(count or _ranks)))
+    _size = count or _ranks
     _names.clear()
     _left = _freed_from = None
     return threads
@@ -109,10 +107,14 @@ def left(since_s: float = 0.0) -> Waiting | None:
     return _left if _left_at_s >= since_s else None
 
 
-def check() -> None:
-    """Raise ``Separated`` when this rank is apart from the others: whatever it computed now would be lost."""
-    if separated():
-        raise Separated("Horovod was shut down.")
+def rank() -> int:
+    """The number of this rank, also while Horovod is shut down."""
+    return _rank
+
+
+def size() -> int:
+    """How many ranks were joined last: all, or the first few."""
+    return _size
 
 
 def free(waited: Waiting) -> None:
@@ -234,8 +236,10 @@ def greet(device: Device) -> None:
     From here on Horovod's fusion buffer is there in its size: made in a step it would come on top of the limit, and
     Horovod ends the process where it cannot make it. All ranks must come here.
     """
+    link = here()
     with device.exempt():
         pair = [torch.ones(1, dtype=torch.float32, device=device.torch_device) for _ in range(2)]
-        for total in hvd.grouped_allreduce(pair, op=hvd.Sum, name="gpumem_nb.hello"):
-            if total.item() != hvd.size():
-                raise RuntimeError(f"the all-reduce of {hvd.size()} ones gave {total.item():g}")
+        link.all_reduce(pair, "gpumem_nb.hello")
+        for total in pair:
+            if total.item() != link.size:
+                raise RuntimeError(f"the all-reduce of {link.size} ones gave {total.item():g}")

@@ -6,11 +6,11 @@ import statistics
 import time
 from collections.abc import Sequence
 
-import horovod.torch as hvd
 import torch
 
 from ...memory.device import Device
 from ...shared.questions import Sweep
+from .communicator import here
 
 _LEAST, _MOST = 5, 30  # times that each size is sent
 _MOST_BYTES = 64 * 2**20  # of one size altogether, unless that were fewer than the least
@@ -35,7 +35,7 @@ def _once(tensor: torch.Tensor, name: str) -> float:
     if tensor.is_cuda:
         torch.cuda.synchronize()
     began_s = time.perf_counter()
-    hvd.allreduce_(tensor, op=hvd.Sum, name=name)
+    here().all_reduce([tensor], name)
     if tensor.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - began_s

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from ...memory.device import Device
 from ...shared.errors import WorkloadError
 from . import collectives
-from .agreement import any_rank
+from .communicator import Separated, here
 
 T = TypeVar("T")
 _TAG = 20_011  # of messages between ranks that Horovod does not join
@@ -29,26 +29,27 @@ def among(count: int, device: Device, work: Callable[[], T]) -> T | None:
         WorkloadError: ranks run on several hosts, or some rank's Horovod cannot be joined again.
         Separated: the ranks had come apart before, or the work raised elsewhere; they are apart now.
     """
-    collectives.check()
-    if count == hvd.size():
+    link = here()
+    link.check()
+    if count == link.size:
         return work()
-    if any_rank(hvd.size() != hvd.local_size(), "one host"):
+    if link.any_rank(link.size != link.local_size, "one host"):
         raise WorkloadError(
             "Some ranks alone can be measured where all run on one host: on several it was never tried."
         )
     collectives.check_again()
-    rank, found, done = hvd.rank(), None, False
+    rank, found, done = link.rank, None, False
     try:
         if rank < count:
-            device.communicates_on(collectives.join_again(count))
+            device.communicates_on(link.rejoin(count))
             found, done = work(), True
     finally:
         hvd.shutdown()  # what raised here ends the waiting of others in the group
         if rank == 0:
             _tell_others(count, done)
     if rank >= count and not _others_are_done():
-        raise collectives.Separated("The ranks that this one waited for came apart.")
-    device.communicates_on(collectives.join_again())
+        raise Separated("The ranks that this one waited for came apart.")
+    device.communicates_on(link.rejoin())
     collectives.greet(device)
     return found
 

@@ -10,6 +10,7 @@ from ...memory.device import Device
 from ...shared.knobs.communication import VARIABLES
 from ...shared.settings import Settings
 from . import collectives
+from .communicator import here
 
 _started_with = {one.name: os.environ.get(one.name, one.default) for one in VARIABLES.values()}
 _now = dict(_started_with)
@@ -26,7 +27,7 @@ def follow(settings: Settings, device: Device) -> None:
 
     Raises:
         WorkloadError: some rank's Horovod cannot.
-        Separated, HorovodInternalError: the ranks had come apart before.
+        Separated: the ranks had come apart before.
     """
     wanted = dict(_started_with)
     for knob, variable in VARIABLES.items():
@@ -35,11 +36,11 @@ def follow(settings: Settings, device: Device) -> None:
     changed = dict(wanted.items() - _now.items())
     if not changed:
         return
-    collectives.check()
+    here().check()
     collectives.check_again(changed)  # the last one has come: who waits in Horovod's own start cannot be freed
     _now.update(changed)
     os.environ.update(changed)
-    device.communicates_on(collectives.join_again())
+    device.communicates_on(here().rejoin())
     collectives.greet(device)
 
 

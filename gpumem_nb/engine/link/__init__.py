@@ -1,0 +1,1 @@
+"""Rank side: how ranks reach each other. Horovod is imported here and nowhere else in ``engine/``."""

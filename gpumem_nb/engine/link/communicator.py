@@ -1,0 +1,186 @@
+"""What ranks need of each other, whatever carries it.
+
+A backend is one file with a :class:`Communicator`; ``tests/unit/test_link.py`` says what each of them must do.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+AVERAGE, SUM, ADASUM = "average", "sum", "adasum"
+"""What tensors of all ranks become, by the names of the knob ``reduction``."""
+
+
+class Separated(RuntimeError):
+    """The ranks came apart: what this rank waited for will not come, and whatever it computed now would be lost."""
+
+
+class Transfer(Protocol):
+    """A group of tensors under way."""
+
+    def done(self) -> bool:
+        """Return at once, and whether :meth:`wait` would."""
+
+    def wait(self) -> None:
+        """Wait until the tensors hold the result, the same bits on all ranks.
+
+        Raises:
+            Separated: the ranks came apart.
+        """
+
+
+class Communicator(ABC):
+    """One rank's link to the others. Every method but the plain readings is collective: all ranks call it alike.
+
+    Attributes:
+        rank: the number of this rank, from 0.
+        size: how many ranks are joined.
+        local_rank: the number of this rank on its host.
+        local_size: how many of them are on this host.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    def __init__(self) -> None:
+        # Made ahead of time: a rank without any memory left can vote, whatever torch's defaults are by then.
+        self._vote = torch.zeros(1, dtype=torch.float32, device="cpu")
+
+    @abstractmethod
+    def start_reduction(self, tensors: Sequence[Tensor], name: str, operation: str = AVERAGE) -> Transfer:
+        """Begin to reduce these tensors in place.
+
+        Args:
+            tensors: dense, contiguous and not empty, of the same shapes and types on all ranks.
+            name: the same on all ranks, and of nothing else that is under way; people read it when ranks wait.
+            operation: ``AVERAGE``, ``SUM`` or ``ADASUM``.
+
+        Raises:
+            Separated: the ranks came apart.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: Tensor, name: str) -> Tensor:
+        """Return this rank's share of the sum: rows in rank order, the first ranks have one more if they don't divide.
+
+        Raises:
+            Separated: the ranks came apart.
+        """
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the rows of all ranks in rank order; only the number of rows may differ between ranks.
+
+        Raises:
+            Separated: the ranks came apart.
+        """
+
+    @abstractmethod
+    def broadcast(self, named: Mapping[str, Tensor]) -> None:
+        """Overwrite these tensors with rank 0's, bit for bit, in any type and layout.
+
+        Args:
+            named: of the same names, shapes and types on all ranks.
+
+        Raises:
+            Separated: the ranks came apart.
+        """
+
+    @abstractmethod
+    def separated(self) -> bool:
+        """Return whether this rank is known to be apart from the others. Not collective."""
+
+    @abstractmethod
+    def is_separation(self, error: BaseException) -> bool:
+        """Return whether an error says that the ranks came apart, also one of the backend's own. Not collective."""
+
+    @abstractmethod
+    def leave(self, what: str) -> None:
+        """End what all ranks wait for, because this one cannot take part in ``what`` any more. Not collective."""
+
+    @abstractmethod
+    def rejoin(self, count: int | None = None) -> set[int]:
+        """Join the other ranks again, whether they came apart or not; what was under way is lost.
+
+        Args:
+            count: join only the first so many ranks, which alone call it; the others must have left.
+
+        Returns:
+            The system's numbers of threads that communicate.
+
+        Raises:
+            Separated: not every rank takes part.
+        """
+
+    def all_reduce(self, tensors: Sequence[Tensor], name: str, operation: str = SUM) -> None:
+        """Reduce tensors in place, and wait for it; see :meth:`start_reduction`."""
+        self.start_reduction(tensors, name, operation).wait()
+
+    def check(self) -> None:
+        """Raise ``Separated`` when this rank is known to be apart from the others. Not collective."""
+        if self.separated():
+            raise Separated("The ranks came apart.")
+
+    def any_rank(self, vote: bool, about: str) -> bool:
+        """Return whether any rank votes yes; needs no memory. ``about`` names the question."""
+        self._vote.fill_(vote)
+        self.all_reduce([self._vote], f"gpumem_nb.{about}")
+        return self._vote.item() > 0
+
+    def numbers(self, own: Sequence[int], about: str) -> list[list[int]]:
+        """Return every rank's numbers, in rank order; as many on each, and each below 2**63."""
+        row = torch.tensor([list(own)], dtype=torch.int64, device="cpu")
+        rows: list[list[int]] = self.all_gather(row, f"gpumem_nb.{about}").tolist()
+        return rows
+
+    def from_first(self, content: bytes, about: str) -> bytes:
+        """Return rank 0's bytes; the others' are not looked at."""
+        length = torch.tensor([len(content)], dtype=torch.int64, device="cpu")
+        self.broadcast({f"gpumem_nb.{about}.length": length})
+        data = torch.zeros(int(length.item()), dtype=torch.uint8, device="cpu")
+        if self.rank == 0:
+            data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else data
+        self.broadcast({f"gpumem_nb.{about}": data})
+        return data.numpy().tobytes()
+
+
+_of_process: Communicator | None = None
+_of_thread = threading.local()
+
+
+def here() -> Communicator:
+    """Return this rank's link to the others. A process that was joined to none is a rank by itself."""
+    return getattr(_of_thread, "link", None) or _of_process or _alone()
+
+
+def use(link: Communicator) -> None:
+    """Let this process reach the other ranks so."""
+    global _of_process
+    _of_process = link
+
+
+@contextmanager
+def used_by_thread(link: Communicator) -> Iterator[Communicator]:
+    """Inside, the calling thread is a rank of its own."""
+    before, _of_thread.link = getattr(_of_thread, "link", None), link
+    try:
+        yield link
+    finally:
+        _of_thread.link = before
+
+
+def _alone() -> Communicator:
+    global _of_process
+    from .single import Single
+
+    _of_process = Single()
+    return _of_process
