@@ -6,17 +6,15 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import cloudpickle
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from ...shared.errors import WorkloadError, text_of
-from ..copies import Layout
 from ..link.agreement import alike
 from ..link.communicator import here
-from . import optimizers
 from .live_model import LiveModel
+from .optimizer_state import Replicas
 from .parts import Parts, in_groups
+from .sending import extra_states, from_first
 
 
 def check_alike(live: LiveModel) -> None:
@@ -49,7 +47,7 @@ def take_from_first(live: LiveModel) -> None:
     here().broadcast(dict((*live.parts.named_parameters(), *live.parts.named_buffers())))
     _send_extra_states(live.parts)
     if live.own_optimizer and here().any_rank(bool(live.own_optimizer.state), "optimizer state"):
-        send_optimizer_state(live.own_optimizer)
+        Replicas(live.own_optimizer).follow_first()
 
 
 def make_alike(live: LiveModel) -> None:
@@ -69,54 +67,18 @@ def make_alike(live: LiveModel) -> None:
     take_from_first(live)
     for optimizer in used:
         if optimizer is not live.own_optimizer:
-            send_optimizer_state(optimizer)
+            Replicas(optimizer).follow_first()
         groups = optimizer.param_groups
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        for group, first in zip(groups, _from_first(options, "The optimizer's options"), strict=True):
+        for group, first in zip(groups, from_first(options, "The optimizer's options"), strict=True):
             group.update(first)
     live.rates_were_given()
-    frozen = _from_first(_trained(live.parts), "What is frozen")
+    frozen = from_first(_trained(live.parts), "What is frozen")
     for param, trained in zip(live.parts.parameters(), frozen, strict=True):
         param.requires_grad_(trained)
     if live.scheduler:
-        live.scheduler.load_state_dict(_from_first(live.scheduler.state_dict, "The scheduler's position"))
-    live.replace_scaler(_from_first(live.scaler.state_dict(), "The loss scale"))
-
-
-def send_optimizer_state(optimizer: Optimizer) -> None:
-    """Give every rank rank 0's state of this optimizer; all call it together, on optimizers that are built alike.
-
-    Raises:
-        WorkloadError: the state holds something that cannot be sent; raised on all ranks.
-    """
-    params = list(in_groups(optimizer))
-    first = here().rank == 0
-    skeleton = {
-        index: {
-            name: Layout.of(value) if isinstance(value, Tensor) else value
-            for name, value in optimizer.state[param].items()
-        }
-        for index, param in enumerate(params)
-        if first and param in optimizer.state
-    }
-    skeleton = _from_first(skeleton, f"The state of the optimizer {type(optimizer).__name__}")
-    if not first:
-        state = {
-            params[index]: {
-                name: value.made(params[index].device) if isinstance(value, Layout) else value
-                for name, value in values.items()
-            }
-            for index, values in skeleton.items()
-        }
-        optimizers.put_state(optimizer, state, optimizer.param_groups)
-    here().broadcast(
-        {
-            f"state.{index}.{name}": optimizer.state[params[index]][name]
-            for index, values in skeleton.items()
-            for name, value in values.items()
-            if isinstance(value, Layout)
-        }
-    )
+        live.scheduler.load_state_dict(from_first(live.scheduler.state_dict, "The scheduler's position"))
+    live.replace_scaler(from_first(live.scaler.state_dict(), "The loss scale"))
 
 
 def _send_extra_states(parts: Parts) -> None:
@@ -124,7 +86,7 @@ def _send_extra_states(parts: Parts) -> None:
     if not keepers:
         return
     failure: BaseException | None = None
-    states = _from_first(lambda: [module.get_extra_state() for module in keepers], "What get_extra_state() gives")
+    states = from_first(lambda: [module.get_extra_state() for module in keepers], "What get_extra_state() gives")
     try:
         for module, state in zip(keepers, states, strict=True):
             if here().rank != 0:
@@ -134,32 +96,6 @@ def _send_extra_states(parts: Parts) -> None:
     if here().any_rank(failure is not None, "extra state"):
         why = f" {type(failure).__name__}: {text_of(failure)}." if failure else ""
         raise WorkloadError(f"set_extra_state() failed with what rank 0 keeps.{why} Make it take what the other gives.")
-
-
-def extra_states(parts: Parts) -> dict[str, nn.Module]:
-    """The modules that have something in their state dict besides tensors, by name."""
-    return {
-        before + name: module
-        for before, part in parts.named.items()
-        for name, module in part.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
-
-
-def _from_first(value: Any, what: str) -> Any:
-    """Rank 0's value on all ranks; what keeps it from being sent is raised on all of them."""
-    content = b""
-    if here().rank == 0:
-        try:
-            content = b"+" + cloudpickle.dumps(value() if callable(value) else value)
-        except Exception as error:  # pickling runs the objects' own code
-            content = b"-" + f"{type(error).__name__}: {text_of(error)}".encode()
-    content = here().from_first(content, "object")
-    if content[:1] == b"-":
-        raise WorkloadError(
-            f"{what} cannot be sent to the other ranks ({content[1:].decode()}). Keep plain values and tensors in it."
-        )
-    return cloudpickle.loads(content[1:])
 
 
 def _tensors(parts: Parts) -> list[Any]:

@@ -27,6 +27,7 @@ from . import optimizers
 from .checkpointing import Checkpointing, find_blocks
 from .checks import check_modules, check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler
 from .modes import Modes
+from .optimizer_state import Replicas
 from .parts import Parts, in_groups
 from .rates import Course, Rates, named_rate
 from .trained import note_steps, steps_before
@@ -161,7 +162,7 @@ class LiveModel:
             optimizer = optimizers.build(trained, settings.replace(learning_rate=rate))
             rates = Rates(optimizer, wanted, self.course.schedule)
         if parked is None and self.optimizer is not self.own_optimizer:
-            self._parked = (self.settings.optimizer, KeptState(self.optimizer, release=True), self._rates)
+            self._parked = (self.settings.optimizer, Replicas(self.optimizer).keep(release=True), self._rates)
         self.optimizer, self._rates = optimizer, rates
         self.parts.join(self.own_optimizer, self.optimizer)
         self._note(optimizer=settings.optimizer)

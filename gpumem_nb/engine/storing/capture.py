@@ -18,7 +18,8 @@ from ...shared.errors import StateFileError
 from ...shared.version import __version__
 from ..copies import host_copy
 from ..link.communicator import here
-from ..step.joining import extra_states
+from ..step.optimizer_state import Replicas
+from ..step.sending import extra_states
 from ..step.trainer import Trainer
 from .storable import plain, storable_random, to_bytes
 
@@ -68,8 +69,9 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None, ru
         problem, own, shared = "", b"", {}
         try:
             own = to_bytes(_own_part(trainer))
+            states = _optimizer_parts(trainer)  # of all ranks, whoever holds which part
             if here().rank == 0:
-                shared = _shared_part(trainer)
+                shared = _shared_part(trainer) | states
                 if runs:
                     shared["runs"] = torch.frombuffer(bytearray(runs), dtype=torch.uint8)
         except Exception as error:  # the other ranks wait for this one's part, even if it is an error message
@@ -98,12 +100,8 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None, ru
 
 def _shared_part(trainer: Trainer) -> dict[str, Any]:
     """What is the same on all ranks."""
-    own = trainer.live.own_optimizer
-    current = None if trainer.live.optimizer is own else trainer.live.optimizer
     return {
         "parameters": {name: host_copy(param) for name, param in trainer.live.parts.named_parameters()},
-        "optimizer": _optimizer_part(current),
-        "own_optimizer": _optimizer_part(own),
         "scaler": trainer.live.scaler.state_dict(),
         "scheduler": _scheduler_part(trainer.live.scheduler),
         "schedule_steps_done": trainer.live.course.done,
@@ -113,16 +111,17 @@ def _shared_part(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _optimizer_part(optimizer: Optimizer | None) -> dict[str, Any] | None:
-    if optimizer is None:
-        return None
-    packed = optimizer.state_dict()
-    what = f"The optimizer {type(optimizer).__name__}"
-    return {
-        "class": type(optimizer).__name__,
-        "state": plain(packed["state"], what),
-        "groups": plain(packed["param_groups"], what),
-    }
+def _optimizer_parts(trainer: Trainer) -> dict[str, dict[str, Any] | None]:
+    """The whole state of the optimizer in use and of the workload's own, on rank 0. All ranks call it together."""
+    own = trainer.live.own_optimizer
+    current = None if trainer.live.optimizer is own else trainer.live.optimizer
+    named = (("optimizer", current), ("own_optimizer", own))
+    return {name: _optimizer_part(one) if one else None for name, one in named}
+
+
+def _optimizer_part(optimizer: Optimizer) -> dict[str, Any] | None:
+    name, whole = type(optimizer).__name__, Replicas(optimizer).gather()
+    return whole and {"class": name, **{part: plain(of, f"The optimizer {name}") for part, of in whole.items()}}
 
 
 def _scheduler_part(scheduler: LRScheduler | None) -> dict[str, Any] | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,8 +22,9 @@ from ..copies import overwrite
 from ..link.communicator import here
 from ..random_state import OwnNumbers
 from ..step import optimizers
-from ..step.joining import extra_states
+from ..step.optimizer_state import Replicas
 from ..step.rates import Course
+from ..step.sending import extra_states
 from ..step.trainer import Trainer
 from .storable import from_bytes, opened_random
 
@@ -74,7 +74,8 @@ class Checked:
         if rank < self.header.ranks:  # others were not there then
             self._random.go_on_from(random)
         self._optimizer = self._rebuilt(path, trainer, payload)
-        self._own_optimizer_state = self._state_for(path, trainer.live.own_optimizer, payload["own_optimizer"])
+        own_optimizer, saved = trainer.live.own_optimizer, payload["own_optimizer"]
+        self._put_own_state = self._state_for(path, own_optimizer, saved) if own_optimizer and saved else None
         self._extra = _extra_of(path, trainer, own.get("extra", {}))
         self._scheduler_state = _scheduler_state(path, trainer.live.scheduler, payload.get("scheduler"))
         # Earlier versions did not write these.
@@ -100,8 +101,8 @@ class Checked:
             overwrite(param, self._parameters[name])
         for name, buffer in trainer.live.parts.named_buffers():
             overwrite(buffer, self._buffers[name])
-        if trainer.live.own_optimizer and self._own_optimizer_state:
-            optimizers.put_state(trainer.live.own_optimizer, *self._own_optimizer_state)
+        if self._put_own_state:
+            self._put_own_state()
         if trainer.live.scheduler and self._scheduler_state:
             trainer.live.scheduler.load_state_dict(self._scheduler_state)
         trainer.live.scaler.load_state_dict(self._scaler)
@@ -120,27 +121,19 @@ class Checked:
                 )
             return trainer.live.own_optimizer
         optimizer = optimizers.build(trainer.live.parameters, self.settings)
-        state = self._state_for(path, optimizer, payload["optimizer"])
-        assert state is not None
-        optimizers.put_state(optimizer, *state)
+        self._state_for(path, optimizer, payload["optimizer"])()
         return optimizer
 
-    def _state_for(
-        self, path: Path, optimizer: Optimizer | None, saved: dict[str, Any] | None
-    ) -> tuple[dict[Tensor, dict[str, Any]], list[dict[str, Any]]] | None:
-        """State and groups as ``optimizer`` would hold them, its tensors allocated on the parameters' device."""
-        if optimizer is None or saved is None:
-            return None
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        there = [len(group["params"]) for group in saved["groups"]]
-        if saved["class"] != type(optimizer).__name__ or sizes != there:
-            raise StateFileError(
-                f"{path} was saved with {saved['class']} over groups of {there} parameters; this is "
-                f"{type(optimizer).__name__} over {sizes}. Load or attach the workload with the same optimizer."
-            )
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        state = {params[index]: _placed(values, params[index]) for index, values in saved["state"].items()}
-        return state, saved["groups"]
+    def _state_for(self, path: Path, optimizer: Optimizer, saved: dict[str, Any]) -> Callable[[], None]:
+        """What puts the saved state into ``optimizer``; its tensors are allocated on the parameters' device by now."""
+        what = f"{path} was saved with {saved['class']}"
+        load = "Load or attach the workload with the same optimizer."
+        if saved["class"] != type(optimizer).__name__:
+            raise StateFileError(f"{what}, and this is {type(optimizer).__name__}. {load}")
+        try:
+            return Replicas(optimizer).scatter({"state": saved["state"], "groups": saved["groups"]})
+        except StateFileError as error:
+            raise StateFileError(f"{what}, but {error}. {load}") from None
 
 
 def _scheduler_state(path: Path, scheduler: LRScheduler | None, saved: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -175,20 +168,6 @@ def _extra_of(path: Path, trainer: Trainer, saved: dict[str, Any]) -> list[tuple
             "workload that it was saved from."
         )
     return [(here[name], state) for name, state in saved.items()]
-
-
-def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    """One parameter's state; made anew, because a virtual GPU does not count tensors that come from a file."""
-
-    def place(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if value.shape == param.shape:
-            return torch.empty_like(param, dtype=value.dtype).copy_(value)
-        # torch's step counters live on the host; fused implementations move them when they are chosen.
-        return value.clone() if name == "step" else torch.empty_like(value, device=param.device).copy_(value)
-
-    return {name: place(name, value) for name, value in values.items()}
 
 
 def _check_same(path: Path, kind: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:

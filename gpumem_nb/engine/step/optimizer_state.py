@@ -1,0 +1,111 @@
+"""The state of an optimizer over all ranks: who holds which part of it, and how the whole of it comes together.
+
+Joining, saving, resuming and putting aside ask here and know nothing of where parts lie. Today every rank holds all of
+it; shards are another class with these methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...shared.errors import StateFileError
+from ..copies import Layout
+from ..link.communicator import here
+from . import optimizers
+from .parts import in_groups
+from .sending import from_first
+from .undo import KeptState
+
+
+class Whole(TypedDict):
+    """All of an optimizer's state, as files keep it: parameters by their places in the groups, values by name."""
+
+    state: dict[int, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+
+class Replicas:
+    """The state of an optimizer that every rank holds all of, alike to the bit.
+
+    Args:
+        optimizer: of this rank, built alike on all of them.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def gather(self) -> Whole | None:
+        """Return the whole state on rank 0, whose tensors are the optimizer's own; ``None`` on the others."""
+        if here().rank != 0:
+            return None
+        packed = self._optimizer.state_dict()
+        return {"state": packed["state"], "groups": packed["param_groups"]}
+
+    def scatter(self, whole: Whole) -> Callable[[], None]:
+        """Make this rank's part of a whole state that all ranks have read; what is returned puts it in place.
+
+        Raises:
+            StateFileError: it is of other groups of parameters.
+        """
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        there = [len(group["params"]) for group in whole["groups"]]
+        if sizes != there:
+            raise StateFileError(f"it is of groups of {there} parameters, and these are {sizes}")
+        params = list(in_groups(self._optimizer))
+        state = {params[index]: _placed(values, params[index]) for index, values in whole["state"].items()}
+        return lambda: optimizers.put_state(self._optimizer, state, whole["groups"])
+
+    def follow_first(self) -> None:
+        """Take over what rank 0 holds. All ranks call it together.
+
+        Raises:
+            WorkloadError: the state holds something that cannot be sent; raised on all ranks.
+        """
+        params, state = list(in_groups(self._optimizer)), self._optimizer.state
+        first = here().rank == 0
+        skeleton = {
+            index: {name: Layout.of(it) if isinstance(it, Tensor) else it for name, it in state[param].items()}
+            for index, param in enumerate(params)
+            if first and param in state
+        }
+        skeleton = from_first(skeleton, f"The state of the optimizer {type(self._optimizer).__name__}")
+        if not first:
+            made = {
+                params[index]: {
+                    name: value.made(params[index].device) if isinstance(value, Layout) else value
+                    for name, value in values.items()
+                }
+                for index, values in skeleton.items()
+            }
+            optimizers.put_state(self._optimizer, made, self._optimizer.param_groups)
+        here().broadcast(
+            {
+                f"state.{index}.{name}": state[params[index]][name]
+                for index, values in skeleton.items()
+                for name, value in values.items()
+                if isinstance(value, Layout)
+            }
+        )
+
+    def keep(self, release: bool) -> KeptState:
+        """Copy this rank's part to host memory; with ``release`` the optimizer has none until it is put back."""
+        return KeptState(self._optimizer, release)
+
+
+def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """One parameter's state; made anew, because a virtual GPU does not count tensors that come from a file."""
+
+    def place(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape == param.shape:
+            return torch.empty_like(param, dtype=value.dtype).copy_(value)
+        # torch's step counters live on the host; fused implementations move them when they are chosen.
+        return value.clone() if name == "step" else torch.empty_like(value, device=param.device).copy_(value)
+
+    return {name: place(name, value) for name, value in values.items()}
