@@ -33,7 +33,6 @@ def test_warming_up_counts_once_however_many_micro_batches_there_are(
         now_s += took_s
         return took_s, 0.0, None
 
-    monkeypatch.setattr(timing, "any_rank", lambda here, what: here)
     monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: now_s))
     chunk = Chunk(Settings(accumulation_steps=count), 1, 1, trial=True)
     seconds, failure = timing.timed(_trying, step, chunk)
