@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from ...shared.errors import StateFileError
 from ..copies import Layout
 from ..link.communicator import here
+from ..undo.step_undo import KeptState
 from . import optimizers
 from .parts import in_groups
 from .sending import from_first
-from .undo import KeptState
 
 
 class Whole(TypedDict):
