@@ -11,7 +11,7 @@ from ...shared import snapshot_folder
 from ...shared.errors import StateFileError
 from ...shared.messages import SnapshotOrder, Stored
 from ...shared.units import format_bytes
-from ..link.communicator import Separated, here
+from ..link.communicator import here
 from ..link.priority import give_way
 from ..step.trainer import Trainer
 from . import capture
@@ -35,10 +35,12 @@ class Snapshots:
         try:
             here().check()
             captured = capture.capture(trainer, device, order.options)
-        except Separated:  # the ranks join again before anything else
-            self._stored = Stored(path, trainer.steps, 0, 0.0, taken=False)
         except StateFileError as error:
             self._stored = Stored(path, trainer.steps, 0, 0.0, f"No snapshot was taken. {error}")
+        except Exception as error:
+            if not here().is_separation(error):  # after which the ranks join again before anything else
+                raise
+            self._stored = Stored(path, trainer.steps, 0, 0.0, taken=False)
         if captured and self._writing and self._writing.is_alive():  # given up by the kernel: the disk may hang
             self._stored = Stored(path, trainer.steps, 0, 0.0, taken=False)
         elif captured:
