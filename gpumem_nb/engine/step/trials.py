@@ -127,7 +127,7 @@ class Trials:
         """
         found = self._forecast(settings, small, batch_sizes, most)
         stream = self._takes.stream
-        if not (longest and stream.varies and any_rank(bool(found.of or most) and not found.failure, "longest")):
+        if not (longest and stream.varies and here().any_rank(bool(found.of or most) and not found.failure, "longest")):
             return found
         with stream.of_longest():
             of_longest = self._forecast(settings, small, batch_sizes, most)
