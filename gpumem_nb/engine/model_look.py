@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..memory.tensors import tensors_in
 from ..shared.messages import Chunk
 from ..shared.questions import Held, InputFacts, ModelFacts
+from .link.communicator import here
 from .step.step import Looks
 from .step.trials import NO_CONFIGURATION
-from .together.agreement import any_rank
 
 if TYPE_CHECKING:
     from .step.trainer import Trainer
@@ -62,7 +62,7 @@ def splits_to_mean(trainer: Trainer) -> bool | None:
                 failed = trainer.try_step(why_not, chunk).failure is not None
         finally:
             trainer.stepper.looks = Looks()
-        if any_rank(failed, "splits"):
+        if here().any_rank(failed, "splits"):
             return None
     narrow = any(param.dtype.itemsize < torch.float32.itemsize for param in live.parameters)
     return _alike(seen[0], seen[1], _ROUNDING_16_BIT if narrow else _ROUNDING) if len(seen) == 2 else None

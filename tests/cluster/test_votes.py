@@ -24,7 +24,7 @@ PROMPT_S = 10  # far below the usual stall limit, 30 s
 def defaults(two_ranks: Session) -> Iterator[Session]:
     """Ranks whose cells may change torch's defaults."""
     yield two_ranks
-    two_ranks.run("torch.set_default_dtype(torch.float32); torch.set_default_device(None)")
+    two_ranks.run("torch.set_default_dtype(torch.float32)")
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,9 @@ def defaults(two_ranks: Session) -> Iterator[Session]:
     [
         "torch.set_default_dtype(torch.bfloat16)",
         "torch.set_default_dtype(torch.float64)",
-        "torch.set_default_device('meta')",
         "if rank == 1: torch.set_default_dtype(torch.float64)",
     ],
-    ids=["bfloat16", "float64", "meta", "float64 on one rank"],
+    ids=["bfloat16", "float64", "float64 on one rank"],
 )
 def test_votes_do_not_depend_on_torchs_defaults(defaults: Session, changed: str) -> None:
     session = prepared(defaults, optimizer="own")
@@ -45,10 +44,9 @@ def test_votes_do_not_depend_on_torchs_defaults(defaults: Session, changed: str)
     assert session.train(2).steps == 2
     assert len(weights(session)) == 1
     before = everything(session)
-    kind, says = ("error", "failed") if "meta" in changed else ("oom", "ran out of memory")  # which meta has enough of
-    session.run(f"plant('update', '{kind}')")
+    session.run("plant('update', 'oom')")
     began_s = time.monotonic()
-    with pytest.raises(TrainingFailed, match=rf"rank 1 {says} in the update part"):
+    with pytest.raises(TrainingFailed, match="rank 1 ran out of memory in the update part"):
         session.train(1)
     assert in_time(time.monotonic() - began_s, PROMPT_S)
     same_as(before, session)

@@ -111,6 +111,10 @@ def came_apart(replies: Sequence[ChunkReply] | Sequence[Forecasts]) -> bool:
 
 
 def cause_of(replies: Sequence[ChunkReply] | Sequence[Forecasts]) -> Failure | None:
-    """Return why a step failed: what a rank could not do, before that others waited for it."""
+    """Return why a step failed: what a rank could not do, before that others waited for it.
+
+    A rank that the others were freed from is interrupted afterwards: that is no cause.
+    """
     failures = [reply.failure for reply in replies if reply.failure]
-    return next((failure for failure in failures if failure.kind != "stall"), failures[0] if failures else None)
+    order = {"stall": 1, "interrupted": 2}
+    return min(failures, key=lambda failure: order.get(failure.kind, 0), default=None)
