@@ -10,6 +10,7 @@ from ..memory import cuda
 from ..memory.device import opened
 from ..shared.categories import OTHER
 from ..shared.messages import DeviceUse, Freed, Reading
+from ..shared.readings import LiveBytes
 from .held import Held
 
 if TYPE_CHECKING:
@@ -52,11 +53,17 @@ def free(trainer: Trainer | None, variables: Mapping[str, Any]) -> Freed:
     device, before = opened(), reading()
     gc.collect()  # what hangs together in circles is held by nothing
     device.empty_cache()
-    after, held = reading(), Held(device, trainer, variables)
-    known = sum(held.by_category.values()) + sum(nbytes for _, nbytes in held.variables)
-    held.by_category[OTHER] = held.by_category.get(OTHER, 0) + max(0, after.live_bytes - known)
+    after, live = reading(), live_bytes(trainer, variables)
     device_use()
-    return Freed(before, after, held.by_category, held.variables, held.with_graph)
+    return Freed(before, after, live)
+
+
+def live_bytes(trainer: Trainer | None, variables: Mapping[str, Any]) -> LiveBytes:
+    """Who holds the live bytes right now: what is trained, and these variables of cells."""
+    held, live = Held(opened(), trainer, variables), reading().live_bytes
+    known = sum(held.by_category.values()) + sum(nbytes for _, nbytes in held.variables)
+    held.by_category[OTHER] = held.by_category.get(OTHER, 0) + max(0, live - known)
+    return LiveBytes(held.by_category, held.variables, held.with_graph)
 
 
 def record_allocations(enabled: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..memory.leaks.graphs import saved_in
 from ..memory.tensors import PLAIN, attributes
 from ..shared.categories import GRADIENTS, OPTIMIZER_STATE, OTHER, PARAMETERS
 
@@ -26,7 +27,7 @@ class Held:
     Attributes:
         by_category: of what is trained.
         variables: of cells, those that hold most, with their bytes.
-        with_graph: the ones of these whose tensors keep what their backward pass would need.
+        with_graph: the ones of these whose tensors keep what their backward pass would need, which is counted, too.
     """
 
     def __init__(self, device: Device, trainer: Trainer | None, variables: Mapping[str, Any]) -> None:
@@ -35,13 +36,14 @@ class Held:
         self.by_category: dict[str, int] = {}
         if trainer is not None:
             self._of_training(trainer)
-        found = {name: self._bytes(tensors_of(value)) for name, value in variables.items() if _of_cells(name, value)}
+        tensors = {name: tensors_of(value) for name, value in variables.items() if _of_cells(name, value)}
+        found = {name: self._bytes(of_variable) for name, of_variable in tensors.items()}
+        for name, of_variable in tensors.items():  # after all own ones: a graph saves weights and inputs of others
+            found[name] += self._bytes(saved_in(of_variable))
         largest = sorted(((name, nbytes) for name, nbytes in found.items() if nbytes), key=lambda one: -one[1])
         self.variables = tuple(largest[:MOST_VARIABLES])
         self.with_graph = tuple(
-            name
-            for name, _ in self.variables
-            if any(tensor.grad_fn is not None for tensor in tensors_of(variables[name]))
+            name for name, _ in self.variables if any(tensor.grad_fn is not None for tensor in tensors[name])
         )
 
     def _of_training(self, trainer: Trainer) -> None:
@@ -51,7 +53,8 @@ class Held:
         self.by_category[PARAMETERS] = self._bytes(params)
         self.by_category[GRADIENTS] = self._bytes(param.grad for param in params if param.grad is not None)
         self.by_category[OPTIMIZER_STATE] = sum(self._bytes(tensors_of(one)) for one in optimizers.values())
-        self.by_category[OTHER] = self._bytes(buffer for _, buffer in live.parts.named_buffers())
+        data = tensors_of(trainer.stream.dataset)
+        self.by_category[OTHER] = self._bytes([*(buffer for _, buffer in live.parts.named_buffers()), *data])
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
         nbytes = 0

@@ -33,6 +33,7 @@ from ..shared.messages import (
     Timeline,
 )
 from ..shared.questions import ModelFacts, StepsAmong, Sweep, SyncLook, TraceOrder, TracePart
+from ..shared.readings import LiveBytes
 from ..shared.settings import Settings
 from ..shared.state_file import Header
 from ..shared.step_times import StepLanes
@@ -173,6 +174,8 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     held_up_s = _snapshots.take(trainer, _device, chunk.snapshot) if chunk.snapshot else 0.0
     with _tracer.recording() if chunk.traced else nullcontext():
         reply = trainer.run(chunk)
+    if reply.failure is not None and reply.failure.kind == "oom":
+        reply = dataclasses.replace(reply, failure=dataclasses.replace(reply.failure, live=live_bytes()))
     if chunk.traced:
         trainer.stream.close()  # workers that began meanwhile have inherited the profiler, for good
         _tracer.took(reply.lanes)
@@ -326,6 +329,11 @@ def load_attached(names: dict[str, str | None], path: str) -> None:
 def free() -> Freed:
     """Give cached memory that no tensor uses back to the device."""
     return device_look.free(_trainer, namespace())
+
+
+def live_bytes() -> LiveBytes:
+    """Who holds the live bytes of this rank's device."""
+    return device_look.live_bytes(_trainer, namespace())
 
 
 def push(variables: dict[str, Any]) -> None:

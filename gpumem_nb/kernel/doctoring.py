@@ -132,9 +132,10 @@ class Doctoring:
         rows = history.since_cell(history.asked_for(STEPS_LOOKED_AT))
         progress("what ranks hold", 0.3)
         facts = self._facts(needs, notes)
+        live = self._foreground.call("live_bytes")
         ranks = tuple(
-            OnRank(info, _under(row, now.settings_id if now else None), reading, use, of_model)
-            for info, row, (reading, use), of_model in zip(self._ranks, rows, looks, facts, strict=True)
+            OnRank(info, _under(row, now.settings_id if now else None), reading, use, of_model, holders)
+            for info, row, (reading, use), of_model, holders in zip(self._ranks, rows, looks, facts, live, strict=True)
         )
         if now is None:
             notes.append("No step was done under these settings yet: only what they need was judged. %hvd_train 20")

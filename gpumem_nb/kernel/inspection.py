@@ -42,7 +42,7 @@ class Inspection:
         ledgers = [line.ledger for line in timelines] or self._ledgers()
         entries = zip(self._ranks, self._foreground.call("look"), ledgers, strict=True)
         ranks = tuple(RankMemory(info, reading, ledger, use) for info, (reading, use), ledger in entries)
-        return MemoryReport(ranks, by, timelines)
+        return MemoryReport(ranks, by, timelines, tuple(self._foreground.call("live_bytes")))
 
     def free(self) -> FreeReport:
         """Let every rank give cached memory back to its device."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..shared.messages import Freed, RankInfo
 from ..shared.ranklist import name_ranks
+from ..shared.readings import LiveBytes
 from ..shared.units import format_bytes
 from .tables import Report, Table
 
@@ -40,7 +41,23 @@ class FreeReport(Report):
             for info, one in zip(self.ranks, self.freed, strict=True)
         )
         what = f"{format_bytes(self.bytes)} came back: cached memory that no tensor used. Training takes it again."
-        return [Table("", headings, rows, frozenset({"device", "held by"})), what, *self._notes]
+        return [
+            Table("", headings, rows, frozenset({"device", "held by"})),
+            what,
+            *self._notes,
+        ]
+
+    @property
+    def _notes(self) -> list[str]:
+        """How to free what variables of cells hold."""
+        graphs = _by_rank([one.live.with_graph for one in self.freed])
+        notes = [
+            f"{name} keeps what its backward pass would need, on {name_ranks(of)}: make it under torch.no_grad(), or "
+            f"keep {name}.detach()."
+            for name, of in graphs.items()
+        ]
+        own = [name for one in self.freed for name, _ in one.live.variables]
+        return [*notes, f"A variable is freed by del in a %%hvd cell, such as: del {own[0]}"] if own else notes
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -51,29 +68,34 @@ class FreeReport(Report):
                 "came_back_bytes": one.before.reserved_bytes - one.after.reserved_bytes,
                 "reserved_bytes": one.after.reserved_bytes,
                 "live_bytes": one.after.live_bytes,
-                **{f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in one.held.items()},
-                "variables": dict(one.variables),
+                **{f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in one.live.held.items()},
+                "variables": dict(one.live.variables),
             }
             for info, one in zip(self.ranks, self.freed, strict=True)
         ]
 
-    @property
-    def _notes(self) -> list[str]:
-        graphs = _by_rank([one.with_graph for one in self.freed])
-        notes = [
-            f"{name} keeps what its backward pass would need, on {name_ranks(of)}: make it under torch.no_grad(), or "
-            f"keep {name}.detach()."
-            for name, of in graphs.items()
-        ]
-        own = [name for one in self.freed for name, _ in one.variables]
-        return [*notes, f"A variable is freed by del in a %%hvd cell, such as: del {own[0]}"] if own else notes
-
 
 def _holders(one: Freed) -> str:
-    known = {name: nbytes for name, nbytes in one.held.items() if nbytes}
+    known = {name: nbytes for name, nbytes in one.live.held.items() if nbytes}
     named = [f"{name} {format_bytes(nbytes)}" for name, nbytes in sorted(known.items(), key=lambda held: -held[1])]
-    own = [f"variable {name} {format_bytes(nbytes)}" for name, nbytes in one.variables]
+    own = [f"variable {name} {format_bytes(nbytes)}" for name, nbytes in one.live.variables]
     return ", ".join([*named, *own]) or "nothing"
+
+
+def held_by_cells(live: LiveBytes) -> str:
+    """Which variables of cells hold much of a rank's memory, and what to type instead; empty if none does."""
+    named = live.notable
+    if not named:
+        return ""
+    said = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in named.items())
+    graphs = [name for name in named if name in live.with_graph]
+    advice = (
+        f" {' and '.join(graphs)} keep{'s' * (len(graphs) == 1)} what a backward pass would need: compute outputs "
+        "under torch.no_grad(), and keep them as output.detach().cpu()."
+        if graphs
+        else ""
+    )
+    return f"Variables of cells hold memory: {said}.{advice} To free it, in a %%hvd cell: del {', '.join(named)}"
 
 
 def _by_rank(names: Sequence[Sequence[str]]) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..shared.errors import InvalidInput, nearest
 from ..shared.messages import DeviceUse, Ledger, RankInfo, Reading, Timeline
-from ..shared.readings import METRICS
+from ..shared.readings import METRICS, LiveBytes
 from ..shared.units import format_bytes
 from .breakdown import (
     UNEXPLAINED,
@@ -22,6 +22,7 @@ from .breakdown import (
     timeline_table,
 )
 from .device_table import device_table, reasons
+from .freed import held_by_cells
 from .tables import Report, Table
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class MemoryReport(Report):
     """Where the bytes are, for every rank in rank order.
 
     ``by`` chooses what the peak is broken down into when the report is shown: the worst rank's categories (``None``),
-    those of all ranks (``category``), or the worst rank's modules (``module``). ``timelines`` are recorded steps.
+    those of all ranks (``category``), or the worst rank's modules (``module``). ``timelines`` are recorded steps,
+    ``live`` says of each rank who holds its live bytes now.
 
     Raises:
         InvalidInput: ``by`` is none of these.
@@ -97,6 +99,7 @@ class MemoryReport(Report):
     ranks: tuple[RankMemory, ...]
     by: str | None = None
     timelines: tuple[Timeline, ...] = ()
+    live: tuple[LiveBytes, ...] = ()
 
     def __post_init__(self) -> None:
         check_view(self.by)
@@ -192,7 +195,8 @@ class MemoryReport(Report):
     @property
     def shown(self) -> list[Table | str]:
         """The devices, then what the peaks are made of."""
-        return [*self._overview, *self.sentences, *self.breakdown, *self._about_breakdown]
+        cells = dict.fromkeys(filter(None, map(held_by_cells, self.live)))
+        return [*self._overview, *self.sentences, *cells, *self.breakdown, *self._about_breakdown]
 
     def _row(self, rank: RankMemory) -> dict[str, Any]:
         info, use, ledger = rank.info, rank.device_use or DeviceUse(), rank.ledger

@@ -9,6 +9,7 @@ from ..shared.messages import Failure
 from ..shared.settings import Settings
 from ..shared.units import format_bytes
 from .differences import typed
+from .freed import held_by_cells
 
 TRIALS_NAMED = 5
 
@@ -96,9 +97,14 @@ class Rescue:
 
     @property
     def advice(self) -> str:
-        """Which flips would have helped; empty where the failure is not about memory."""
+        """What was to blame, and which flips would have helped; empty where the failure is not about memory."""
         if self.failure.kind != "oom":
             return ""
+        cells = held_by_cells(self.failure.live) if self.failure.live else ""
+        return f"{cells}. {self._ways}".strip() if cells else self._ways
+
+    @property
+    def _ways(self) -> str:
         if self.goes_on:
             peaks = [format_bytes(trial.peak_bytes) for trial in self.trials]
             return f"With it the step fits (live peak {peaks[-1]})." if peaks else ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from .allocator_settings import DEFAULT, AllocatorSettings
 from .knobs import Knob
-from .readings import METRICS
+from .readings import METRICS, LiveBytes
 from .seeds import DEFAULT_SEED
 from .settings import Settings
 from .step_times import REDUCTION, StepLanes, StepTimes
@@ -188,7 +188,7 @@ class Failure:
     ``reduction``, ``update``) or ``evaluation``; ``message`` is one sentence, ``traceback`` the text for those who want
     it. ``module`` is where in the model it was, as far as that can be told; ``asked_bytes`` and ``free_bytes`` are
     those wanted and left when memory ran out, ``None`` if not known. ``sample`` is a sentence about a sample that is
-    much larger than others, if memory ran out for one.
+    much larger than others, if memory ran out for one; ``live`` who held the live bytes after memory had run out.
     """
 
     rank: int
@@ -200,6 +200,7 @@ class Failure:
     asked_bytes: int | None = None
     free_bytes: int | None = None
     sample: str = ""
+    live: LiveBytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,20 +228,11 @@ class Leak:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """What one rank has given back to its device, and what holds the rest.
-
-    Attributes:
-        before, after: what the device read.
-        held: live bytes by category, as far as it is known who holds them; what is left goes to ``other``.
-        variables: those of cells that hold most besides, with their bytes, the largest first.
-        with_graph: variables that also keep what their backward pass would need.
-    """
+    """What one rank has given back to its device, what the device read before and after, and who holds the rest."""
 
     before: Reading
     after: Reading
-    held: dict[str, int]
-    variables: tuple[tuple[str, int], ...] = ()
-    with_graph: tuple[str, ...] = ()
+    live: LiveBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,3 +90,31 @@ for _metric in (
     Metric("clock_mhz", "clock", "MHz", "that of the whole GPU's multiprocessors", _clock),
 ):
     register(_metric)
+
+
+_NOTABLE, _NOTABLE_WITH_GRAPH = 0.1, 0.02  # of all live bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBytes:
+    """Who holds the live bytes of one rank's device.
+
+    Attributes:
+        held: live bytes by category, as far as it is known who holds them; what is left goes to ``other``.
+        variables: those of cells that hold most besides, with their bytes, the largest first.
+        with_graph: variables that keep what their backward pass would need, which is among their bytes.
+    """
+
+    held: dict[str, int]
+    variables: tuple[tuple[str, int], ...] = ()
+    with_graph: tuple[str, ...] = ()
+
+    @property
+    def notable(self) -> dict[str, int]:
+        """The bytes of variables that hold a tenth of all, or 2 % for a backward pass that will not come."""
+        live = sum(self.held.values()) + sum(nbytes for _, nbytes in self.variables)
+        return {
+            name: nbytes
+            for name, nbytes in self.variables
+            if nbytes >= live * (_NOTABLE_WITH_GRAPH if name in self.with_graph else _NOTABLE)
+        }

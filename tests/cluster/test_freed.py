@@ -57,6 +57,32 @@ def test_what_no_tensor_uses_comes_back_and_who_holds_the_rest_is_said(freed_ses
     assert session.free().frame().variables.tolist() == [{}, {}]
 
 
+EVALUATION = """
+from torch import nn
+net = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4))
+rows = torch.utils.data.TensorDataset(torch.randn(64, 64))
+def loss(model, batch):
+    return model(batch[0]).square().mean()
+"""
+
+
+def test_outputs_that_keep_their_graphs_are_named_by_memory_and_the_doctor(two_ranks: Session) -> None:
+    session = two_ranks
+    session.run(EVALUATION)
+    session.attach(model="net", data="rows", loss="loss")
+    session.set(batch_size=4)
+    session.train(3)
+    assert "Variables of cells" not in str(session.memory()), "neither data nor model are"
+    session.run("losses = [net(torch.randn(1024, 64)).mean() for _ in range(8)]")
+    try:
+        for said in (str(session.memory()), str(session.doctor())):
+            assert "losses keeps what a backward pass would need" in said
+            assert "torch.no_grad()" in said
+            assert "del losses" in said
+    finally:
+        session.run("del losses")
+
+
 def test_it_is_freed_while_training_goes_on_by_magic(freed_session: Session, shell: InteractiveShell) -> None:
     freed_session.play()
     wait_for_steps(freed_session, 4)

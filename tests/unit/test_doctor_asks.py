@@ -17,6 +17,7 @@ from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.bottleneck import Bottleneck
 from gpumem_nb.shared.errors import NotThisTime, TrainingFailed, WorkloadError
 from gpumem_nb.shared.questions import ModelFacts
+from gpumem_nb.shared.readings import LiveBytes
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits
 from tests.ledgers import MIB, info, reading
@@ -64,8 +65,8 @@ class Session:
 
     def _doctoring(self) -> Doctoring:
         def call(function: str) -> list[Any]:
-            assert function == "look"
-            return [(reading(104 * MIB, LIMIT), None)] * 2
+            answers = {"look": (reading(104 * MIB, LIMIT), None), "live_bytes": LiveBytes({})}
+            return [answers[function]] * 2
 
         def predict(changes: Mapping[str, Any]) -> Prediction:
             return self.predicts(self.settings.replace(**changes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +10,18 @@ from torch import Tensor
 from ...internals.torch_internals import address, saved_raw
 
 NODES_SEEN = 50_000  # at most: a graph that grew for thousands of steps would take too long
+
+
+def saved_in(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """What the graphs of these tensors have saved for their backward pass, as it lies there."""
+    waiting, seen = [tensor.grad_fn for tensor in tensors], dict[int, Any]()
+    while waiting and len(seen) < NODES_SEEN:
+        node = waiting.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen[id(node)] = node  # kept, so that an id stays one node's
+        yield from (saved.data for saved in saved_raw(node) if isinstance(saved.data, Tensor))
+        waiting += [following for following, _ in node.next_functions]
 
 
 class Graphs:

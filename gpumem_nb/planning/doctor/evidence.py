@@ -14,6 +14,7 @@ from ...shared.knobs import Need
 from ...shared.knobs.easing import mildest_first
 from ...shared.messages import DeviceUse, Leak, Ledger, RankInfo, Reading, Sample
 from ...shared.questions import ModelFacts
+from ...shared.readings import LiveBytes
 from ...shared.settings import Settings
 from ...shared.workload import WorkloadInfo
 from ..prediction import Prediction
@@ -41,6 +42,7 @@ class OnRank:
         reading: of its device now.
         use: what NVML says of that.
         facts: what it may hold for nothing.
+        live: who holds its live bytes now.
     """
 
     info: RankInfo
@@ -48,6 +50,7 @@ class OnRank:
     reading: Reading | None = None
     use: DeviceUse | None = None
     facts: ModelFacts | None = None
+    live: LiveBytes | None = None
 
     @property
     def warm(self) -> tuple[Sample, ...]:

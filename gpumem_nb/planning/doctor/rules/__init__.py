@@ -21,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     limits.barely_fits,
     mathematics.scale_collapses,
     mathematics.rate_unscaled,
+    memory.held_by_cells,
     memory.leak,
     memory.activations,
     memory.optimizer_state,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 
+from ....report.freed import held_by_cells as in_words_of_cells
 from ....report.leak_sentences import in_words
 from ....shared import categories as c
+from ....shared.forecast import ERRORS, RECORDED
 from ....shared.units import format_bytes
 from ...prediction import FITS, NO_LIMIT
 from ..evidence import Evidence, OnRank, much_unused
@@ -37,6 +39,53 @@ def leak(evidence: Evidence) -> Finding | None:
     )
 
 
+def held_by_cells(evidence: Evidence) -> Finding | None:
+    """Variables of cells hold memory: outputs with their graphs always, others where memory is scarce."""
+    held = {rank.info.rank: _of_cells(evidence, rank) for rank in evidence.ranks}
+    worst = max(held, key=lambda rank: sum(held[rank].values()))
+    named, live = held[worst], evidence.ranks[worst].live
+    if not named or live is None:
+        return None
+    size = sum(named.values())
+    reading, needs = evidence.ranks[worst].reading, evidence.needs
+    limit = reading.limit_bytes if reading else None
+    stops = _runs_out(evidence) and size >= _MOST_OF_LIMIT * (limit or 0)
+    return Finding(
+        "memory held by cells",
+        STOPS if stops else MEMORY,
+        _BEFORE_DOES_NOT_FIT if stops else size,
+        f"On rank {worst}, {in_words_of_cells(live)}",
+        {
+            **{f"{name}_bytes": nbytes for name, nbytes in named.items()},
+            "live_peak_bytes": needs.live_peak_bytes if needs else None,
+            "limit_bytes": limit,
+        },
+    )
+
+
+_BEFORE_DOES_NOT_FIT = 3.5  # a flip to smaller settings would mend what is not to blame
+_MOST_OF_LIMIT = 0.1
+
+
+def _of_cells(evidence: Evidence, rank: OnRank) -> dict[str, int]:
+    """The bytes of a rank's variables that are worth a word; what leaks is a finding of its own."""
+    if rank.live is None:
+        return {}
+    leaks = " ".join(one.name for leaks in evidence.leaks for one in leaks)
+    scarce = (evidence.share or 0) >= SCARCE or _runs_out(evidence)
+    peak = rank.live_peak_bytes or (evidence.needs.live_peak_bytes if evidence.needs else 0)
+    return {
+        name: nbytes
+        for name, nbytes in rank.live.notable.items()
+        if (scarce or name in rank.live.with_graph) and nbytes >= ERRORS[RECORDED] * peak and name not in leaks
+    }
+
+
+def _runs_out(evidence: Evidence) -> bool:
+    oom = evidence.rescue is not None and evidence.rescue.failure.kind == "oom"
+    return oom or (evidence.needs is not None and evidence.needs.verdict not in (FITS, NO_LIMIT))
+
+
 def activations(evidence: Evidence) -> Finding | None:
     """What forward keeps for backward fills a scarce limit."""
     return _dominates(evidence, c.ACTIVATIONS, "activations dominate")
@@ -66,6 +115,9 @@ def _dominates(evidence: Evidence, category: str, cause: str) -> Finding | None:
     needs, share, peak = evidence.needs, evidence.share, evidence.peak
     if needs is None or share is None or peak is None or share < SCARCE or needs.verdict != FITS:
         return None
+    cells = max(sum(_of_cells(evidence, rank).values()) for rank in evidence.ranks)
+    if needs.limit_bytes and share - cells / needs.limit_bytes < SCARCE:
+        return None  # without what cells hold there is room
     size = peak.categories.get(category, 0)
     if peak.largest != category or size < _MOST * peak.bytes:
         return None
