@@ -79,7 +79,9 @@ class WhatFits(Report):
         place = precision, checkpointing
         cell = next((cell for cell in self.cells if (cell.precision, cell.checkpointing) == place), None)
         if cell is None or cell.settings is None:
-            why = "not even one sample fits there" if cell else self.failed.get(place, "it was not looked at")
+            why = self.failed.get(place, "it was not looked at")
+            if cell is not None:
+                why = cell.unknown or "not even one sample fits there"
             fit = [f"{one.precision} {one.checkpointing}" for one in self.cells if one.settings]
             there = f" What fits: {', '.join(fit)}." if fit else ""
             raise InvalidInput(f"{precision} {checkpointing} cannot be applied: {why.rstrip('.')}.{there}")
@@ -93,13 +95,13 @@ class WhatFits(Report):
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """A row for each cell."""
+        """A row for each cell; ``largest_batch`` is 0 where nothing fits, and not known where that cannot be said."""
         frontier = self.frontier
         return [
             {
                 ROWS: cell.precision,
                 COLUMNS: cell.checkpointing,
-                "largest_batch": cell.largest,
+                "largest_batch": None if cell.unknown else cell.largest,
                 "reserved_peak_bytes": cell.predicted.reserved_peak_bytes if cell.predicted else None,
                 "samples_per_s": cell.samples_per_s,
                 "measured_at": cell.measured_at,

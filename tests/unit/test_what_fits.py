@@ -10,7 +10,11 @@ from gpumem_nb.planning.what_fits import Cell, WhatFits
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.settings import Settings
 
-CELLS = (Cell("fp32", "none", 8, settings=Settings(batch_size=8)), Cell("bf16", "none", 0))
+CELLS = (
+    Cell("fp32", "none", 8, settings=Settings(batch_size=8)),
+    Cell("bf16", "none", 0),
+    Cell("fp32", "blocks", 0, unknown="one sample may need 1.2 GiB"),
+)
 
 
 def test_a_cell_sets_its_precision_its_checkpointing_and_its_micro_batch() -> None:
@@ -25,9 +29,15 @@ def test_a_cell_sets_its_precision_its_checkpointing_and_its_micro_batch() -> No
         (("bf-16", "none"), "bf-16 none cannot be applied: it was not looked at. What fits: fp32 none."),
         (("bf16", "none"), "not even one sample fits there. What fits: fp32 none."),
         (("fp16", "none"), "no fp16 here. What fits"),
+        (("fp32", "blocks"), "fp32 blocks cannot be applied: one sample may need 1.2 GiB. What fits: fp32 none."),
     ],
 )
 def test_where_nothing_can_be_set_it_says_so(place: tuple[str, str], why: str) -> None:
     found = WhatFits(CELLS, Settings(), None, {("fp16", "none"): "no fp16 here."}, lambda changes: None)
     with pytest.raises(InvalidInput, match=why):
         found.apply(*place)
+
+
+def test_what_cannot_be_said_to_fit_is_not_counted_as_nothing() -> None:
+    found = WhatFits(CELLS, Settings(), None, {}, lambda changes: None)
+    assert [row["largest_batch"] for row in found.records] == [8, 0, None]
