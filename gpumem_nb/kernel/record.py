@@ -103,6 +103,7 @@ class Record:
                 one.samples_per_s,
                 one.predicted.verdict,
                 one.came.peak_bytes,
+                one.predicted.lower_bound,
             )
             for one in score(history.asked, history.tried).scored
         }

@@ -41,9 +41,12 @@ class Scored:
 
     @property
     def error(self) -> float | None:
-        """By which share of what came the live peak was predicted too high; ``None`` where no step was done."""
-        peak = self.came.peak_bytes
-        return None if not peak else self.predicted.live_peak_bytes / peak - 1
+        """By which share of what came the live peak was predicted too high; ``None`` where no step was done.
+
+        Nor is it known of a lower bound.
+        """
+        peak, said = self.came.peak_bytes, self.predicted
+        return None if not peak or said.lower_bound else said.live_peak_bytes / peak - 1
 
     @property
     def samples_per_s(self) -> float | None:

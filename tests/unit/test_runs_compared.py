@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, Prediction
+from gpumem_nb.planning.score import Asked
+from gpumem_nb.report.runs import Row
 from gpumem_nb.report.runs.comparing import Comparison
 from gpumem_nb.shared.settings import Settings
 from tests.ledgers import MIB, ledger
-from tests.runs import history_of, runs_of, train
+from tests.runs import cells, history_of, runs_of, train
 
 TEN = [2.0] * 10
 
@@ -107,3 +110,22 @@ def test_a_change_of_what_is_below_zero_or_endless_has_no_share() -> None:
     assert "%)" not in next(line for line in str(runs.compare(1, 2)).splitlines() if line.startswith("loss"))
     assert "nan" not in str(Comparison(runs[3], replace(runs[1], loss=float("inf"))))
     assert "Throughput" not in str(Comparison(replace(runs[1], speed=None), replace(runs[2], speed=None)))
+
+
+def test_a_lower_bound_is_shown_as_one_and_held_against_nothing() -> None:
+    history = history_of()
+    train(history, Settings(), TEN)
+    wanted = Settings(batch_size=64)
+    said = Prediction(
+        *(wanted, 130 * MIB, 130 * MIB, None, 130 * MIB, 130 * MIB, 100 * MIB, DOES_NOT_FIT, {}, "forward", "", "", 0.1),
+        lower_bound=True,
+    )
+    history.predicted(Asked(said, history.model_version, Settings(), history.begun))
+    train(history, wanted, TEN, peak=90 * MIB)
+    _, runs = runs_of(history)
+    assert cells(runs, "predicted") == ["n/a", "more than 130.0 MiB"]
+    assert Row.from_saved(runs.rows[1].saved()).foretold == runs.rows[1].foretold
+    assert list(runs.frame().predicted_lower_bound) == [False, True]
+    compared = runs.compare(1, 2)
+    assert "more than 130.0 MiB" in str(compared)
+    assert next(row for row in compared.records if row["what"] == "predicted")["run 2"] is None

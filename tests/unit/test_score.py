@@ -149,3 +149,13 @@ def test_a_prediction_that_missed_widens_the_next_ones_of_that_model() -> None:
     assert settled(at_least, Missed(-0.25, 0.25)) is at_least
     nothing = replace(asked, prediction=replace(asked.prediction, reserved_peak_bytes=0, live_peak_bytes=0))
     assert score([nothing], [came(0, 60), came(1, 75, batch_size=64)]).missed(0) == (0.0, 0.0)
+
+
+def test_by_how_much_a_lower_bound_was_off_is_not_known() -> None:
+    asked, tried = predicted(130, DOES_NOT_FIT, batch_size=64), came(1, 90, batch_size=64)
+    bound = replace(asked, prediction=replace(asked.prediction, lower_bound=True))
+    tried.outcome = "oom"
+    board = score([bound], [came(0, 60), tried])
+    assert board.scored[0].error is None
+    assert "1 of 1 verdicts right\n" in str(board)
+    assert "more than 130.0 MiB" in str(board)

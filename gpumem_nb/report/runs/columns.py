@@ -197,9 +197,8 @@ def _foretold(row: Row) -> str:
     if row.foretold is None:
         return "n/a"
     said, off, speed = row.foretold, row.foretold.error, row.foretold.samples_per_s
-    live = format_bytes(said.live_peak_bytes)
     error = "" if off is None else f" ({round(100 * off, 1) or 0:+.1f} %)".replace("-", "−")
-    return live + error + ("" if speed is None else f"\n{format_rate(speed)}/s")
+    return said.live_peak + error + ("" if speed is None else f"\n{format_rate(speed)}/s")
 
 
 def _of_knob(name: str) -> Column:

@@ -138,13 +138,16 @@ class Comparison(Report):
     @property
     def _tables(self) -> list[Table]:
         heading = f"Run {self.a.number} → {self.b.number}: {self.changed or 'nothing was changed'}"
-        rates = columns.rate(self.a.speed), columns.rate(self.b.speed)
+        both = self.a, self.b
+        own = {
+            "samples/s": [columns.rate(row.speed) for row in both],
+            "predicted": [row.foretold.live_peak if row.foretold else "n/a" for row in both],
+        }
         figures = []
         for name, unit, before, after, words in self._figures:
-            of_speed = name == "samples/s"
-            cells = rates if of_speed else (words(before), words(after))
-            change = "" if of_speed and self._busy else _change(name, before, after, unit)
-            if before is not None or after is not None:
+            cells = own.get(name) or [words(before), words(after)]
+            change = "" if name == "samples/s" and self._busy else _change(name, before, after, unit)
+            if set(cells) != {"n/a"}:
                 figures.append((name, *cells, change))
         tables = [self._table(heading, "", figures)]
         if self.categories:
@@ -253,7 +256,8 @@ def _largest_first(moved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(row: Row) -> int | None:
-    return row.foretold.live_peak_bytes if row.foretold else None
+    """The live peak that was predicted; a lower bound is none."""
+    return row.foretold.live_peak_bytes if row.foretold and not row.foretold.lower_bound else None
 
 
 def _change(name: str, before: Any, after: Any, unit: str) -> str:

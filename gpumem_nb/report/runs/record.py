@@ -230,6 +230,7 @@ class Runs(Report):
             "predicted_reserved_peak_bytes": foretold.reserved_peak_bytes if foretold else math.nan,
             "predicted_samples_per_s": _number(foretold.samples_per_s if foretold else None),
             "predicted_verdict": foretold.verdict if foretold else "",
+            "predicted_lower_bound": foretold is not None and foretold.lower_bound,
             **{f"{name.replace(' ', '_')}_bytes": row.categories.get(name, math.nan) for name in CATEGORIES},
             **{f"{name}_s": row.parts.get(name, math.nan) for name in PARTS},
             "outcome": row.outcome,

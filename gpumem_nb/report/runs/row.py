@@ -21,6 +21,7 @@ class Foretold:
     """What was predicted of a configuration before it was tried: bytes of the worst rank, samples/s of all ranks.
 
     ``came_bytes`` is the live peak that is held against it: of the steps before a cell may have changed the model.
+    ``lower_bound``: a step ran out of memory on trial, so that the bytes are the least that is needed.
     """
 
     live_peak_bytes: int
@@ -28,11 +29,20 @@ class Foretold:
     samples_per_s: float | None
     verdict: str
     came_bytes: int | None = None
+    lower_bound: bool = False
 
     @property
     def error(self) -> float | None:
-        """By which share of what came the live peak was predicted too high; ``None`` where no step was done."""
-        return self.live_peak_bytes / self.came_bytes - 1 if self.came_bytes else None
+        """By which share of what came the live peak was predicted too high; ``None`` where no step was done.
+
+        Nor is it known of a lower bound.
+        """
+        return self.live_peak_bytes / self.came_bytes - 1 if self.came_bytes and not self.lower_bound else None
+
+    @property
+    def live_peak(self) -> str:
+        """The live peak in words, a lower bound as such."""
+        return f"{'more than ' * self.lower_bound}{format_bytes(self.live_peak_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +61,11 @@ class Row:
         steps: done under it.
         outcome: ``ok``, ``oom`` or ``error``.
         loss: of the last step, mean of the ranks.
-        peak_bytes, reserved_peak_bytes: highest live and reserved bytes of any rank over the steps judged.
+        peak_bytes, reserved_peak_bytes: highest live and reserved bytes of any rank in any of its steps.
         headroom: of the limit what the reserved peak leaves free, between 0 and 1, on the rank with least.
         speed: samples/s of all ranks together over the steps judged.
         curve: loss, samples/s and live peak over steps.
-        categories: live bytes by category at the peak of the latest step that was recorded, worst rank.
+        categories: live bytes by category at the highest peak that was recorded, of the rank that had it.
         parts: the mean seconds of each part of a step, over the steps judged and all ranks.
         foretold: what was predicted of it before, if anything was.
         present: whether training is under these settings now.
@@ -176,8 +186,9 @@ def _speed(median: Any, low: Any, high: Any, steps: Any, starved: Any = 0.0) -> 
     return Speed(_finite(median), _finite(low), _finite(high), _whole(steps, 1), _finite(starved))
 
 
-def _foretold(live: Any, reserved: Any, rate: Any, verdict: Any, came: Any) -> Foretold:
-    return Foretold(_whole(live), _whole(reserved), _maybe(_finite)(rate), str(verdict), _maybe(_whole)(came))
+def _foretold(live: Any, reserved: Any, rate: Any, verdict: Any, came: Any, lower_bound: Any = False) -> Foretold:
+    known = _whole(live), _whole(reserved), _maybe(_finite)(rate), str(verdict), _maybe(_whole)(came)
+    return Foretold(*known, lower_bound is True)
 
 
 def _known(names: Sequence[str], read: Callable[[Any], Any]) -> Callable[[Any], Any]:
