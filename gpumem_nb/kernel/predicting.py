@@ -162,8 +162,10 @@ class Predicting:
         """The same after what is known of the model from earlier predictions, and from training."""
         history, running = self._history, self._history.running
         within = running is not None and (budget_bytes is None or (running.reserved_peak_bytes or 0) <= budget_bytes)
-        runs = within and running is not None and running.settings == prediction.settings
-        return fit.settled(prediction, Missed(*self.score().missed(history.model_version)), runs)
+        came: tuple[int, int] | None = None
+        if within and running is not None and running.settings == prediction.settings:
+            came = running.peak_bytes or 0, running.reserved_peak_bytes or 0
+        return fit.settled(prediction, Missed(*self.score().missed(history.model_version)), came)
 
     def _rehearsed(self, prediction: Prediction, longest_s: float) -> Prediction:
         """What whole steps need and how long they take, unless they would not fit or take long."""

@@ -160,8 +160,13 @@ def with_longest(whole: Prediction, small: Prediction) -> Prediction:
     if whole.lower_bound or not small.sample:
         return whole
     high = max(whole.reserved_peak_bytes, small.high_bytes)
-    word = verdict(whole.low_bytes, high, whole.limit_bytes, whole.verdict != DOES_NOT_FIT)
-    return replace(whole, high_bytes=high, verdict=word, sample=small.sample)
+    return replace(whole, high_bytes=high, verdict=_between(whole, whole.low_bytes, high), sample=small.sample)
+
+
+def _between(one: Prediction, low: int, high: int) -> str:
+    """Decide whether it fits within other bounds. What may not fit where the cache is cut may not within these."""
+    recut = one.verdict != TIGHT or (one.limit_bytes is not None and one.high_bytes > one.limit_bytes)
+    return verdict(low, high, one.limit_bytes, one.verdict != DOES_NOT_FIT, recut)
 
 
 def _at_least(answer: Forecasts, settings: Settings, seconds: float) -> Prediction:
@@ -187,19 +192,31 @@ def _at_least(answer: Forecasts, settings: Settings, seconds: float) -> Predicti
     )
 
 
-def settled(one: Prediction, missed: Missed, runs: bool = False) -> Prediction:
+def settled(one: Prediction, missed: Missed, came: tuple[int, int] | None = None) -> Prediction:
     """Return the prediction after earlier misses, and with what training itself has shown.
 
     Args:
         missed: by how much earlier predictions of the model did.
-        runs: whether training went well under these settings.
+        came: live and reserved bytes at the peak, if training went well under these settings.
     """
-    if not runs:
+    if came is None:
         return _widened(one, missed)
-    if one.verdict == DOES_NOT_FIT and not one.measured:
-        said = f"{one.basis}, and yet training runs under these settings"
-        return replace(one, verdict=TIGHT, basis=said, runs=True)
-    return replace(one, runs=True)
+    if one.verdict != DOES_NOT_FIT or one.measured:
+        return replace(one, runs=True)
+    said = f"{one.basis}, and yet training runs under these settings"
+    if one.lower_bound:  # which is none, then: what training itself came to is known
+        live, reserved = came
+        one = replace(
+            one,
+            live_peak_bytes=live,
+            reserved_peak_bytes=reserved,
+            low_bytes=reserved,
+            high_bytes=max(reserved, one.limit_bytes or 0),
+            categories={OTHER: live},
+            lower_bound=False,
+        )
+        said = f"as trained: {said}"
+    return replace(one, verdict=TIGHT, basis=said, runs=True)
 
 
 def _widened(one: Prediction, missed: Missed) -> Prediction:
@@ -208,13 +225,12 @@ def _widened(one: Prediction, missed: Missed) -> Prediction:
     high = max(one.high_bytes, round(reserved * (1 + missed.more)))
     if one.lower_bound or (low, high) == (one.low_bytes, one.high_bytes):
         return one
-    word = verdict(low, high, one.limit_bytes, one.verdict != DOES_NOT_FIT)
     share = round(100 * max(-missed.less, missed.more))
     return replace(
         one,
         low_bytes=low,
         high_bytes=high,
-        verdict=TIGHT if (word, one.verdict) == (FITS, TIGHT) else word,  # it may not fit where the cache is cut
+        verdict=_between(one, low, high),
         basis=f"{one.basis}, with the {share} % by which an earlier prediction of this model missed",
     )
 

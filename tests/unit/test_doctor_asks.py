@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ from gpumem_nb.kernel.doctoring import Doctoring
 from gpumem_nb.kernel.history import History
 from gpumem_nb.planning.doctor.diagnosis import Diagnosis
 from gpumem_nb.planning.doctor.finding import STOPS, Finding
-from gpumem_nb.planning.prediction import FITS, TIGHT, Prediction
+from gpumem_nb.planning.doctor.rules import findings
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.bottleneck import Bottleneck
+from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.errors import NotThisTime, TrainingFailed, WorkloadError
 from gpumem_nb.shared.questions import ModelFacts
 from gpumem_nb.shared.readings import LiveBytes
@@ -22,7 +25,7 @@ from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits
 from tests.ledgers import MIB, info, reading
 from tests.runs import history_of, train
-from tests.unit.test_doctor import DEFAULT, LIMIT, LOADED, prediction
+from tests.unit.test_doctor import DEFAULT, LIMIT, LOADED, evidence, prediction, rank
 
 Predict = Callable[[Settings], Prediction]
 
@@ -225,3 +228,23 @@ def test_a_small_batch_is_said_of_what_was_measured_twice() -> None:
 
     assert found(170.0, 165.0, 165.0) == ["a small batch"]
     assert found(170.0, 120.0, 120.0) == [], "the machine was busy for a moment"
+
+
+def test_a_lower_bound_is_not_called_the_most_that_is_needed() -> None:
+    blind = prediction(live=1200, verdict=DOES_NOT_FIT, categories={c.OTHER: 1200 * MIB}, lower_bound=True)
+    [found] = findings(evidence(needs=blind))
+    assert found.measured == "at least 1.2 GiB, limit 1000.0 MiB"
+
+
+def test_larger_micro_batches_are_not_said_to_be_larger_than_what_fits() -> None:
+    more = prediction(Settings(batch_size=128), live=990, samples_per_s=400.0, low_samples_per_s=390.0)
+    for largest, told in ((126, False), (None, False), (130, True)):
+        [found] = findings(evidence(larger=more, largest_batch=largest))
+        assert ("up to 130 fit" in found.sentence, found.evidence["largest batch"]) == (told, largest if told else None)
+
+
+def test_what_is_cached_is_given_back_by_the_command_for_that() -> None:
+    held = dataclasses.replace(reading(100 * MIB, LIMIT), reserved_bytes=600 * MIB)
+    [found] = findings(evidence(ranks=(rank(0, reading=held), rank(1))))
+    assert found.cause == "free memory in the cache"
+    assert found.do.endswith("To give it back: %hvd_memory --free.")

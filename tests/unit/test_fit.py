@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from gpumem_nb.planning.fit import Largest, Missed, fits, largest, of_ranks, settled, verdict, worth_a_step
+from gpumem_nb.planning.fit import (
+    Largest,
+    Missed,
+    fits,
+    largest,
+    of_ranks,
+    settled,
+    verdict,
+    with_longest,
+    worth_a_step,
+)
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
 from gpumem_nb.shared.categories import ACTIVATIONS
 from gpumem_nb.shared.forecast import BY_PEAKS, RECORDED, Forecast, Forecasts
@@ -16,6 +26,7 @@ from gpumem_nb.shared.settings import Settings
 
 MIB = 2**20
 LIMIT = 1000 * MIB
+CAME = (800 * MIB, 900 * MIB)
 READING = Reading(0, 0, 0, 0, None, LIMIT)
 
 
@@ -57,10 +68,27 @@ def test_the_rank_with_least_room_decides() -> None:
 
 def test_what_runs_is_not_widened_and_small_steps_cannot_say_that_it_does_not_fit() -> None:
     too_large = replace(said(1100, measured=False), verdict=DOES_NOT_FIT)
-    assert fits(settled(too_large, Missed(), runs=True))
-    assert not fits(settled(replace(too_large, measured=True), Missed(), runs=True)), "whole steps can"
-    assert settled(said(900), Missed(0.0, 0.2), runs=True).high_bytes == said(900).high_bytes
+    assert fits(settled(too_large, Missed(), came=CAME))
+    assert not fits(settled(replace(too_large, measured=True), Missed(), came=CAME)), "whole steps can"
+    assert settled(said(900), Missed(0.0, 0.2), came=CAME).high_bytes == said(900).high_bytes
     assert settled(said(900), Missed(0.0, 0.2)).verdict == TIGHT
+
+
+def test_what_runs_needs_what_it_came_to_where_small_steps_ran_out() -> None:
+    failure = Failure(1, "oom", "update", "out of memory", asked_bytes=310 * MIB, free_bytes=10 * MIB)
+    ran_out = Forecasts(3, READING, 0.1, LIMIT, failure=failure, failed_batch=8)
+    one = settled(of_ranks([ran_out], Settings(), [8], 0.1), Missed(), CAME)
+    assert (one.verdict, one.runs, one.lower_bound) == (TIGHT, True, False)
+    assert (one.live_peak_bytes, one.reserved_peak_bytes) == CAME
+    assert "more than" not in str(one)
+    assert one.high_bytes == LIMIT, "it runs within that"
+
+
+def test_what_the_largest_sample_says_does_not_mend_a_cache_that_is_cut() -> None:
+    small = replace(said(800), sample="Sample 3 is large.")
+    assert with_longest(replace(said(700), verdict=TIGHT), small).verdict == TIGHT
+    assert with_longest(said(700), small).verdict == FITS
+    assert with_longest(said(900, error=0.5), small).verdict == FITS, "its error was a guess at the largest sample"
 
 
 def test_what_is_tight_is_worth_a_step_unless_its_error_is_large() -> None:

@@ -94,8 +94,12 @@ class Machine:
             self.times.small_steps(0.1)
             reserved = bytes_of(settings)
             said = said_of(settings, reserved, self.limit_bytes, self.error_bytes)
-            known[settings] = Candidate(settings, settled(said, Missed(), runs=settings == self.running))
+            known[settings] = Candidate(settings, settled(said, Missed(), self._came(said)))
         return known[settings].fits
+
+    def _came(self, said: Prediction) -> tuple[int, int] | None:
+        """What training has shown, of the settings that it runs under."""
+        return (said.live_peak_bytes, said.reserved_peak_bytes) if said.settings == self.running else None
 
     def measure(self, settings: Settings) -> None:
         assert self.record.candidates[settings].fits, "nothing is measured that is not expected to fit"
@@ -108,7 +112,7 @@ class Machine:
         reserved = round(bytes_of(settings) * self.more(settings))
         said = said_of(settings, reserved, self.limit_bytes, self.error_bytes)
         said = replace(said, measured=True, samples_per_s=rate if said.verdict != DOES_NOT_FIT else None)
-        self.record.candidates[settings].took_steps(settled(said, Missed(), runs=settings == self.running))
+        self.record.candidates[settings].took_steps(settled(said, Missed(), self._came(said)))
 
 
 def tuned(

@@ -127,7 +127,9 @@ def barely_fits(evidence: Evidence) -> Finding | None:
             "limit_bytes": needs.limit_bytes,
             "share of the limit": share,
             "at most_bytes": needs.high_bytes,
-        },
+        }
+        if not unknown
+        else {"at least_bytes": needs.low_bytes, "limit_bytes": needs.limit_bytes},
         do="" if candidates else LARGER,
         candidates=candidates,
         wants=ROOM,

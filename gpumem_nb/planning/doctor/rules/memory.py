@@ -176,7 +176,6 @@ def cached(evidence: Evidence) -> Finding | None:
     needed = max(needs.reserved_peak_bytes, worst.live_peak_bytes or 0, worst.reading.live_bytes)
     if not much_unused(held, needed, needs.limit_bytes):
         return None
-    how = "start the ranks again: %hvd_restart" if worst.info.virtual else "torch.cuda.empty_cache() in a %%hvd cell"
     return Finding(
         "free memory in the cache",
         MEMORY,
@@ -184,7 +183,8 @@ def cached(evidence: Evidence) -> Finding | None:
         f"Rank {worst.info.rank} reserves {format_bytes(held)}, and its steps need {format_bytes(needed)}: the caching "
         "allocator keeps what earlier settings or cells have used.",
         {"reserved_bytes": held, "needed_bytes": needed, "limit_bytes": needs.limit_bytes},
-        do=f"This process uses it again when it must; for others on the device it is lost. To give it back: {how}.",
+        do="This process uses it again when it must; for others on the device it is lost. To give it back: "
+        "%hvd_memory --free.",
     )
 
 

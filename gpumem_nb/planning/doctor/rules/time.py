@@ -78,7 +78,9 @@ def small_batch(evidence: Evidence) -> Finding | None:
     if not more.low_samples_per_s or not more.samples_per_s or more.low_samples_per_s < _WORTH * at_most:
         return None
     size, wanted = evidence.settings.batch_size, more.settings.batch_size
-    most = f"; up to {evidence.largest_batch:,} fit" if evidence.largest_batch else ""
+    # The largest leaves a segment free, in case it is asked for again: what was predicted here may need that.
+    largest = evidence.largest_batch if (evidence.largest_batch or 0) >= wanted else None
+    most = f"; up to {largest:,} fit" if largest else ""
     scale = evidence.noise_scale
     but = ["That is if workers keep up."] if more.settings.num_workers else []
     if scale and more.settings.samples_per_rank * evidence.size > scale:
@@ -93,7 +95,7 @@ def small_batch(evidence: Evidence) -> Finding | None:
         {
             "samples_per_s": now_per_s,
             "larger_samples_per_s": more.samples_per_s,
-            "largest batch": evidence.largest_batch,
+            "largest batch": largest,
             "noise scale": evidence.noise_scale,
         },
         do=" ".join(but),
