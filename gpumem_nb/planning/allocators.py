@@ -8,7 +8,7 @@ from typing import Any
 from ..report.tables import Report, Table
 from ..shared.allocator_settings import AllocatorSettings
 from ..shared.units import format_bytes
-from .prediction import Prediction
+from .prediction import DOES_NOT_FIT, FITS, Prediction
 
 _BYTES = ("live_peak_bytes", "reserved_peak_bytes", "low_bytes", "high_bytes", "limit_bytes")
 UNMOVED = 0.0005  # of reserved bytes: what would be shown as 0.0 %
@@ -60,7 +60,7 @@ class AllocatorWhatIf(Report):
         best, one = min(self.others, key=lambda entry: entry[1].reserved_peak_bytes, default=self.now)
         if not self.others:
             advice = "It is set so already."
-        elif one.reserved_peak_bytes > (1 - MUCH) * now.reserved_peak_bytes and one.verdict == now.verdict:
+        elif one.reserved_peak_bytes > (1 - MUCH) * now.reserved_peak_bytes and not _helps(now, one):
             advice = "None of them reserves much less."
         else:
             name = self.variable
@@ -97,6 +97,11 @@ class AllocatorWhatIf(Report):
         title = f"The caching allocator: live peak {format_bytes(now.live_peak_bytes)}, limit {limit}"
         headings = ("setting", "verdict", "reserved peak", "change", "reserved − live")
         return Table(title, headings, rows, frozenset({"setting", "verdict"}))
+
+
+def _helps(now: Prediction, one: Prediction) -> bool:
+    """Whether what may not fit as it is fits then, or may."""
+    return now.verdict not in (FITS, one.verdict) and one.verdict != DOES_NOT_FIT
 
 
 def _named(settings: AllocatorSettings) -> str:

@@ -117,7 +117,8 @@ def test_a_lower_bound_is_shown_as_one_and_held_against_nothing() -> None:
     train(history, Settings(), TEN)
     wanted = Settings(batch_size=64)
     said = Prediction(
-        *(wanted, 130 * MIB, 130 * MIB, None, 130 * MIB, 130 * MIB, 100 * MIB, DOES_NOT_FIT, {}, "forward", "", "", 0.1),
+        *(wanted, 130 * MIB, 130 * MIB, None, 130 * MIB, 130 * MIB, 100 * MIB, DOES_NOT_FIT),
+        *({}, "forward", "", "", 0.1),
         lower_bound=True,
     )
     history.predicted(Asked(said, history.model_version, Settings(), history.begun))
