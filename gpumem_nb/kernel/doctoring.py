@@ -11,7 +11,7 @@ from ..planning.doctor.diagnosis import Diagnosis
 from ..planning.doctor.evidence import Evidence, OnRank, still_grows
 from ..planning.doctor.finding import FASTER, FIT, LESS, ROOM, Finding, Flip
 from ..planning.doctor.rules import findings
-from ..planning.doctor.rules.time import larger, small_batch
+from ..planning.doctor.rules.time import larger, small_batch, without_checkpointing
 from ..planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ..planning.score import foretold
 from ..report.bottleneck import Changes
@@ -162,6 +162,9 @@ class Doctoring:
             noise_scale=history.noise_scale,
             steps=history.steps,
         )
+        if changes := without_checkpointing(evidence):
+            progress("all activations kept", 0.35)
+            evidence = dataclasses.replace(evidence, all_kept=self._predict(changes, []))
         return self._with_larger(evidence, progress)
 
     def _with_larger(self, evidence: Evidence, progress: Progress) -> Evidence:

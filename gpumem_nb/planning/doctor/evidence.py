@@ -115,6 +115,7 @@ class Evidence:
         needs: what these settings are predicted to need and to bring; ``None`` where nothing could be said.
         larger: the same of larger micro-batches, where that was asked.
         largest_batch: the largest ``batch_size`` that fits, where that was asked.
+        all_kept: what they are predicted to need and to bring without checkpointing, where that was asked.
         verdicts: what the time of a step is lost to.
         leaks: what ranks keep from step to step, by holder.
         rescue: the latest step that was discarded, and not mended yet.
@@ -133,6 +134,7 @@ class Evidence:
     needs: Prediction | None = None
     larger: Prediction | None = None
     largest_batch: int | None = None
+    all_kept: Prediction | None = None
     verdicts: tuple[Bottleneck, ...] = ()
     leaks: tuple[tuple[Leak, ...], ...] = ()
     rescue: Rescue | None = None

@@ -37,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     environment.other_processes,
     *time.OF_VERDICTS,
     time.small_batch,
+    time.needless_checkpointing,
 )
 
 

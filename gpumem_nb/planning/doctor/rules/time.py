@@ -8,9 +8,10 @@ from functools import partial
 from ....report.bottleneck import Changes
 from ....report.speed import FEWEST_STEPS
 from ....shared.units import format_bytes, format_rate
-from ...prediction import FITS
+from ...prediction import FITS, NO_LIMIT
 from ..evidence import Evidence
 from ..finding import ANYWAY, FASTER, TIME, Finding
+from .limits import SCARCE
 
 # What the verdict calls it, and the doctor.
 CAUSES = {
@@ -28,6 +29,7 @@ _MORE = 4  # times as many samples in a micro-batch are asked about
 # With 32 samples a micro-batch, four times as many brought digits-resnet a third more samples/s (docs/doctor.md): what
 # brings half as much again at least was small.
 _WORTH = 1.5
+_FASTER = 1.05  # at least, without checkpointing; what is gained is the recomputation, a fifth to a third of a step
 _ROOM = 0.5  # of the limit: with more, four times as many hardly fit
 
 
@@ -56,10 +58,7 @@ def larger(evidence: Evidence) -> Changes:
     settings, now, share = evidence.settings, evidence.now, evidence.share
     if evidence.workload.data.batched or share is None or share > _ROOM or now is None or now.steps < FEWEST_STEPS:
         return {}
-    lost_to = {verdict.cause for verdict in evidence.verdicts}
-    # A few steps that share their cores with others say nothing of how fast they are, nor do some that wait for no
-    # worker where workers do not keep up.
-    if "no core" in lost_to or ("data" in lost_to and settings.num_workers):
+    if not _timed_fairly(evidence):
         return {}
     steps = settings.accumulation_steps
     factor = next((one for one in (_MORE, steps) if steps % one == 0 and 1 < one <= _MORE), 0)
@@ -67,6 +66,54 @@ def larger(evidence: Evidence) -> Changes:
     if factor:
         return evidence.circumstances.allowed(batch_size=factor * size, accumulation_steps=steps // factor)
     return evidence.circumstances.allowed(batch_size=_MORE * size)
+
+
+def without_checkpointing(evidence: Evidence) -> Changes:
+    """What keeps all activations, where that is worth asking about; empty where it is not."""
+    now = evidence.now
+    if now is None or now.steps < FEWEST_STEPS or evidence.needs is None or not _timed_fairly(evidence):
+        return {}
+    if evidence.settings.checkpointing == "none" or evidence.needs.verdict not in (FITS, NO_LIMIT):
+        return {}
+    return evidence.circumstances.allowed(checkpointing="none")
+
+
+def _timed_fairly(evidence: Evidence) -> bool:
+    """Whether a few steps tell how fast others are.
+
+    Those that share their cores with other programs do not, nor do some that wait for no worker where workers do not
+    keep up.
+    """
+    lost_to = {verdict.cause for verdict in evidence.verdicts}
+    return "no core" not in lost_to and not ("data" in lost_to and evidence.settings.num_workers)
+
+
+def needless_checkpointing(evidence: Evidence) -> Finding | None:
+    """All activations fit with room, and steps that recompute none are faster."""
+    kept, now_per_s = evidence.all_kept, evidence.samples_per_s
+    if kept is None or not now_per_s or not kept.samples_per_s or kept.verdict not in (FITS, NO_LIMIT):
+        return None
+    share = kept.reserved_peak_bytes / kept.limit_bytes if kept.limit_bytes else None
+    slowest = kept.low_samples_per_s or kept.samples_per_s
+    if (share or 0) > SCARCE or slowest <= now_per_s or kept.samples_per_s < _FASTER * now_per_s:
+        return None
+    of_limit = f" of {format_bytes(kept.limit_bytes)}" if kept.limit_bytes else ""
+    return Finding(
+        "checkpointing is not needed",
+        TIME,
+        1 - now_per_s / kept.samples_per_s,
+        f"Steps recompute activations that would fit: with all of them kept a step is predicted to need "
+        f"{kept.in_words(kept.reserved_peak_bytes)}{of_limit}, at {format_rate(kept.samples_per_s)} samples/s instead "
+        f"of {format_rate(now_per_s)}.",
+        {
+            "samples_per_s": now_per_s,
+            "without checkpointing_per_s": kept.samples_per_s,
+            "reserved_peak_bytes": kept.reserved_peak_bytes,
+            "limit_bytes": kept.limit_bytes,
+        },
+        candidates=({"checkpointing": "none"},),
+        wants=FASTER,
+    )
 
 
 def small_batch(evidence: Evidence) -> Finding | None:
