@@ -1,1 +1,1 @@
-"""What will happen if: decides what to ask the ranks for, and says what their answers mean."""
+"""Predictions and advice: decide what to ask the ranks, and interpret their answers."""

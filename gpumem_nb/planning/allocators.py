@@ -1,4 +1,4 @@
-"""What the caching allocator would reserve if it were set otherwise, side by side."""
+"""How much the caching allocator would reserve under other settings, side by side."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AllocatorWhatIf(Report):
     notes: tuple[str, ...] = ()
 
     def frame(self) -> Any:
-        """The report as a pandas DataFrame; bytes are nullable integers."""
+        """Return the report as a pandas DataFrame; bytes are nullable integers."""
         return super().frame().astype({name: "Int64" for name in _BYTES})
 
     @property
@@ -55,11 +55,11 @@ class AllocatorWhatIf(Report):
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """How the figures were found, and how to have one of the settings."""
+        """Return how the figures were found, and how to have one of the settings."""
         now = self.now[1]
         best, one = min(self.others, key=lambda entry: entry[1].reserved_peak_bytes, default=self.now)
         if not self.others:
-            advice = "It is set so already."
+            advice = "That is the present setting."
         elif one.reserved_peak_bytes > (1 - MUCH) * now.reserved_peak_bytes and not _helps(now, one):
             advice = "None of them reserves much less."
         else:
@@ -77,7 +77,7 @@ class AllocatorWhatIf(Report):
 
     @property
     def shown(self) -> list[Table | str]:
-        """The table and what it does not say."""
+        """Return the table and the sentences below it."""
         return [self._table, *self.sentences]
 
     @property

@@ -23,7 +23,7 @@ from .gpu_table import Gpu
 from .prediction import FITS, Prediction
 
 GENERIC = "A100-40GB"
-"""Whose kernels are meant where no GPU is named."""
+"""The GPU whose kernels are assumed if none is named."""
 
 _FIXED, _UNKNOWN = "fixed by the data", "not known"
 
@@ -76,7 +76,7 @@ class ColdPredictions(Report):
 
     @property
     def shown(self) -> list[Table | str]:
-        """The table and what it does not say."""
+        """Return the table and the sentences below it."""
         return [self._table, *self._notes]
 
     @property
@@ -118,7 +118,7 @@ def predict(
     ranks: int = 1,
     **knobs: Any,
 ) -> Prediction | ColdPredictions:
-    """What training a workload would need on GPUs that need not be here; see :func:`gpumem_nb.predict`.
+    """Return what training a workload would need on GPUs that need not be here; see :func:`gpumem_nb.predict`.
 
     Raises:
         InvalidInput: an unknown workload, option, knob or GPU, or a value that cannot be used.
@@ -148,7 +148,7 @@ def predict(
 
 
 def _workload(workload: str | Workload, knobs: dict[str, Any]) -> tuple[Workload, dict[str, Any]]:
-    """The workload, and the knobs that are none of its options."""
+    """Return the workload, and the knobs that are none of its options."""
     if isinstance(workload, Workload):
         return workload, knobs
     if not isinstance(workload, str):
@@ -191,13 +191,13 @@ def _gpus(gpu: str | Sequence[str] | None) -> list[Gpu]:
 
 
 def _asked(gpu: Gpu, capacity: int | None, ranks: int, known: bool, fusion_mib: float | None = None) -> Target:
-    """What is asked for a GPU.
+    """Return the part of a question that is about one GPU.
 
     Args:
-        gpu: whose kernels are meant.
-        capacity: of its memory, if somebody said; in bytes.
+        gpu: the GPU whose kernels are assumed.
+        capacity: of its memory in bytes, if it was given.
         ranks: how many train together.
-        known: whether somebody named this GPU.
+        known: whether this GPU was named.
         fusion_mib: the knob ``fusion_threshold_mib``.
 
     Raises:
@@ -231,7 +231,7 @@ def _prediction(answer: DryAnswer, gpu: Gpu, asked: Target, ranks: int, known: b
 
 
 def _slow(gpu: Gpu, settings: Settings) -> str:
-    """Why these settings would be slow on a GPU however little memory they need; empty if nothing speaks for that."""
+    """Return why these settings would be slow on a GPU, however little memory they need; empty if they would not."""
     if settings.precision != "bf16" or gpu.kernels.ampere:
         return ""
     major, minor = gpu.capability

@@ -40,7 +40,7 @@ def ask(question: DryRun) -> DryAnswer:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=answered,  # which no helper of somebody's can keep open
+            stdout=answered,  # which no process that the user's code starts can keep open
             stderr=said,
             env=_environment(folder),
             cwd=None if folder else os.sep,
@@ -78,7 +78,7 @@ def _tell(process: subprocess.Popen[bytes], question: bytes) -> None:
 
 
 def _last_whole(answered: IO[bytes]) -> DryAnswer | None:
-    """The last of the answers that is not cut off."""
+    """Return the last of the answers that is not cut off."""
     answer: DryAnswer | None = None
     with suppress(EOFError, pickle.UnpicklingError):
         while True:
@@ -87,12 +87,12 @@ def _last_whole(answered: IO[bytes]) -> DryAnswer | None:
 
 
 def _ends_in_time(process: subprocess.Popen[bytes], answered: int) -> bool:
-    """Whether the process ends in time, which is less once it has answered something.
+    """Return whether the process ends in time, which is less once it has answered something.
 
     It is not waited for, so its number and its group stay its own.
     """
     until_s, has_answered = time.monotonic() + TIMEOUT_S, False
-    with suppress(ChildProcessError):  # somebody else has waited for it
+    with suppress(ChildProcessError):  # other code has waited for it
         while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if not has_answered and os.fstat(answered).st_size:
                 until_s, has_answered = min(until_s, time.monotonic() + SEARCH_S), True
@@ -103,20 +103,20 @@ def _ends_in_time(process: subprocess.Popen[bytes], answered: int) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process, and with it those that it has started, such as workers of somebody's own."""
+    """End the process, and with it those that it has started, such as the user's own workers."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _most_bytes() -> int:
-    """What the process may have, which is no more than this one may."""
+    """Return what the process may have, which is no more than this one may."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     return MOST_BYTES if hard == resource.RLIM_INFINITY else min(MOST_BYTES, hard)
 
 
 def _folder() -> str | None:
-    """The working directory; ``None`` if it was deleted."""
+    """Return the working directory; ``None`` if it was deleted."""
     try:
         return os.getcwd()
     except OSError:
@@ -124,9 +124,9 @@ def _folder() -> str | None:
 
 
 def _environment(folder: str | None) -> dict[str, str]:
-    """One thread, no GPU, and the modules that can be imported here, in the working directory of this process.
+    """Return one thread, no GPU, and the modules that can be imported here, in the working directory of this process.
 
-    What is no text Python looks into neither, and relative paths lead nowhere from a folder that was deleted.
+    Python ignores entries that are not text, and relative paths lead nowhere from a folder that was deleted.
     """
     paths = (path for path in sys.path if isinstance(path, str))
     found = [os.path.abspath(path) for path in paths if folder or os.path.isabs(path)]

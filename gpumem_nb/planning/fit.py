@@ -1,4 +1,4 @@
-"""Does it fit? The only place that decides, for whatever asks.
+"""Decide whether settings fit; all callers ask here.
 
 Predictions, the largest batch, the tables, the tuner, the doctor and the advice after memory ran out all hand in what
 they know, and get the same answer:
@@ -52,12 +52,12 @@ def verdict(low_bytes: int, high_bytes: int, limit_bytes: int | None, fits: bool
 
 
 def fits(one: Prediction) -> bool:
-    """Whether settings fit all ranks, the error included, or run already."""
+    """Return whether settings fit all ranks, the error included, or run already."""
     return one.verdict in (FITS, NO_LIMIT) or (one.runs and one.verdict != DOES_NOT_FIT)
 
 
 def worth_a_step(one: Prediction) -> bool:
-    """Whether a whole step should be tried: settings are expected to fit, though the limit lies within a small error.
+    """Return whether to try a whole step: settings are expected to fit, but the limit lies within a small error.
 
     What needs more or less with each batch, because samples differ in size, has a large error and is not tried.
     """
@@ -285,11 +285,11 @@ def largest(sure: int, likely: int, most: int) -> Generator[int, Prediction, Lar
 
 
 def _holds(said: Prediction, size: int) -> bool:
-    """Whether a size may be the answer."""
+    """Return whether a size may be the answer."""
     roomy = said.runs or said.limit_bytes is None or said.high_bytes + SEGMENT_BYTES <= said.limit_bytes
     return fits(said) and (roomy or size == 1)
 
 
 def _proportional(said: Prediction, size: int) -> int:
-    """The size that would fit if all memory grew with it; what does not grow leaves less, so the next is half."""
+    """Return the size that would fit if all memory grew with it; constant memory leaves less, so halve it next."""
     return int(_BENEATH * size * (said.limit_bytes or 0) / max(1, said.high_bytes))

@@ -27,7 +27,7 @@ _AMPERE, _HOPPER = (8, 0), (9, 0)
 NCCL_BYTES, NCCL_ERROR_BYTES = 300 * _MIB, 200 * _MIB
 """An estimate of what one NCCL communicator takes outside of torch's allocator; it grows with ranks and channels."""
 UNKNOWN_ERROR_BYTES = 500 * _MIB
-"""By how much what a GPU that nobody has named takes beside torch's allocator may be wrong, as for an estimate."""
+"""The error of an unnamed GPU's memory beside torch's allocator, as for an estimate."""
 _SIZES = ("memory", "outside", "outside_error", "convolution")
 _RECORDED_ERROR_BYTES = 50 * _MIB
 
@@ -56,7 +56,7 @@ class Gpu:
 
     @property
     def estimated(self) -> bool:
-        """Whether nobody has measured it."""
+        """Return whether it is an estimate that was not measured."""
         return any(source.startswith("estimate") for source in self.sources)
 
     def beside(self, ranks: int) -> tuple[int, int]:
@@ -66,7 +66,7 @@ class Gpu:
 
     @property
     def kernels(self) -> Kernels:
-        """What it has of those that memory depends on.
+        """Return what it has of those that memory depends on.
 
         cuBLAS gets 32 MiB from Hopper on, else ``:4096:2:16:8`` KiB (ATen/cuda/CublasHandlePool.cpp,
         getChosenWorkspaceSize).
@@ -76,7 +76,7 @@ class Gpu:
 
 
 def table() -> dict[str, Gpu]:
-    """All GPUs that are known, by name.
+    """Return all GPUs that are known, by name.
 
     Raises:
         InvalidInput: a file that :data:`VARIABLE` names cannot be used.
@@ -104,7 +104,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Gpu:
-    """The GPU of this name, in any case.
+    """Return the GPU of this name, in any case.
 
     Raises:
         InvalidInput: it is not known; names the nearest.
@@ -125,7 +125,7 @@ def find(name: str) -> Gpu:
 
 
 def key_of(name: str) -> str:
-    """A name as it is compared: in any case, with spaces, hyphens or neither."""
+    """Return a name as it is compared: in any case, with spaces, hyphens or neither."""
     return re.sub(r"[\s_-]+", "", name).lower()
 
 
@@ -149,7 +149,7 @@ def _bytes(mib: str) -> int:
 
 
 def _checked(gpu: Gpu) -> Gpu:
-    """The GPU, if it can be what somebody's file says.
+    """Return the GPU that a line of a file describes.
 
     Raises:
         ValueError: it cannot.
@@ -163,7 +163,7 @@ def _checked(gpu: Gpu) -> Gpu:
 
 
 def _of_record(path: Path, known: Mapping[str, Gpu]) -> Iterator[Gpu]:
-    """The GPU of a record of tests/gpu: what its device had in use beyond what torch's allocator had reserved."""
+    """Yield the GPU of a record of tests/gpu: what its device had in use beyond what torch's allocator had reserved."""
     record = json.loads(path.read_text(encoding="utf-8"))
     machine = record["machine"]
     beside = [

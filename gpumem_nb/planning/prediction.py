@@ -42,7 +42,7 @@ class Prediction:
         low_samples_per_s, high_samples_per_s: between which throughput will be, as long as the machine does as it did.
         basis: what it was found from, in words.
         seconds: what predicting took.
-        cut_short: whether it was not timed because somebody waited for the ranks.
+        cut_short: whether it was not timed because other work waited for the ranks.
         before: the settings that it was asked from, if there were any.
         splits: what is known of training its micro-batches in parts.
     """
@@ -74,7 +74,7 @@ class Prediction:
 
     @property
     def refusal(self) -> str:
-        """Why you should not flip to these settings; empty unless they are predicted not to fit."""
+        """Return why you should not flip to these settings; empty unless they are predicted not to fit."""
         if self.verdict != DOES_NOT_FIT:
             return ""
         return f"will not fit: {self.in_words(self.reserved_peak_bytes)} of {format_bytes(self.limit_bytes)}"
@@ -129,7 +129,7 @@ class Prediction:
         return f", {format_rate(self.samples_per_s)} samples/s ({low} to {high})"
 
     def timed(self, steps_s: Sequence[Sequence[float]], update: str = "") -> Prediction:
-        """The same with the throughput that follows from how long steps took.
+        """Return the same with the throughput that follows from how long steps took.
 
         Args:
             steps_s: a row of times for each rank.

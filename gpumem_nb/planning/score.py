@@ -1,4 +1,4 @@
-"""What was predicted beside what came."""
+"""Predictions beside what was measured afterwards."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ class Scored:
 
     @property
     def error(self) -> float | None:
-        """By which share of what came the live peak was predicted too high; ``None`` where no step was done.
+        """Return by which share of the measured live peak the prediction was too high.
 
-        Nor is it known of a lower bound.
+        ``None`` if no step was done, or the prediction is a lower bound.
         """
         peak, said = self.came.peak_bytes, self.predicted
         return None if not peak or said.lower_bound else said.live_peak_bytes / peak - 1
 
     @property
     def samples_per_s(self) -> float | None:
-        """What was predicted of these very settings: others that need the same memory may be faster or slower."""
+        """Return the prediction for exactly these settings: others with the same memory may differ in speed."""
         return self.predicted.samples_per_s if self.exact else None
 
     @property
     def exact(self) -> bool:
-        """Whether it was about these very settings, and not only about the same memory."""
+        """Return whether it was about these very settings, and not only about the same memory."""
         return self.predicted.settings == self.came.settings
 
     @property
     def right(self) -> bool:
-        """Whether the verdict was: ``tight`` may be both."""
+        """Return whether the verdict was: ``tight`` may be both."""
         wrong = FITS if self.came.outcome == OOM else DOES_NOT_FIT
         return self.predicted.verdict != wrong
 
     @property
     def missed(self) -> float:
-        """By which share of the prediction memory came otherwise, if that is beyond its error; else 0. Negative: less.
+        """Return the share by which memory missed the prediction beyond its error; else 0. Negative: less.
 
         Of what was said to fit and ran out of memory the least that this can mean.
         """
@@ -86,7 +86,7 @@ class Scoreboard(Report):
         self.scored = tuple(scored)
 
     def missed(self, model_version: int) -> tuple[float, float]:
-        """The largest shares by which memory of a model came to less and to more than predicted, beyond the error."""
+        """Return the largest shares by which a model's memory was below and above predictions, beyond their errors."""
         shares = [0.0, *(one.missed for one in self.scored if one.came.model_version == model_version)]
         return max(-MOST_MISSED, min(shares)), min(MOST_MISSED, max(shares))
 
@@ -138,7 +138,7 @@ _NONE = (
 
 
 def score(asked: Sequence[Asked], tried: Sequence[Tried]) -> Scoreboard:
-    """Which of the configurations tried, in their order, had been predicted.
+    """Return which of the configurations tried, in their order, had been predicted.
 
     Of several predictions the first of the very settings counts, else the first of settings that need the same memory.
     """
@@ -160,7 +160,7 @@ def score(asked: Sequence[Asked], tried: Sequence[Tried]) -> Scoreboard:
 
 
 def foretold(asked: Sequence[Asked], tried: Sequence[Tried], came: Tried) -> Prediction | None:
-    """What was predicted for the configuration that is tried now, before it was tried first."""
+    """Return what was predicted for the configuration that is tried now, before it was tried first."""
     wanted = _key(came.model_version, came.settings)
     of_it = [one for one in list(asked) if _key(one.model_version, one.prediction.settings) == wanted]
     scored = score(of_it, tried).scored
@@ -168,7 +168,7 @@ def foretold(asked: Sequence[Asked], tried: Sequence[Tried], came: Tried) -> Pre
 
 
 def _key(model_version: int, settings: Settings) -> _Key:
-    """The same for a prediction and a configuration of the same model that take the same memory."""
+    """Return the same for a prediction and a configuration of the same model that take the same memory."""
     return model_version, *(getattr(settings, name) for name, knob in KNOBS.items() if knob.moves)
 
 

@@ -112,7 +112,7 @@ class WhatFits(Report):
 
     @property
     def notes(self) -> list[str]:
-        """What the table does not say."""
+        """Return what the table does not say."""
         limit = f" {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
         said = [
             f"The largest micro-batch of a rank that fits{limit}, with "

@@ -20,7 +20,7 @@ UNMOVED = 0.005  # of the live peak: what changes it by less says nothing about 
 
 
 def single_flips(settings: Settings, workload: WorkloadInfo) -> Iterator[tuple[str, Settings]]:
-    """Each knob that moves memory, with the settings that each of its other values gives, if that goes with a workload.
+    """Yield each knob that moves memory, with the settings for each other value that the workload allows.
 
     Of numbers, half and twice what they are.
     """
@@ -43,7 +43,7 @@ def single_flips(settings: Settings, workload: WorkloadInfo) -> Iterator[tuple[s
 
 @dataclass(frozen=True, repr=False)
 class WhatIf(Report):
-    """What each flip would need beside what is needed now.
+    """The memory each flip would need, beside the present need.
 
     Attributes:
         now: the present settings.

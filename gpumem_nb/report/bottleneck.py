@@ -23,7 +23,7 @@ _CALL_S, _TENSOR_S = 60e-6, 15e-6
 _LARGER = 4  # times as many samples are worth trying then
 
 _TINY, _SLOW = "tiny operators", "slow rank"
-# What comes over all operators of a rank alike: they are not to blame then.
+# What slows all operators of a rank alike: then the operators are not the cause.
 _FROM_OUTSIDE = ("too many ranks", "too many workers", "no core", _SLOW)
 Changes = Mapping[str, Any]
 
@@ -37,7 +37,7 @@ class Circumstances:
     workload: WorkloadInfo | None
 
     def allowed(self, **changes: Any) -> Changes:
-        """The same, or nothing if what is loaded cannot be trained so."""
+        """Return the same, or nothing if what is loaded cannot be trained so."""
         try:
             after = self.settings.replace(**changes)
             after.check_together(len(self.ranks))
@@ -78,7 +78,7 @@ class Bottleneck:
     def all_of(
         cls, samples: Sequence[Sequence[Sample]], since_step: int, circumstances: Circumstances
     ) -> list[Bottleneck]:
-        """All that is worth a word, what most is lost to first."""
+        """Return all that is worth a word, what most is lost to first."""
         path = CriticalPath.of(samples, since_step)
         if path is None:
             return []
@@ -141,7 +141,7 @@ def _data(path: CriticalPath, around: Circumstances) -> Bottleneck:
 
 
 def _uneven(path: CriticalPath, around: Circumstances) -> Bottleneck | None:
-    """One rank, or one after the other, computes longer than the rest."""
+    """Return one rank, or one after the other, computes longer than the rest."""
     share = path.computing_excess_s / path.step_s
     if not path.always:
         return Bottleneck(
@@ -187,7 +187,7 @@ def _update(path: CriticalPath, around: Circumstances) -> Bottleneck:
 
 
 def _ran(path: CriticalPath, around: Circumstances) -> float:
-    """The share of a step in which the last rank did not wait for a core, as far as that takes any time.
+    """Return the share of a step in which the last rank did not wait for a core, as far as that takes any time.
 
     Every part of the step has its share of that waiting, a collective too: only the rest of it is the part's own.
     """

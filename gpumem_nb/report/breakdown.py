@@ -1,4 +1,4 @@
-"""What a peak is made of: by category, by module, and over the parts of a recorded step, as tables."""
+"""Tables of a peak: by category, by module, and over the parts of a recorded step."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def not_explained(ledger: Ledger) -> int:
 
 
 def place(ledger: Ledger) -> str:
-    """Where in the step the peak was, such as ``forward of blocks.3``."""
+    """Return where in the step the peak was, such as ``forward of blocks.3``."""
     return f"{ledger.phase} of {ledger.module}" if ledger.module else ledger.phase
 
 
 def share(size: int, of: int) -> str:
-    """A part in percent; ``n/a`` when the whole is 0."""
+    """Return a part in percent; ``n/a`` when the whole is 0."""
     return f"{size / of:.1%}".replace("%", " %") if of else "n/a"
 
 
 def category_table(rank: int, ledger: Ledger) -> Table:
-    """Each category present, with its bytes, share and meaning, in stacking order from top to bottom."""
+    """Return each category present, with its bytes, share and meaning, in stacking order from top to bottom."""
     rows = [
         (name, format_bytes(ledger.at_peak[name]), share(ledger.at_peak[name], ledger.peak_bytes), MEANING[name])
         for name in reversed(CATEGORIES)
@@ -49,7 +49,7 @@ def category_table(rank: int, ledger: Ledger) -> Table:
 
 
 def ranks_by_category(worst_first: Mapping[int, Ledger]) -> Table:
-    """A column for each rank; of many ranks for the worst, the median and the best."""
+    """Return a column for each rank; of many ranks for the worst, the median and the best."""
     shown = {f"rank {rank}": worst_first[rank] for rank in sorted(worst_first)}
     if len(worst_first) > MOST_RANKS:
         ordered = list(worst_first)
@@ -74,7 +74,7 @@ def ranks_by_category(worst_first: Mapping[int, Ledger]) -> Table:
 
 
 def by_module(ledger: Ledger) -> list[tuple[str, str, int]]:
-    """The whole peak as ``(module, category, bytes)``, largest first; ``(no module)`` for what belongs to none."""
+    """Return the whole peak as ``(module, category, bytes)``, largest first; ``(no module)`` for what has none."""
     rest = defaultdict(int, {name: ledger.at_peak.get(name, 0) for name in ledger.at_peak})
     for _, category, size in ledger.modules:
         rest[category] -= size
@@ -118,7 +118,7 @@ def _in_words(sizes: Mapping[str, int]) -> str:
 
 
 def parts(timeline: Timeline, most: int = MOST_PARTS) -> list[Span]:
-    """The step in few parts: spans of one phase in modules with a common parent are joined, as far as needed."""
+    """Return the step in few parts: spans of one phase in modules with a common parent are joined, as far as needed."""
     deepest = max((span.module.count(".") + 1 for span in timeline.spans), default=0)
     shortest_ms = timeline.step_s * 1000 * _TOO_SHORT
     found: list[Span] = []
@@ -147,7 +147,7 @@ def joined(spans: Sequence[Span], depth: int, shortest_ms: float = 0.0) -> list[
 
 
 def highest(timeline: Timeline, span: Span) -> int:
-    """The highest live bytes in a part of a recorded step; they are constant between two changes."""
+    """Return the highest live bytes in a part of a recorded step; they are constant between two changes."""
     first = max(0, bisect_right(timeline.time_ms, span.begin_ms) - 1)
     last = max(first + 1, bisect_left(timeline.time_ms, span.end_ms))
     return max(
@@ -157,7 +157,7 @@ def highest(timeline: Timeline, span: Span) -> int:
 
 
 def timeline_table(timeline: Timeline) -> Table:
-    """The parts of a recorded step in order, each with its begin, duration and highest live bytes."""
+    """Return the parts of a recorded step in order, each with its begin, duration and highest live bytes."""
     peaks = [(span, highest(timeline, span)) for span in parts(timeline)]
     top = max(peaks, key=lambda entry: entry[1], default=None)
     rows = tuple(

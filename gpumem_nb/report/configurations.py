@@ -73,7 +73,7 @@ class Tried:
     _settled: Speed | None = field(default=None, init=False)
 
     def anew(self, model_version: int) -> Tried:
-        """The same configuration of the model at another version, before its first step."""
+        """Return the same configuration of the model at another version, before its first step."""
         return Tried(
             self.settings_id,
             self.workload,
@@ -136,7 +136,7 @@ class Tried:
 
     @property
     def ran(self) -> bool:
-        """Whether a step was done, or failed."""
+        """Return whether a step was done, or failed."""
         return bool(self.steps) or self.outcome != _NOT_RUN
 
     @property
@@ -147,7 +147,7 @@ class Tried:
 
     @property
     def settled(self) -> bool:
-        """Whether its figures change no more."""
+        """Return whether its figures change no more."""
         return self._settled is not None
 
     @property
@@ -172,7 +172,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a flip bought and cost: the configuration before it, or a ``pinned`` one, and the one after it."""
+    """The effect of a flip: the configuration before it, or a ``pinned`` one, and the one after it."""
 
     before: Tried
     after: Tried
@@ -180,7 +180,7 @@ class Effect:
 
     @property
     def flip(self) -> str:
-        """What was changed."""
+        """Return what was changed."""
         return arrows(self.before.settings, self.after.settings)
 
     @property
@@ -197,7 +197,7 @@ class Effect:
 
     @property
     def communication(self) -> str:
-        """How gradients travelled before and after, if that was changed; else empty."""
+        """Return how gradients travelled before and after, if that was changed; else empty."""
         if self.after.settings.changed_from(self.before.settings).keys().isdisjoint(_COMMUNICATION):
             return ""
         before, after, error = self.before.hidden_share, self.after.hidden_share, self.after.compression_error
@@ -206,7 +206,7 @@ class Effect:
 
     @property
     def caveat(self) -> str:
-        """What besides the flip may have changed the figures; empty if nothing may."""
+        """Return what else may have changed the figures besides the flip; empty if nothing."""
         changed = self.before.model_version != self.after.model_version
         return "a cell that ran in between may have changed the model" if changed else ""
 

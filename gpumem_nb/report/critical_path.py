@@ -61,25 +61,25 @@ class CriticalPath:
         return statistics.fmean(map(seconds, self._last))
 
     def part(self, *names: str) -> float:
-        """The mean of these parts together."""
+        """Return the mean of these parts together."""
         return self.mean(lambda times: sum(times[name] for name in names))
 
     def excess(self, seconds: Callable[[StepTimes], float]) -> float:
-        """How much more it is than of the other ranks."""
+        """Return how much more it is than of the other ranks."""
         others = [statistics.fmean(map(seconds, rest)) for rest in self._others if rest]
         return self.mean(seconds) - statistics.fmean(others) if others else 0.0
 
     def excess_of(self, part: str) -> float:
-        """How much longer a part takes the last rank than the others."""
+        """Return how much longer a part takes the last rank than the others."""
         return self.excess(lambda times: times[part])
 
     @property
     def computing_excess_s(self) -> float:
-        """How much longer it computes than the others, but for having no core."""
+        """Return how much longer it computes than the others, but for having no core."""
         return self.excess(_computing_s) - max(0.0, self.excess(queued_s))
 
     def slow_since(self) -> int:
-        """The step from which on one rank takes longer than the others; 0 if it always did."""
+        """Return the step from which on one rank takes longer than the others; 0 if it always did."""
         done = (sample.settings_id for row in self.samples for sample in reversed(row) if sample.done)
         latest = next(done, 0)
         steps = _by_step([[sample for sample in row if sample.settings_id == latest] for row in self.samples])
@@ -96,7 +96,7 @@ class CriticalPath:
 
 
 def _by_step(rows: Sequence[Sequence[Sample]]) -> dict[int, tuple[StepTimes, ...]]:
-    """The times of all ranks in each step that all have done, by its number."""
+    """Return the times of all ranks in each step that all have done, by its number."""
     of_ranks = [{sample.step: sample.times for sample in row if sample.done and sample.times} for row in rows]
     common = set.intersection(*map(set, of_ranks)) if of_ranks else set[int]()
     return {step: tuple(of_rank[step] for of_rank in of_ranks) for step in sorted(common)}
@@ -111,5 +111,5 @@ def _computing_s(times: StepTimes) -> float:
 
 
 def queued_s(times: StepTimes) -> float:
-    """How long it waited for a core, as far as that is known."""
+    """Return how long it waited for a core, as far as that is known."""
     return times.queued_s or 0.0

@@ -1,4 +1,4 @@
-"""What NVML says about the ranks' devices, as a table, and why something is missing, as sentences."""
+"""NVML's readings of the ranks' devices as a table, and a sentence for each missing one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ACCOUNT = ("used_bytes", "total_bytes", "own_bytes", "other_bytes")
 
 
 def device_table(uses: Sequence[tuple[int, int | None, DeviceUse]]) -> Table:
-    """A row for each rank with NVML's account of its device; ``uses``: rank, reserved bytes, what NVML said."""
+    """Return a row for each rank with NVML's account of its device; ``uses``: rank, reserved bytes, what NVML said."""
     columns = [metric for name, metric in METRICS.items() if name not in _ACCOUNT]
     account = ("device used", "this process", "context, libraries", "other processes", "not explained")
     rows = tuple(
@@ -33,7 +33,7 @@ def device_table(uses: Sequence[tuple[int, int | None, DeviceUse]]) -> Table:
 
 
 def reasons(uses: Sequence[tuple[int, DeviceUse]]) -> tuple[str, ...]:
-    """One sentence for each reason why something could not be read, naming what and for which ranks."""
+    """Return one sentence for each reason why something could not be read, naming what and for which ranks."""
     lacking: dict[str, tuple[dict[str, None], dict[int, None]]] = defaultdict(lambda: ({}, {}))
     for rank, use in uses:
         for field, why in use.missing.items():
@@ -47,7 +47,7 @@ def reasons(uses: Sequence[tuple[int, DeviceUse]]) -> tuple[str, ...]:
 
 
 def _less(of: int | None, *parts: int | None) -> int | None:
-    """What is left; ``None`` when any part is not known."""
+    """Return what is left; ``None`` when any part is not known."""
     if of is None:
         return None
     known = [part for part in parts if part is not None]
@@ -62,7 +62,7 @@ def _in_words(metric: Metric, use: DeviceUse) -> str:
 
 
 def _hints(columns: Sequence[Metric]) -> dict[str, str]:
-    """What is said of a heading while the mouse is over it."""
+    """Return what is said of a heading while the mouse is over it."""
     account = {"device used": "used_bytes", "this process": "own_bytes", "other processes": "other_bytes"}
     hints = {heading: METRICS[name].help for heading, name in account.items()}
     return hints | {metric.word: metric.help for metric in columns}

@@ -16,7 +16,7 @@ DOES = {
 
 
 def typed(before: Settings, after: Settings) -> str:
-    """What to type after ``%hvd_set`` to get from one to the other: ``batch_size=16 accumulation_steps=2``."""
+    """Return what to type after ``%hvd_set`` to get from one to the other: ``batch_size=16 accumulation_steps=2``."""
     changed = after.changed_from(before)
     return " ".join(f"{name}={KNOBS[name].text(value)}" for name, value in changed.items())
 
@@ -52,5 +52,5 @@ def mathematics(before: Settings, after: Settings, splits: Splits = NOT_KNOWN) -
 
 
 def short(before: Settings, after: Settings) -> str:
-    """A few letters for a chart's mark: ``bf16, batch 64``."""
+    """Return a few letters for a chart's mark: ``bf16, batch 64``."""
     return ", ".join(KNOBS[name].mark(value) for name, value in after.changed_from(before).items())

@@ -1,4 +1,4 @@
-"""What an evaluation found, put together from what each rank found."""
+"""The result of an evaluation, put together from the results of all ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Evaluation:
 
 
 def _total(values: Iterable[float]) -> float:
-    """The sum; not a number where ranks have infinite ones of both signs, of which fsum makes an error."""
+    """Return the sum; not a number where ranks have infinite ones of both signs, of which fsum makes an error."""
     try:
         return math.fsum(values)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What was given back to the devices, and what holds the rest."""
+"""A report of the memory that was given back to the devices, and of what holds the rest."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .tables import Report, Table
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FreeReport(Report):
-    """What each rank has given back; :attr:`bytes` of all ranks together."""
+    """The memory that each rank gave back; :attr:`bytes` of all ranks together."""
 
     ranks: tuple[RankInfo, ...]
     freed: tuple[Freed, ...]
 
     @property
     def bytes(self) -> int:
-        """How much came back, of all ranks together."""
+        """Return how much came back, of all ranks together."""
         return sum(one.before.reserved_bytes - one.after.reserved_bytes for one in self.freed)
 
     @property

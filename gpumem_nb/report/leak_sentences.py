@@ -10,7 +10,7 @@ from ..shared.units import format_bytes
 
 
 def in_words(leaks: Sequence[Leak]) -> str:
-    """What grows, how fast, what holds it, and what to do about it."""
+    """Return what grows, how fast, what holds it, and what to do about it."""
     return f"{headline(leaks)}. {what(leaks[0])} {leaks[0].fix}"
 
 
@@ -22,7 +22,7 @@ def headline(leaks: Sequence[Leak]) -> str:
 
 
 def what(leak: Leak) -> str:
-    """What is kept, where it was made, and what holds it."""
+    """Return what is kept, where it was made, and what holds it."""
     dtype, shape = leak.dtype.removeprefix("torch."), "×".join(map(str, leak.shape))
     tensor = f"a {dtype} tensor of {shape}" if shape else f"a {dtype} number"
     made_at = f", made at {leak.made_at}" if leak.made_at else ""

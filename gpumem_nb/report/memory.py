@@ -121,7 +121,7 @@ class MemoryReport(Report):
         return max(self.timelines, key=lambda line: _share(line.ledger, limits.get(line.rank)), default=None)
 
     def frame(self, by: str | None = None) -> pd.DataFrame:
-        """The report as data; bytes are nullable integers, ``<NA>`` where they could not be read.
+        """Return the report as data; bytes are nullable integers, ``<NA>`` where they could not be read.
 
         Args:
             by: ``None`` for one row per rank, ``category`` or ``module`` for what the peaks are made of, ``timeline``
@@ -147,7 +147,7 @@ class MemoryReport(Report):
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Why the numbers differ, and which readings are missing and why."""
+        """Return why the numbers differ, and which readings are missing and why."""
         lacking = any(value is None for rank in self.ranks for value in rank.byte_values.values())
         return (
             *why_they_differ([rank.info for rank in self.ranks]),
@@ -158,7 +158,7 @@ class MemoryReport(Report):
 
     @property
     def breakdown(self) -> tuple[Table, ...]:
-        """What the peaks are made of, as far as a step was recorded."""
+        """Return what the peaks are made of, as far as a step was recorded."""
         worst, timeline = self.worst, self.worst_timeline
         tables = []
         if timeline:
@@ -214,7 +214,7 @@ class MemoryReport(Report):
 
 
 def why_they_differ(ranks: Sequence[RankInfo]) -> tuple[str, ...]:
-    """A sentence each about live, reserved and device bytes of these ranks."""
+    """Return a sentence each about live, reserved and device bytes of these ranks."""
     real, virtual = not all(info.virtual for info in ranks), any(info.virtual for info in ranks)
     return (_LIVE, _RESERVED, *([_DEVICE] if real else []), *([_VIRTUAL] if virtual else []))
 
@@ -240,7 +240,7 @@ _METRIC_COLUMNS = {
 
 
 def _metric_columns() -> dict[str, str]:
-    """The frame's column of each reading."""
+    """Return the frame's column of each reading."""
     columns = {name: _METRIC_COLUMNS.get(name, name) for name in METRICS}
     return {name: column for name, column in columns.items() if column}
 

@@ -24,7 +24,7 @@ class NetworkReport(Report):
     seconds: Mapping[int, float]
 
     def bus_bytes_per_s(self, size: int) -> float:
-        """What each link carries, if messages go around in a ring: ``2 (n − 1) / n × size / seconds``.
+        """Return what each link carries, if messages go around in a ring: ``2 (n − 1) / n × size / seconds``.
 
         As NVIDIA's nccl-tests call it (their doc/PERFORMANCE.md); it can be compared with what the hardware does.
         """
@@ -32,11 +32,11 @@ class NetworkReport(Report):
 
     @property
     def latency_s(self) -> float:
-        """How long the smallest message takes."""
+        """Return how long the smallest message takes."""
         return self.seconds[min(self.seconds)]
 
     def predicted_s(self, size: float, ranks: int) -> float:
-        """How long an all-reduce of ``size`` bytes takes on so many ranks, over links like these.
+        """Return how long an all-reduce of ``size`` bytes takes on so many ranks, over links like these.
 
         Small messages meet in a tree, whose rounds grow as the logarithm of ``n``; of large ones each link of a ring
         carries ``2 (n − 1) / n`` (Thakur et al. 2005, Optimization of collective communication operations in MPICH).
@@ -57,7 +57,7 @@ class NetworkReport(Report):
 
     @property
     def shown(self) -> list[Table | str]:
-        """The table and what it does not say."""
+        """Return the table and the sentences below it."""
         return [self._table, *self._notes]
 
     @property

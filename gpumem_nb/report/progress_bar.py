@@ -97,7 +97,7 @@ class ProgressBar:
         self._meter.refresh()
 
     def end(self, failed: bool) -> None:
-        """Leave a line in place of the bar: how long it took, or what it was at when it failed."""
+        """Leave a line in place of the bar: how long the work took, or what was under way when it failed."""
         self._meter.close()
         took = _duration(self.elapsed_s)
         at = f", while {self._what}" if self._what else ""
@@ -117,7 +117,7 @@ def shown(bar: ProgressBar) -> Iterator[ProgressBar]:
 
 
 def text_bar(title: str, stream: TextIO, measured: bool = True) -> ProgressBar:
-    """A bar in a terminal, or lines in a log."""
+    """Return a bar in a terminal, or lines in a log."""
     in_place = stream.isatty()
     return ProgressBar(title, stream if in_place else Lines(stream), in_place, measured)
 
@@ -130,7 +130,7 @@ def left_s(done: float | None, elapsed_s: float, estimate_s: float | None) -> fl
 
 
 def left_in_words(left: float | None) -> str:
-    """How long it will still take; empty where that is not known."""
+    """Return how long it will still take; empty where that is not known."""
     if left is None:
         return ""
     return f"about {_duration(left)} left" if left > 0 else "nearly done"

@@ -1,4 +1,4 @@
-"""What became of a step that some rank could not finish, in words."""
+"""A report of a step that a rank could not finish, and of what was done about it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Rescue:
 
     @property
     def headline(self) -> str:
-        """Who could not do what, and why."""
+        """Return which rank could not do what, and why."""
         failure = self.failure
         if failure.kind == "diverged":
             return failure.message
@@ -75,7 +75,7 @@ class Rescue:
 
     @property
     def fitting(self) -> list[Fit]:
-        """What was tried out and fits, the mildest first."""
+        """Return what was tried out and fits, the mildest first."""
         return [trial for trial in self.trials if trial.peak_bytes is not None and not trial.barely]
 
     @property
@@ -97,7 +97,7 @@ class Rescue:
 
     @property
     def advice(self) -> str:
-        """What was to blame, and which flips would have helped; empty where the failure is not about memory."""
+        """Return the cause, and which flips would have helped; empty where the failure is not about memory."""
         if self.failure.kind != "oom":
             return ""
         cells = held_by_cells(self.failure.live) if self.failure.live else ""
@@ -133,7 +133,7 @@ class Rescue:
         return f" Type %hvd_set {command}" if command else ""
 
     def _and_cause(self, said: str) -> str:
-        """The same below a sample that is the cause: the command stands last."""
+        """Return the same below a sample that is the cause: the command stands last."""
         return f"{self.failure.sample} {said}" if self.failure.sample else said
 
     def worked(self, settings: Settings, peak_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What one stretch of training measured, as a sentence and as data."""
+"""The measurements of one stretch of training, as a sentence and as data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """What one stretch of training measured; printed, it sums up these steps and no others.
+    """The measurements of one stretch of training; printed, it sums up these steps and no others.
 
     Attributes:
         steps: optimizer steps done in it.
@@ -44,7 +44,7 @@ class Run:
         self.steps = len({sample.step for sample in self._done})
 
     def frame(self) -> pd.DataFrame:
-        """One row per rank and step; bytes, seconds and samples/s as the column names say.
+        """Return one row per rank and step; bytes, seconds and samples/s as the column names say.
 
         The columns of categories hold their bytes at the peak of the steps that were recorded; of others nothing.
         ``data_s``, ``copy_s`` and so on are the parts of ``step_s`` (:data:`gpumem_nb.shared.step_times.MEANING`; on
@@ -75,7 +75,7 @@ class Run:
 
 
 def measured_by(samples: Sequence[Sample], peak_bytes: int | None = None) -> str:
-    """The latest loss, the median throughput and the highest live peak of finished steps, in words.
+    """Return the latest loss, the median throughput and the highest live peak of finished steps, in words.
 
     ``peak_bytes``: where it is known already.
     """

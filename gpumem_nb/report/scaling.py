@@ -1,4 +1,4 @@
-"""Throughput on more and more ranks: what is lost to what, and what still more of them would give."""
+"""Throughput on growing numbers of ranks: causes of loss, and a forecast for more ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scaled:
 
     @property
     def each_s(self) -> list[float]:
-        """What each step took: the mean of its ranks, which end it together."""
+        """Return what each step took: the mean of its ranks, which end it together."""
         return [statistics.fmean(times.total_s for times in of_step) for of_step in zip(*self.steps, strict=True)]
 
     @property
@@ -57,7 +57,7 @@ class Scaled:
         return (high - low) / 2 / self.step_s
 
     def part_s(self, parts: Sequence[str]) -> float:
-        """What these parts take of a step, as the median of its steps."""
+        """Return what these parts take of a step, as the median of its steps."""
         sums = [[sum(times[part] for part in parts) for times in of_step] for of_step in zip(*self.steps, strict=True)]
         return statistics.median(map(statistics.fmean, sums))
 
@@ -115,7 +115,7 @@ class ScalingReport(Report):
 
     @property
     def _missed(self) -> float:
-        """By which share a forecast misses for each doubling of ranks."""
+        """Return by which share a forecast misses for each doubling of ranks."""
         most = self.measured[-1]
         fewer = [one for one in self.measured[:-1] if one.ranks > 1]  # one rank alone shows no reduction
         misses = [
@@ -125,7 +125,7 @@ class ScalingReport(Report):
         return max([_LEAST_ERROR, *misses])
 
     def lost(self, one: Scaled) -> Mapping[str, float]:
-        """What a step has more than on the fewest ranks, as shares of it, by what it is lost to."""
+        """Return the shares of a step lost compared with the fewest ranks, by cause."""
         more = {name: one.part_s(parts) - self._least.part_s(parts) for name, parts in _LOSSES.items()}
         return {name: seconds / one.step_s for name, seconds in more.items() if seconds > _WORTH_A_WORD * one.step_s}
 
@@ -146,7 +146,7 @@ class ScalingReport(Report):
 
     @property
     def shown(self) -> list[Table | str]:
-        """The table and what it does not say."""
+        """Return the table and the sentences below it."""
         return [self._table, *self._notes]
 
     @property
@@ -154,7 +154,7 @@ class ScalingReport(Report):
         return self.measured[0]
 
     def _crowding(self, ranks: int) -> float:
-        """How many threads share a core where most do; more ranks than there are share all cores alike."""
+        """Return how many threads share a core where most do; more ranks than there are share all cores alike."""
         if ranks > sum(of_host for _, of_host in self.hosts):
             cores = sum(cores for cores, _ in self.hosts)
             return max(1.0, ranks * self.threads / cores) if cores else 1.0

@@ -78,7 +78,7 @@ class Straggler:
 
 
 def judged(samples: Sequence[Sample], since_step: int) -> list[Sample]:
-    """The latest steps under one configuration whose times are known, without those that warm up if there are more."""
+    """Return the latest steps of one configuration with known times, without warm-up steps if there are others."""
     found: list[Sample] = []
     for sample in reversed(samples):
         if sample.step <= since_step or (found and sample.settings_id != found[-1].settings_id):
@@ -111,7 +111,7 @@ def compared(before: Speed | None, after: Speed | None) -> str:
 
 
 def not_comparable(before: Speed | None, after: Speed | None) -> str:
-    """Why a difference of these speeds says nothing about the settings; empty where it does."""
+    """Return why these speeds cannot be compared between settings; empty if they can."""
     starved = max((speed.starved for speed in (before, after) if speed), default=0.0)
     if starved < STARVED_SHARE:
         return ""
@@ -119,5 +119,5 @@ def not_comparable(before: Speed | None, after: Speed | None) -> str:
 
 
 def percent(before: float, after: float) -> str:
-    """The difference as a share of what was before, with its sign."""
+    """Return the difference as a share of what was before, with its sign."""
     return f"{(after / before - 1) * 100:+.0f} %".replace("-", "−")

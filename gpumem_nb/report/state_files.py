@@ -54,7 +54,7 @@ class SnapshotRow:
 
     @property
     def age(self) -> str:
-        """How long ago it was taken, in words."""
+        """Return how long ago it was taken, in words."""
         seconds = max(0.0, time.time() - self.created)
         for size, unit in _UNITS:
             if count := int(seconds // size):
@@ -63,7 +63,7 @@ class SnapshotRow:
 
     @property
     def of(self) -> str:
-        """Whose it is, in words."""
+        """Return in words which session it belongs to."""
         if self.own:
             return "this notebook"
         return (self.notebook or "another session") + ("" if self.over else " (may still run on another machine)")

@@ -18,7 +18,7 @@ from .tables import Report
 
 @dataclass(frozen=True, repr=False)
 class Status(Report):
-    """Who runs where, on what, doing what."""
+    """The state of a session: its ranks, their devices, and what they are doing."""
 
     doing: str
     ranks: tuple[RankInfo, ...]
@@ -32,7 +32,7 @@ class Status(Report):
     straggler: Straggler | None = None
 
     def to_json(self) -> str:
-        """The same as JSON, for programs."""
+        """Return the same as JSON, for programs."""
         return json.dumps(dataclasses.asdict(self) | {"settings": self.settings.as_dict()}, indent=2)
 
     @property
@@ -73,7 +73,7 @@ class Status(Report):
 
 
 def describe_ledger(every: int | str, cost: float | None) -> str:
-    """How often steps are recorded (``never``, or one in ``every``), and the share of time that it costs."""
+    """Return how often steps are recorded (``never``, or one in ``every``), and the share of time that it costs."""
     if every == "never":
         return "ledger: no step is recorded (%hvd_set ledger_steps=20 records one in 20)"
     costs = "" if cost is None else f", which costs {cost:.1%} of the time"

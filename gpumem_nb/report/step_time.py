@@ -1,4 +1,4 @@
-"""Where the time of a step goes on every rank, in a table and in words."""
+"""A report of the parts of a step's time on every rank."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TimeReport(Report):
 
     @property
     def shown(self) -> list[Table | str]:
-        """The table and what it does not say."""
+        """Return the table and the sentences below it."""
         return [self._table, *self._notes]
 
     @property
@@ -128,7 +128,7 @@ class TimeReport(Report):
 
 
 def aligned(lanes: Sequence[StepLanes], hosts: Sequence[str]) -> list[StepLanes]:
-    """The same steps by one clock: hosts' clocks differ, but all ranks leave the last reduction together.
+    """Return the same steps by one clock: hosts' clocks differ, but all ranks leave the last reduction together.
 
     Args:
         lanes: of some ranks.

@@ -1,4 +1,4 @@
-"""Whether ranks are in step, from what each of them saw."""
+"""A report on whether all ranks hold the same weights, gradients and samples."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class SyncReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Return whether nothing is wrong."""
         return not self.faults
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong, in sentences."""
+        """Return what is wrong, in sentences."""
         return [sentence for sentence, is_fault in (self.weights, self.gradients, self.samples) if is_fault]
 
     @property
@@ -47,7 +47,7 @@ class SyncReport(Report):
 
     @property
     def weights(self) -> tuple[str, bool]:
-        """What is to be said of weights and buffers, and whether it is wrong."""
+        """Return a sentence about weights and buffers, and whether they differ."""
         weights = [look.weights for look in self.looks]
         if difference := _difference(weights, "weights"):
             return f"{difference}. Broadcast them from rank 0: %hvd_sync, or hvd.broadcast_parameters in a loop.", True
@@ -57,7 +57,7 @@ class SyncReport(Report):
 
     @property
     def gradients(self) -> tuple[str, bool]:
-        """What is to be said of gradients, and whether it is wrong."""
+        """Return a sentence about gradients, and whether they differ."""
         gradients = [look.gradients for look in self.looks]
         if not any(gradients):
             return "gradients: there are none now. Check again after a backward, before they are cleared.", False
@@ -67,7 +67,7 @@ class SyncReport(Report):
 
     @property
     def samples(self) -> tuple[str, bool]:
-        """What is to be said of the samples that ranks see, empty if nothing is known, and whether it is wrong."""
+        """Return a sentence about the samples that ranks see (empty if not known), and whether it is a problem."""
         rows = [look.samples for look in self.looks if look.samples]
         if len(rows) < len(self.looks):
             return "", False
@@ -97,7 +97,7 @@ class SyncReport(Report):
 
 
 def _difference(found: Sequence[Mapping[str, int]], what: str) -> str:
-    """The first name under which ranks hold different things; empty if there is none."""
+    """Return the first name under which ranks hold different things; empty if there is none."""
     for rank, names in enumerate(found):
         if unlike := sorted(names.keys() ^ found[0].keys()):
             return f"{what}: rank {rank} and rank 0 have not the same ones, {unlike[0]} for example"

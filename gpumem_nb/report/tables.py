@@ -54,7 +54,7 @@ class Table:
         return "\n".join(([self.title] if self.title else []) + [line.rstrip() for line in text])
 
     def html(self) -> str:
-        """The same for a notebook."""
+        """Return the same for a notebook."""
         caption = f"<caption style='{_CAPTION_STYLE}'>{escape(self.title)}</caption>" if self.title else ""
         head = "".join(
             f"<th scope='col'{self._hint(name)} style='{style}'>{escape(name)}</th>"
@@ -86,7 +86,7 @@ class Table:
         return text.ljust(width) if self.headings[column] in self.words else text.rjust(width)
 
     def _cells(self, row: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-        """Each cell with its style."""
+        """Yield each cell with its style."""
         for cell, heading in zip(row, self.headings, strict=True):
             style = f"text-align: {'left' if heading in self.words else 'right'}; {_CELL_STYLE}"
             if self.scrolls and len(cell) > _LONG:
@@ -98,7 +98,7 @@ class Table:
 
 
 def _lines(row: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The lines of text that a row takes."""
+    """Yield the lines of text that a row takes."""
     return zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
 
 
@@ -108,7 +108,7 @@ def notes_html(sentences: Sequence[str]) -> str:
 
 
 class Report(ABC):
-    """What is shown of something that was found out: tables and sentences, in an order, and the same as data.
+    """A result to show: tables and sentences in order, and the same as data.
 
     A report defines both; how they look is decided here.
     """
@@ -118,15 +118,15 @@ class Report(ABC):
     @property
     @abstractmethod
     def shown(self) -> Sequence[Table | str]:
-        """What is shown, in order."""
+        """Return the tables and sentences to show, in order."""
 
     @property
     @abstractmethod
     def records(self) -> Iterable[Mapping[str, Any]]:
-        """What it says as rows of data, each by the names of columns."""
+        """Return the result as rows of data, each by the names of columns."""
 
     def frame(self) -> pd.DataFrame:
-        """The report as a pandas DataFrame, with a row for each of its records."""
+        """Return the report as a pandas DataFrame, with a row for each of its records."""
         import pandas as pd  # takes long to import
 
         return pd.DataFrame(list(self.records))

@@ -1,4 +1,4 @@
-"""Who waits for whom, in words."""
+"""Sentences on which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..shared.ranklist import name_ranks
 
 WORTH_A_WORD_S = 2.0
 STALL_S = 1.0  # the shortest limit; ranks that came apart without having waited did not stall
-# Ranks free each other at the limit, give or take a pulse. Who waits for this much longer will not be freed.
+# Ranks free each other at the limit, give or take a pulse. A rank that waits this much longer will not be freed.
 PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class WaitReport:
-    """What some ranks do and what others wait for, in words, and for how many seconds already."""
+    """What some ranks do, what others wait for, and for how many seconds already."""
 
     text: str
     seconds: float
@@ -28,7 +28,7 @@ class WaitReport:
 
 
 def now(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> WaitReport | None:
-    """What takes long, and who waits for whom; ``None`` when requests are answered fast.
+    """Return what takes long, and which ranks wait for which; ``None`` when requests are answered fast.
 
     Args:
         pulses: of the ranks that work on something for more than a second.
@@ -47,7 +47,7 @@ def now(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> WaitR
 def ended(
     apart: Mapping[int, Apart], pulses: Mapping[int, Pulse], pending: Sequence[int], size: int
 ) -> WaitReport | None:
-    """Who waited for whom until the ranks came apart; ``None`` when none had waited. ``apart``: who said so."""
+    """Return which ranks waited until the ranks came apart; ``None`` if none did. ``apart``: the ranks' reports."""
     waiting = {rank: pulse.waiting for rank, pulse in pulses.items()} | {rank: of.left for rank, of in apart.items()}
     doing = _doing(pulses, pending, size) | {rank: f"in {of.doing}" for rank, of in apart.items()}
     wait_report = _wait_report(waiting, doing, 0.0, _PAST)
@@ -55,7 +55,7 @@ def ended(
 
 
 def out_of_reach(pulses: Mapping[int, Pulse]) -> bool:
-    """Whether ranks wait although they should have been freed, because some rank takes part in nothing.
+    """Return whether ranks still wait although they should have been freed, because a rank joins no collective.
 
     Each rank's own limit counts: a new one reaches a rank only after the request that it waits in.
     """
@@ -97,7 +97,7 @@ def _wait_report(
 
 
 def _collective(collective: str, doing: str) -> str:
-    """A collective for people: the trainer's own have names that tell them nothing."""
+    """Return a collective for people: the trainer's own have names that tell them nothing."""
     if "gpumem_nb.bucket." in collective or "'gpumem_nb.ballot'" in collective:  # waited for before any bucket
         return f"the gradient reduction of {doing[max(doing.rfind('step'), 0) :].removeprefix('in ')}"
     if "'gpumem_nb." in collective:

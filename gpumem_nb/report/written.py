@@ -84,7 +84,7 @@ class ExportedScript:
 
     @property
     def commands(self) -> tuple[str, ...]:
-        """What starts it, each of them by itself."""
+        """Return the commands that start it; each is complete."""
         return commands(self.path.name, self.ranks, self.ddp)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class ExportedScript:
 
 
 def commands(name: str, ranks: int, ddp: bool) -> tuple[str, ...]:
-    """What starts a script on so many ranks of one host such as this one.
+    """Return the command that starts a script on so many ranks of one host like this one.
 
     Open MPI would bind each of few ranks to a core, start no more ranks than there are cores, and nothing as root.
     Horovod 0.28.1 turns binding off by an option that Open MPI 5 does not take, so it is told how.

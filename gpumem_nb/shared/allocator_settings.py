@@ -1,4 +1,4 @@
-"""What can be set of torch's caching allocator, as the environment variable PYTORCH_CUDA_ALLOC_CONF says it."""
+"""The settings of torch's caching allocator, as the environment variable PYTORCH_CUDA_ALLOC_CONF states them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _power_of_two(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """How a setting is read, what it may be, and what it is where only its name is given."""
+    """For each setting: how to read it, what is allowed, and its value when only the name is given."""
 
     parse: Callable[[str], Any]
     allowed: str
@@ -66,7 +66,7 @@ _WITHOUT_EFFECT = ("backend:native", "pinned_", "release_lock_on_cudamalloc:")
 
 
 def _entries(text: str) -> list[str]:
-    """The settings of a line, with what stands in brackets."""
+    """Return the settings of a line, with what stands in brackets."""
     return re.findall(r"[^,\[]+(?:\[[^\]]*\]?)?", text.replace(" ", "").replace("=", ":"))
 
 
@@ -116,7 +116,7 @@ class AllocatorSettings:
         return cls(**found)
 
     def rounded(self, nbytes: Any) -> int:
-        """What blocks for so many bytes take together, from an array of whole numbers, each a multiple of 512."""
+        """Return what blocks of these sizes take together, given an array of whole numbers, each a multiple of 512."""
         parts = self.roundup_power2_divisions
         sizes = [int(size) for size in nbytes]
         steps = [(1 << size.bit_length() - 1) // parts if parts > 1 and size > 512 * parts else 512 for size in sizes]
@@ -135,14 +135,14 @@ USUAL = tuple(AllocatorSettings.parse(name) for name in NAMES)
 
 
 def variable() -> str:
-    """The one that torch looks at here, of those that are set; the one that every torch knows where none is."""
+    """Return the variable that this torch reads, of those that are set; if none is, the one that every torch reads."""
     number = re.match(r"(\d+)\.(\d+)", version("torch"))
     known = VARIABLES if number is None or (int(number[1]), int(number[2])) >= (2, 9) else VARIABLES[:1]
     return next((name for name in known if name in os.environ), VARIABLES[0])
 
 
 def in_force() -> tuple[AllocatorSettings, str]:
-    """What this process's environment says, and a sentence on what of it is not modelled, or nothing."""
+    """Return what this process's environment says, and a sentence on what of it is not modelled, or nothing."""
     name = variable()
     understood, lacking = list[str](), list[str]()
     for entry in _entries(os.environ.get(name, "")):

@@ -1,4 +1,4 @@
-"""What a rank answers to a request, and what it says of itself while one takes long."""
+"""A rank's answer to a request, and its progress reports while a request takes long."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request gave, and whether the rank is still joined to the others (``apart`` is ``None``).
+    """The result of a request, and whether the rank is still joined to the others (``apart`` is ``None``).
 
     ``notes`` are sentences about the rank's surroundings, said once. ``drew``: a cell has moved the random numbers
     that cells draw.

@@ -1,4 +1,4 @@
-"""What is written down of every cluster, so that whoever finds it orphaned can end it, and nothing else."""
+"""A record of every cluster on disk, so that another kernel can end exactly its processes if it is orphaned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One cluster: its kernel, its processes, the folders that go with it, and what others may know of it.
+    """One cluster: its kernel, its processes, the folders that go with it, and what other kernels may know of it.
 
     ``machine`` names the boot and the container that the pids belong to; the first of ``folders`` has a name of its
     own, which every process of the cluster carries in its environment. ``memory_limit`` of each rank in bytes.
@@ -45,7 +45,7 @@ class Record:
     memory_limit: int | None
 
     def write(self, path: Path) -> None:
-        """Put it down in one piece, readable by its owner only."""
+        """Write it in one piece, readable by its owner only."""
         draft = path.with_name(path.name + ".new")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(dataclasses.asdict(self), file)
@@ -72,13 +72,13 @@ class Record:
 
 
 def end(processes: Iterable[Identity], patience_s: float = PATIENCE_S) -> bool:
-    """Kill these processes and wait until they are gone; says whether they are. SIGKILL ends stopped ones too."""
+    """Kill these processes, wait until they are gone, and return whether they are. SIGKILL ends stopped ones too."""
     left = [who for who in processes if who.signal(signal.SIGKILL)]
     return await_end(left, patience_s)
 
 
 def await_end(processes: Iterable[Identity], patience_s: float) -> bool:
-    """Wait until these processes are gone; says whether they are."""
+    """Wait until these processes are gone, and return whether they are."""
     left = list(processes)
     deadline = time.monotonic() + patience_s
     while left := [who for who in left if who.runs]:
@@ -89,12 +89,12 @@ def await_end(processes: Iterable[Identity], patience_s: float) -> bool:
 
 
 def machine() -> str:
-    """The boot and the container that pids belong to here: a home folder may be shared with others."""
+    """Return the boot and the container that pids belong to here: a home folder may be shared with others."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def read(path: Path) -> Record | None:
-    """What a file says; ``None`` for anything but a whole record that this user wrote."""
+    """Return what a file says; ``None`` for anything but a whole record that this user wrote."""
     try:
         about = path.lstat()
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
@@ -117,7 +117,7 @@ def read(path: Path) -> Record | None:
 
 
 def records_dir() -> Path:
-    """The folder of this user's records, made when it is not there; the temporary one where that cannot be."""
+    """Return the folder of this user's records, made when it is not there; the temporary one where that cannot be."""
     folder = platformdirs.user_cache_path("gpumem_nb") / "sessions"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -130,27 +130,27 @@ def records_dir() -> Path:
 
 
 def find(folder: Path) -> tuple[Path, Record] | None:
-    """The record of the cluster to which this folder belongs on this machine, and where it lies."""
+    """Return the record of the cluster to which this folder belongs on this machine, and where it lies."""
     return next(((path, record) for path, record in _here() if record.folders[0] == str(folder)), None)
 
 
 def fault_file(profile: Path, pid: int) -> Path:
-    """Where Python leaves the lines at which an engine crashed: its own output may be lost on the way."""
+    """Return where Python leaves the lines at which an engine crashed: its own output may be lost on the way."""
     return profile / "log" / f"fault-{pid}.txt"
 
 
 def others() -> list[Record]:
-    """The other clusters of this user that live on this machine."""
+    """Return the other clusters of this user that live on this machine."""
     return [record for _, record in _here() if record.kernel.runs and record.kernel.pid != os.getpid()]
 
 
 def clean_up_after_others() -> list[Record]:
-    """End what kernels left behind that are gone; says which."""
+    """End the orphaned clusters of kernels that are gone, and return them."""
     return [record for path, record in _here() if not record.kernel.runs and claim_and_end(path)]
 
 
 def claim_and_end(path: Path, sparing: Collection[int] = ()) -> Record | None:
-    """End an orphaned cluster, unless somebody else is at it or has done it; says which one it was."""
+    """End an orphaned cluster and return it, unless another process is ending it or has ended it."""
     try:
         file = open(path)  # noqa: SIM115 - closed below, which gives the lock back
     except OSError:
@@ -173,7 +173,7 @@ def _here() -> Iterator[tuple[Path, Record]]:
 
 
 def _own_memory(who: Identity) -> int:
-    """What nobody shares with it, in bytes: libraries that all ranks map are nobody's share."""
+    """Return the process's private memory in bytes, without libraries that all ranks map."""
     with suppress(psutil.Error):
         if who.runs:
             return int(psutil.Process(who.pid).memory_full_info().uss)
@@ -208,7 +208,7 @@ def _is(value: object, kind: type[Kind]) -> Kind:
 
 
 def this_process() -> Identity:
-    """The kernel, which is always there."""
+    """Return the kernel, which is always there."""
     who = identify(os.getpid())
     assert who
     return who

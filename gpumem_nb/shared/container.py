@@ -39,7 +39,7 @@ def available_bytes() -> int:
 
 
 def _cached_bytes(group: Path) -> int:
-    """What files take of a group's memory and would be given up first."""
+    """Return how many bytes of a group's memory are file cache, which the system gives up first."""
     with suppress(OSError):
         found = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return int(found.get("inactive_file", 0))
@@ -47,7 +47,7 @@ def _cached_bytes(group: Path) -> int:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The folders of this process's control group and of those around it, for version 2 and for a controller of 1."""
+    """Yield the folders of this process's control group and its parents, for version 2 or a controller of version 1."""
     with suppress(OSError):
         for line in OWN.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""What is asked of a dry run, and what it answers: plain values that travel to a child process and back."""
+"""Questions to a dry run and its answers: plain values that are sent to a child process and back."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class DryRun:
     """A question.
 
     Attributes:
-        workload: a ``Workload``, pickled, because it may be somebody's own code.
+        workload: a ``Workload``, pickled, because it may be the user's own code.
         settings: under which to take the steps.
         gpus: what is asked for each GPU, by name.
         largest: whether the largest batch size that fits is asked for as well.
-        adapts: whether a batch size that the data brings comes before that of the settings, which nobody named.
+        adapts: whether a batch size that the data brings comes before that of the settings, which was not named.
         sources: of code that lies in no file, such as cells, by what stands in place of the file's name.
     """
 
@@ -74,9 +74,9 @@ class OnGpu:
         limit_bytes: of what may be reserved, with regard to convolutions; ``None`` without a limit.
         convolves: whether convolutions are computed.
         how: the steps were taken, in words.
-        largest: the largest batch size that fits, 0 if none does; ``None`` if nobody asked, the data says it, or it is
+        largest: the largest batch size that fits, 0 if none does; ``None`` if not asked for, the data says it, or it is
             not known.
-        unknown: why the largest batch size is not known, as a sentence; empty if it is, or nobody asked.
+        unknown: why the largest batch size is not known, as a sentence; empty if it is, or was not asked for.
     """
 
     forecast: Forecast

@@ -107,14 +107,14 @@ class ClusterDied(GpumemError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody pressed stop; says what became of the ranks, and what helps when they do not stop."""
+    """The user pressed stop; the message says what state the ranks are in, and what to type if they do not stop."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: {self}"]
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says; the name of its type if it cannot say anything, because it raises when it is asked."""
+    """Return an exception's message, or the name of its type if converting it to text fails."""
     try:
         return str(error)
     except Exception:
@@ -122,7 +122,7 @@ def text_of(error: BaseException) -> str:
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """A sentence fragment naming the closest valid word, or all valid ones when none is close."""
+    """Return a sentence fragment naming the closest valid word, or all valid ones when none is close."""
     choices = list(allowed)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     if close:

@@ -28,7 +28,7 @@ class Facts:
         optimizer: the knob as the rank has it: settings that were just changed may not have reached it.
         own_optimizer, own_scheduler: whether it came with one.
         groups: of parameters, in the optimizer.
-        optimizer_hooks: whether somebody registered hooks around the optimizer's update.
+        optimizer_hooks: whether the user registered hooks around the optimizer's update.
         optimizer_needs: names of what an optimizer's class must be given besides weights.
         own_rate: the learning rate that people knew the own optimizer by when it was loaded.
         optimizer_keeps: names of what an optimizer that is not torch's keeps beside its groups and state.
@@ -138,6 +138,6 @@ class Cell:
 
     @property
     def known(self) -> bool:
-        """Whether doing it again gives what it gave: its code is there, and ran well on all ranks."""
+        """Return whether doing it again gives what it gave: its code is there, and ran well on all ranks."""
         unmade = self.pushed or self.opaque or any(not variable for _, variable in self.offered)
         return self.everywhere and self.finished and not unmade

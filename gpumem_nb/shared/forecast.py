@@ -1,4 +1,4 @@
-"""What a rank expects of a step that was not taken yet."""
+"""A rank's forecast of a step that it has not taken yet."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Forecast:
     sample: str = ""
 
     def with_another_allocator(self) -> Forecast:
-        """The same as what was replayed under settings of the caching allocator that this process does not have."""
+        """Return the same, marked as replayed under allocator settings that this process does not have."""
         return self if self.how in (VARYING, BY_PEAKS_AT_MOST) else replace(self, how=OTHERWISE_SET)
 
     @property
@@ -89,7 +89,7 @@ class Forecast:
 
     @property
     def error_bytes(self) -> int:
-        """By how much reserved bytes may come out higher or lower."""
+        """Return by how much reserved bytes may come out higher or lower."""
         least = LARGE_SEGMENT_BYTES if self.how in (BY_PEAKS, BY_PEAKS_AT_MOST) else SEGMENT_BYTES
         return max(round(self.error * self.reserved_peak_bytes), least)
 
@@ -136,7 +136,7 @@ class Forecasts:
     update_undone: str = ""
 
     def with_longest(self, others: Forecasts, sample: str, all_seen: bool) -> Forecasts:
-        """The same with what micro-batches of the largest sample need.
+        """Return the same with what micro-batches of the largest sample need.
 
         Args:
             others: forecasts of these, for the same batch sizes; or why they could not be done.

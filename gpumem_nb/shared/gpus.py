@@ -14,7 +14,7 @@ from typing import Any
 import pynvml
 
 ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
-"""What NVML's functions raise; the second where driver and nvidia-ml-py do not fit together."""
+"""The exceptions of NVML's functions; the second if driver and nvidia-ml-py do not fit together."""
 
 HOST_PIDS = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux (include/linux/proc_ns.h)
 
@@ -42,7 +42,7 @@ def devices() -> Iterator[tuple[str, str, Any]]:
 
 
 def find(uuid: str, visible: str) -> Any:
-    """The handle of the device that CUDA uses.
+    """Return the handle of the device that CUDA uses.
 
     Args:
         uuid: what CUDA says of it, with or without ``GPU-``; of a MIG instance its own or its GPU's, as drivers differ.
@@ -69,7 +69,7 @@ def find(uuid: str, visible: str) -> Any:
 
 
 def _named(beginning: str) -> Any:
-    """The only MIG instance whose uuid begins so, as CUDA takes it."""
+    """Return the only MIG instance whose uuid begins so, as CUDA takes it."""
     found = [handle for _, uuid, handle in devices() if uuid.startswith(beginning)]
     if len(found) != 1:
         raise LookupError(f"{len(found) or 'no'} devices are called {beginning}… as CUDA_VISIBLE_DEVICES says")
@@ -77,7 +77,7 @@ def _named(beginning: str) -> Any:
 
 
 def may_be_visible(name: str, uuid: str) -> bool:
-    """Whether CUDA may use this one of :func:`devices`: by number that is certain only in the order of the bus."""
+    """Return whether CUDA may use this one of :func:`devices`; numbers are reliable only in the order of the bus."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return True
@@ -89,7 +89,7 @@ def may_be_visible(name: str, uuid: str) -> bool:
 
 
 def is_split(gpu: Any) -> bool:
-    """Whether MIG splits it."""
+    """Return whether MIG splits it."""
     try:
         current, _ = pynvml.nvmlDeviceGetMigMode(gpu)
     except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
@@ -98,7 +98,7 @@ def is_split(gpu: Any) -> bool:
 
 
 def instances(gpu: Any) -> dict[int, Any]:
-    """The MIG instances of a split GPU that this process may use, by number; numbers may have gaps."""
+    """Return the MIG instances of a split GPU that this process may use, by number; numbers may have gaps."""
     found = {}
     for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
         with suppress(pynvml.NVMLError_NotFound):
@@ -107,7 +107,7 @@ def instances(gpu: Any) -> dict[int, Any]:
 
 
 def whole(device: Any) -> Any:
-    """The GPU that a MIG instance is part of; any other device is whole itself."""
+    """Return the GPU that a MIG instance is part of; any other device is whole itself."""
     try:
         return pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
     except (pynvml.NVMLError_InvalidArgument, pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
@@ -115,7 +115,7 @@ def whole(device: Any) -> Any:
 
 
 def computing(device: Any) -> dict[int, int | None]:
-    """The processes that compute on a device, and the bytes each holds there; ``None`` where NVML does not tell.
+    """Return the processes that compute on a device, and the bytes each holds there; ``None`` where NVML does not tell.
 
     Drivers that give a container its own process numbers say 0 bytes for each (reported of 560); 0 means not reported.
     """
@@ -123,14 +123,14 @@ def computing(device: Any) -> dict[int, int | None]:
 
 
 def drawing(device: Any) -> dict[int, int | None]:
-    """The same for those that draw; GPUs for computing alone may not support the question."""
+    """Return the same for those that draw; GPUs for computing alone may not support the question."""
     with suppress(pynvml.NVMLError_NotSupported):
         return {each.pid: each.usedGpuMemory or None for each in pynvml.nvmlDeviceGetGraphicsRunningProcesses(device)}
     return {}
 
 
 def sees_all_processes() -> bool:
-    """Whether process numbers are the host's own here; a container's are not, unless it shares them (--pid=host)."""
+    """Return whether process numbers here are the host's own; in a container only with --pid=host."""
     try:
         return os.readlink("/proc/self/ns/pid") == f"pid:[{HOST_PIDS}]"
     except OSError:

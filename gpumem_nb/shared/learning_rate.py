@@ -11,7 +11,7 @@ Schedule = tuple[str, int]
 
 
 def learning_rate(settings: Settings, done: int, ranks: int) -> float:
-    """The rate of the first group for the next step of a schedule of which ``done`` steps are done, on so many ranks.
+    """Return the first group's rate for the next step, ``done`` steps into its schedule, on so many ranks.
 
     With ``lr_schedule=constant``, no warm-up and ``lr_scaling=none`` it is the knob itself, bit for bit.
     """
@@ -32,7 +32,7 @@ def batch_factor(settings: Settings, ranks: int) -> float:
 
 
 def schedule_factor(settings: Settings, done: int) -> float:
-    """The share of the full rate at which a step runs.
+    """Return the share of the full rate at which a step runs.
 
     The warm-up is that of torch's ``LinearLR(start_factor=1 / (W + 1), total_iters=W)``, what follows it that of
     ``CosineAnnealingLR(T)`` or of ``LinearLR(1, 0, T)`` with the steps T that are left; then it stays at 0.
@@ -49,5 +49,5 @@ def schedule_factor(settings: Settings, done: int) -> float:
 
 
 def schedule_of(settings: Settings) -> Schedule:
-    """What makes a schedule another one, which begins with the next step. A longer or shorter one goes on."""
+    """Return what makes a schedule another one, which begins with the next step. A longer or shorter one goes on."""
     return settings.lr_schedule, settings.warmup_steps

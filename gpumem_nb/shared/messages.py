@@ -1,4 +1,4 @@
-"""What travels between kernel and ranks: plain values, no behaviour."""
+"""Messages between the kernel and the ranks: plain values without behaviour."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, init=False)
 class DeviceUse:
-    """What NVML says about a device at one moment, read by the names of the readings: ``use.temperature_c``.
+    """NVML's readings of a device at one moment, read by the names of the readings: ``use.temperature_c``.
 
     Attributes:
         values: what could be read, by the names of :data:`gpumem_nb.shared.readings.METRICS`; any other is ``None``.
@@ -103,7 +103,7 @@ class DeviceUse:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def as_dict(self) -> dict[str, Any]:
-        """All readings by name, for tables and json; ``None`` for what could not be read."""
+        """Return all readings by name, for tables and json; ``None`` for what could not be read."""
         return {name: self.values.get(name) for name in METRICS}
 
 
@@ -115,7 +115,7 @@ class Sample:
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on
     the first step under new settings, ``tried`` under those that autotune tries, or why the step was discarded
     (``oom``, ``error``, ``discarded``, ``trial``). ``ledger`` is there for the steps whose memory was recorded.
-    ``learning_rate`` is that of the optimizer's first group, whoever set it. ``loss_scale`` is what fp16 multiplied
+    ``learning_rate`` is that of the optimizer's first group, however it was set. ``loss_scale`` is what fp16 multiplied
     the loss by, ``None`` in other precisions and in steps without an update; the update was ``skipped`` when
     gradients overflowed under it. ``noise_scale`` is that of the gradients in samples, over the latest steps; there
     for the steps in which it was measured. ``times`` are those of its parts; not there for what was tried out.
@@ -146,23 +146,23 @@ class Sample:
 
     @property
     def reduction_s(self) -> float | None:
-        """How long the rank, done with backward, waited for averaged gradients; least where all others wait for it."""
+        """Return how long the rank waited for averaged gradients after backward; shortest on the slowest rank."""
         return self.times[REDUCTION] if self.times else None
 
     @property
     def tried(self) -> bool:
-        """Whether it was done under settings that autotune tried, and nobody had asked for."""
+        """Return whether it was done under settings that autotune tried, and not under the requested ones."""
         return self.event == "tried"
 
     @property
     def done(self) -> bool:
-        """Whether the step was done, and not discarded or undone."""
+        """Return whether the step was done, and not discarded or undone."""
         return self.event in ("", "flip", "tried")
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What one rank found on its share of the validation data, after ``step`` steps.
+    """The result of one rank on its share of the validation data, after ``step`` steps.
 
     ``time_s`` and ``settings_id`` are as in :class:`Sample`. ``sums`` are those of the loss and of each number of the
     metric, by name, each times the samples of its micro-batch; empty on a rank without samples. ``seconds`` is how long
@@ -294,13 +294,13 @@ class Chunk:
 
     @property
     def tried(self) -> bool:
-        """Whether autotune tries its settings, and nobody asked for them."""
+        """Return whether its settings are being tried by autotune, and were not requested."""
         return bool(self.instead_of)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkReply:
-    """What one rank did with a chunk; without samples if an earlier chunk under the same settings had failed already.
+    """The result of a chunk on one rank; without samples if an earlier chunk under the same settings failed.
 
     ``snapshot_s`` is how long the chunk's snapshot held training up, in seconds; ``stored`` is the snapshot whose
     writing has ended since the last reply; ``leaks`` are those found since then. ``device_use`` is about a second old.
@@ -324,7 +324,7 @@ class ChunkReply:
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """What a rank needs to know at start.
+    """The configuration of a rank at start.
 
     ``memory_limit`` in bytes, ``None`` for the device's own; ``stall_limit_s`` is how long it waits for other ranks.
     ``knobs`` are those that were registered in the notebook besides the built-in ones; ``seed`` is that of the random
@@ -350,7 +350,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Who a rank is: shown by ``%hvd_status``.
+    """The identity of a rank, shown by ``%hvd_status``.
 
     ``machine`` names the boot and the container that ``pid`` belongs to; ``cores`` are those that it may run on, by the
     system's numbers; ``versions`` are those of what must be the same on all ranks, such as ``torch 2.13.0``; ``driver``

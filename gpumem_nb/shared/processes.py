@@ -25,16 +25,16 @@ class Identity(NamedTuple):
 
     @property
     def shell(self) -> str:
-        """What goes before a command that people type for it: nothing on this machine."""
+        """Return the prefix of a shell command that reaches it: empty on this machine."""
         return ""
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether it has not ended."""
         return bool(self.state)
 
     def signal(self, number: int) -> bool:
-        """Send it a signal; says whether it was there to get it."""
+        """Send it a signal, and return whether it was there to get it."""
         if not self.runs:
             return False
         try:
@@ -45,7 +45,7 @@ class Identity(NamedTuple):
 
 
 def identify(pid: int) -> Identity | None:
-    """Who has this pid now; ``None`` when nobody does."""
+    """Return the process that has this pid now; ``None`` if there is none."""
     started, state = _look(pid)
     return Identity(pid, started) if state and state not in _ENDED else None
 
@@ -58,7 +58,7 @@ def marked(mark: str) -> Iterator[Identity]:
         who = identify(int(folder.name))
         try:
             environment = (folder / "environ").read_bytes() if who else b""
-        except OSError:  # somebody else's, or gone
+        except OSError:  # another user's, or gone
             continue
         if who and mark.encode() in environment:
             yield who

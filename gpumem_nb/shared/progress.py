@@ -1,4 +1,4 @@
-"""How those who wait are told what for."""
+"""The callback that reports what the kernel is waiting for."""
 
 from __future__ import annotations
 

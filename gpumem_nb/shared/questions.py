@@ -99,7 +99,7 @@ class SyncLook:
         weights: of parameters.
         buffers: of what is no parameter, such as statistics.
         gradients: of parameters that have one; empty where none has.
-        samples: ``None`` if nobody asked, or they cannot be told apart.
+        samples: ``None`` if not asked for, or they cannot be told apart.
     """
 
     weights: Mapping[str, int]

@@ -10,7 +10,7 @@ from numbers import Integral
 from .errors import InvalidInput
 
 RankChoice = str | int | Sequence[int] | None
-"""Which ranks somebody means: ``"0,2-3"``, one number, several, or ``None`` for all."""
+"""A choice of ranks: ``"0,2-3"``, one number, several, or ``None`` for all."""
 _PART = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
@@ -27,7 +27,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def choose_ranks(ranks: RankChoice, size: int) -> list[int] | None:
-    """The ranks that somebody chose among ``size``, in order and each once; ``None`` for all.
+    """Return the chosen ranks of ``size``, in order and each once; ``None`` chooses all.
 
     Raises:
         InvalidInput: it cannot be read, or names a rank that is not there.

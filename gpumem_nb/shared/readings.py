@@ -1,4 +1,4 @@
-"""What can be read of a rank's device at a moment, by NVML, and the table that lists it.
+"""The readings that NVML gives of a rank's device, and the table that lists them.
 
 A new reading is a line in the table at the end. Everything else reads the table: the rank that asks NVML, what travels
 to the notebook (:class:`~gpumem_nb.shared.messages.DeviceUse`), and the memory report's table, sentences and frame.

@@ -1,4 +1,4 @@
-"""Seeds: what people may give, and what is used where they give none."""
+"""Seeds: which are allowed, and which one is used if you give none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST_SEED = 2**32 - 1
 
 
 def checked_seed(value: Any) -> int:
-    """A seed given as a number or, as magics pass it, as text; ``InvalidInput`` says what is allowed."""
+    """Return a seed given as a number or, as magics pass it, as text; ``InvalidInput`` says what is allowed."""
     try:
         if isinstance(value, bool):
             raise TypeError

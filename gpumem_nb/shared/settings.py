@@ -25,7 +25,7 @@ class Settings(Values):
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], path: Path) -> Settings:
-        """What the state file at ``path`` holds, which an earlier version may have written.
+        """Return what the state file at ``path`` holds, which an earlier version may have written.
 
         Raises:
             StateFileError: a knob or value that is not known here.
@@ -45,7 +45,7 @@ class Settings(Values):
         return f"{told}\n({at_defaults}: %hvd_set shows all)" if others else told
 
     def saved(self) -> dict[str, Any]:
-        """What a state file holds of them.
+        """Return what a state file holds of them.
 
         An additional knob is named only where it differs from its default: ranks without it can use the file then.
         """
@@ -53,12 +53,12 @@ class Settings(Values):
         return {name: value for name, value in self.as_dict().items() if name not in unneeded}
 
     def mathematics(self, before: Settings) -> str:
-        """What going here from ``before`` does to the mathematics: ``keeps``, ``keeps to rounding`` or ``changes``."""
+        """Return the effect of a flip from ``before``: ``keeps``, ``keeps to rounding`` or ``changes``."""
         of_knobs = (KNOBS[name].mathematics_of(before, self) for name in self.changed_from(before))
         return max(of_knobs, key=MATHEMATICS.index, default=MATHEMATICS[0])
 
     def same_mathematics(self, other: Settings) -> bool:
-        """Whether training goes the same way under both, to rounding."""
+        """Return whether training goes the same way under both, to rounding."""
         return self.mathematics(other) != CHANGES
 
     def check_known(self) -> None:

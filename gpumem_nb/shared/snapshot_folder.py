@@ -27,7 +27,7 @@ KEPT = 2
 """Snapshots of one session: the newest, and the one before it in case the newest cannot be read."""
 UNTOUCHED_DAYS = 7
 """After so long a session on another machine, whose processes cannot be looked up here, is taken to be over."""
-_OVER = "over"  # a file of this name marks a session that was stopped while its kernel lives on
+_OVER = "over"  # a file of this name marks a stopped session whose kernel still runs
 _NOTEBOOK = "notebook"  # one of this name says whose notebook's session it is
 _FIRST_NAMESPACE = 0xEFFFFFFC  # of processes, in a kernel that has just booted (PROC_PID_INIT_INO in proc_ns.h)
 _MARKS = (_OVER, _NOTEBOOK)
@@ -51,12 +51,12 @@ class Snapshot:
 
 
 def root() -> Path:
-    """The folder of all sessions' folders."""
+    """Return the folder of all sessions' folders."""
     return platformdirs.user_cache_path("gpumem_nb") / "snapshots"
 
 
 def for_session(number: int) -> Path:
-    """The folder of this kernel's ``number``-th session; not made yet."""
+    """Return the folder of this kernel's ``number``-th session; not made yet."""
     me = this_process()
     return root() / f"{'-'.join(_machine())}-{me.pid}-{me.started}-{number}"
 
@@ -71,7 +71,7 @@ def make(folder: Path, notebook: str = "") -> None:
 
 
 def notebook_of(folder: Path) -> str:
-    """The notebook of the session whose folder it is; empty where that is not known."""
+    """Return the notebook of the session whose folder it is; empty where that is not known."""
     try:
         return (folder / _NOTEBOOK).read_text()
     except (OSError, UnicodeDecodeError):
@@ -79,18 +79,18 @@ def notebook_of(folder: Path) -> str:
 
 
 def file_name(generation: int, steps: int) -> str:
-    """What the snapshot of the ``generation``-th workload of a session is called."""
+    """Return what the snapshot of the ``generation``-th workload of a session is called."""
     return f"{generation:03d}-{steps:09d}{SUFFIX}"
 
 
 def newest_first(folder: Path, generation: int | None = None) -> list[Path]:
-    """A session's snapshots, those of one generation or all."""
+    """Return a session's snapshots, those of one generation or all."""
     prefix = "" if generation is None else f"{generation:03d}-"
     return sorted(folder.glob(f"{prefix}*{SUFFIX}"), key=_age_key, reverse=True)
 
 
 def of_all_sessions(own: Path, notebook: str = "") -> list[Snapshot]:
-    """The snapshots of all sessions of this user, those of this notebook first, and of these the newest first.
+    """Return the snapshots of all sessions of this user, those of this notebook first, and of these the newest first.
 
     Those of another session that runs are not among them: what that trains is its own business.
     """
@@ -105,7 +105,7 @@ def of_all_sessions(own: Path, notebook: str = "") -> list[Snapshot]:
 
 
 def make_room(own: Path, needed: int, space: int) -> bool:
-    """Delete what is old until ``needed`` more bytes keep all sessions together within ``space``; says whether they do.
+    """Delete what is old until ``needed`` more bytes keep all sessions together within ``space``; return if they do.
 
     Half-written files of sessions that ended go first, then their snapshots, oldest first, and then this session's own.
     When the bytes cannot fit even so, nothing of this session is touched.
@@ -154,7 +154,7 @@ def _sessions(own: Path) -> Iterator[Path]:
 
 
 def _is_over(folder: Path) -> bool:
-    """Whether a session is known to be over; of one on another machine that is known by its mark or its age only."""
+    """Return whether a session is known to be over; on another machine only its mark or its age tells."""
     if (folder / _OVER).exists():
         return True
     name, (host, boot, pids) = _NAME.fullmatch(folder.name), _machine()

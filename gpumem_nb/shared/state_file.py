@@ -35,7 +35,7 @@ _BLOCK_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a state belongs to.
+    """The training that a state belongs to.
 
     Attributes:
         workload, options: what was trained; ``options`` are those of a ready-made workload, ``None`` for any other.
@@ -108,7 +108,7 @@ def write(path: Path, header: Header, payload: Callable[[IO[bytes]], None]) -> i
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """What people type for a file; raises ``InvalidInput`` for what is no path."""
+    """Return what people type for a file; raises ``InvalidInput`` if it is not a path."""
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise InvalidInput(f"{path!r} is not a file's path. Give one such as digits.state.")
     try:
@@ -119,7 +119,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 
 def peek(path: Path) -> Header:
-    """What a file says that it is, without a look at the rest of it.
+    """Return what a file says that it is, without a look at the rest of it.
 
     Raises:
         StateFileError: as :func:`verify`, but for damage.
@@ -128,7 +128,7 @@ def peek(path: Path) -> Header:
 
 
 def verify(path: Path) -> Header:
-    """The header of a file whose every byte is as it was written.
+    """Return the header of a file whose every byte is as it was written.
 
     Raises:
         StateFileError: not there, not readable, foreign, newer, cut off, or damaged.
@@ -167,7 +167,7 @@ def _header(path: Path, file: IO[bytes]) -> Header:
     """Reads from the beginning to where the payload starts."""
     first = file.readline(len(_MAGIC) + 16)
     if not first.startswith(_MAGIC):
-        raise StateFileError(f"{path} is no training state of gpumem_nb. Name a file that %hvd_save wrote.")
+        raise StateFileError(f"{path} is not a training state of gpumem_nb. Name a file that %hvd_save wrote.")
     number = first[len(_MAGIC) :].strip()
     if number.isdigit() and int(number) > FORMAT:
         raise StateFileError(

@@ -62,12 +62,12 @@ class StepTimes:
         return self.seconds[PARTS.index(part)]
 
     def without(self, *parts: str) -> StepTimes:
-        """The same step as if these parts took no time."""
+        """Return the same step as if these parts took no time."""
         seconds = tuple(0.0 if part in parts else took for part, took in zip(PARTS, self.seconds, strict=True))
         return replace(self, seconds=seconds)
 
     def with_update(self, seconds: float) -> StepTimes:
-        """The same step with an update that takes so long."""
+        """Return the same step with an update that takes so long."""
         parts = zip(PARTS, self.seconds, strict=True)
         return replace(self, seconds=tuple(seconds if part == UPDATE else took for part, took in parts))
 
@@ -129,7 +129,7 @@ class StepLanes:
     flights: tuple[Lap, ...]
 
     def moved(self, by_s: float) -> StepLanes:
-        """The same, so many seconds later."""
+        """Return the same, so many seconds later."""
         later = (tuple(replace(lap, began_s=lap.began_s + by_s, ended_s=lap.ended_s + by_s) for lap in laps)
                  for laps in (self.parts, self.flights))  # fmt: skip
         return StepLanes(self.rank, self.step, *later)

@@ -21,7 +21,7 @@ _ALLOWED = (
 
 
 def parse_size(size: str | int) -> int:
-    """The bytes that ``size`` means; a bare number is bytes, units are read in any case.
+    """Return the bytes that ``size`` means; a bare number is bytes, units are read in any case.
 
     Raises:
         InvalidInput: not a size, not above 0, or beyond 1024 TiB.
@@ -64,5 +64,5 @@ def format_bytes(n: int | None) -> str:
 
 
 def format_rate(value: float | None) -> str:
-    """A throughput for people; ``n/a`` for what is not known."""
+    """Return a throughput for people; ``n/a`` for what is not known."""
     return "n/a" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"

@@ -25,7 +25,7 @@ _WHY_NOT = {
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """What is written inside becomes the file when the block ends well; until then an older one stays.
+    """Give a stream whose content becomes the file if the block succeeds; until then an older file stays.
 
     The new file has the mode of the older one. Where ``path`` is a symbolic link, the file that it leads to is written.
     The folder must be there. Raises ``OSError`` where it cannot be written.
@@ -71,6 +71,6 @@ def check_no_folder(path: Path) -> None:
 
 
 def why_not(error: OSError) -> str:
-    """Why a file could not be written, and what to do."""
+    """Return why a file could not be written, and what to do."""
     known = _WHY_NOT.get(error.errno or 0)
     return known or f"{error.strerror or error}. Name another file"

@@ -1,4 +1,4 @@
-"""Workload: the contract between somebody's model and the trainer, and what a rank says of one that it loaded."""
+"""Workload: the contract between your model and the trainer, and a rank's description of one that it loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: factories that every rank calls for itself.
+    """A model, its data, loss and optimizer, as factories that every rank calls for itself.
 
     Attributes:
         name: what people call it.
@@ -66,7 +66,7 @@ class DataInfo:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """What is known of training a micro-batch in parts.
+    """Facts that decide whether a micro-batch can be trained in parts.
 
     ``batch_norm``: whether the model takes statistics from micro-batches. ``mean``: whether a micro-batch's gradient is
     the mean of its parts' gradients, as it is where the loss is a mean over samples; ``None`` before ranks looked.
@@ -78,7 +78,7 @@ class Splits:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadInfo:
-    """What was loaded: sizes that the kernel needs to check settings and to describe the workload.
+    """A description of the loaded workload: sizes that the kernel needs to check settings and to describe the workload.
 
     ``dataset_len`` is the number of samples in an epoch; ``None`` when it is not known. ``own_optimizer`` and
     ``own_scheduler`` are the classes of those that it brings. ``notes`` are sentences that are said once, when it was

@@ -182,7 +182,7 @@ def test_states_without_runs_are_as_good(session: Session, tmp_path: Path) -> No
     assert (session.status().steps, len(session.runs)) == (3, count)
     (tmp_path / "theirs.state").write_text("x")
     for path, sentence in (
-        (tmp_path / "theirs.state", "is no training state"),
+        (tmp_path / "theirs.state", "is not a training state"),
         (tmp_path / "none", "There is no file"),
     ):
         with pytest.raises(StateFileError, match=sentence):
@@ -223,7 +223,7 @@ def test_magics_of_runs(
         ("--sort speed", "There is no column 'speed'"),
         ("--compare 1 2 --export runs.csv", "--export writes all runs, not a comparison"),
         ("--compare 1 99999", "There is no run 99999"),
-        ("--note best 3", "'best' is no number of a run"),
+        ("--note best 3", "'best' is not the number of a run"),
         ("--export runs.txt", "ends in .csv, .parquet or .html"),
     ):
         with pytest.raises(UsageError) as caught:
@@ -271,7 +271,7 @@ def test_a_report_is_one_page_of_what_is_known(
         session.pause()
     page = (tmp_path / "report.html").read_text()
     text = str(Text(page))
-    for said in ("Session report: digits-resnet", "Runs", "Findings", "Predicted, and what came", "torch", "Open MPI"):
+    for said in ("Session report: digits-resnet", "Runs", "Findings", "Predicted and measured", "torch", "Open MPI"):
         assert said in text, said
     assert "virtual GPU 0 (96.0 MiB)" in text
     assert "<script>alert" not in page

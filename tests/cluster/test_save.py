@@ -237,7 +237,7 @@ def trained(two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path) -
     [
         (cut, "is cut off"),
         (flip_bit, "is damaged"),
-        (lambda p: p.write_bytes(b"PK\x03\x04" + bytes(999)), "is no training state"),
+        (lambda p: p.write_bytes(b"PK\x03\x04" + bytes(999)), "is not a training state"),
         (lambda p: p.write_bytes(p.read_bytes().replace(b"state 1\n", b"state 9\n", 1)), "newer gpumem_nb"),
         (lambda p: p.unlink(), "There is no file"),
     ],

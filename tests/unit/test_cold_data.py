@@ -233,7 +233,7 @@ def test_micro_batches_that_the_data_brings_keep_their_size() -> None:
     assert found["t4-16gb"].settings.batch_size == 6
     assert found.largest == {"T4-16GB": None}
     assert "fixed by the data" in str(found)
-    with pytest.raises(InvalidInput, match="batch_size=5 cannot be used: the data comes in micro-batches of its own"):
+    with pytest.raises(InvalidInput, match="batch_size=5 cannot be used: the data already comes in micro-batches"):
         predict(ReadyMade, batch_size=5)
 
 

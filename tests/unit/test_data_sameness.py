@@ -128,5 +128,5 @@ def test_the_size_of_ready_made_batches_is_found() -> None:
     stream = source_of(DataLoader([{"x": torch.ones(5, 2)}] * 3, batch_size=None)).stream(0, 1)  # type: ignore[arg-type]
     look_at(stream)
     assert stream.info.batch_size == 5
-    with pytest.raises(WorkloadError, match="micro-batches of its own, of 5 samples"):
+    with pytest.raises(WorkloadError, match="micro-batches of 5 samples"):
         next(stream.micro_batches(4, 1))

@@ -125,7 +125,7 @@ def test_ready_made_batches_keep_their_size(make: Any) -> None:
     settings = compatibility.within_dataset(compatibility.adapted(Settings(), info), info, 1)
     assert settings.batch_size == 6
     assert info.dataset_len is None
-    with pytest.raises(InvalidInput, match="batch_size=8 cannot be used: the data comes in micro-batches of its own"):
+    with pytest.raises(InvalidInput, match="batch_size=8 cannot be used: the data already comes in micro-batches"):
         compatibility.check(settings.replace(batch_size=8), info, 1)
     trained(trainer, settings, 1, 5)
     assert trainer.stream.epoch == 1.0

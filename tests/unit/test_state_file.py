@@ -70,8 +70,8 @@ def make_folder(path: Path) -> None:
 
 REFUSALS: list[tuple[str, Callable[[Path], object], str]] = [
     ("missing", lambda p: p.unlink(), "There is no file"),
-    ("empty", lambda p: cut(p, 0), "is no training state"),
-    ("foreign", lambda p: p.write_bytes(b"PK\x03\x04" + bytes(1000)), "is no training state"),
+    ("empty", lambda p: cut(p, 0), "is not a training state"),
+    ("foreign", lambda p: p.write_bytes(b"PK\x03\x04" + bytes(1000)), "is not a training state"),
     ("newer", lambda p: p.write_bytes(p.read_bytes().replace(b"state 1\n", b"state 2\n", 1)), "written by a newer"),
     ("last byte gone", lambda p: cut(p, p.stat().st_size - 1), "is cut off"),
     ("half gone", lambda p: cut(p, p.stat().st_size // 2), "is cut off"),

@@ -146,13 +146,13 @@ def test_data_that_bring_micro_batches_keep_them() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"knobs": ["bucket_mib"]}, "'bucket_mib' is no knob that is tuned.*autotune=on"),
+        ({"knobs": ["bucket_mib"]}, "'bucket_mib' is not a knob that can be tuned.*autotune=on"),
         ({"knobs": ["precison"]}, "did you mean 'precision'"),
         ({"knobs": []}, "No knob to tune was named"),
-        ({"knobs": "precision"}, "is no list of names"),
-        ({"knobs": [["precision"]]}, r"knobs=\[\['precision'\]\] is no list of names"),
-        ({"knobs": {"precision": ["bf16"]}}, "is no list of names"),
-        ({"knobs": ["checkpointing", 1]}, "is no list of names"),
+        ({"knobs": "precision"}, "is not a list of names"),
+        ({"knobs": [["precision"]]}, r"knobs=\[\['precision'\]\] is not a list of names"),
+        ({"knobs": {"precision": ["bf16"]}}, "is not a list of names"),
+        ({"knobs": ["checkpointing", 1]}, "is not a list of names"),
         ({"knobs": ["precision"]}, "precision changes the mathematics.*--any-mathematics"),
         ({"global_batch": 7}, "A global batch of 7 cannot be split over 2 ranks.*such as 8"),
         ({"global_batch": 0}, "write a whole number"),
@@ -297,7 +297,7 @@ def test_a_global_batch_beyond_all_bounds_is_refused_at_once() -> None:
         space_of(Settings(), replace(WORKLOAD, dataset_len=None), global_batch=10**12)
     names = (name for name in ["checkpointing"])
     assert space_of(Settings(), knobs=names).knobs == ("checkpointing",)
-    with pytest.raises(InvalidInput, match="is no list of names"):
+    with pytest.raises(InvalidInput, match="is not a list of names"):
         space_of(Settings(), knobs=123)
     with pytest.raises(InvalidInput, match="micro-batches of their own"):
         space_of(

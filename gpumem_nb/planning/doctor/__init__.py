@@ -1,1 +1,1 @@
-"""What is wrong with a session as it is, what mends it, and what that brings."""
+"""Problems of the present session, their fixes, and what each fix saves and costs."""

@@ -41,7 +41,7 @@ class Checklist(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that was checked is wrong."""
+        """Return whether nothing that was checked is wrong."""
         return all(check.ok is not False for check in self.checks)
 
     @property
@@ -60,7 +60,7 @@ class Checklist(Report):
 
     @property
     def shown(self) -> list[Table | str]:
-        """The table, and where to read more."""
+        """Return the table, and where to read more."""
         return [self._table, _MORE]
 
 
@@ -122,10 +122,10 @@ def _versions(ranks: Sequence[RankInfo]) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(one.versions for one in ranks))
 
 
-_LOAD = "load something, then look again: %hvd_load digits-resnet"
+_LOAD = "load a workload, then check again: %hvd_load digits-resnet"
 
 
-_MEND = "mend what fails, then look again: %hvd_check --sync"
+_MEND = "fix what fails, then check again: %hvd_check --sync"
 
 
 def _synchronised(sync: SyncReport | None, why_not: str) -> Check:
@@ -148,7 +148,7 @@ def _split(sync: SyncReport | None, why_not: str) -> Check:
         return Check(question, None, "nothing is loaded", f"{_LOAD}; of your own loop: {own}")
     said, is_fault = sync.samples
     if not said:
-        return Check(question, None, "these data can only be iterated, so nobody can look ahead")
+        return Check(question, None, "these data can only be iterated, so ranks cannot look ahead")
     return Check(question, not is_fault, said)
 
 

@@ -1,4 +1,4 @@
-"""What the doctor found, the worst first: as objects, as a table, in words and for a notebook."""
+"""The doctor's findings, the worst first: as objects, as a table, in words and for a notebook."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was found."""
+        """Return whether nothing was found."""
         return not self.findings
 
     @property
     def headline(self) -> str:
-        """How much was found, in words."""
+        """Return how much was found, in words."""
         count = len(self.findings)
         return (
             f"{count} finding{'s, the worst first' if count > 1 else ''}:"
@@ -55,7 +55,7 @@ class Diagnosis:
         )
 
     def frame(self) -> Any:
-        """A pandas DataFrame with one row a finding, the worst first; bytes and samples/s are those predicted."""
+        """Return a pandas DataFrame, one row per finding, the worst first; bytes and samples/s are predicted."""
         import pandas as pd  # takes long to import
 
         columns = ("flip", "saves_bytes", "gains_samples_per_s", "mathematics")
@@ -95,7 +95,7 @@ class Diagnosis:
 
 
 def card(one: Finding) -> str:
-    """What was found and measured, as HTML."""
+    """Return what was found and measured, as HTML."""
     level = f"<small style='{_QUIET}'>({LEVELS[one.level]})</small>"
     return (
         f"<div style='{_CARD.format(colour=COLOURS[one.level])}'>"

@@ -1,4 +1,4 @@
-"""Everything that the doctor's rules look at, as one value; no rule asks anybody anything."""
+"""Everything that the doctor's rules look at, as one value; rules ask neither ranks nor kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STEPS_OF_A_LEAK = 20  # in which it must be seen to go on
 
 
 def much_unused(reserved: int, used: int, limit: int | None) -> bool:
-    """Whether so much is reserved and not used that it is worth a word; in bytes."""
+    """Return whether so much is reserved and not used that it is worth a word; in bytes."""
     return reserved - used > max(_USUAL_SHARE * reserved, _USUAL_BYTES, _OF_LIMIT * (limit or 0))
 
 
@@ -69,7 +69,7 @@ class OnRank:
 
 
 def still_grows(leaks: Sequence[Leak], samples: Sequence[Sequence[Sample]]) -> bool:
-    """Whether memory grew by half of what a leak keeps in the latest steps after it was found, or there were too few.
+    """Return whether memory grew by half of a leak in the latest steps after it was found, or these were too few.
 
     Steps under other settings than the latest do not count: a flip frees memory, or takes more.
 
@@ -118,7 +118,7 @@ class Evidence:
         all_kept: what they are predicted to need and to bring without checkpointing, where that was asked.
         verdicts: what the time of a step is lost to.
         leaks: what ranks keep from step to step, by holder.
-        rescue: the latest step that was discarded, and not mended yet.
+        rescue: the latest step that was discarded, and is not fixed yet.
         stopped_for: why training stopped by itself, where no such step is to blame; empty if it did not.
         effect: what the latest flip did.
         foretold: what had been predicted of that flip.
@@ -156,7 +156,7 @@ class Evidence:
 
     @property
     def wastes(self) -> bool:
-        """Whether a step reserves far more than it uses."""
+        """Return whether a step reserves far more than it uses."""
         needs = self.needs
         return needs is not None and much_unused(needs.reserved_peak_bytes, needs.live_peak_bytes, needs.limit_bytes)
 
@@ -185,14 +185,14 @@ class Evidence:
         return max(known, default=None)
 
     def now_per_s(self, changes: Changes) -> float | None:
-        """What the samples/s of a flip are held against; steps on trial do not wait for workers, those measured do."""
+        """Return the samples/s to compare a flip's with: trial steps do not wait for workers, measured steps do."""
         if "num_workers" in changes:
             return self.now.samples_per_s if self.now else None
         return self.samples_per_s
 
     @property
     def circumstances(self) -> Circumstances:
-        """What decides which changes are possible."""
+        """Return what decides which changes are possible."""
         return Circumstances(self.settings, [rank.info for rank in self.ranks], self.workload)
 
     def lighter(self, category: str, phase: str) -> tuple[Changes, ...]:

@@ -1,4 +1,4 @@
-"""What the doctor says of one thing: what was found, what mends it, and what that saves and costs."""
+"""One finding of the doctor: the problem, its fix, and what the fix saves and costs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Numbers = Mapping[str, float | str | None]
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A change that mends something.
+    """A change of knobs that fixes a problem.
 
     Attributes:
         before: the settings from which it was predicted.
@@ -68,17 +68,17 @@ class Flip:
 
     @property
     def changes_mathematics(self) -> bool:
-        """Whether training goes another way with it."""
+        """Return whether training goes another way with it."""
         return changes(self.before, self.after, self.splits) == CHANGES
 
     @property
     def mathematics(self) -> str:
-        """What it does to the mathematics, in words."""
+        """Return what it does to the mathematics, in words."""
         return mathematics(self.before, self.after, self.splits)
 
     @property
     def brings(self) -> str:
-        """What it saves and costs, as predicted, in words."""
+        """Return what it saves and costs, as predicted, in words."""
         saves, gains = self.saves_bytes, self.gains_samples_per_s
         if self.will is None:
             return "what it needs was not predicted"
@@ -116,8 +116,8 @@ class Finding:
         weight: by which the worst of a level comes first: bytes that could be saved, or the share of time.
         sentence: what was found.
         evidence: numbers of this session by name; ``…_bytes`` in bytes, ``share…`` between 0 and 1.
-        do: what to do where no knob mends it, or besides.
-        candidates: changes of knobs that may mend it, the mildest first.
+        do: what to do where no knob fixes it, or besides.
+        candidates: changes of knobs that may fix it, the mildest first.
         wants: what such a change must bring to be offered.
         flip: the one that is offered.
     """
@@ -134,12 +134,12 @@ class Finding:
 
     @property
     def page(self) -> str:
-        """Where it is explained: the file, and the heading in it."""
+        """Return where it is explained: the file, and the heading in it."""
         return f"{PAGE}#{self.cause.replace(' ', '-')}"
 
     @property
     def order(self) -> tuple[float, ...]:
-        """By which findings are sorted, the worst first: memory by what can be saved, as far as that was predicted."""
+        """Return the sort key of findings, the worst first: memory by the predicted saving, as far as known."""
         saves = self.flip.saves_bytes if self.flip else None
         weight = saves if self.level == MEMORY and saves is not None and self.wants == LESS else self.weight
         return self.level, -weight
@@ -151,7 +151,7 @@ class Finding:
 
     @property
     def helps(self) -> str:
-        """What to do, in words."""
+        """Return what to do, in words."""
         flip = self.flip
         said = f"%hvd_set {flip.typed}: {flip.brings}; {flip.mathematics}." if flip else ""
         return " ".join(filter(None, (said, self.do)))

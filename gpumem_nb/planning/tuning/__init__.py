@@ -1,1 +1,1 @@
-"""Which settings are fastest among those that fit: what can be tried, in which order, and what came of it."""
+"""Search for the fastest settings that fit: what can be tried, in which order, and the result."""

@@ -1,4 +1,4 @@
-"""Which of Horovod's settings let a model train fastest: tried on it in turns with the present ones, knob by knob."""
+"""Find Horovod's fastest settings for a model: try them in turns with the present ones, knob by knob."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _in_turns(
 
 
 def _fastest(present: Settings, rates: dict[Settings, list[float]]) -> Settings:
-    """The fastest of those that are clearly faster than the present ones, or these."""
+    """Return the fastest of those that are clearly faster than the present ones, or these."""
 
     def gain(settings: Settings) -> float:
         ratios = _ratios(rates[present], rates[settings])
@@ -99,6 +99,6 @@ def _ladders(start: Settings, gradients_mib: float) -> Iterator[tuple[str, Seque
     yield BUCKET_MIB.name, steps(_BUCKETS_MIB, start.bucket_mib)
     cycle_ms = start.cycle_time_ms
     yield CYCLE_TIME_MS.name, [value for value in _CYCLES_MS if value != (1 if cycle_ms is None else cycle_ms)]
-    started_with = _LEAST_BUFFER_MIB if gradients_mib <= _LEAST_BUFFER_MIB else 0  # or more, nobody here knows
+    started_with = _LEAST_BUFFER_MIB if gradients_mib <= _LEAST_BUFFER_MIB else 0  # or more, which is not known here
     yield FUSION_THRESHOLD_MIB.name, steps(_BUFFERS_MIB, start.fusion_threshold_mib or started_with)
     yield COMPRESSION.name, [value for value in COMPRESSION.choices if value != start.compression]

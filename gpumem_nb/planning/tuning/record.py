@@ -1,4 +1,4 @@
-"""What became of the settings that a tuner looked at."""
+"""The results of the settings that a tuner looked at."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class Candidate:
 
     @property
     def untried(self) -> bool:
-        """Whether no step was taken under it."""
+        """Return whether no step was taken under it."""
         return not self.rates and not self.failed
 
     @property
     def usable(self) -> bool:
-        """Whether it was measured, and nothing speaks against it."""
+        """Return whether it was measured, and nothing speaks against it."""
         return bool(self.rates) and self.fits and not self.failed
 
     @property
     def tight(self) -> bool:
-        """Whether the limit lies within the error of what it needs."""
+        """Return whether the limit lies within the error of what it needs."""
         return self.fits and self.predicted.verdict == TIGHT
 
     @property
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def doubt(self) -> float:
-        """What is left to chance when it is compared with others, in samples/s."""
+        """Return what is left to chance when it is compared with others, in samples/s."""
         if not self.rates:
             return math.inf
         median = statistics.median(self.rates)
@@ -98,7 +98,7 @@ class Record:
 
     @property
     def measured(self) -> list[Candidate]:
-        """What fits and was measured."""
+        """Return what fits and was measured."""
         return [one for one in self.candidates.values() if one.usable]
 
     @property
@@ -122,7 +122,7 @@ def contenders(measured: Sequence[Candidate], start: Settings) -> list[Candidate
 def fastest(measured: Sequence[Candidate]) -> Candidate | None:
     """That with most samples/s among those with as many turns as any."""
     most = max((len(one.rates) for one in measured), default=0)
-    # While rounds go on, whoever had no turn in this one yet is not out of it.
+    # While a round goes on, settings that had no turn in it yet still take part.
     return max((one for one in measured if len(one.rates) >= most - 1), key=speed_of, default=None)
 
 

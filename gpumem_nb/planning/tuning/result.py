@@ -1,4 +1,4 @@
-"""What tuning found: the fastest settings that fit, why they are, and everything that was looked at."""
+"""The result of tuning: the fastest settings that fit, why they are, and everything that was looked at."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TuneResult(Report):
 
     @property
     def measured(self) -> tuple[Candidate, ...]:
-        """What fits and was measured, the fastest first."""
+        """Return what fits and was measured, the fastest first."""
         return tuple(sorted((one for one in self.looked_at if one.usable), key=speed_of, reverse=True))
 
     @property
@@ -79,13 +79,13 @@ class TuneResult(Report):
         return best if usual is None or best is None or _clearly_faster(best, usual) else usual
 
     def pareto(self) -> tuple[Candidate, ...]:
-        """What was measured and nothing beats in both memory and samples/s; from the least memory to the most."""
+        """Return the measured settings that no other beats in both memory and samples/s, from the least memory on."""
         return tuple(pareto(self.measured))
 
     def apply(self) -> None:
         """Change to the best settings, from the next chunk on; knobs that were not tuned stay as they are by then.
 
-        Those that were tuned become what was measured, also where somebody changed them meanwhile.
+        Tuned knobs get the measured values, even if you changed them meanwhile.
 
         Raises:
             WorkloadError: there are none.
@@ -133,12 +133,12 @@ class TuneResult(Report):
         return looked_at + refused
 
     def flip(self, one: Candidate) -> str:
-        """What is changed from the present settings, in words."""
+        """Return what is changed from the present settings, in words."""
         return arrows(self.present, one.settings) or PRESENT
 
     @property
     def why(self) -> str:
-        """What was found and why, in sentences."""
+        """Return what was found and why, in sentences."""
         return " ".join(filter(None, [self._found, self.stopped]))
 
     @property
@@ -168,13 +168,13 @@ class TuneResult(Report):
         return " ".join(filter(None, [said, *notes]))
 
     def _does(self, best: Candidate) -> str:
-        """What it does to the mathematics; empty where nothing is changed."""
+        """Return what it does to the mathematics; empty where nothing is changed."""
         changed = best.settings != self.present
         return f"It {mathematics(self.present, best.settings, self.splits)}." if changed else ""
 
     @property
     def _only_one(self) -> str:
-        """Why nothing else was measured."""
+        """Return why nothing else was measured."""
         left = len(self.space.candidates) - len(self.looked_at) - len(self.refused)
         others = f"{left} more were not looked at" if left else "no other one fits and could be measured"
         if len(self.space.candidates) == 1:
@@ -183,7 +183,7 @@ class TuneResult(Report):
         return f"It is the only one that was measured: {others}.{more}"
 
     def _none_faster(self, best: Candidate, rate: str) -> str:
-        """What there is to say where all is compared with the best; another global batch is a change, too."""
+        """Return what there is to say where all is compared with the best; another global batch is a change, too."""
         said = f"Of what was measured, the present settings are the fastest that fit: {rate}."
         if does := self._does(best):
             said = f"{self.flip(best)}: {rate}. {does} Of what was measured, that is the fastest that fits."
@@ -192,7 +192,7 @@ class TuneResult(Report):
 
     @property
     def _why_not_now(self) -> str:
-        """Why the present settings were not measured; empty if there was no time."""
+        """Return why the present settings were not measured; empty if there was no time."""
         start = self.space.start
         if start in self.refused:
             return f"could not be tried: {self.refused[start]}"
@@ -202,7 +202,7 @@ class TuneResult(Report):
         return "do not fit" if one and not one.fits else ""
 
     def _parts(self, best: Candidate) -> str:
-        """What each knob has to do with it."""
+        """Return what each knob has to do with it."""
         start, rates = self.space.start, {one.settings: speed_of(one) for one in self.measured}
         changed = best.settings.changed_from(start)
         split = {name: value for name, value in changed.items() if name in SPLIT}
@@ -224,7 +224,7 @@ class TuneResult(Report):
         return f"That is tight: up to {format_bytes(best.predicted.high_bytes)} are possible." if best.tight else ""
 
     def _too_tight(self, best: Candidate) -> str:
-        """What would have been faster, had it more room."""
+        """Return what would have been faster, had it more room."""
         faster = [one for one in self.measured if one.tight and one is not best and _clearly_faster(one, best)]
         if not faster:
             return ""
@@ -233,7 +233,7 @@ class TuneResult(Report):
         return f"Faster, but too tight to count on: {flip}, {_rate(faster[0])} samples/s, with up to {most} possible."
 
     def _larger(self, best: Candidate) -> str:
-        """Why the micro-batch is not larger."""
+        """Return why the micro-batch is not larger."""
         larger = [one for one in self.looked_at if one.settings in self.space.other_splits(best.settings)]
         too_large = [one for one in larger if not one.fits and one.settings.batch_size > best.settings.batch_size]
         if not too_large:
@@ -244,7 +244,7 @@ class TuneResult(Report):
 
     @property
     def _nothing(self) -> str:
-        """What there is to say where nothing was measured."""
+        """Return what there is to say where nothing was measured."""
         known = len(self.looked_at) + len(self.refused)
         if any(one.fits for one in self.looked_at) or not self.looked_at:
             reasons = [*(one.failed for one in self.looked_at if one.failed), *self.refused.values()]
@@ -285,7 +285,7 @@ class TuneResult(Report):
 
     @property
     def shown(self) -> list[Table | str]:
-        """Why these settings, then all that was looked at."""
+        """Return why these settings, then all that was looked at."""
         return [self.why, *([self._table] if self.looked_at else []), *self._notes]
 
     @property

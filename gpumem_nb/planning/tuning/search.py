@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Trials(Protocol):
-    """Who measures.
+    """Interface to whatever runs trial steps: the ranks, or a simulation in tests.
 
     Attributes:
         record: what came of it.
@@ -38,16 +38,16 @@ class Trials(Protocol):
     record: Record
 
     def fits(self, settings: Settings) -> bool:
-        """Whether these settings fit; asked of the ranks once."""
+        """Return whether these settings fit; asked of the ranks once."""
 
     def measure(self, settings: Settings) -> None:
         """Take some steps under settings that fit, which are undone, and keep their samples/s as one more turn."""
 
     def time_spent(self) -> float:
-        """The share of the time that is gone."""
+        """Return the share of the time that is gone."""
 
     def time_for(self, settings: Settings) -> bool:
-        """Whether they can be measured before the time is over, as far as can be told from what others took."""
+        """Return whether they can be measured before the time is over, as far as can be told from what others took."""
 
 
 def in_rounds(candidates: Sequence[T], rounds: int, stays: Callable[[T], bool]) -> Iterator[T]:
@@ -109,7 +109,7 @@ def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
 
 
 def _start(space: Space, trials: Trials) -> Generator[Settings, None, Settings]:
-    """The present settings; if their update needs too much, first other ways of it, because no split changes that."""
+    """Yield the present settings; if their update needs too much, first other ways to compute it: no split helps."""
     start, record = space.start, trials.record
     if trials.fits(start):
         yield start
@@ -122,7 +122,7 @@ def _start(space: Space, trials: Trials) -> Generator[Settings, None, Settings]:
 
 
 def _too_slow(space: Space, wanted: Mapping[str, object], record: Record) -> bool:
-    """Whether nothing with these values can become the fastest, going by the same precision without checkpointing.
+    """Return whether these values cannot be the fastest, judged by the same precision without checkpointing.
 
     Checkpointing only adds to a step, and micro-batches n times as large are at most n times as fast.
     """
@@ -142,7 +142,7 @@ def _others(name: str, settings: Settings) -> list[object]:
 def _largest(
     space: Space, values: Mapping[str, object], base: Settings, trials: Trials, fastest: bool = False
 ) -> Iterator[Settings]:
-    """The largest micro-batch that fits with these values, everything else as in ``base``; nothing if none does.
+    """Yield the largest micro-batch that fits with these values, everything else as in ``base``; nothing if none does.
 
     That of ``base`` comes first if that is the ``fastest`` so far. Where whole steps of one do not go well, or it is
     tight and so may not be the answer, the next smaller one.

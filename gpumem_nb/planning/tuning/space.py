@@ -19,7 +19,7 @@ from ...shared.workload import Splits, WorkloadInfo
 SPLIT = (BATCH_SIZE.name, ACCUMULATION_STEPS.name)
 """Knobs that change together only, because their product is the samples of a step on one rank."""
 TUNED = ("precision", "checkpointing", *SPLIT, "optimizer_impl")
-"""What is tuned when nobody names knobs."""
+"""The knobs that are tuned if none are named."""
 TUNABLE = (*TUNED, "optimizer")
 """What a few steps that are undone can tell of; autotune takes care of how gradients travel."""
 _ONLY_VALUE = {
@@ -31,13 +31,13 @@ Ask = Callable[[Mapping[str, Any]], Settings]
 
 @dataclass(frozen=True)
 class Space:
-    """What there is to choose from.
+    """The settings to choose from.
 
     Attributes:
         start: the present settings, with the global batch that was asked for.
         knobs: names of those that differ among the candidates.
         candidates: every combination that can be used with what is loaded, ``start`` first.
-        idle: of each knob that somebody named and that has no other value, why, without a full stop.
+        idle: of each knob that was named and that has no other value, why, without a full stop.
     """
 
     start: Settings
@@ -60,13 +60,13 @@ def space(
     same_mathematics: bool = True,
     splits: Splits = NOT_KNOWN,
 ) -> Space:
-    """What may be chosen from.
+    """Return the settings to choose from.
 
     Args:
         present: the settings of the moment.
         workload: what is trained.
         ranks: how many train it.
-        ask: gives the settings that somebody gets who sets these knobs now; raises ``InvalidInput`` where they cannot
+        ask: returns the settings that setting these knobs now would give; raises ``InvalidInput`` where they cannot
             be used with what is loaded.
         knobs: what may change; by default :data:`TUNED`, as far as they keep the mathematics.
         global_batch: samples of one step of all ranks; by default those of the present settings.
@@ -113,14 +113,14 @@ def _checked(knobs: Iterable[str], workload: WorkloadInfo) -> tuple[str, ...]:
     is_list = isinstance(knobs, Iterable) and not isinstance(knobs, str | Mapping)
     given = tuple(knobs) if is_list else ()
     if not is_list or not all(isinstance(name, str) for name in given):
-        raise InvalidInput(f"knobs={knobs!r} is no list of names: write knobs=['precision', 'checkpointing'].")
+        raise InvalidInput(f"knobs={knobs!r} is not a list of names: write knobs=['precision', 'checkpointing'].")
     names = tuple(dict.fromkeys(given))
     if not names:
         raise InvalidInput(f"No knob to tune was named: leave knobs out, or name some of {', '.join(TUNABLE)}.")
     for name in names:
         if name not in TUNABLE:
             hint = " %hvd_set autotune=on looks for how gradients travel fastest." if name in KNOBS else ""
-            raise InvalidInput(f"{name!r} is no knob that is tuned: {nearest(name, TUNABLE)}.{hint}")
+            raise InvalidInput(f"{name!r} is not a knob that can be tuned: {nearest(name, TUNABLE)}.{hint}")
         if name in SPLIT and workload.data.batched:
             raise InvalidInput(f"{name} cannot be tuned: the data bring micro-batches of their own.")
     return names

@@ -10,7 +10,7 @@ _STEPS = 2  # of a turn where steps take long: one warms up, one is timed
 
 
 class TrialTimes:
-    """What small steps and turns of whole steps took, as whoever waits for them saw it.
+    """The times of small steps and of turns of whole steps, measured by the kernel that waits for them.
 
     Attributes:
         longest_s: of a single one.

@@ -18,7 +18,7 @@ LOSS_WINDOW = 0.25  # of the samples that are compared: a single step's loss jum
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a column says of a row.
+    """A column of the table of runs.
 
     Attributes:
         heading: above it.
@@ -35,7 +35,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Around:
-    """What can be said of a row only beside the others.
+    """Facts about a row that depend on the other rows.
 
     Attributes:
         best: by model, ranks and device the row with most samples/s, by its key.
@@ -66,16 +66,16 @@ class Around:
         return cls(frozenset(row.key for row in fastest.values()), samples, known)
 
     def loss(self, row: Row) -> float | None:
-        """The row's loss after as many samples as all rows of its model have seen, see :func:`loss_after`."""
+        """Return the row's loss after as many samples as all rows of its model have seen, see :func:`loss_after`."""
         return self.losses.get(row.key)
 
     def mark(self, row: Row) -> str:
-        """Whether it is the best, or the one of now."""
+        """Return whether it is the best row or the present one."""
         return ", ".join(word for word, is_so in ((BEST, row.key in self.best), (NOW, row.present)) if is_so)
 
 
 def loss_after(row: Row, samples: int) -> float | None:
-    """The mean loss over the last quarter of the first ``samples`` samples that all ranks saw since the flip."""
+    """Return the mean loss over the last quarter of the first ``samples`` samples that all ranks saw since the flip."""
     return row.curve.mean_loss((1 - LOSS_WINDOW) * samples, samples)
 
 
@@ -125,12 +125,12 @@ SHOWN_AS = {
 
 
 def varying(rows: Sequence[Row]) -> set[str]:
-    """The knobs that are not the same in all of these rows."""
+    """Return the knobs that are not the same in all of these rows."""
     return {name for row in rows for name in row.settings.changed_from(rows[0].settings)}
 
 
 def the_same(rows: Sequence[Row]) -> str:
-    """What is the same in all of these rows: the knobs that the panel shows at once, and those not at their default."""
+    """Return what these rows have in common: knobs that the panel shows at once, and those not at their default."""
     first, differ = rows[0], varying(rows)
     parts = [first.workload] if len({row.model for row in rows}) == 1 else []
     for name, knob in KNOBS.items():
@@ -145,7 +145,7 @@ def the_same(rows: Sequence[Row]) -> str:
 
 
 def named(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """What a row's workload is called beside these rows: with the options, or the size, in which they differ.
+    """Return what a row's workload is called beside these rows: with the options, or the size, in which they differ.
 
     A ready-made workload with other options is another model under the same name.
     """
@@ -193,7 +193,7 @@ def headroom(share: float | None) -> str:
 
 
 def _foretold(row: Row) -> str:
-    """The peak that was predicted, by how much it was too high, and the predicted samples/s."""
+    """Return the peak that was predicted, by how much it was too high, and the predicted samples/s."""
     if row.foretold is None:
         return "n/a"
     said, off, speed = row.foretold, row.foretold.error, row.foretold.samples_per_s

@@ -40,7 +40,7 @@ class Comparison(Report):
 
     @property
     def changed(self) -> str:
-        """What is another in the second run, in words; empty if nothing is."""
+        """Return in words what differs in the second run; empty if nothing does."""
         name_of = named([self.a, self.b])
         others = [
             f"{what} {before} → {after}"
@@ -60,13 +60,13 @@ class Comparison(Report):
 
     @property
     def categories(self) -> dict[str, int]:
-        """By how many bytes each category of the peak moved, what moved most first; empty if one is not known."""
+        """Return by how many bytes each category of the peak changed, largest first; empty if one is not known."""
         moved = {name: self.b.categories.get(name, 0) - self.a.categories.get(name, 0) for name in CATEGORIES}
         return _largest_first(moved) if self.a.categories and self.b.categories else {}
 
     @property
     def parts(self) -> dict[str, float]:
-        """By how many seconds each part of a step moved, what moved most first; empty if one is not known.
+        """Return by how many seconds each part of a step changed, largest change first; empty if not known.
 
         Where steps of the two have other numbers of samples of the same model, it is what as many samples take as a
         step of the first.
@@ -76,7 +76,7 @@ class Comparison(Report):
 
     @property
     def why(self) -> list[str]:
-        """Which memory and which time moved, and which of the flips it belongs to, in sentences."""
+        """Return sentences on which memory and time changed, and which flip caused it."""
         return [*self._why_memory(), *self._why_time()]
 
     @property
@@ -94,7 +94,7 @@ class Comparison(Report):
 
     @property
     def shown(self) -> list[Table | str]:
-        """What was changed and what came of it, as tables and in words."""
+        """Return what was changed and its effects, as tables and in words."""
         return [*self._tables, *self._notes]
 
     def _ipython_display_(self) -> None:
@@ -105,7 +105,7 @@ class Comparison(Report):
 
     @property
     def _busy(self) -> str:
-        """Why differences of times say nothing; empty where they do."""
+        """Return why differences of times mean nothing; empty where they mean something."""
         return not_comparable(self.a.speed, self.b.speed)
 
     @property
@@ -114,7 +114,7 @@ class Comparison(Report):
 
     @property
     def _as_measured(self) -> bool:
-        """Whether times are those of a step of each: samples of another model are other samples."""
+        """Return whether times are those of a step of each: samples of another model are other samples."""
         return self.a.global_batch == self.b.global_batch or not self._same_model
 
     def _scaled(self, part: str) -> float:
@@ -228,7 +228,7 @@ class Comparison(Report):
         return [f"{what}, {_ms(after - before, sign='+')}: {', '.join(parts)}."]
 
     def _knobs_of(self, category: str) -> str:
-        """Which of the changed knobs move this category, as far as the table of knobs says so; those that do most.
+        """Return the changed knobs that move this category most, according to the table of knobs.
 
         None of another model or other ranks, which move it as well.
         """

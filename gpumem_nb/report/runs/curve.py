@@ -1,4 +1,4 @@
-"""What one configuration measured over its steps, in few points however many steps there were."""
+"""The curve of one configuration over its steps, in few points however many steps there were."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Curve:
             self._join()
 
     def copy(self) -> Curve:
-        """One that changes no more, of ``MOST_POINTS`` at most."""
+        """Return one that changes no more, of ``MOST_POINTS`` at most."""
         other = Curve()
         for name in _COLUMNS:
             setattr(other, name, getattr(self, name)[:])
@@ -60,7 +60,7 @@ class Curve:
         return other
 
     def mean_loss(self, begin: float, end: float) -> float | None:
-        """The mean over the samples from ``begin`` to ``end``, counted since the flip; ``None`` if it is not known."""
+        """Return the mean over the samples from ``begin`` to ``end``, counted since the flip; ``None`` if not known."""
         within = [min(seen, end) - max(before, begin) for before, seen in pairwise([0.0, *self.samples])]
         total = sum(samples * loss for samples, loss in zip(within, self.losses, strict=True) if samples > 0)
         mean = total / (end - begin) if len(self) and self.samples[-1] >= end > begin else math.nan
@@ -73,7 +73,7 @@ class Curve:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Sequence[Any]]) -> Curve:
-        """What :meth:`as_dict` gave; raises ``ValueError``, ``TypeError`` or ``LookupError`` for anything else."""
+        """Read what :meth:`as_dict` gave; raise ``ValueError``, ``TypeError`` or ``LookupError`` for anything else."""
         curve, last = cls(), (0.0, 0.0)
         for values in zip(*(saved[name] for name in _COLUMNS), strict=True):
             steps, samples, loss, rate, live_peak = map(float, values)

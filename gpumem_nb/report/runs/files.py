@@ -49,7 +49,7 @@ def write(
 
 
 def _parquet(frame: pd.DataFrame) -> bytes:
-    """A column of a Parquet file has one type, and knobs of one's own any values: what is of several becomes words."""
+    """Turn values of mixed types into text: a Parquet column has one type, and your own knobs may have any values."""
     for name in [name for name in frame.columns if frame[name].dtype.kind == "O"]:
         known = [None if _unknown(value) else value for value in frame[name]]
         kinds = {type(value) for value in known if value is not None}

@@ -73,7 +73,7 @@ class Runs(Report):
         return iter(self.rows)
 
     def __getitem__(self, number: int) -> Row:
-        """The row with this number.
+        """Return the row with this number.
 
         Raises:
             InvalidInput: there is none.
@@ -94,7 +94,7 @@ class Runs(Report):
         return self._part(latest(self.rows, most))
 
     def sorted(self, by: str) -> Runs:
-        """The same by a column of :meth:`frame`: throughput and headroom with the highest first, others the lowest.
+        """Return the rows sorted by a column of :meth:`frame`: throughput and headroom from the highest, others lowest.
 
         ``loss`` is what the table shows, the loss at equal samples, not that of the last step.
 
@@ -137,7 +137,7 @@ class Runs(Report):
 
     @property
     def shown(self) -> list[Table | str]:
-        """The table and what it does not say."""
+        """Return the table and the sentences below it."""
         return [self._table, *self._notes] if self.rows else [NOTHING]
 
     def _repr_html_(self) -> str:
@@ -201,7 +201,7 @@ class Runs(Report):
         return [self._record(row) for row in self.rows]
 
     def _record(self, row: Row) -> dict[str, Any]:
-        """A row of the frame. Numbers that are not known are ``nan``, so that columns of numbers stay such."""
+        """Return a row of the frame. Numbers that are not known are ``nan``, so that columns of numbers stay such."""
         speed, foretold, samples = row.speed, row.foretold, self._around.samples.get(row.model)
         equal = self._around.loss(row)
         return {

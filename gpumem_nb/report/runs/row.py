@@ -18,7 +18,7 @@ from .curve import Curve
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """What was predicted of a configuration before it was tried: bytes of the worst rank, samples/s of all ranks.
+    """The prediction for a configuration before it was tried: bytes of the worst rank, samples/s of all ranks.
 
     ``came_bytes`` is the live peak that is held against it: of the steps before a cell may have changed the model.
     ``lower_bound``: a step ran out of memory on trial, so that the bytes are the least that is needed.
@@ -101,7 +101,7 @@ class Row:
 
     @property
     def model(self) -> tuple[object, ...]:
-        """What rows of the same model have in common: throughput, memory and loss are held against those only."""
+        """Return what identifies the model: throughput, memory and loss are compared only within it."""
         return self.workload, self.options, self.parameters
 
     @property
@@ -128,17 +128,17 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether it could not be kept, whatever it did before."""
+        """Return whether its settings failed, even if steps succeeded before."""
         return self.outcome != "ok"
 
     @property
     def comparable(self) -> bool:
-        """Whether enough steps were done for a loss and a throughput that say something."""
+        """Return whether enough steps were done for a loss and a throughput that say something."""
         return self.steps >= FEWEST_STEPS
 
     @property
     def folds(self) -> bool:
-        """Whether a table may leave it out: one step says little, unless it failed or is the latest."""
+        """Return whether a table may leave it out: one step says little, unless it failed or is the latest."""
         return self.steps <= 1 and not self.failed and not self.present and not self.note
 
     def saved(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Row:
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Row:
-        """What :meth:`saved` gave, perhaps of another version: knobs that are not known here are left out.
+        """Return what :meth:`saved` gave, perhaps of another version: knobs that are not known here are left out.
 
         Raises ``ValueError``, ``TypeError``, ``LookupError`` or ``AttributeError`` for what is none.
         """
@@ -162,7 +162,7 @@ def _fields(value: Any) -> list[Any] | None:
 
 
 def _maybe(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same of what may not be known."""
+    """Return the same for a value that may not be known."""
     return lambda value: None if value is None else read(value)
 
 

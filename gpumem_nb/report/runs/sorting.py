@@ -49,14 +49,14 @@ _SCRIPT = """
 
 
 def ranks(values: Sequence[Any]) -> list[int | None]:
-    """The place of each value among the different ones: numbers before words; none for what is not known."""
+    """Return the place of each value among the different ones: numbers before words; none for what is not known."""
     keys = [None if value in (None, "") or value != value else _key(value) for value in values]
     places = {key: place for place, key in enumerate(sorted({key for key in keys if key is not None}))}
     return [None if key is None else places[key] for key in keys]
 
 
 def order(values: Sequence[Any], highest_first: bool = False) -> list[int]:
-    """The places of these values from the lowest to the highest; what is not known comes at the end."""
+    """Return the places of these values from the lowest to the highest; what is not known comes at the end."""
     sign = -1 if highest_first else 1
     keyed = [(rank is None, sign * (rank or 0), place) for place, rank in enumerate(ranks(values))]
     return [place for _, _, place in sorted(keyed)]
@@ -70,7 +70,7 @@ def latest(rows: Sequence[Row], most: int) -> list[Row]:
 
 
 def sortable(table: Table, values: Sequence[Sequence[Any]]) -> str:
-    """The table for a notebook, whose headings sort it; ``values`` has a column of them for each."""
+    """Return the table for a notebook, whose headings sort it; ``values`` has a column of them for each."""
     places = json.dumps([ranks(column) for column in values])
     return f"{SCROLLED}{replace(table, scrolls=True).html()}<script>{_SCRIPT % places}</script></div>"
 

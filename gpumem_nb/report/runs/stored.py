@@ -44,7 +44,7 @@ def packed(rows: Sequence[Row]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ImportedRuns:
-    """What was taken in from a file: how many rows were not there yet, and how many of the file's cannot be read."""
+    """The runs imported from a file: how many rows were not there yet, and how many of the file's cannot be read."""
 
     path: Path
     new: int
@@ -65,7 +65,7 @@ def readable(data: bytes) -> tuple[list[Row], str]:
 
 
 def unpacked(data: bytes) -> tuple[list[Row], int]:
-    """The rows that are stored, and how many there are besides that this version cannot read.
+    """Return the rows that are stored, and how many there are besides that this version cannot read.
 
     Raises:
         StateFileError: this is not a record of runs.

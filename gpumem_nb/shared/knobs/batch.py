@@ -46,7 +46,7 @@ def halved(settings: Kind, of: Kind | None = None) -> Kind | None:
 
 
 def shortened(settings: Kind) -> Kind:
-    """The same with as few micro-batches as show a step's peak."""
+    """Return the same with as few micro-batches as show a step's peak."""
     return settings.replace(accumulation_steps=min(settings.accumulation_steps, MICRO_BATCHES))
 
 
@@ -56,9 +56,9 @@ def _as_many_samples(before: Values, after: Values) -> str:
 
 
 def why_fixed(value: int, data: DataInfo) -> str:
-    """Why micro-batches that the data brings cannot be of another size."""
+    """Return why micro-batches that the data brings cannot be of another size."""
     return (
-        f"batch_size={value} cannot be used: the data comes in micro-batches of its own, of {data.batch_size} samples. "
+        f"batch_size={value} cannot be used: the data already comes in micro-batches of {data.batch_size} samples. "
         "Change accumulation_steps, or let the data give single samples."
     )
 

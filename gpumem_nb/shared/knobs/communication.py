@@ -31,7 +31,7 @@ def _cycle(value: Any) -> float:
 
 
 def _at_most(largest: float, value: Any) -> float:
-    """A number above 0, as people write it."""
+    """Return a number above 0, as people write it."""
     number = positive(value)
     if number > largest:
         raise ValueError(value)
@@ -43,7 +43,7 @@ def _capacity(value: Any) -> int:
 
 
 def _combines(settings: Settings, ranks: int) -> str:
-    """Why gradients cannot be combined by Adasum."""
+    """Return why gradients cannot be combined by Adasum."""
     if settings.reduction != "adasum":
         return ""
     if ranks & (ranks - 1):
@@ -88,7 +88,7 @@ def _of_horovod(value: Any, ddp: bool) -> str:
 
 
 def _by_hosts(name: str, how: str) -> Knob:
-    """A knob of an all-reduce that Horovod does in stages, inside of hosts and between them."""
+    """Return a knob of an all-reduce that Horovod does in stages, inside of hosts and between them."""
     return Knob(
         name,
         None,
@@ -233,5 +233,5 @@ VARIABLES = {
 
 
 def fusion_bytes(mib: float) -> int:
-    """How large the fusion buffer is with such a threshold."""
+    """Return how large the fusion buffer is with such a threshold."""
     return max(_LEAST_FUSED_BYTES, round(mib * 2**20))

@@ -15,7 +15,7 @@ def strongest_first(need: Need) -> list[Changes]:
 
 
 def mildest_first(need: Need) -> list[Settings]:
-    """The settings after each change: the mathematics are kept as long as possible, then those that move little."""
+    """Return the settings after each change: first those that keep the mathematics, then those that move little."""
     changed = [need.settings.replace(**changes) for changes in _changes(need, lambda knob: knob.moves[need.category])]
     return sorted(changed, key=lambda after: not after.same_mathematics(need.settings))
 

@@ -23,7 +23,7 @@ KEEPS, KEEPS_TO_ROUNDING, CHANGES = MATHEMATICS = ("keeps", "keeps to rounding",
 
 
 class LiveModel(Protocol):
-    """What a knob may touch on a rank. Every method does nothing when what it asks for is in place already.
+    """The parts of a rank that a knob may change. Every method does nothing when what it asks for is in place already.
 
     Attributes:
         model: the ``torch.nn.Module`` that is trained.
@@ -49,7 +49,7 @@ class LiveModel(Protocol):
 
 
 def carried(value: Any, ddp: bool) -> str:
-    """An exported script does every value of a knob."""
+    """Return an exported script does every value of a knob."""
     return ""
 
 
@@ -59,14 +59,14 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What shall become smaller, and from where.
+    """The memory that should become smaller, and the settings to start from.
 
     Attributes:
         category: what fills the memory.
         phase: the part of the step that it fills the memory in.
         settings: as they are.
         blocks: how many blocks of the model can be checkpointed.
-        tried_out: whether changes are tried out on the ranks before anybody is told of them.
+        tried_out: whether changes are tried out on the ranks before the user sees them.
     """
 
     category: str
@@ -77,7 +77,7 @@ class Need:
 
     @property
     def of_update(self) -> bool:
-        """Whether it is what the update takes for a moment, in which forward and backward have no part."""
+        """Return whether it is what the update takes for a moment, in which forward and backward have no part."""
         return self.phase == "update" and self.category in (TEMPORARIES, INSIDE_OPERATORS)
 
 
@@ -98,7 +98,7 @@ class Knob(Option):
         refuses: why a value cannot be used with what is loaded (``None``: nothing is), or nothing.
         conflicts: why settings cannot be used together on so many ranks, or nothing.
         adapts: what to change when a workload is loaded under these settings.
-        settles: what to set besides when somebody sets knobs; gets settings before and after, the knobs that were
+        settles: what else to set when the user sets knobs; gets settings before and after, the knobs that were
             named, and the number of ranks.
         exported: why an exported script cannot do a value, or nothing; gets whether it is for DistributedDataParallel.
             ``None``: scripts do not know the knob, so its default alone can be exported.
@@ -122,15 +122,15 @@ class Knob(Option):
     retired: Mapping[Any, Any] = field(default_factory=dict)
 
     def from_saved(self, value: Any) -> Any:
-        """The value that a file holds, perhaps of an earlier version; tuples come back from it as lists."""
+        """Return the value that a file holds, perhaps of an earlier version; tuples come back from it as lists."""
         value = _tuples(value)
         return self.retired.get(value, value)
 
     def mark(self, value: Any) -> str:
-        """A value in a few letters."""
+        """Return a value in a few letters."""
         before = f"{self.name.replace('_', ' ')} " if self.short is None else self.short
         return before + self.text(value)
 
     def mathematics_of(self, before: Settings, after: Settings) -> str:
-        """What this knob's part of a change does to the mathematics."""
+        """Return what this knob's part of a change does to the mathematics."""
         return self.mathematics(before, after) if callable(self.mathematics) else self.mathematics

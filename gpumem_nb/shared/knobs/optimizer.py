@@ -16,7 +16,7 @@ _LESS_STATE = {"adam": ("momentum", "sgd"), "adamw": ("momentum", "sgd"), "momen
 
 
 def brings_none(workload: str) -> str:
-    """Why this workload cannot be trained with its own optimizer, and what can be used."""
+    """Return why this workload cannot be trained with its own optimizer, and what can be used."""
     return f"{workload} brings no optimizer of its own. {_USE_OURS}"
 
 

@@ -32,7 +32,7 @@ class Option:
     write: Callable[[Any], str] = str
 
     def check(self, value: Any) -> Any:
-        """The value to store for ``value``, or ``InvalidInput`` saying what is allowed."""
+        """Return the value to store for ``value``, or ``InvalidInput`` saying what is allowed."""
         if self.choices:
             if value not in self.choices:
                 raise InvalidInput(f"{self.name}={value!r} is not known: {nearest(str(value), self.choices)}.")
@@ -48,12 +48,12 @@ class Option:
             raise InvalidInput(f"{self.name}={value!r} cannot be used: it must be {self.allowed}.") from None
 
     def text(self, value: Any) -> str:
-        """A stored value as people write it."""
+        """Return a stored value as people write it."""
         return next((word for word, stored in self.words.items() if stored == value), self.write(value))
 
 
 def whole(value: Any) -> int:
-    """A whole number of at least 1; what is larger than 2**31 is a slip."""
+    """Return a whole number of at least 1; what is larger than 2**31 is a slip."""
     number = int(value)
     if isinstance(value, bool) or number != float(value) or not 1 <= number <= 2**31:
         raise ValueError(value)
@@ -61,7 +61,7 @@ def whole(value: Any) -> int:
 
 
 def not_negative(value: Any) -> float:
-    """A finite number of at least 0."""
+    """Return a finite number of at least 0."""
     return 0.0 if not isinstance(value, bool) and float(value) == 0 else positive(value)
 
 
@@ -71,7 +71,7 @@ def only_words(value: Any) -> NoReturn:
 
 
 def positive(value: Any) -> float:
-    """A finite number above 0."""
+    """Return a finite number above 0."""
     number = float(value)
     if isinstance(value, bool) or not 0 < number < float("inf"):
         raise ValueError(value)

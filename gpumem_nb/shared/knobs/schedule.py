@@ -20,7 +20,7 @@ def _whole_or_0(value: Any) -> int:
 
 
 def _chosen_for(before: Settings, after: Settings, named: Collection[str], ranks: int) -> Changes:
-    """The batch that learning_rate was chosen for: that of the moment in which either was set."""
+    """Return the batch that learning_rate was chosen for: that of the moment in which either was set."""
     if after.lr_scaling == "none":
         switched_off = before.lr_scaling != "none" and "reference_batch" not in named
         return {"reference_batch": None} if switched_off else {}
@@ -70,7 +70,7 @@ def _conflicts(settings: Settings, ranks: int) -> str:
 
 
 def _of_length(before: Settings, after: Settings) -> str:
-    """A schedule without an end has no length."""
+    """Return a schedule without an end has no length."""
     endless = ("constant", "own")
     return KEEPS if before.lr_schedule in endless and after.lr_schedule in endless else CHANGES
 

@@ -48,7 +48,7 @@ def register(knob: Knob) -> None:
 
 
 def additional() -> tuple[Knob, ...]:
-    """The knobs that were registered besides the built-in ones."""
+    """Return the knobs that were registered besides the built-in ones."""
     return tuple(knob for name, knob in KNOBS.items() if name not in _BUILT_IN)
 
 

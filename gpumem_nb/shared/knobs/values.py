@@ -33,15 +33,15 @@ class Values:
         object.__setattr__(self, "_changed", self._with({}, values))
 
     def replace(self, **values: Any) -> Self:
-        """A copy with some values changed; unknown names and values raise ``InvalidInput`` naming the nearest one."""
+        """Return a copy with some values changed; an unknown name raises ``InvalidInput`` with the nearest one."""
         return _restored(type(self), self._with(self._changed, values))
 
     def as_dict(self) -> dict[str, Any]:
-        """All values by name, for tables, files and json."""
+        """Return all values by name, for tables, files and json."""
         return {name: getattr(self, name) for name in self.table}
 
     def changed_from(self, other: Self) -> dict[str, Any]:
-        """What differs from ``other`` by name, with the value it has here."""
+        """Return what differs from ``other`` by name, with the value it has here."""
         return {name: getattr(self, name) for name in self.table if getattr(self, name) != getattr(other, name)}
 
     def _with(self, changed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

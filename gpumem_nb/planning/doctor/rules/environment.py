@@ -1,4 +1,4 @@
-"""What comes from outside of the session."""
+"""Problems from outside of the session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CONTEXT_BYTES, _OF_DEVICE = 700 * 10**6, 0.05
 
 
 def other_processes(evidence: Evidence) -> Finding | None:
-    """Somebody else's processes hold memory on a rank's device."""
+    """Other processes hold memory on a rank's device."""
     held = {rank.info.rank: _others(rank, evidence) for rank in evidence.ranks}
     worst = max(held, key=held.__getitem__)
     use = evidence.ranks[worst].use
@@ -36,7 +36,7 @@ def other_processes(evidence: Evidence) -> Finding | None:
 
 
 def _others(rank: OnRank, evidence: Evidence) -> int:
-    """What processes hold on this rank's device that are no ranks of this session; 0 where nobody knows."""
+    """Return the bytes that processes other than this session's ranks hold on this rank's device; 0 if not known."""
     if rank.use is None or rank.use.other_bytes is None:
         return 0
     place = (rank.info.host, rank.info.device)

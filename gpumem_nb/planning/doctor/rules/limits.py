@@ -12,7 +12,7 @@ from ...prediction import DOES_NOT_FIT, TIGHT
 from ..evidence import Evidence, Peak
 from ..finding import FIT, ROOM, STOPS, Finding
 
-# With less than the error of a prediction without ranks (docs/prediction-cold.md) nobody could have said beforehand
+# With less than the error of a prediction without ranks (docs/prediction-cold.md) it could not be said beforehand
 # that it fits: from there on what fills the memory is worth a word.
 SCARCE = 1 / (1 + ERRORS[DRY])
 
@@ -65,7 +65,7 @@ def step_fails(evidence: Evidence) -> Finding | None:
         5,
         f"Step {rescue.step}: {rescue.headline}",
         {"rank": rescue.failure.rank, "in": f"{rescue.failure.phase} {rescue.failure.module}".strip()},
-        do="The step was undone on all ranks. Mend the code in a %%hvd cell, then try one step: %hvd_train 1.",
+        do="The step was undone on all ranks. Fix the code in a %%hvd cell, then try one step: %hvd_train 1.",
     )
 
 
@@ -107,7 +107,7 @@ def barely_fits(evidence: Evidence) -> Finding | None:
         return None
     if needs.verdict not in (TIGHT, DOES_NOT_FIT) or (needs.runs and not needs.measured):
         return None  # small steps say less than those that ran
-    # Of a step that ran out on trial nobody knows what was in its memory; micro-batches, at least, can be smaller.
+    # What a trial step that ran out held in memory is not known; micro-batches, at least, can be smaller.
     unknown = needs.lower_bound
     candidates = evidence.lighter(c.ACTIVATIONS, peak.phase) if unknown else _lighter(evidence, peak)
     reserved, limit = needs.in_words(needs.reserved_peak_bytes), format_bytes(needs.limit_bytes)

@@ -84,7 +84,7 @@ def _batch_of_the_rate(evidence: Evidence) -> int | None:
 
 
 def _rate_is_the_knob(evidence: Evidence) -> bool:
-    """Whether nobody has set another one by hand."""
+    """Return whether the rate is still the one of its knob, and was not set by hand."""
     latest = next((rank.samples[-1] for rank in evidence.ranks if rank.samples), None)
     if latest is None or latest.learning_rate is None or evidence.settings.warmup_steps:
         return True

@@ -160,7 +160,7 @@ def fragmentation(evidence: Evidence) -> Finding | None:
             "limit_bytes": needs.limit_bytes,
         },
         do="%hvd_restart begins with whole segments. If it comes again, %hvd_memory --what-if says what the caching "
-        "allocator would reserve, set otherwise; to have that, before the ranks start: %env "
+        "allocator would reserve under other settings; to have that, before the ranks start: %env "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     )
 
@@ -216,7 +216,7 @@ def uneven(evidence: Evidence) -> Finding | None:
 
 
 def _difference(evidence: Evidence, worst: OnRank) -> tuple[str, int]:
-    """The category of which this rank has most more than another one, and by how much; empty if nobody knows."""
+    """The category of which this rank has most more than another one, and by how much; empty if not known."""
     other = next((rank.ledger for rank in evidence.ranks if rank is not worst and rank.ledger), None)
     if worst.ledger is None or other is None:
         return "", 0
