@@ -105,7 +105,7 @@ def peak_of(session_run: Any) -> int:
 
 
 def differing(session: Session, ran: Ran) -> list[str]:
-    """Names of weights and buffers that are not those of the session, bit by bit."""
+    """Names of weights and buffers that are not those of the session, bit for bit."""
     import torch
 
     there = session.run(STATE, ranks=0)[0]

@@ -1,4 +1,4 @@
-"""Random numbers: where they stand, put back bit by bit; and training's own, apart from those that cells draw."""
+"""Random numbers: where they stand, put back bit for bit; and training's own, apart from those that cells draw."""
 
 from __future__ import annotations
 

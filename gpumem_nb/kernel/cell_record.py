@@ -72,7 +72,7 @@ class CellRecord:
 
     @property
     def gone(self) -> bool:
-        """Whether cells that had run before what :meth:`before_load` gives are not there any more."""
+        """Return whether cells that had run before what :meth:`before_load` gives are not there any more."""
         return self.forgotten or len(self.before_load()) < len(self._all_before())
 
     def _all_before(self) -> list[Cell]:

@@ -32,7 +32,7 @@ def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
 
 
 def asked(before: Settings, knobs: Mapping[str, Any], ranks: int) -> Settings:
-    """The settings that somebody gets who sets these knobs.
+    """Return the settings that somebody gets who sets these knobs.
 
     Raises:
         InvalidInput: an unknown knob, or a value that cannot be used.
@@ -41,7 +41,7 @@ def asked(before: Settings, knobs: Mapping[str, Any], ranks: int) -> Settings:
 
 
 def loaded(before: Settings, workload: WorkloadInfo, ranks: int) -> Settings:
-    """The settings that another workload is trained under."""
+    """Return the settings that another workload is trained under."""
     after = adapted(before, workload)
     return _settled(before, after, after.changed_from(before), ranks)
 
@@ -54,7 +54,7 @@ def _settled(before: Settings, after: Settings, named: Collection[str], ranks: i
 
 
 def resumed(settings: Settings, saved: Collection[str], workload: WorkloadInfo) -> Settings:
-    """The settings of a state file, which an earlier version may have written: it does not name what came later."""
+    """Return the settings of a state file; one of an earlier version does not name later knobs."""
     later = [knob for name, knob in KNOBS.items() if name not in saved and knob not in additional()]
     for knob in later:
         if knob.adapts:
@@ -76,7 +76,7 @@ def check_held_out(workload: WorkloadInfo) -> None:
 
 
 def adapted(settings: Settings, workload: WorkloadInfo) -> Settings:
-    """The same without what this workload does not have, and with the optimizer that it brings."""
+    """Return the same without what this workload does not have, and with the optimizer that it brings."""
     for knob in KNOBS.values():
         if knob.adapts:
             settings = settings.replace(**knob.adapts(settings, workload))
@@ -84,7 +84,7 @@ def adapted(settings: Settings, workload: WorkloadInfo) -> Settings:
 
 
 def within_dataset(settings: Settings, workload: WorkloadInfo, ranks: int) -> Settings:
-    """The same with a global batch that is not larger than the dataset: of fewer micro-batches, or of smaller ones."""
+    """Return the same with a global batch no larger than the dataset: with fewer or smaller micro-batches."""
     if workload.dataset_len is None or settings.samples_per_rank * ranks <= workload.dataset_len:
         return settings
     most = workload.dataset_len // ranks
@@ -93,7 +93,7 @@ def within_dataset(settings: Settings, workload: WorkloadInfo, ranks: int) -> Se
 
 
 def kept(settings: Settings, workload: WorkloadInfo, ranks: int) -> str:
-    """What another load in the place of this one would not have begun with, in words."""
+    """Return what another load in the place of this one would not have begun with, in words."""
     fresh = within_dataset(adapted(Settings(), workload), workload, ranks)
     now = within_dataset(settings, workload, ranks)
     if now == fresh:

@@ -35,7 +35,7 @@ from .trial_checks import Changed, Unchanged
 STEPS_LOOKED_AT = 200  # the latest, for peaks and losses
 _TIMED_STEPS = FEWEST_STEPS + WARM_UP_STEPS
 _WAITED_FOR = (
-    "Somebody else waits for the ranks, such as a cell that trains: inputs were not looked at, and steps on trial are "
+    "Other work waits for the ranks, such as a cell that trains: inputs were not examined, and trial steps are "
     "not timed meanwhile. Look again when that is over."
 )
 _TRIED_FLIPS = 3  # of those that may mend a finding, as many are predicted
@@ -61,7 +61,7 @@ class Doctoring:
         self._history = history
 
     def examine(self, progress: Progress) -> Diagnosis:
-        """What is found, with flips that were predicted.
+        """Return what is found, with flips that were predicted.
 
         Raises:
             WorkloadError: nothing is loaded, or no step was done; ``NotThisTime`` if settings were changed meanwhile.
@@ -82,14 +82,14 @@ class Doctoring:
         try:
             unchanged.check()
         except Changed as why:
-            raise NotThisTime(f"Meanwhile {why} Look again.") from None
+            raise NotThisTime(f"Meanwhile {why} Run it again.") from None
         if self._training.settings != evidence.settings:
-            raise NotThisTime("Settings were changed while the session was examined. Look again.")
+            raise NotThisTime("Settings were changed while the session was examined. Run it again.")
         found.sort(key=lambda finding: finding.order)
         return Diagnosis(tuple(found), tuple(dict.fromkeys(notes)), _came(evidence))
 
     def checklist(self, progress: Progress) -> Checklist:
-        """The checklist of training on several devices, as far as it can be gone through by itself."""
+        """Return the checklist of training on several devices, as far as it can be gone through by itself."""
         self._foreground.check_alive()
         progress("packages of this machine", 0.0)
         installed = environment.check()
@@ -117,10 +117,10 @@ class Doctoring:
         return [leaks for leaks in self._history.leaks.values() if still_grows(leaks, rows)]
 
     def _evidence(self, progress: Progress, notes: list[str]) -> Evidence:
-        """All but what would help; ``notes`` takes in what could not be found out."""
+        """Return all but what would help; ``notes`` takes in what could not be found out."""
         history, settings, workload = self._history, self._training.settings, self._training.workload
         if workload is None:  # it was unloaded this moment
-            raise NotThisTime("Another workload is being loaded. Look again.")
+            raise NotThisTime("Another workload is being loaded. Run it again.")
         now = history.now()
         if now is not None and (now.settings != settings or not now.steps):
             now = None
@@ -168,7 +168,7 @@ class Doctoring:
         return self._with_larger(evidence, progress)
 
     def _with_larger(self, evidence: Evidence, progress: Progress) -> Evidence:
-        """The same with what larger micro-batches would bring, where that is worth asking."""
+        """Return the same with what larger micro-batches would bring, where that is worth asking."""
         if not (changes := larger(evidence)):
             return evidence
         progress("larger micro-batches", 0.4)
@@ -184,7 +184,7 @@ class Doctoring:
         return dataclasses.replace(evidence, largest_batch=largest)
 
     def _timed_again(self, evidence: Evidence, changes: Changes) -> Evidence:
-        """The same with the faster of two measurements of what is, and the slower of what would be."""
+        """Return the same with the faster of two measurements of what is, and the slower of what would be."""
         try:
             needs, more = self._predicting.predict({}), self._predicting.predict(dict(changes))
         except (InvalidInput, WorkloadError):
@@ -194,7 +194,7 @@ class Doctoring:
         return dataclasses.replace(evidence, needs=faster, larger=slower)
 
     def _facts(self, needs: Prediction | None, notes: list[str]) -> Sequence[ModelFacts | None]:
-        """What each rank holds for nothing; of inputs, where the step for it does not take long."""
+        """Return what each rank holds for nothing; of inputs, where the step for it does not take long."""
         quick = needs is not None and needs.step_s is not None and needs.step_s <= LONGEST_S
         if needs is None:
             notes.append("Inputs were not looked at, either.")
@@ -206,7 +206,7 @@ class Doctoring:
         return found
 
     def _predict(self, changes: Changes, notes: list[str]) -> Prediction | None:
-        """What is predicted of these changes; ``None`` where nothing can be said."""
+        """Return what is predicted of these changes; ``None`` where nothing can be said."""
         try:
             return self._foreseen(changes)
         except (InvalidInput, WorkloadError) as error:
@@ -214,13 +214,13 @@ class Doctoring:
             return None
 
     def _foreseen(self, changes: Changes) -> Prediction:
-        """What was predicted of these changes, now or before."""
+        """Return what was predicted of these changes, now or before."""
         wanted = compatibility.asked(self._training.settings, changes, len(self._ranks))
         known = self._history.foreseen.get(wanted) if changes else None
         return self._predicting.predict(dict(changes)) if known is None or known.cut_short else known
 
     def _with_flip(self, finding: Finding, evidence: Evidence) -> Finding:
-        """The same with the first of its candidates that brings what it must, or with those that do not, and why."""
+        """Return the finding with its first candidate that is good enough, or with those that are not, and why."""
         in_vain: dict[str, list[str]] = {}
         for changes in finding.candidates[:_TRIED_FLIPS]:
             after = self._after(changes)
@@ -252,7 +252,7 @@ class Doctoring:
 
 
 def _brings(flip: Flip, wants: str) -> bool:
-    """Whether a flip is worth a button: as far as is known, it fits and does what it is for."""
+    """Return whether a flip is worth a button: as far as is known, it fits and does what it is for."""
     will, saves, gains = flip.will, flip.saves_bytes, flip.gains_samples_per_s
     if will is None:
         return wants not in (FIT, ROOM)
@@ -279,7 +279,7 @@ def _under(samples: Sequence[Sample], settings_id: int | None) -> tuple[Sample, 
 
 
 def _came(evidence: Evidence) -> str:
-    """What the latest flip did, or all since the pinned settings, beside what had been predicted of it."""
+    """Return what the latest flip did, or all since the pinned settings, beside what had been predicted of it."""
     effect, said = evidence.effect, evidence.foretold
     if effect is None or said is None or not effect.after.steps:
         return ""

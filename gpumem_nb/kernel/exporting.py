@@ -116,7 +116,7 @@ class Exporting:
         )
 
     def _header(self, target: Path, facts: Facts, settings: Settings, workload: WorkloadInfo, ddp: bool) -> str:
-        """How to run it, and what was measured."""
+        """Return how to run it, and what was measured."""
         ranks, now = self._ranks, self._history.now()
         framework = "DistributedDataParallel" if ddp else "Horovod"
         run, *others = commands(target.name, len(ranks), ddp)
@@ -185,7 +185,7 @@ class Exporting:
         )
 
     def _left_out(self) -> list[str]:
-        """What is the session's and not the script's."""
+        """Return what is the session's and not the script's."""
         policy, steps, before = self._policy(), self._history.steps, self._cells.before_load()
         later = self._cells.since_load()
         since = sum(bool(cell.source or cell.opaque) for cell in later)
@@ -238,7 +238,7 @@ def agreed(ask: Callable[[], Facts], settings: Callable[[], Settings]) -> tuple[
 
 
 def _of_statements(source: Source) -> list[str]:
-    """What is told of statements that are not in a script."""
+    """Return what is told of statements that are not in a script."""
     return [
         f"`{in_short(text)}`: a script makes no files of yours again (what it reads must be there), and has no lines "
         "of IPython's"
@@ -262,7 +262,7 @@ def _of_places(order: Order) -> list[str]:
 
 
 def _used(roles: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """The roles that a script under these settings has a use for."""
+    """Return the roles that a script under these settings has a use for."""
     unused = set() if settings.lr_schedule == OWN else {"scheduler"}
     return {role: roles[role] for role in ROLES if role in roles and role not in unused}
 

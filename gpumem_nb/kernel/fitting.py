@@ -35,7 +35,7 @@ class Fitting:
     def what_fits(
         self, progress: Progress, apply: Callable[[dict[str, Any]], object], latest: Callable[[], Training]
     ) -> WhatFits:
-        """All cells; those that cannot be used with what is loaded are left out.
+        """Return all cells; those that cannot be used with what is loaded are left out.
 
         An interrupt ends it with those found, and so does the end of the ranks.
 
@@ -77,7 +77,7 @@ class Fitting:
             except (KeyboardInterrupt, Changed, GpumemError) as why:
                 cells = cells[: number - len(failed)]  # the latest may be of another model
                 if not cells and isinstance(why, Changed):
-                    raise NotThisTime(f"Meanwhile {why} Look again.") from None
+                    raise NotThisTime(f"Meanwhile {why} Run it again.") from None
                 if not cells:
                     raise
                 failed[place] = f"not looked at, nor what follows it{': ' * bool(str(why))}{why}"
@@ -97,7 +97,7 @@ class Fitting:
         return WhatFits(tuple(cells), now, limit, failed, apply_unchanged, helps)
 
     def _lighter(self, now: Settings) -> Prediction | None:
-        """What fits where nothing does under any precision and checkpointing: another way of the same update."""
+        """Return what fits where nothing does under any precision and checkpointing: another way of the same update."""
         for settings in mildest_first(Need(TEMPORARIES, "update", now, 0)):
             if settings.same_mathematics(now):
                 with suppress(GpumemError):
@@ -135,6 +135,6 @@ class Fitting:
 
 
 def _changed_since(now: Settings, training: Training) -> str:
-    """Knobs that memory hangs on besides those of a cell, and that somebody has changed; empty without any."""
+    """Return changed knobs that affect memory besides those of a cell of the table; empty without any."""
     changed = training.settings.changed_from(now).keys() - {ROWS, COLUMNS, "batch_size"}
     return ", ".join(name for name in KNOBS if name in changed and KNOBS[name].moves)

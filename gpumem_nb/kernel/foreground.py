@@ -66,17 +66,17 @@ class Foreground:
 
     @property
     def busy(self) -> bool:
-        """Whether the notebook waits for the ranks."""
+        """Return whether the notebook waits for the ranks."""
         return self._waiting > 0
 
     @property
     def in_vain(self) -> bool:
-        """Whether some ranks did not stop when they were interrupted last."""
+        """Return whether some ranks did not stop when they were interrupted last."""
         return self._interrupts.in_vain
 
     @property
     def wait_report(self) -> waits.WaitReport | None:
-        """What takes long, and who waits for whom; ``None`` when nothing does."""
+        """Return what takes long, and who waits for whom; ``None`` when nothing does."""
         if self._ended():
             return None
         return waits.now(self._ranks.pulses(), self._ranks.pending(), self._ranks.size)
@@ -139,7 +139,7 @@ class Foreground:
         return self.finish(post, timeout, then).get()
 
     def call_alone(self, function: str, *arguments: Any, undone: bool = False) -> list[Any]:
-        """The same of all ranks, while no chunk of training is sent.
+        """Return the same of all ranks, while no chunk of training is sent.
 
         Args:
             undone: whether it leaves nothing: behind another request an interrupt leaves it to itself.
@@ -223,7 +223,7 @@ class Foreground:
         return call
 
     def _behind_others(self, call: Call, steps: Sequence[Call]) -> bool:
-        """Whether ranks are at something else than training's steps that was asked of them before this."""
+        """Return whether ranks are at something else than training's steps that was asked of them before this."""
         return any(one not in steps for one in self._ranks.ahead_of(call))
 
     def _wait_for(self, call: Call, timeout: float | None, show: Callable[[Call], None]) -> None:

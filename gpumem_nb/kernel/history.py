@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def weight(self) -> int:
-        """How many samples it holds, or 1."""
+        """Return how many samples it holds, or 1."""
         return len(self.what) if isinstance(self.what, Sequence) else 1
 
 
@@ -110,7 +110,7 @@ class History:
         self._lock = threading.Lock()
 
     def loaded_again(self, earlier: History, loaded_as: int) -> bool:
-        """Whether something was loaded since ``earlier`` was at ``loaded_as``; a restart brings back what there was."""
+        """Return whether a workload was loaded since ``earlier`` was at ``loaded_as``; a restart does not count."""
         return self is earlier and self.loaded_as != loaded_as
 
     def now_s(self) -> float:
@@ -143,7 +143,7 @@ class History:
         self.read(readings, device_uses)
 
     def _of_step(self, step: int, settings_id: int) -> Tried | None:
-        """The configuration that a step belongs to: a new one, where a cell may have changed the model before it."""
+        """Return the configuration that a step belongs to: a new one if a cell may have changed the model before it."""
         tried = self.configuration(settings_id)
         latest = tried is not None and tried is self.tried[-1]
         if tried and latest and tried.steps and tried.model_version != self.model_version and step > self.changed_after:
@@ -293,7 +293,7 @@ class History:
         return Entry(self.started_s, time.time(), self.tried[-1]) if self.tried else None
 
     def of_tried(self, make: Callable[[Tried], T]) -> list[T]:
-        """What is made of each configuration that ran, all at one moment; making may not wait."""
+        """Apply ``make`` to every configuration under the lock; ``make`` must not block."""
         with self._lock:
             return [make(one) for one in self.tried if one.ran]
 
@@ -311,21 +311,21 @@ class History:
 
     @property
     def begun(self) -> int:
-        """How many configurations have begun, one that waits for its first step left out."""
+        """Return how many configurations have begun, one that waits for its first step left out."""
         tried = self.tried
         return len(tried) - (bool(tried) and not tried[-1].ran)
 
     def configuration(self, settings_id: int) -> Tried | None:
-        """The configuration with this id, latest first."""
+        """Return the configuration with this id, latest first."""
         return next((tried for tried in reversed(self.tried) if tried.settings_id == settings_id), None)
 
     def samples(self, last: int | None = None) -> list[list[Sample]]:
-        """The latest samples of each rank, oldest first."""
+        """Return the latest samples of each rank, oldest first."""
         with self._lock:
             return [list(kept)[-last:] if last else list(kept) for kept in self._by_rank]
 
     def of_loaded(self, last: int | None = None) -> list[list[Sample]]:
-        """The same of what is loaded now."""
+        """Return the same of what is loaded now."""
         return [[one for one in of_rank if one.settings_id >= self.loaded_as] for of_rank in self.samples(last)]
 
     def asked_for(self, last: int | None = None) -> list[list[Sample]]:
@@ -338,7 +338,7 @@ class History:
         return found if any(found) else [list(of_rank) for of_rank in rows]
 
     def ledger_cost(self) -> float | None:
-        """What recording steps costs on average, as a share of training time; ``None`` before it is known.
+        """Return what recording steps costs on average, as a share of training time; ``None`` before it is known.
 
         From the durations of rank 0's steps under the latest settings, the first ones left out: those are special.
         """
@@ -354,7 +354,7 @@ class History:
         return max(0.0, longer) * len(recorded) / len(steps)
 
     def now(self) -> Tried | None:
-        """The latest configuration; of several with the same settings in a row the last that has figures.
+        """Return the latest configuration; of several with the same settings in a row the last that has figures.
 
         After an interrupt, for example, the same settings go on under another number.
         """
@@ -380,7 +380,7 @@ class History:
         return True
 
     def effect(self) -> Effect | None:
-        """The latest configuration beside the pinned one, or beside the one before it, of what is loaded."""
+        """Return the latest configuration beside the pinned one, or beside the one before it, of what is loaded."""
         with self._lock:
             after = self.now()
             if after is None:

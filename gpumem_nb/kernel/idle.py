@@ -52,13 +52,13 @@ class IdleWatch:
                 self._expiring = None
 
     def touch(self) -> None:
-        """Somebody works."""
+        """Note that the session is used."""
         if threading.current_thread() is not self._expiring:
             self._worked_s = self._clock()
 
     @property
     def over(self) -> bool:
-        """Whether nobody has worked for as long as it takes."""
+        """Return whether the session was unused for the whole time limit."""
         if self._busy():
             self._worked_s = self._clock()
         return self._left_s() <= 0

@@ -31,7 +31,7 @@ class Inspection:
         self._history = history
 
     def report(self, by: str | None, timeline: bool) -> MemoryReport:
-        """What every rank reads, and what the latest known peak is made of; ``timeline`` records a step for it.
+        """Return what every rank reads, and what the latest known peak is made of; ``timeline`` records a step for it.
 
         Raises:
             InvalidInput: ``by`` is not a view.
@@ -63,7 +63,7 @@ class Inspection:
         return found
 
     def time(self, timeline: bool) -> TimeReport:
-        """Where the time of a step goes; with ``timeline`` also the latest step as it happened on each rank.
+        """Return where the time of a step goes; with ``timeline`` also the latest step as it happened on each rank.
 
         Raises:
             WorkloadError: nothing is loaded, or no step was done.
@@ -79,11 +79,11 @@ class Inspection:
         return dataclasses.replace(report, lanes=tuple(aligned(lanes, [info.host for info in self._ranks])))
 
     def verdict(self) -> Bottleneck | None:
-        """What the time of a step is lost to; ``None`` while nothing is, or under settings of too few steps so far."""
+        """Return the main cause of lost time; ``None`` if there is none, or after too few steps under these settings."""
         return next(iter(self.verdicts()), None)
 
     def verdicts(self) -> list[Bottleneck]:
-        """All that it is lost to and that is worth a word, the largest first."""
+        """Return all that it is lost to and that is worth a word, the largest first."""
         history, settings = self._history, self._training.settings
         now = history.now()
         if now is None or now.settings != settings:
@@ -92,7 +92,7 @@ class Inspection:
         return Bottleneck.all_of(history.asked_for(), history.changed_after, around)
 
     def sync(self, model: str | None, data: str | None) -> SyncReport:
-        """Whether ranks hold the same, of what is loaded or of variables.
+        """Return whether ranks hold the same, of what is loaded or of variables.
 
         Raises:
             WorkloadError: nothing is loaded and nothing named, or a name is wrong.

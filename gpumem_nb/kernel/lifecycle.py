@@ -186,7 +186,7 @@ class Lifecycle:
         self._end(self._shut_down_for_good)
 
     def status(self) -> Status:
-        """Which ranks run where, on which devices, and what they are doing."""
+        """Return which ranks run where, on which devices, and what they are doing."""
         time = TimeReport.of(self.history.asked_for(last=STEPS_JUDGED), self.history.changed_after)
         return Status(
             doing=self.doing,
@@ -203,7 +203,7 @@ class Lifecycle:
 
     @property
     def doing(self) -> str:
-        """What is happening, in one line of words."""
+        """Return what is happening, in one line of words."""
         if self.ended:
             return self.ended
         stopped = [

@@ -146,7 +146,7 @@ class Loading:
             self._history.model_may_have_changed()
 
     def take_last_snapshot(self) -> bool:
-        """One more snapshot while the ranks live; says whether there is one of this very step."""
+        """Return one more snapshot while the ranks live; says whether there is one of this very step."""
         with suppress(GpumemError, TimeoutError):
             self._training.pause(timeout=RESTART_PATIENCE_S)
             trained = self._training.workload is not None and self._history.steps > 0

@@ -61,5 +61,5 @@ class Origin:
 
     @property
     def loaded(self) -> bool:
-        """Whether there is something to load again; unlike training, this knows while ranks come and go."""
+        """Return whether there is something to load again; unlike training, this knows while ranks come and go."""
         return self.workload is not None or self.attached is not None

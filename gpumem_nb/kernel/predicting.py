@@ -31,8 +31,8 @@ from .training import Training
 FEWEST = [2, 4]  # samples of two steps, where larger ones run out of memory; some models mix pairs
 _PASSING = ("interrupted", "stall", "diverged")  # failures after which another try may go well
 HALVED, DOUBLED = 2, 3  # times, of the batch size in a line of peaks
-LONGEST_S = 2.0  # whole steps that take longer, as far as is known, are not tried out: nobody would wait for that
-CONFIRMED_S = 5.0  # whole steps of the largest batch, which somebody is going to train with
+LONGEST_S = 2.0  # whole steps that take longer, as far as is known, are not tried out: that would take too long
+CONFIRMED_S = 5.0  # whole steps of the largest batch, which the user is going to train with
 LONGEST_GUESSED_S = 10.0  # nor those that would take longer to judge by small ones, which take their time to begin
 
 
@@ -53,7 +53,7 @@ class Predicting:
         self._mean: dict[int, bool | None] = {}  # by model version, what the ranks found of training in parts
 
     def predict(self, knobs: dict[str, Any]) -> Prediction:
-        """What the present settings with these changes would need.
+        """Return what the present settings with these changes would need.
 
         Raises:
             InvalidInput: an unknown knob, or a value that cannot be used with what is loaded.
@@ -159,7 +159,7 @@ class Predicting:
         return found if ran_out else found.timed([one.steps_s for one in rehearsals])
 
     def _settled(self, prediction: Prediction, budget_bytes: int | None = None) -> Prediction:
-        """The same after what is known of the model from earlier predictions, and from training."""
+        """Return the same after what is known of the model from earlier predictions, and from training."""
         history, running = self._history, self._history.running
         within = running is not None and (budget_bytes is None or (running.reserved_peak_bytes or 0) <= budget_bytes)
         came: tuple[int, int] | None = None
@@ -168,7 +168,7 @@ class Predicting:
         return fit.settled(prediction, Missed(*self.score().missed(history.model_version)), came)
 
     def _rehearsed(self, prediction: Prediction, longest_s: float) -> Prediction:
-        """What whole steps need and how long they take, unless they would not fit or take long."""
+        """Return what whole steps need and how long they take, unless they would not fit or take long."""
         settings = prediction.settings
         if prediction.verdict == DOES_NOT_FIT or not self._may_be_quick(settings, longest_s):
             return prediction
@@ -185,13 +185,13 @@ class Predicting:
         return replace(fit.with_longest(found, prediction), seconds=prediction.seconds + found.seconds)
 
     def _may_be_quick(self, settings: Settings, longest_s: float) -> bool:
-        """Whether a whole step takes no longer than that, as training goes; true before anything was trained."""
+        """Return whether a whole step takes no longer than that, as training goes; true before anything was trained."""
         tried = self._history.now()
         speed: float | None = tried.samples_per_s if tried else None
         return not speed or settings.samples_per_rank * len(self._ranks) / speed <= longest_s
 
     def _is_quick(self, settings: Settings, small_s: float, longest_s: float) -> bool:
-        """Whether it does, going by small steps where nothing was trained yet, which took ``small_s`` seconds.
+        """Return whether it does, going by small steps where nothing was trained yet, which took ``small_s`` seconds.
 
         They are recorded, and take their time to begin: where they make a step seem long, some others are timed.
         """
@@ -220,7 +220,7 @@ class Predicting:
         return WhatIf(now, tuple(flips))
 
     def allocators(self, others: Sequence[str]) -> AllocatorWhatIf:
-        """The present settings under other settings of the caching allocator, from one step.
+        """Return the present settings under other settings of the caching allocator, from one step.
 
         Args:
             others: as torch writes them; without any, each that is known, alone.
@@ -294,7 +294,7 @@ class Predicting:
                 return found
 
     def _sized(self, settings: Settings, small_s: float, longest_s: float) -> Prediction:
-        """What settings need by whole steps, or by small ones where those would take long."""
+        """Return what settings need by whole steps, or by small ones where those would take long."""
         quick = self._may_be_quick(settings, longest_s) and not self._foreground.busy
         try:
             if quick and self._is_quick(settings, small_s, longest_s):
@@ -307,7 +307,7 @@ class Predicting:
         return self.by_small_steps(settings, [settings.batch_size])[0]
 
     def _by_smallest_steps(self, settings: Settings, most: int) -> tuple[int, int, float]:
-        """The largest sizes that fit for certain and likely, by small steps, which took so many seconds; 0 for none."""
+        """Return the largest sizes that fit certainly and likely by small steps, which took ``seconds``; 0 for none."""
         ran_out = False
         for small in (list(SMALL), FEWEST, [2], [1]):
             answers = self._ask(settings, small, [], most)
@@ -364,7 +364,7 @@ class Predicting:
         return settings
 
     def _small(self, batch_size: int) -> list[int]:
-        """The batch sizes to try: the very one if it is small, or if the data bring their own."""
+        """Return the batch sizes to try: the very one if it is small, or if the data bring their own."""
         workload = self._training.workload
         batched = workload is not None and workload.data.batched
         return [batch_size] if batched or batch_size <= max(SMALL) else list(SMALL)
@@ -376,7 +376,7 @@ class Predicting:
         return answers
 
     def _ran_out(self, answers: list[Forecasts]) -> Forecasts | None:
-        """The answer of a rank that ran out of memory in a small step; raises if any failed for another reason."""
+        """Return the answer of a rank that ran out of memory in a small step; raise if one failed for another reason."""
         failed = [answer for answer in answers if answer.failure]
         for answer in failed:
             if answer.failure and answer.failure.kind != "oom":
@@ -388,6 +388,6 @@ class Predicting:
 
 
 def _limited(answer: Forecasts, budget_bytes: int | None) -> Forecasts:
-    """The same with a budget, if that is less than the rank's limit."""
+    """Return the same with a budget, if that is less than the rank's limit."""
     limits = [limit for limit in (answer.limit_bytes, budget_bytes) if limit is not None]
     return replace(answer, limit_bytes=min(limits, default=None))

@@ -116,7 +116,7 @@ class Record:
     def _row_of(
         self, history: History, foretold: Callable[[str], Foretold | None]
     ) -> Callable[[Tried], tuple[Row, bool]]:
-        """What makes a row of a configuration, and says whether it stays so; those that stay are made once."""
+        """Return what makes a row of a configuration, and says whether it stays so; those that stay are made once."""
 
         def row_of(tried: Tried) -> tuple[Row, bool]:
             known = self._settled.get(_key(history, tried))
@@ -166,5 +166,5 @@ def _hand_on(foretold: dict[str, Foretold], history: History) -> None:
 
 
 def _key(history: History, tried: Tried) -> str:
-    """What no other configuration of any session is called."""
+    """Return what no other configuration of any session is called."""
     return f"{history.started_s:.6f}-{tried.settings_id}" + (f".{tried.part}" if tried.part else "")

@@ -154,7 +154,7 @@ class Running:
 
 
 def pickled(value: Any, what: str) -> bytes:
-    """A value as it travels; ``what`` it is called when it cannot.
+    """Return a value as it travels; ``what`` it is called when it cannot.
 
     Raises:
         WorkloadError: it cannot travel.

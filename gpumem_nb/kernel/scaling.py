@@ -69,7 +69,7 @@ class Scaling:
             InvalidInput: that is one rank only.
         """
         if count < 2:
-            raise InvalidInput("One rank alone has nobody to send to: %hvd_start 2 starts two.")
+            raise InvalidInput("A single rank has no other rank to send to. Start two: %hvd_start 2")
         seconds: dict[int, float] = {}
         for place, size in enumerate(SWEEP_BYTES):
             if seconds and max(seconds.values()) * size / max(seconds) > LONGEST_MESSAGE_S:

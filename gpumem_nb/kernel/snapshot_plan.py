@@ -74,17 +74,17 @@ class SnapshotPlan:
         self._before_flip = True
 
     def steps_left(self, steps: int) -> float:
-        """The steps that the next chunk may have so as not to pass the moment for a snapshot."""
+        """Return the steps that the next chunk may have so as not to pass the moment for a snapshot."""
         every = self._policy().snapshot_steps
         return max(1, self._asked_at + every - steps) if isinstance(every, int) else math.inf
 
     def order(self, steps: int) -> SnapshotOrder | None:
-        """The snapshot that a chunk which begins after ``steps`` steps is to take, if one is due."""
+        """Return the snapshot that a chunk which begins after ``steps`` steps is to take, if one is due."""
         flip, self._before_flip = self._before_flip, False
         return self.order_now(steps) if self._due(steps - self._asked_at, flip) else None
 
     def order_now(self, steps: int) -> SnapshotOrder | None:
-        """A snapshot whether due or not; ``None`` when there is no place for it."""
+        """Return a snapshot whether due or not; ``None`` when there is no place for it."""
         try:
             snapshot_folder.make(self.folder, notebook_name())
         except OSError as error:
@@ -119,7 +119,7 @@ class SnapshotPlan:
             self.latest, self._asked_at = stored, stored.steps
 
     def describe(self) -> str:
-        """The last snapshot and what all of them cost, in one line."""
+        """Return the last snapshot and what all of them cost, in one line."""
         share = f"{100 * self._cost_s / self._trained_s:.2f} %" if self._trained_s else "n/a"
         cost = f"snapshots cost {share} of training time"
         if self._problem:

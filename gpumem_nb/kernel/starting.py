@@ -85,5 +85,5 @@ def plan(
 
 
 def others(device: str) -> list[str]:
-    """Who else uses this machine's memory for ranks, and its GPUs."""
+    """Return who else uses this machine's memory for ranks, and its GPUs."""
     return [*map(str, cluster_records.others()), *(resources.gpus_in_use() if device == "cuda" else [])]

@@ -65,7 +65,7 @@ class StateFiles:
         return StateFile("resumed", source, size, header.steps, time.perf_counter() - began)
 
     def snapshots(self) -> Snapshots:
-        """The automatic snapshots that there are."""
+        """Return the automatic snapshots that there are."""
         return snapshots(self._plan.folder)
 
     def load_runs(self, path: str | os.PathLike[str]) -> ImportedRuns:
@@ -87,7 +87,7 @@ class StateFiles:
 
 
 def snapshots(folder: Path) -> Snapshots:
-    """The automatic snapshots that there are, for the session that has this folder; unreadable ones are left out."""
+    """Return the automatic snapshots for the session that has this folder; unreadable ones are left out."""
     rows = []
     for found in snapshot_folder.of_all_sessions(folder, notebook_name()):
         try:
@@ -111,7 +111,7 @@ def snapshots(folder: Path) -> Snapshots:
 
 
 def newest(folder: Path) -> Path:
-    """The newest snapshot of this notebook.
+    """Return the newest snapshot of this notebook.
 
     Raises:
         StateFileError: there is none; names those of others.
@@ -125,7 +125,7 @@ def newest(folder: Path) -> Path:
 
 
 def ready_made(source: Path) -> state_file.Header:
-    """What a file is of, which can be loaded without more.
+    """Return what a file is of, which can be loaded without more.
 
     Raises:
         StateFileError: the file cannot be used, or is of something else than a ready-made workload.
@@ -140,7 +140,7 @@ def ready_made(source: Path) -> state_file.Header:
 
 
 def ranks_for(path: str | os.PathLike[str] | None) -> tuple[Path, int | None]:
-    """The file to resume from without a session, and on how many ranks: as many as it had, or one for each GPU here.
+    """Return the file to resume from without a session, and the number of ranks: its own, or one per GPU here.
 
     Raises:
         InvalidInput: not a path.

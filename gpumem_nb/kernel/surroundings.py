@@ -31,7 +31,7 @@ class Followed:
 
 
 def notebook_name() -> str:
-    """Where the cells come from: the notebook's path, else the folder in which this process works; empty if unknown."""
+    """Return where the cells come from: the notebook's path, else this process's working folder; empty if unknown."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     name = os.environ.get("JPY_SESSION_NAME") or (shell.user_ns.get("__vsc_ipynb_file__") if shell else None)
     with suppress(OSError):  # the folder was deleted

@@ -131,7 +131,7 @@ def unpacked(rank: int, size_bytes: int, piece: Callable[[int], bytes]) -> Itera
 
 
 def _order(ranks: Sequence[RankInfo], lanes: Sequence[Sequence[StepLanes]]) -> TraceOrder:
-    """One clock for all hosts: of several steps the middle one says best by how much theirs differ."""
+    """Return one clock for all hosts: of several steps the middle one says best by how much theirs differ."""
     hosts = [info.host for info in ranks]
     by_step = [behind(of_step, hosts) for of_step in zip(*lanes, strict=True)]
     later_s = tuple(statistics.median(of_step[info.rank] for of_step in by_step) for info in ranks)

@@ -58,7 +58,7 @@ class SlowPrecisions:
         self._why: dict[str, str] = {}
 
     def why(self, settings: Settings, again: Callable[[float], bool] = lambda took_s: True) -> str:
-        """Why the precision of these settings is not worth larger steps; empty if it is.
+        """Return why the precision of these settings is not worth larger steps; empty if it is.
 
         Args:
             settings: those to try it with.

@@ -54,7 +54,7 @@ class Tuning:
         apply: Callable[[dict[str, Any]], object],
         latest: Callable[[], Training],
     ) -> TuneResult:
-        """The fastest settings that fit.
+        """Return the fastest settings that fit.
 
         Args:
             apply: changes knobs of what is loaded now.
@@ -129,7 +129,7 @@ class Tuning:
 
 
 def _foretold(best: Candidate, present: Settings, ranks: int) -> Prediction:
-    """What is to be held against what comes of the best settings."""
+    """Return what is to be held against what comes of the best settings."""
     rate = speed_of(best)
     return replace(
         best.predicted,
@@ -175,17 +175,17 @@ class _Trials:
         self._slow = slow
 
     def time_spent(self) -> float:
-        """The share of the time that is gone."""
+        """Return the share of the time that is gone."""
         return (time.monotonic() - self.began_s) / self._seconds
 
     def time_for(self, settings: Settings) -> bool:
-        """Whether they can be measured before the time is over; until something was, whether it is not over yet."""
+        """Return whether they can be measured in the time left; before any measurement, whether time is left."""
         known = settings in self.record.candidates
         ahead_s = self.times.ahead_s(settings, known) if self.record.measured else 0.0
         return self._left_s > ahead_s
 
     def fits(self, settings: Settings) -> bool:
-        """Whether these settings fit, by small steps; asked once, for all splits of the batch that follow from them."""
+        """Return whether these settings fit by small steps; asked once for all splits of the batch."""
         known, refused = self.record.candidates, self.record.refused
         if settings not in known and settings not in refused:
             self._tell()
@@ -253,7 +253,7 @@ class _Trials:
 
 
 def _follows(one: Settings, settings: Settings) -> bool:
-    """Whether what one needs follows from the same small steps as what the other needs."""
+    """Return whether what one needs follows from the same small steps as what the other needs."""
     either = (one, settings)
     small = [each.batch_size <= max(SMALL) for each in either]
     return one == settings or (not any(small) and len({shortened(each).accumulation_steps for each in either}) == 1)

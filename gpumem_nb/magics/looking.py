@@ -77,7 +77,7 @@ class LookingMagics(Magics):
         nargs="*",
         metavar="SETTING",
         type=Offered(NAMES),
-        help="what a step would reserve were the caching allocator set otherwise, such as expandable_segments or "
+        help="what a step would reserve under other settings of the caching allocator, such as expandable_segments or "
         "max_split_size_mb:128; without one, the usual ones",
     )
     @line_magic
@@ -118,7 +118,7 @@ class LookingMagics(Magics):
     @line_magic
     @says_usage
     def hvd_scaling(self, line: str) -> Any:
-        """Measure samples/s on more and more of the running ranks, what is lost to what, and forecast still more."""
+        """Measure samples/s on growing numbers of the running ranks, and what is lost; forecast more ranks."""
         args, session = parse_argstring(self.hvd_scaling, line), current()
         with progress_bar("Measuring") as progress:
             return session.scaling(args.ranks or None, args.steps, progress)

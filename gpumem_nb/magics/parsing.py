@@ -1,4 +1,4 @@
-"""What all magics share: misuse is told in one sentence, and how ``name=value`` and paths are read."""
+"""Shared parts of all magics: one sentence for misuse, and the reading of ``name=value`` and paths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def says_usage(magic: Magic) -> Magic:
 
 
 def _with_what_is_allowed(message: str, name: str, magics: Magics) -> str:
-    """What argparse says of words that it does not know, with the options there are."""
+    """Return argparse's message about unknown words, with the options there are."""
     said, _, words = message.partition(_UNKNOWN)
     if said or not words:
         return message
@@ -47,7 +47,7 @@ def _with_what_is_allowed(message: str, name: str, magics: Magics) -> str:
 
 
 def intermixed(magic: Callable[..., Any], line: str) -> argparse.Namespace:
-    """The arguments of a line in which flags may stand among the other words."""
+    """Return the arguments of a line in which flags may stand among the other words."""
     parsed: argparse.Namespace = magic.parser.parse_intermixed_args(arg_split(line))  # type: ignore[attr-defined]
     return parsed
 
@@ -61,7 +61,7 @@ def pair(text: str) -> tuple[str, str]:
 
 
 def pairs(args: Any) -> dict[str, str]:
-    """All pairs of a line."""
+    """Return all pairs of a line."""
     return dict(args.pairs)
 
 
@@ -71,6 +71,6 @@ def unquoted(path: str) -> str:
 
 
 def shell_of(magics: Magics) -> InteractiveShell:
-    """The shell that the magics belong to."""
+    """Return the shell that the magics belong to."""
     assert magics.shell is not None
     return magics.shell

@@ -27,17 +27,17 @@ _OF_COLD = ("gpu", "memory", "ranks")  # flags that make no sense for the ranks 
 
 
 def _name_or_pair(text: str) -> str | tuple[str, str]:
-    """A name, or ``name=value`` as a pair."""
+    """Return a name, or ``name=value`` as a pair."""
     return pair(text) if "=" in text else text
 
 
 def _goes_on(entry: str | tuple[str, str]) -> bool:
-    """Whether GPUs end with a comma, so that more of them were meant to follow."""
+    """Return whether GPUs end with a comma, so that more of them were meant to follow."""
     return entry[0] == "gpu" and entry[1].endswith(",")
 
 
 def _answer(title: str, question: Callable[[Progress], Found]) -> Found:
-    """What a question finds, with its progress; stop that is pressed once more after that loses nothing of it."""
+    """Run a question with its progress and return the result; a second press of stop afterwards does not lose it."""
     found: list[Found] = []
     try:
         with progress_bar(title) as progress:
@@ -111,7 +111,7 @@ class PlanningMagics(Magics):
     @line_magic
     @says_usage
     def hvd_doctor(self, line: str) -> Any:
-        """Say what is wrong with the session as it is, the worst first, with a button for what would mend it."""
+        """Say what is wrong with the session, the worst first, with a button for each fix."""
         args, session = parse_argstring(self.hvd_doctor, line), current()
         if args.checklist:
             return _answer("Examining", session.checklist)

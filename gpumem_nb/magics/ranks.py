@@ -45,7 +45,7 @@ class RanksMagics(Magics):
     @line_magic
     @says_usage
     def hvd_status(self, line: str) -> Any:
-        """Show who runs where, on what, doing what."""
+        """Show the ranks, their devices, and what they are doing."""
         args = parse_argstring(self.hvd_status, line)
         status = current().status()
         return print(status.to_json()) if args.json else status

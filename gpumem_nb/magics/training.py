@@ -126,5 +126,5 @@ class TrainingMagics(Magics):
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise InvalidInput(f"{text!r} is no number of a run. Write, for example: %hvd_runs --note 3 best so far")
+        raise InvalidInput(f"{text!r} is not the number of a run. Write, for example:  %hvd_runs --note 3 best so far")
     return int(text)

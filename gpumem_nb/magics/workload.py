@@ -1,4 +1,4 @@
-"""What is trained: loaded or attached, saved and resumed."""
+"""The workload: loaded or attached, saved and resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .parsing import pair, pairs, says_usage, shell_of, unquoted
 
 @magics_class
 class WorkloadMagics(Magics):
-    """What is trained: loaded or attached, saved and resumed."""
+    """The workload: loaded or attached, saved and resumed."""
 
     @magic_arguments()
     @argument("name", help="digits-resnet, digits-separable, text-gpt, or a variable that holds a Workload")

@@ -32,14 +32,14 @@ _panel: Panel | None = None  # the notebook's; one session after the other is sh
 
 
 def current() -> Session:
-    """The running session. Raises ``NoSession`` when there is none."""
+    """Return the running session. Raises ``NoSession`` when there is none."""
     if _current is None:
         raise NoSession
     return _current
 
 
 def latest() -> Session:
-    """The running session, or until another is started that which was stopped last: what it measured is still there.
+    """Return the running session, or the one that was stopped last, whose measurements are still there.
 
     Raises ``NoSession`` when there was none.
     """
@@ -93,12 +93,12 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
 
     @property
     def history(self) -> History:
-        """What has been measured since the ranks were started."""
+        """Return what has been measured since the ranks were started."""
         return self._life.history
 
     @property
     def restored(self) -> str:
-        """What the last :meth:`restart` brought back, in words."""
+        """Return what the last :meth:`restart` brought back, in words."""
         return self._life.restored
 
     @property
@@ -108,12 +108,12 @@ class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
-        """Who the ranks are, in rank order."""
+        """Return who the ranks are, in rank order."""
         return tuple(self._life.ranks.infos)
 
     @property
     def ended(self) -> str:
-        """Why the session is over, in words; empty while it lives."""
+        """Return why the session is over, in words; empty while it lives."""
         return self._life.ended
 
     def panel(self, big: bool = False) -> Panel:

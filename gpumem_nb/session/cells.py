@@ -80,7 +80,7 @@ class RunsCells:
         self._life.running.push(variables, ranks)
 
     def pull(self, name: str, ranks: RankChoice = None) -> list[Any]:
-        """The values of a variable, in rank order. What lies on a GPU comes back on the CPU, as :meth:`run` says.
+        """Return the values of a variable, in rank order. Tensors on a GPU come back on the CPU, see :meth:`run`.
 
         Raises:
             InvalidInput: ranks that do not exist.

@@ -1,4 +1,4 @@
-"""Where what is measured is written besides."""
+"""Logs of measurements for other programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class WritesLogs:
 
     @property
     def logs(self) -> tuple[Log, ...]:
-        """What is logged now, and what could not be logged any more."""
+        """Return what is logged now, and what could not be logged any more."""
         return tuple(self._life.logs)
 
     def log_to(self, target: str | os.PathLike[str], to: str | None = None) -> Log:

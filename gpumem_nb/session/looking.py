@@ -1,4 +1,4 @@
-"""What the session and its memory look like."""
+"""The state of the session and of its memory."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ class Looks:
     _life: Lifecycle
 
     def status(self) -> Status:
-        """Which ranks run where, on which devices, and what they are doing; also of a session that has ended."""
+        """Return which ranks run where, on which devices, and what they are doing; also of a session that has ended."""
         return self._life.status()
 
     @property
     def doing(self) -> str:
-        """What is happening, in one line of words."""
+        """Return what is happening, in one line of words."""
         return self._life.doing
 
     @property
     def wait_report(self) -> WaitReport | None:
-        """What takes long, and who waits for whom; ``None`` when nothing does."""
+        """Return what takes long, and which ranks wait for which; ``None`` when nothing does."""
         return self._life.foreground.wait_report
 
     @property
     def busy(self) -> bool:
-        """Whether the notebook waits for the ranks."""
+        """Return whether the notebook waits for the ranks."""
         return self._life.foreground.busy
 
     def telling(self, progress: Progress) -> AbstractContextManager[None]:
-        """Inside, ``progress`` is told what the ranks are at while the notebook waits for them, a load for example.
+        """Inside, ``progress`` is told what the ranks are doing while the notebook waits for them, a load for example.
 
         How much is done is not known, and told as 0.
         """
@@ -84,7 +84,7 @@ class Looks:
         return self._life.inspection.timeline()
 
     def time(self, timeline: bool = False) -> TimeReport:
-        """Where the time of a step goes on every rank: the means of the latest steps under the present settings.
+        """Return where the time of a step goes on every rank: the means of the latest steps under the present settings.
 
         Args:
             timeline: also the latest step as it happened on each rank.
@@ -95,14 +95,14 @@ class Looks:
         return self._life.inspection.time(timeline)
 
     def verdict(self) -> Bottleneck | None:
-        """What the time of a step is lost to, in a sentence, with the settings that would help.
+        """Return what the time of a step is lost to, in a sentence, with the settings that would help.
 
         ``None`` while nothing is worth a word, and before there were 14 steps under the present settings.
         """
         return self._life.inspection.verdict()
 
     def check_sync(self, model: str | None = None, data: str | None = None) -> SyncReport:
-        """Check that ranks hold the same weights and gradients, bit by bit, and see different samples.
+        """Check that ranks hold the same weights and gradients, bit for bit, and see different samples.
 
         By default of what is loaded: one step is taken for its gradients and undone.
 

@@ -25,7 +25,7 @@ class Predicts:
     _life: Lifecycle
 
     def predict(self, **knobs: Any) -> Prediction:
-        """What the present settings with these changes would need, and whether it fits the rank with least room.
+        """Return what the present settings with these changes would need, and whether it fits the rank with least room.
 
         Found by small steps on all ranks that are undone; training goes on afterwards.
 
@@ -36,7 +36,7 @@ class Predicts:
         return self._life.predicting.predict(knobs)
 
     def largest_batch(self, **knobs: Any) -> int:
-        """The largest ``batch_size`` that fits every rank with these changes, the error included; 0 if none does.
+        """Return the largest ``batch_size`` that fits every rank with these changes, error included; 0 if none does.
 
         Raises:
             InvalidInput: as :meth:`predict`, and where the data bring micro-batches of their own.
@@ -45,7 +45,7 @@ class Predicts:
         return self._life.predicting.largest_batch(knobs)
 
     def allocator_what_if(self, *settings: str) -> AllocatorWhatIf:
-        """What the caching allocator would reserve for a step if it were set otherwise, by a model of it.
+        """Return what the caching allocator would reserve for a step if it were set otherwise, by a model of it.
 
         Args:
             settings: each as torch's PYTORCH_CUDA_ALLOC_CONF has it, such as ``expandable_segments:True`` or
@@ -58,14 +58,14 @@ class Predicts:
         return self._life.predicting.allocators(settings)
 
     def foreseen(self, settings: Settings | None = None) -> Prediction | None:
-        """What was predicted last for these settings, or the present ones; ``None`` if nothing was.
+        """Return what was predicted last for these settings, or the present ones; ``None`` if nothing was.
 
         What was predicted before a cell ran on the ranks or something was loaded does not count.
         """
         return self._life.history.foreseen.get(self._life.training.settings if settings is None else settings)
 
     def peaks_by_batch(self, **knobs: Any) -> dict[int, int]:
-        """What the caching allocator would reserve on the rank that needs most, in bytes, by ``batch_size``.
+        """Return what the caching allocator would reserve on the rank that needs most, in bytes, by ``batch_size``.
 
         A few sizes around the present one, or the one that is given, halved and doubled.
 
@@ -76,7 +76,7 @@ class Predicts:
         return self._life.predicting.peaks_by_batch(knobs)
 
     def doctor(self, progress: Progress = lambda what, done: None) -> Diagnosis:
-        """What is wrong with this session as it is, the worst first, with the flips that would mend it.
+        """Return what is wrong with this session as it is, the worst first, with the flips that would mend it.
 
         Each finding has numbers of this session, and of its flip what that saves and costs, from steps that are undone;
         training goes on meanwhile. Nothing is found in a healthy session.
@@ -90,7 +90,7 @@ class Predicts:
         return self._life.doctoring.examine(progress)
 
     def checklist(self, progress: Progress = lambda what, done: None) -> Checklist:
-        """The checklist of training on several devices: builds agree, gradients are synchronised, data is split.
+        """Return the checklist of training on several devices: builds agree, gradients are synchronised, data is split.
 
         Raises:
             WorkloadError: the step whose gradients would be compared could not be taken.
@@ -110,7 +110,7 @@ class Predicts:
         return self._life.predicting.what_if()
 
     def what_fits(self, *, progress: Progress = lambda what, done: None) -> WhatFits:
-        """The largest micro-batch that fits under each precision and checkpointing, and samples/s with it.
+        """Return the largest micro-batch that fits under each precision and checkpointing, and samples/s with it.
 
         Found by small steps and tried out by whole ones, all undone; ``apply`` of the answer sets one of them.
 
@@ -160,7 +160,7 @@ class Predicts:
         def change(knobs: dict[str, Any]) -> None:
             if self._life.history.loaded_again(history, loaded_as) or self._life.training.workload != loaded:
                 name = loaded.name if loaded else "nothing"
-                raise InvalidInput(f"This was found out for {name}, and something else is loaded now. Look again.")
+                raise InvalidInput(f"This result is for {name}, but another workload is loaded now. Run it again.")
             self._life.set(knobs)
 
         return change

@@ -29,7 +29,7 @@ class Trains:
 
     @property
     def policy(self) -> Policy:
-        """What the session does by itself: after an out-of-memory error, when ranks stall, when it is idle."""
+        """Return what the session does by itself: after an out-of-memory error, when ranks stall, when it is idle."""
         return self._life.policy
 
     def set(self, **knobs: Any) -> Settings:
@@ -96,7 +96,7 @@ class Trains:
 
     @property
     def playing(self) -> bool:
-        """Whether training runs."""
+        """Return whether training runs."""
         return not self._life.ended and self._life.training.playing
 
     @property

@@ -19,12 +19,12 @@ class HoldsWorkload:
 
     @property
     def workload(self) -> WorkloadInfo | None:
-        """What is loaded."""
+        """Return what is loaded."""
         return self._life.training.workload
 
     @property
     def splits(self) -> Splits:
-        """What is known by now of training a micro-batch of what is loaded in parts."""
+        """Return what is known by now of training a micro-batch of what is loaded in parts."""
         return self._life.predicting.known_splits
 
     def load(self, name_or_workload: str | Workload, *, seed: int | str | None = None, **options: Any) -> WorkloadInfo:
@@ -47,7 +47,7 @@ class HoldsWorkload:
 
     @property
     def kept(self) -> str:
-        """Which knobs :meth:`load` or :meth:`attach` have left as they were, in a sentence; empty if none."""
+        """Return which knobs :meth:`load` or :meth:`attach` have left as they were, in a sentence; empty if none."""
         return self._life.loading.kept
 
     def attach(
@@ -165,7 +165,7 @@ class HoldsWorkload:
         return self._life.state_files.resume(path, progress)
 
     def snapshots(self) -> Snapshots:
-        """The automatic snapshots to resume from, those of this notebook first, with model, step and age.
+        """Return the automatic snapshots to resume from, those of this notebook first, with model, step and age.
 
         Those of other notebooks' sessions that run on this machine are not among them.
         """

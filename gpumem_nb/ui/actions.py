@@ -1,4 +1,4 @@
-"""What the panel's controls ask for is done in order, away from the kernel's own threads."""
+"""Run the actions of the panel's controls in order, away from the kernel's own threads."""
 
 from __future__ import annotations
 

@@ -65,14 +65,14 @@ class Answers:
 
     Args:
         session: whom to ask.
-        search: has something done that may take long; ``ask`` is for what is done at once. Of either somebody may be
-            told that it was refused.
+        search: has something done that may take long; ``ask`` is for what is done at once. If either
+            is refused, the panel says so.
     """
 
     def __init__(self, session: Steered, search: Ask, ask: Ask) -> None:
         self._session = session
         views: dict[tuple[str, str, str], SearchView] = {
-            ("Doctor", "stethoscope", "what is wrong, and what mends it"): DoctorView(session, search, ask),
+            ("Doctor", "stethoscope", "what is wrong, and how to fix it"): DoctorView(session, search, ask),
             ("Tune", "bolt", "the fastest settings that fit, and what fits"): TuneView(session, search, ask),
             ("Export", "file-code-o", "a plain script to take home"): ExportView(session, search, ask),
         }

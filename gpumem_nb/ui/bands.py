@@ -1,4 +1,4 @@
-"""What the ranks' peaks are made of, as the charts draw it: now for each rank, over steps for the worst one."""
+"""The categories of the ranks' peaks, as charts draw them: now for each rank, over steps for the worst one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Peak:
 def peaks(
     by_rank: Sequence[Sequence[Sample]], readings: Sequence[Reading | None], changed_after: int = 0
 ) -> list[Peak]:
-    """The latest known peak of each rank that has reported, in rank order.
+    """Return the latest known peak of each rank that has reported, in rank order.
 
     What a step up to ``changed_after`` was made of says nothing of later ones.
     """
@@ -68,13 +68,13 @@ def worst_first(found: Sequence[Peak]) -> list[Peak]:
 
 
 def above_median(peak: Peak, found: Sequence[Peak]) -> float:
-    """How much larger than the median rank's it is, as a fraction of that; 0 where it does not stand out."""
+    """Return how much larger than the median rank's it is, as a fraction of that; 0 where it does not stand out."""
     more = peak.bytes / max(1, statistics.median(other.bytes for other in found)) - 1
     return more if more >= STANDS_OUT else 0.0
 
 
 def shown(found: Sequence[Peak]) -> dict[str, Peak]:
-    """The ranks that get a bar each, by the label under it."""
+    """Return the ranks that get a bar each, by the label under it."""
     if len(found) <= MOST_RANKS:
         return {str(peak.rank): peak for peak in found}
     ordered = worst_first(found)
@@ -94,7 +94,7 @@ class Bands:
 
 
 def bands(samples: Sequence[Sample]) -> Bands:
-    """The bands of one rank, thinned out to the latest record in each stretch of steps."""
+    """Return the bands of one rank, thinned out to the latest record in each stretch of steps."""
     good = [sample for sample in samples if sample.done]
     recorded = [(sample.step, sample.ledger) for sample in good if sample.ledger]
     if not recorded:

@@ -1,4 +1,4 @@
-"""What the time of a step is lost to, with a button that makes the changes that would help."""
+"""The cause of lost time, with a button that makes the changes that would help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ``%%hvd`` cell prints: by rank, while it runs, identical output of several ranks in one block."""
+"""The output of a ``%%hvd`` cell: by rank, while it runs, identical output of several ranks in one block."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def _with_result(output: str, result: str) -> str:
 
 
 def _as_shown(output: str) -> str:
-    """What a terminal is left with: after a carriage return a line is written anew, as progress bars do."""
+    """Return the text that a terminal would show at the end: a carriage return starts the line anew."""
     lines = output.replace("\r\n", "\n").split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
 
 
 def fold(ranks: Sequence[int], outputs: Sequence[str]) -> str:
-    """One block for each distinct output, headed by the ranks that printed it, in order of the first of them."""
+    """Return one block for each distinct output, headed by the ranks that printed it, in order of the first of them."""
     blocks: dict[str, list[int]] = {}
     for rank, output in zip(ranks, outputs, strict=True):
         if shown := _as_shown(output).rstrip():

@@ -29,10 +29,10 @@ Ask = Callable[[Callable[[], object]], None]
 class Controls:
     """Widgets that ask for a change and show what the session says.
 
-    ``ask`` is called with an action to do, ``later`` with one that nobody waits for; neither may wait for it.
+    ``ask`` is called with an action to do, ``later`` with one that can wait; neither may block.
 
     Attributes:
-        knobs, folds, buttons: the boxes to show; ``folds`` hold the knobs that are shown when somebody asks for them.
+        knobs, folds, buttons: the boxes to show; ``folds`` hold the knobs that are shown when the user asks for them.
         foreseen: what belongs to no single knob of what would come of flips.
     """
 
@@ -92,7 +92,7 @@ class Controls:
         self._play.disabled, self._step.disabled = bool(why_not), bool(why_not) or playing
 
     def _fold(self, fold: str) -> tuple[Any, Any]:
-        """The button that shows the knobs of a fold, and the box of these, which is closed at first."""
+        """Return the button that shows the knobs of a fold, and the box of these, which is closed at first."""
         names = [name for name, knob in self._knobs.items() if not knob.in_front and knob.fold == fold]
         icon = _FOLD_ICONS.get(fold, "sliders")
         toggle = ipywidgets.ToggleButton(description=fold, icon=icon, tooltip=", ".join(names))
@@ -141,7 +141,7 @@ class Controls:
         refuses = knob.refuses or (lambda value, workload: "")
         choices = [choice for choice in knob.choices if choice == now or not refuses(choice, session.workload)]
         if list(dropdown.options) != choices:
-            dropdown.options = choices  # which chooses the first of them; nobody asked for that
+            dropdown.options = choices  # which chooses the first of them; the user did not
             dropdown.value = self._shown(name)
 
     def _wanted(self, name: str, value: Any) -> None:
@@ -172,7 +172,7 @@ class Controls:
         self._ask(change)
 
     def _is_doubtful(self, name: str, value: str) -> bool:
-        """Whether it will not fit, which is said once: whoever asks for it again gets it."""
+        """Return whether it will not fit; the panel says so once, and choosing it again makes the flip."""
         if (name, value) == self._doubted or not (refusal := self._foresight.refusal(name, value)):
             self._doubted = None
             return False
@@ -182,14 +182,14 @@ class Controls:
 
 
 def family(widget: Any) -> Iterator[Any]:
-    """A widget and all that lie in it."""
+    """Yield a widget and all that lie in it."""
     for child in getattr(widget, "children", ()):
         yield from family(child)
     yield widget
 
 
 def box(children: list[Any], css_class: str) -> Any:
-    """A box that the style sheet lays out."""
+    """Return a box that the style sheet lays out."""
     made = ipywidgets.Box(children)
     made.add_class(css_class)
     return made

@@ -66,7 +66,7 @@ class DiagnosisView:
         session: whose it is.
         diagnosis: what was found.
         ask: has something done away from the page's own thread; without one, a thread does it and then watches what
-            comes of it. Whoever gives one calls :meth:`follow` now and then.
+            comes of it. The caller that gives one calls :meth:`follow` now and then.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DiagnosisView:
         self.view.close()
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """The widget, and for a page without a kernel the same without buttons."""
+        """Return the widget, and for a page without a kernel the same without buttons."""
         bundle: dict[str, Any] = dict(self.view._repr_mimebundle_() or {})
         return bundle | {"text/plain": str(self._diagnosis), "text/html": self._diagnosis._repr_html_()}
 
@@ -140,7 +140,7 @@ class DiagnosisView:
         now, was = (self._session.settings, self._session.workload), (flip.before, self._workload)
         if now != was or self._session.history.loaded_again(self._history, self._loaded_as):
             one.said.html = (
-                "<p>Something was changed since this was found, so it may not hold any more. Look again.</p>"
+                "<p>Something was changed since this was found, so it may no longer be true. Examine again.</p>"
             )
             return
         try:
@@ -187,7 +187,7 @@ class DiagnosisView:
             came += f", {format_rate(now.samples_per_s)} samples/s"
             if flip.will and flip.will.samples_per_s:
                 came += f" (predicted {format_rate(flip.will.samples_per_s)})"
-        one.said.html = f"<p>Changed, measured: {escape(came)}. Look again for what is left.</p>"
+        one.said.html = f"<p>Changed, measured: {escape(came)}. Examine again for what is left.</p>"
 
 
 def _flip(flip: Flip) -> str:
@@ -218,7 +218,7 @@ class DoctorView(SearchView):
 
     def __init__(self, session: Steered, search: Ask, ask: Ask) -> None:
         self._findings: DiagnosisView | None = None
-        tip = "what is wrong with this session, what could be better, and what mends it"
+        tip = "what is wrong with this session, what could be better, and how to fix it"
         super().__init__(session, [], [("Examine", "stethoscope", tip, self._examine)], search, ask)
 
     def was_opened(self) -> None:

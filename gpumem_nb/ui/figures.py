@@ -1,4 +1,4 @@
-"""What figures that stay in a saved notebook have in common."""
+"""Shared parts of figures that stay in a saved notebook."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def show(figures: Sequence[go.Figure]) -> None:
 
 
 def can_show() -> bool:
-    """Whether this is a notebook: a terminal gets text only."""
+    """Return whether this is a notebook: a terminal gets text only."""
     return getattr(get_ipython(), "kernel", None) is not None
 
 
 def look(title: str, height: int) -> dict[str, Any]:
-    """The layout's part that all of them share."""
+    """Return the layout's part that all of them share."""
     return {
         "title": {"text": title, "font": {"size": 16}, "x": 0.01, "xanchor": "left"},
         "height": height,

@@ -1,4 +1,4 @@
-"""What each other value of a knob would need, shown at the knob before anybody flips it."""
+"""Predictions for each other value of a knob, shown at the knob before you flip it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .region import Region
 from .steered import Steered
 
 LINES_OF = ("precision", "checkpointing")  # knobs with a line of their own for each value
-PATIENCE_S = 10.0  # of whoever chooses a flip, for the question under way
+TIMEOUT_S = 10.0  # how long a flip waits for the question under way
 FLIP, LARGEST, LINE = "flip", "largest", "line"  # kinds of questions
 _Question = tuple[str, Settings]
 
@@ -43,7 +43,7 @@ class _Answers:
 
 
 class Foresight:
-    """Asks for one prediction after the other while it is open and nobody waits for the ranks.
+    """Asks for one prediction after the other while it is open and no other work waits for the ranks.
 
     A prediction holds until something may have changed the model. After a cell nothing is asked before the next step:
     a question would put modes and gradients back that the next cell may look at. ``submit`` is called with a question
@@ -93,9 +93,9 @@ class Foresight:
             self._submit(partial(self._ask, answers, question))
 
     def refusal(self, name: str, value: str) -> str:
-        """Why nobody should give this value to this knob; empty where nothing speaks against it.
+        """Return why you should not give this value to this knob; empty if there is no reason.
 
-        While it is open, what is not known yet is predicted first, unless somebody else waits for the ranks. This waits
+        While it is open, what is not known yet is predicted first, unless other work waits for the ranks. This waits
         for the question under way, so it is not for the page's own thread.
         """
         session = self._session
@@ -109,7 +109,7 @@ class Foresight:
                     foreseen = session.foreseen(wanted)
                     if foreseen is None and not session.busy:
                         foreseen = session.predict(**{name: value})
-        except GpumemError:  # whoever sets it will hear of it
+        except GpumemError:  # setting it raises the same error
             return ""
         return foreseen.refusal if foreseen else ""
 
@@ -125,7 +125,7 @@ class Foresight:
         """Inside, none is under way, unless it takes too long, and none is begun."""
         with self._turn:
             self._choosing = True
-            self._turn.wait_for(lambda: not self._asking, PATIENCE_S)
+            self._turn.wait_for(lambda: not self._asking, TIMEOUT_S)
         try:
             yield
         finally:
@@ -133,7 +133,7 @@ class Foresight:
                 self._choosing = False
 
     def _begin_anew(self) -> None:
-        """Somebody has opened or closed it: all may be asked for, what failed and after a cell too."""
+        """Handle that the user opened or closed it: ask for all again, also what failed and after a cell."""
         history = self._session.history
         self._answers = _Answers(history, history.model_version, history.loaded_as)
         self._news = object()
@@ -177,20 +177,20 @@ class Foresight:
         self.lines.html = batch_lines.picture(lines, now.batch_size, limit)
 
     def _from_here(self, flip: Settings) -> Prediction | None:
-        """What is foreseen of a flip, which may have been asked from elsewhere."""
+        """Return what is foreseen of a flip, which may have been asked from elsewhere."""
         foreseen = self._session.foreseen(flip)
         return foreseen and replace(foreseen, before=self._session.settings)
 
     @property
     def _samples(self) -> int | None:
-        """How many there are for a micro-batch, if that is known."""
+        """Return how many there are for a micro-batch, if that is known."""
         session, workload = self._session, self._session.workload
         if workload is None:
             return None
         return workload.samples_per_micro_batch(session.size, session.settings.accumulation_steps)
 
     def _question(self, names: Sequence[str]) -> _Question | None:
-        """The next thing to find out."""
+        """Return the next thing to find out."""
         session, answers, now = self._session, self._answers, self._session.settings
         known = [(flip, session.foreseen(flip)) for flip in self._flips(names)]
         questions = [(FLIP, flip) for flip, foreseen in known if foreseen is None]
@@ -229,14 +229,14 @@ class Foresight:
                 self._turn.notify_all()
 
     def _lines(self, names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
-        """The present settings and what changes how peaks grow with the batch, with names."""
+        """Yield the present settings and what changes how peaks grow with the batch, with names."""
         if names:
             yield "as it is", self._session.settings
         for flip in self._flips([name for name in LINES_OF if name in names]):
             yield short(self._session.settings, flip), flip
 
     def _flips(self, names: Sequence[str]) -> Iterator[Settings]:
-        """What the present settings may be flipped to, as far as that goes with what is loaded."""
+        """Yield what the present settings may be flipped to, as far as that goes with what is loaded."""
         session, workload = self._session, self._session.workload
         flips = single_flips(session.settings, workload) if workload else ()
         return (flip for name, flip in flips if name in names)

@@ -1,4 +1,4 @@
-"""What stays of a panel in a saved notebook, where widgets show nothing: what was tried, as a picture and a table."""
+"""The part of a panel that stays in a saved notebook, without widgets: a picture and a table of what was tried."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _parts(time: TimeReport | None) -> list[str]:
 
 
 def pins(marks: Sequence[Mark]) -> str:
-    """What the numbered marks in the charts are."""
+    """Return the key to the numbered marks in the charts."""
     items = "".join(
         f"<li{' class=gpumem-bad' if mark.bad else ''}><b>{mark.number}</b> {escape(mark.text)} "
         f"<small>step {mark.step:,}</small></li>"
@@ -71,7 +71,7 @@ def pins(marks: Sequence[Mark]) -> str:
 
 
 def strip(found: Sequence[Peak]) -> str:
-    """A cell for each of many ranks, coloured by its peak as share of the limit; those that stand out have a frame."""
+    """Return a cell per rank, coloured by its peak as share of the limit; ranks that stand out have a frame."""
     if len(found) <= MOST_RANKS:
         return ""
     top = max(peak.bytes for peak in found) or 1

@@ -69,7 +69,7 @@ def timeline_figure(timeline: Timeline) -> go.Figure:
 
 
 def treemap_figure(ledger: Ledger, rank: int) -> go.Figure:
-    """The peak as a tree: modules by their paths, categories within them, areas by bytes."""
+    """Return the peak as a tree: modules by their paths, categories within them, areas by bytes."""
     nodes = _tree(ledger)
     looks = [node["look"] for node in nodes.values()]
     sizes = [node["bytes"] for node in nodes.values()]
@@ -126,7 +126,7 @@ def _area(name: str, ends: Any, live: tuple[int, ...]) -> Any:
 
 
 def _strip(row: str, spans: Sequence[Span]) -> Any:
-    """A row of boxes over time, each with its name where that fits."""
+    """Return a row of boxes over time, each with its name where that fits."""
     return go.Bar(
         orientation="h",
         y=[row] * len(spans),
@@ -152,7 +152,7 @@ def _totals(timeline: Timeline) -> list[int]:
 
 
 def _peak(timeline: Timeline, top: int) -> list[dict[str, Any]]:
-    """An arrow to the highest point: phase, module, and what was alive."""
+    """Return an arrow to the highest point: phase, module, and what was alive."""
     ledger, totals = timeline.ledger, _totals(timeline)
     if not totals:
         return []

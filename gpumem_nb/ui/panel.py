@@ -64,7 +64,7 @@ class Panel:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Return whether it was closed."""
         return self._closing.is_set()
 
     def dock(self) -> Panel:
@@ -72,7 +72,7 @@ class Panel:
         from sidecar import Sidecar
 
         before, self._sidecar = self._sidecar, Sidecar(title="GPU memory", anchor="split-right")
-        if before is not None:  # its tab may have been closed by hand, which nobody tells
+        if before is not None:  # its tab may have been closed by hand, without a message to the kernel
             before.close()
         with self._sidecar:
             display(self.view)
@@ -272,7 +272,7 @@ class Panel:
 
     @property
     def _rescue(self) -> Rescue | None:
-        """What is to be said of a step that was discarded, until somebody has read it."""
+        """Return the card about a discarded step, until the user has closed it."""
         history = self._session.history
         return None if self._session.ended or history.rescue is self._dismissed else history.rescue
 

@@ -17,7 +17,7 @@ from ..report.progress_bar import ProgressBar, shown, text_bar
 
 
 def progress_bar(title: str, measured: bool = True) -> AbstractContextManager[ProgressBar]:
-    """Show progress until the block ends, then how long it took, or what it was at when it failed.
+    """Show progress until the block ends, then how long it took, or what was under way when it failed.
 
     ``measured``: whether it is known how much is done; otherwise only the time is shown.
     """

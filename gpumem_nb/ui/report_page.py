@@ -37,7 +37,7 @@ def report_page(session: Steered, findings: str, scoreboard: Scoreboard, version
     name = session.workload.name if session.workload else "no workload"
     words = ["<h2>Runs</h2>" + _runs(session), f"<h2>Findings</h2>{findings}"]
     if scoreboard.scored:
-        words.append(f"<h2>Predicted, and what came</h2>{scoreboard._repr_html_()}")
+        words.append(f"<h2>Predicted and measured</h2>{scoreboard._repr_html_()}")
     words.append("<h2>Ranks and versions</h2>" + _ranks(session.ranks) + _versions(versions))
     charts, css = _charts(session)
     # Sentences of errors may name files; the page does not tell whose folder they lie in.
@@ -46,7 +46,7 @@ def report_page(session: Steered, findings: str, scoreboard: Scoreboard, version
 
 
 def without_home(text: str) -> str:
-    """The same, with the home folder written as people do."""
+    """Return the same, with the home folder written as people do."""
     home = os.path.expanduser("~")
     for path in {home, os.path.realpath(home)} - {os.sep}:
         text = re.sub(rf"(?:(?<![\w.-])|(?<=\s-[A-Za-z])){re.escape(escape(path))}(?![\w.-])", "~", text)
@@ -70,7 +70,7 @@ def _facts(session: Steered) -> str:
 
 
 def _learned(history: History) -> str:
-    """The loss of the latest step, and what the latest evaluation of what is loaded found."""
+    """Return the loss of the latest step, and what the latest evaluation of what is loaded found."""
     tried = history.now()
     said = [] if tried is None or tried.loss is None else [f"Loss of the latest step: {tried.loss:.4g}."]
     of_loaded = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]
@@ -79,7 +79,7 @@ def _learned(history: History) -> str:
 
 
 def _charts(session: Steered) -> tuple[str, str]:
-    """The panel's charts as they are now, and the style that they need."""
+    """Return the panel's charts as they are now, and the style that they need."""
     view = View.of_session(session, session.ranks)
     if not view.has_steps:
         return "<h2>Charts</h2><p>There is nothing to draw: no step was done of what is loaded.</p>", ""

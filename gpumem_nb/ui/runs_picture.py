@@ -1,4 +1,4 @@
-"""What was tried as a picture that needs no program to be seen: a bar of peak memory for each configuration."""
+"""A static picture of what was tried: a bar of peak memory for each configuration."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def picture(rows: Sequence[Row], limit_bytes: int | None, device: str) -> str:
 
 
 def common_limit(readings: Sequence[Reading | None]) -> int | None:
-    """The limit that all ranks have; ``None`` if they differ, for one rank's limit says nothing of another's peak."""
+    """Return the limit that all ranks have; ``None`` if they differ: a rank's limit is not another's."""
     limits = {reading.limit_bytes for reading in readings if reading}
     return limits.pop() if len(limits) == 1 else None
 

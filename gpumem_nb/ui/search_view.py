@@ -1,4 +1,4 @@
-"""What the panel's longer questions have in common: a form, buttons to begin and stop, progress, and what was found."""
+"""Shared parts of the panel's longer questions: a form, buttons to begin and stop, progress, and the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Question = Callable[[Progress], str]
 
 @dataclass(eq=False)
 class _Asked:
-    """A question that somebody pressed the button of; ``begun`` once it had its turn."""
+    """A question whose button was pressed; ``begun`` once it had its turn."""
 
     question: Question
     begun: bool = False
@@ -34,7 +34,7 @@ class SearchView:
 
     Attributes:
         widget: everything.
-        ask: has something done at once, of which somebody may be told that it was refused.
+        ask: has something done at once; if it is refused, the panel says so.
 
     Args:
         session: whom to ask.
@@ -73,7 +73,7 @@ class SearchView:
             button.disabled = bool(why_not) or self._asked is not None
 
     def was_opened(self) -> None:
-        """Somebody looks at it, and may have nothing to fill in."""
+        """Handle that the user opened it, with perhaps nothing to fill in."""
 
     def press(self) -> None:
         """Ask the first question, as its button does, unless that is switched off."""

@@ -32,26 +32,26 @@ class Series:
     _starts: NDArray[np.intp]
 
     def highest(self, value: Value) -> Array:
-        """The highest value within each bucket, a row for each rank."""
+        """Return the highest value within each bucket, a row for each rank."""
         return np.maximum.reduceat(self._table(value), self._starts, axis=-1)
 
     def mean_of_ranks(self, value: Value) -> Array:
-        """The mean of all ranks within each bucket, in one row."""
+        """Return the mean of all ranks within each bucket, in one row."""
         return self._mean(self._table(value).mean(axis=0))
 
     def sum_of_ranks(self, value: Value) -> Array:
-        """What all ranks have together, as the mean within each bucket, in one row."""
+        """Return what all ranks have together, as the mean within each bucket, in one row."""
         return self._mean(self._table(value).sum(axis=0))
 
     def means_of_ranks(self, values: Callable[[Sample], Sequence[float]]) -> Array:
-        """The mean of all ranks within each bucket of several values of a step, a row for each of them."""
+        """Return the mean of all ranks within each bucket of several values of a step, a row for each of them."""
         if not self.step.size:
             return np.empty((0, 0))
         table = np.array([[values(sample) for sample in samples] for samples in self._by_rank], dtype=np.float64)
         return np.array([self._mean(row) for row in table.mean(axis=0).T])
 
     def _table(self, value: Value) -> Array:
-        """A row for each rank; what is not known is not a number."""
+        """Return a row for each rank; what is not known is not a number."""
         return np.array([[value(sample) for sample in samples] for samples in self._by_rank], dtype=np.float64)
 
     def _mean(self, values: Array) -> Array:
@@ -73,7 +73,7 @@ def series(by_rank: Sequence[Sequence[Sample]]) -> Series:
 
 
 def smoothed(values: Array, weight: float = SMOOTHING) -> Array:
-    """The exponential moving average of a row, without its bias towards the first value; gaps stay gaps."""
+    """Return the exponential moving average of a row, without its bias towards the first value; gaps stay gaps."""
     result, mean, seen = np.full_like(values, np.nan), 0.0, 0.0
     for place, value in enumerate(values):
         if np.isfinite(value):
@@ -93,7 +93,7 @@ class Mark:
 
 
 def marks(by_rank: Sequence[Sequence[Sample]], settings: Callable[[int], Settings | None]) -> list[Mark]:
-    """The latest flips and failures, found in the samples: a flip is marked at its first step."""
+    """Return the latest flips and failures, found in the samples: a flip is marked at its first step."""
     found: dict[int, Mark] = {}
     before: Settings | None = None
     for at_once in zip(*by_rank, strict=False):

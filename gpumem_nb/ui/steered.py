@@ -1,4 +1,4 @@
-"""What a panel needs of the session that it shows and steers."""
+"""The interface of a session that a panel shows and steers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Steered(Protocol):
 
     @property
     def history(self) -> History:
-        """What has been measured."""
+        """Return what has been measured."""
 
     @property
     def size(self) -> int:
@@ -34,7 +34,7 @@ class Steered(Protocol):
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
-        """Who the ranks are, in rank order."""
+        """Return who the ranks are, in rank order."""
 
     @property
     def runs(self) -> Runs:
@@ -46,7 +46,7 @@ class Steered(Protocol):
 
     @property
     def workload(self) -> WorkloadInfo | None:
-        """What is loaded."""
+        """Return what is loaded."""
 
     @property
     def settings(self) -> Settings:
@@ -54,15 +54,15 @@ class Steered(Protocol):
 
     @property
     def policy(self) -> Policy:
-        """What the session does by itself."""
+        """Return what the session does by itself."""
 
     @property
     def doing(self) -> str:
-        """What is happening, in one line of words."""
+        """Return what is happening, in one line of words."""
 
     @property
     def wait_report(self) -> WaitReport | None:
-        """What takes long, and who waits for whom; ``None`` when nothing does."""
+        """Return what takes long, and which ranks wait for which; ``None`` when nothing does."""
 
     @property
     def waiting_for(self) -> list[int]:
@@ -70,30 +70,30 @@ class Steered(Protocol):
 
     @property
     def playing(self) -> bool:
-        """Whether training runs."""
+        """Return whether training runs."""
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for the ranks."""
+        """Return whether the notebook waits for the ranks."""
 
     @property
     def ended(self) -> str:
-        """Why the session is over, in words; empty while it lives."""
+        """Return why the session is over, in words; empty while it lives."""
 
     def set(self, **knobs: Any) -> Settings:
         """Change knobs."""
 
     def predict(self, **knobs: Any) -> Prediction:
-        """What the present settings with these changes would need."""
+        """Return what the present settings with these changes would need."""
 
     def foreseen(self, settings: Settings | None = None) -> Prediction | None:
-        """What was predicted last for these settings, or the present ones."""
+        """Return what was predicted last for these settings, or the present ones."""
 
     def peaks_by_batch(self, **knobs: Any) -> dict[int, int]:
         """Reserved bytes by ``batch_size``."""
 
     def largest_batch(self, **knobs: Any) -> int:
-        """The largest ``batch_size`` that fits."""
+        """Return the largest ``batch_size`` that fits."""
 
     def tune(
         self,
@@ -108,22 +108,22 @@ class Steered(Protocol):
         """Look for the fastest settings that fit."""
 
     def what_fits(self, *, progress: Progress = lambda what, done: None) -> WhatFits:
-        """The largest micro-batch that fits under each precision and checkpointing."""
+        """Return the largest micro-batch that fits under each precision and checkpointing."""
 
     def export(self, path: str, *, ddp: bool = False) -> Any:
         """Write one plain script that trains as the session does; the answer says how to run it."""
 
     def doctor(self, progress: Progress = lambda what, done: None) -> Diagnosis:
-        """What is wrong with it as it is."""
+        """Return what is wrong with it as it is."""
 
     def report(self, path: str, progress: Progress = lambda what, done: None) -> Any:
         """Write the session as one page."""
 
     def telling(self, progress: Progress) -> AbstractContextManager[None]:
-        """Inside, ``progress`` is told what the ranks are at while somebody waits for them."""
+        """Inside, ``progress`` is told what the ranks are doing while the notebook waits for them."""
 
     def verdict(self) -> Bottleneck | None:
-        """What the time of a step is lost to."""
+        """Return what the time of a step is lost to."""
 
     def pin(self, wanted: bool = True) -> None:
         """Compare all further settings with those of now."""

@@ -17,7 +17,7 @@ HATCH = "rgba(0,0,0,0.6)"
 
 
 def shade(share: float) -> str:
-    """A background from white to sky blue, on which black can be read; ``share`` is between 0 and 1."""
+    """Return a background from white to sky blue, on which black can be read; ``share`` is between 0 and 1."""
     ends = ((255, 255, 255), (86, 180, 233))
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(*ends, strict=True))
 
@@ -248,6 +248,6 @@ CSS = """<style>
 
 
 def theme_line_css(subplot: str) -> str:
-    """A style sheet that gives the lines of one of plotly's subplots, such as ``x2y2``, the colour of the text."""
+    """Return a style sheet that gives the lines of a plotly subplot, such as ``x2y2``, the colour of the text."""
     lines = f".gpumem-panel .js-plotly-plot .{subplot} .js-line"
     return f"<style>{lines} {{ stroke: var(--jp-ui-font-color1, #888) !important; }}</style>"

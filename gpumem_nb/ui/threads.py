@@ -14,7 +14,7 @@ Made = TypeVar("Made")
 
 
 class OwnChanges(threading.local):
-    """Tells what a program does with widgets, inside ``with``, from what a person does, which comes on another thread.
+    """Distinguishes the program's changes to widgets, inside ``with``, from the user's, which come on another thread.
 
     Attributes:
         under_way: whether this thread is inside.
@@ -30,9 +30,9 @@ class OwnChanges(threading.local):
 
 
 def start(work: Callable[[], None], name: str) -> threading.Thread:
-    """Run ``work`` on a thread that sends widget messages in nobody's name.
+    """Run ``work`` on a thread whose widget messages belong to no cell.
 
-    ipykernel delivers what a person does to a widget to whoever last sent something to it, and takes a plain thread for
+    ipykernel delivers a user's action on a widget to the sender that last wrote to it, and takes a plain thread for
     the cell that runs: a control would wait for the cell to end.
     """
 

@@ -22,13 +22,13 @@ _HOVER = "%{text}<br>%{x:.1f} MiB reserved, %{customdata} samples/s<extra></extr
 
 
 def show_tuned(result: TuneResult) -> None:
-    """Show the figure; a terminal gets none, nor does anybody where nothing was measured."""
+    """Show the figure; there is none in a terminal, or where nothing was measured."""
     if figures.can_show() and result.measured:
         figures.show([tuned_figure(result)])
 
 
 def tuned_widget(result: TuneResult) -> Any:
-    """The same in a panel."""
+    """Return the same in a panel."""
     figure = tuned_figure(result)
     return LiveFigure(data=figure.data, layout=figure.layout)
 

@@ -49,7 +49,7 @@ class ApplyView:
         self.view = threads.make(self._make)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """The widget, and for a page without a kernel what is typed instead."""
+        """Return the widget, and for a page without a kernel what is typed instead."""
         said = f"Train with the best settings: %hvd_set {self._result.typed}"
         bundle: dict[str, Any] = dict(self.view._repr_mimebundle_() or {})
         return bundle | {"text/plain": said, "text/html": notes_html([said])}
@@ -88,9 +88,9 @@ class ApplyView:
 
 
 def fits_view(found: WhatFits, ask: Ask) -> Any:
-    """A widget with a button for each cell, darker the faster it is; cells on the frontier have a frame.
+    """Return a widget with a button for each cell, darker the faster it is; cells on the frontier have a frame.
 
-    ``ask`` has something done of which somebody may be told that it was refused.
+    ``ask`` has something done; if it is refused, the panel says so.
     """
     modes = list(dict.fromkeys(cell.checkpointing for cell in found.cells))
     fastest = max((cell.samples_per_s or 0.0 for cell in found.cells), default=0.0)
@@ -157,7 +157,7 @@ class TuneView(SearchView):
         try:
             longest_s = float(seconds)
         except ValueError:
-            raise InvalidInput(f"{seconds!r} are no seconds: write a number, such as 60.") from None
+            raise InvalidInput(f"seconds must be a number, such as 60 (got {seconds!r}).") from None
         result = self._session.tune(
             budget=self._budget.value.strip() or None,
             global_batch=int(batch) if batch else None,

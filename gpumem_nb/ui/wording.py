@@ -1,4 +1,4 @@
-"""What the panel says: what is happening, the numbers, what a flip did, what went wrong."""
+"""The panel's sentences: what is happening, the numbers, what a flip did, what went wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .bands import Peak, above_median, worst_first
 from .runs_picture import common_limit
 from .steered import Steered
 
-PATIENCE_S = 2.0  # an answer that takes longer is worth a word
+TIMEOUT_S = 2.0  # the panel mentions an answer that takes longer
 _WORTH_A_WORD = 0.1  # of the peak
 _VERDICTS = {FITS: ("✓", "will-fit"), TIGHT: ("≈", "tight"), DOES_NOT_FIT: ("✗", "too-large")}
 _MATHEMATICS = {KEEPS: "", KEEPS_TO_ROUNDING: " ≃", CHANGES: " ≠"}
@@ -32,7 +32,7 @@ _SIGNS = {"trains": "▶", "rests": "❚❚", "waits": "…", "ended": "■"}
 
 
 def status(session: Steered, silent_s: float) -> str:
-    """A sign of the state and :func:`_doing` in one line."""
+    """Return a sign of the state and :func:`_doing` in one line."""
     state = _state(session, silent_s)
     sign = f'<i class="gpumem-sign gpumem-{state}" aria-hidden="true">{_SIGNS[state]}</i>'
     return f"{sign}<span>{_doing(session, silent_s)}</span>"
@@ -41,13 +41,13 @@ def status(session: Steered, silent_s: float) -> str:
 def _state(session: Steered, silent_s: float) -> str:
     if session.ended:
         return "waits" if session.ended == RESTARTING else "ended"
-    if session.wait_report or (session.waiting_for and silent_s > PATIENCE_S):
+    if session.wait_report or (session.waiting_for and silent_s > TIMEOUT_S):
         return "waits"
     return "trains" if session.playing else "rests"
 
 
 def _doing(session: Steered, silent_s: float) -> str:
-    """What is happening, and what is being waited for; ``silent_s`` is the time since ranks last reported."""
+    """Return what is happening, and what is being waited for; ``silent_s`` is the time since ranks last reported."""
     ranks = f"{session.size} ranks" if session.size > 1 else "1 rank"
     workload, steps = session.workload, session.history.steps
     if session.ended == RESTARTING:
@@ -58,7 +58,7 @@ def _doing(session: Steered, silent_s: float) -> str:
     if wait_report := session.wait_report:
         # Seconds are for the eyes: a screen reader would announce every one of them.
         return f'{_sentence(wait_report.text)} <small aria-hidden="true">{wait_report.seconds:.0f} s</small>'
-    if (waiting := session.waiting_for) and silent_s > PATIENCE_S:
+    if (waiting := session.waiting_for) and silent_s > TIMEOUT_S:
         named = ", ".join(map(str, waiting))
         why = "their step takes long, or a cell is running there" if len(waiting) > 1 else "it may be busy with a cell"
         return (
@@ -80,7 +80,7 @@ def _sentence(text: str) -> str:
 
 
 def tiles(session: Steered, readings: Sequence[Reading | None]) -> str:
-    """The few numbers that are shown large: those of the latest configuration, as ``%hvd_runs`` has them."""
+    """Return the few numbers that are shown large: those of the latest configuration, as ``%hvd_runs`` has them."""
     tried = session.history.now()
     speed = tried.samples_per_s if tried else None
     batch = tried.settings.samples_per_rank * session.size if tried else 0
@@ -95,7 +95,7 @@ def tiles(session: Steered, readings: Sequence[Reading | None]) -> str:
 
 
 def _peak(tried: Tried | None, readings: Sequence[Reading | None]) -> tuple[str, str]:
-    """The peak of the rank that came nearest to its own limit, and what it is of that; n/a before a step was done."""
+    """Return the peak of the rank nearest to its own limit, and its share of that; n/a before a step was done."""
     if tried is not None and tried.fullest:
         peak, limit = tried.fullest
         return format_bytes(peak), f", {peak / limit:.0%} of {format_bytes(limit)}"
@@ -137,7 +137,7 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
 
 
 def flip(value: str, foreseen: Prediction | None, why_not: str, mathematics: str) -> str:
-    """What a flip to this value would need, and what it does to the mathematics.
+    """Return what a flip to this value would need, and what it does to the mathematics.
 
     ``why_not``: why nothing can be said, empty while it is looked for.
     """
@@ -176,7 +176,7 @@ def critical_batch(session: Steered) -> str:
 
 
 def largest(batch_size: int, samples: int | None) -> str:
-    """The last line below the flips of the batch size; ``samples``: as many as there are for it, if that is known."""
+    """Return the last line below the flips of the batch size; ``samples``: how many the data has, if known."""
     most = f"{batch_size:,} at most" if batch_size else "not even 1 fits"
     if batch_size == (samples or MOST_BATCH):
         most = f"{batch_size:,} at most (all data)" if samples else "any fits"
@@ -184,7 +184,7 @@ def largest(batch_size: int, samples: int | None) -> str:
 
 
 def flip_key(limit_bytes: int | None, waits: bool) -> str:
-    """What the signs and bars of flips mean; ``waits``: for the next step."""
+    """Return the key to the signs and bars of flips; ``waits``: for the next step."""
     if waits:
         return "<p>A cell ran. Predictions refresh after the next step.</p>"
     of = f", of {format_bytes(limit_bytes)}" if limit_bytes else ""
@@ -201,7 +201,7 @@ def field_error(value: str, why: str) -> str:
 
 
 def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
-    """What fills the worst rank's peak most, and which knobs may make that smaller."""
+    """Return what fills the worst rank's peak most, and which knobs may make that smaller."""
     if not found:
         return ""
     peak = worst_first(found)[0]
@@ -235,7 +235,7 @@ def _outlier(worst: Peak, found: Sequence[Peak]) -> str:
 
 
 def rescue(rescue: Rescue | None) -> str:
-    """A card about the latest step that was discarded."""
+    """Return a card about the latest step that was discarded."""
     if rescue is None:
         return ""
     failure = rescue.failure
@@ -253,7 +253,7 @@ def rescue(rescue: Rescue | None) -> str:
 
 
 def leak(found: Sequence[Leak]) -> str:
-    """A card about memory that one holder keeps from step to step."""
+    """Return a card about memory that one holder keeps from step to step."""
     so_far = format_bytes(max(leak.bytes_so_far for leak in found))
     heading = leak_sentences.headline(found)
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in (leak_sentences.what(found[0]), found[0].fix))
@@ -262,13 +262,13 @@ def leak(found: Sequence[Leak]) -> str:
 
 
 def truths(ranks: Sequence[RankInfo]) -> str:
-    """Why live, reserved and device bytes differ, for those who want to know."""
+    """Return why live, reserved and device bytes differ, for those who want to know."""
     body = "".join(f"<p>{escape(sentence)}</p>" for sentence in why_they_differ(ranks))
     return f"<details><summary>live, reserved and device bytes: why they differ</summary>{body}</details>"
 
 
 def alert(text: str) -> str:
-    """A sentence about something that could not be done."""
+    """Return a sentence about something that could not be done."""
     return f"<div>{escape(text)}</div>" if text else ""
 
 

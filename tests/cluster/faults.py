@@ -322,7 +322,7 @@ def _ended_and_restored(session: Session, processes: list[psutil.Process], files
 
 
 def _as_it_was(session: Session) -> int:
-    """Each rank is, bit by bit, what it was after the step that the session is at; returns the steps done after it."""
+    """Each rank is, bit for bit, what it was after the step that the session is at; returns the steps done after it."""
     steps, noted = session.history.steps, trouble.noted(session)
     assert [digest for digest, _ in trouble.everything(session)] == [notes.get(steps) for notes in noted]
     return max(map(max, noted)) - steps

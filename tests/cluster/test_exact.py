@@ -1,4 +1,4 @@
-"""Weights as in a plain loop, bit by bit, whatever people do to what is trained; and a watch where that is not kept."""
+"""Weights as in a plain loop, bit for bit, whatever people do to what is trained; and a watch where that is not kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exported scripts on real ranks, without the toolkit: held against the session that wrote them, bit by bit."""
+"""Exported scripts on real ranks, without the toolkit: held against the session that wrote them, bit for bit."""
 
 from __future__ import annotations
 

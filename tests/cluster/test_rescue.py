@@ -1,4 +1,4 @@
-"""A step that one rank cannot finish is undone on all of them, bit by bit, whatever failed and wherever."""
+"""A step that one rank cannot finish is undone on all of them, bit for bit, whatever failed and wherever."""
 
 from __future__ import annotations
 

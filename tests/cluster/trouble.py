@@ -176,7 +176,7 @@ def noted(session: Session) -> list[dict[int, str]]:
 
 
 def same_as(before: list[tuple[str, int]], session: Session) -> None:
-    """Weights, statistics, optimizer state and random numbers bit by bit; memory but for a few bytes of Horovod's."""
+    """Weights, statistics, optimizer state and random numbers bit for bit; memory but for a few bytes of Horovod's."""
     assert [digest for digest, _ in everything(session)] == [digest for digest, _ in before]
     same_memory(before, session)
 

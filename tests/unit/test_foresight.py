@@ -293,7 +293,7 @@ def test_a_flip_that_is_chosen_during_a_question_of_its_own_is_predicted_too(
 def test_whoever_chooses_a_flip_waits_for_no_cell_and_not_for_ever(
     session: Session, slow: SimpleNamespace, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(foresight_room, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(foresight_room, "TIMEOUT_S", 0.0)
     assert slow.foresight.refusal("batch_size", "1024") == ""
     slow.ends.set()
     slow.questions[0].join()

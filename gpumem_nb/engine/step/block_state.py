@@ -118,7 +118,7 @@ class Seen:
 
 @contextmanager
 def undone_afterwards(calls: list[Seen]) -> Iterator[None]:
-    """Whatever these calls change inside is put back, bit by bit, and autograd learns nothing of it."""
+    """Whatever these calls change inside is put back, bit for bit, and autograd learns nothing of it."""
     calls[0].draws.replay_begins()
     standing = RandomState.take(calls[0].draws.recorded)
     taken = [one for seen in calls for one in seen.now()]

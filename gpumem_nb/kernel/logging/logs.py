@@ -31,7 +31,7 @@ TARGETS: dict[str, Callable[[str], Target]] = {
 
 
 def place_of(target: str, to: str) -> str:
-    """Where a log to this target is written, however the target is spelled.
+    """Return where a log to this target is written, however the target is spelled.
 
     Raises:
         InvalidInput: not a path.
@@ -127,7 +127,7 @@ class Logs:
 
     @property
     def problems(self) -> list[str]:
-        """Why targets are not written any more."""
+        """Return why targets are not written any more."""
         return [log.problem for log in self._all if log.problem]
 
     def take_in(self, entry: Entry) -> None:

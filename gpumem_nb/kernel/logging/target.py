@@ -51,7 +51,7 @@ class Target(Protocol):
 
 
 def of_step(samples: Sequence[Sample]) -> dict[str, float]:
-    """The numbers of one finished step by their tags: those of each rank, and one of all where one is wanted."""
+    """Return the numbers of one finished step by their tags: those of each rank, and one of all where one is wanted."""
     losses = [sample.loss for sample in samples if sample.loss is not None]
     tags: dict[str, float] = {"loss/mean": statistics.fmean(losses)} if losses else {}
     tags["samples_per_s/all"] = sum(sample.samples_per_s for sample in samples)
@@ -69,7 +69,7 @@ def of_step(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def of_evaluation(evaluation: Evaluation) -> dict[str, float]:
-    """The numbers of an evaluation by their tags."""
+    """Return the numbers of an evaluation by their tags."""
     return {f"eval/{name}": value for name, value in {"loss": evaluation.loss, **evaluation.metrics}.items()}
 
 

@@ -61,11 +61,11 @@ class Autotune:
 
     @property
     def on(self) -> bool:
-        """Whether the next chunk is one of its turns."""
+        """Return whether the next chunk is one of its turns."""
         return self._policy().autotune and self._state.workload is not None
 
     def __str__(self) -> str:
-        """What it is at, behind what training does; empty while it is off."""
+        """Return what it is at, behind what training does; empty while it is off."""
         if not self.on:
             return ""
         now = typed(self._state.settings, self._turn) if self._of else ""

@@ -80,7 +80,7 @@ class Between:
         traced: bool = False,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[ChunkReply]:
-        """The ranks' replies to a chunk; none where some rank cannot answer."""
+        """Return the ranks' replies to a chunk; none where some rank cannot answer."""
         self._ranks.rejoin(IN_PASSING_S)
         with self._state.locked():
             self._check()

@@ -69,7 +69,7 @@ class Chunks:
 
     @property
     def none_left_over(self) -> bool:
-        """Whether no rank still works on what was given up: it would meet others in the wrong reduction."""
+        """Return whether no rank still works on what was given up: it would meet others in the wrong reduction."""
         return self._in_flight.leftover is None
 
     @property

@@ -47,7 +47,7 @@ class Failures:
 
     @property
     def trying_out(self) -> bool:
-        """Whether it is still being found out what would have fit."""
+        """Return whether it is still being found out what would have fit."""
         return self._tryout is not None
 
     def handle(self, failure: Failure, chunk: Chunk, apart: bool = False) -> None:

@@ -80,11 +80,11 @@ class InFlight:
 
     @property
     def oldest(self) -> Call | None:
-        """What is waited for first."""
+        """Return what is waited for first."""
         return next(iter(self.calls), None)
 
     def free(self, most: int) -> bool:
-        """Whether one more chunk may be sent while there are fewer than ``most``."""
+        """Return whether one more chunk may be sent while there are fewer than ``most``."""
         asked_alone = self._alone is not None and bool(self._alone.pending())
         return self.leftover is None and not asked_alone and len(self._chunks) < most
 
@@ -96,7 +96,7 @@ class InFlight:
         return call
 
     def holds(self, call: Call) -> bool:
-        """Whether this is a chunk under way."""
+        """Return whether this is a chunk under way."""
         return any(known is call for _, known in self._chunks)
 
     def ask_alone(self, posted: Posted, function: str, *arguments: Any) -> Call:
@@ -109,7 +109,7 @@ class InFlight:
         return self._alone
 
     def nudge_due(self) -> bool:
-        """Whether the chunks under way would run on for more than a step; counts the nudge that is then sent."""
+        """Return whether the chunks under way would run on for more than a step; counts the nudge that is then sent."""
         if not any(chunk.steps > 1 and chunk.nudges == self.nudges for chunk, _ in self._chunks):
             return False
         self.nudges += 1
@@ -124,7 +124,7 @@ class InFlight:
             self.nudges += 1
 
     def answered(self) -> tuple[Chunk, list[Any]] | None:
-        """The oldest chunk and its replies in rank order, once all have come; raises the first error at once."""
+        """Return the oldest chunk and its replies in rank order, once all have come; raises the first error at once."""
         if not self._chunks:
             return None
         chunk, call = self._chunks[0]
@@ -133,7 +133,7 @@ class InFlight:
         return None if call.pending() else (chunk, call.get())
 
     def take(self) -> Call:
-        """The oldest chunk, which all ranks have answered, is under way no more."""
+        """Return the oldest chunk, which all ranks have answered, is under way no more."""
         return self._chunks.popleft()[1]
 
     def give_up(self, forget: bool) -> bool:

@@ -89,7 +89,7 @@ class Stalls:
                 self._strand(f"{name_ranks(left)} could not be interrupted")
 
     def _report(self, call: Call) -> WaitReport | None:
-        """Who waited for whom when the ranks came apart in this chunk, if they did."""
+        """Return who waited for whom when the ranks came apart in this chunk, if they did."""
         apart = call.apart()
         return waits.ended(apart, self._ranks.pulses(), call.pending(), self._ranks.size) if apart else None
 

@@ -67,7 +67,7 @@ class TrainingState:
         self.adopt(settings)
 
     def adopt(self, settings: Settings) -> None:
-        """Settings under a number of their own, also when they are the same: ranks hold a failed number for broken."""
+        """Give settings a new id, even if unchanged: ranks refuse an id under which a step failed."""
         self.settings = settings
         self.settings_id = self.number(settings)
         if loaded := self.workload:
@@ -75,7 +75,7 @@ class TrainingState:
             self._history.begin(self.settings_id, loaded.name, settings, *about)
 
     def number(self, settings: Settings) -> int:
-        """A number of their own for settings, by which samples name them."""
+        """Return a number of their own for settings, by which samples name them."""
         number = len(self.known_settings) + 1
         self.known_settings[number] = settings
         return number
@@ -87,7 +87,7 @@ class TrainingState:
 
     @property
     def stopped_for(self) -> GpumemError | None:
-        """Why training stopped by itself, if no step that was discarded is to blame."""
+        """Return why training stopped by itself, if no step that was discarded is to blame."""
         return None if isinstance(self.failure, Rescue) else self.failure
 
     def raise_failure(self) -> None:
@@ -118,7 +118,7 @@ class TrainingState:
             self._recorded_peak = max([self._recorded_peak, *(sample.live_peak_bytes for sample in done)])
 
     def recorded_so_far(self) -> str:
-        """The latest step that was recorded and what these steps measured, in a line; empty before there is one."""
+        """Return the latest recorded step and what these steps measured, in a line; empty before there is one."""
         done = list(self._latest_recorded)
         return f"step {done[-1].step}, {measured_by(done, self._recorded_peak)}" if done else ""
 
@@ -128,7 +128,7 @@ class TrainingState:
             self._notes.extend(notes)
 
     def end_recording(self) -> tuple[list[Sample], list[str], list[Evaluation]]:
-        """What was kept, and nothing more from now on."""
+        """Return what was kept, and nothing more from now on."""
         samples = self._recording or []
         evaluations = [note for note in self._notes if isinstance(note, Evaluation)]
         notes = [str(note) for note in self._notes if not isinstance(note, Evaluation)]

@@ -86,39 +86,39 @@ class Training:
 
     @property
     def settings(self) -> Settings:
-        """What the next chunk will run under."""
+        """Return what the next chunk will run under."""
         return self._state.settings
 
     @property
     def workload(self) -> WorkloadInfo | None:
-        """What is loaded."""
+        """Return what is loaded."""
         return self._state.workload
 
     @property
     def busy(self) -> bool:
-        """Whether steps are wanted or under way."""
+        """Return whether steps are wanted or under way."""
         return bool(self.playing or len(self._in_flight) or self._failures.trying_out or self._in_flight.leftover)
 
     @property
     def playing(self) -> bool:
-        """Whether training goes on until it is paused."""
+        """Return whether training goes on until it is paused."""
         return self._state.wanted_steps > 0
 
     def waiting_for(self) -> list[int]:
-        """The ranks that have not answered the oldest chunk."""
+        """Return the ranks that have not answered the oldest chunk."""
         return calls[0].pending() if (calls := self.under_way()) else []
 
     def under_way(self) -> list[Call]:
-        """The chunks that ranks were sent and have not answered, oldest first."""
+        """Return the chunks that ranks were sent and have not answered, oldest first."""
         with self._state.locked():
             return self._in_flight.calls
 
     def stopped_for(self) -> GpumemError | None:
-        """Why training stopped by itself, if no step that was discarded is to blame."""
+        """Return why training stopped by itself, if no step that was discarded is to blame."""
         return self._state.stopped_for
 
     def describe(self) -> str:
-        """What is happening, in words."""
+        """Return what is happening, in words."""
         if failure := self._state.failure:
             return str(failure).splitlines()[0]
         if len(self._in_flight) and not self.playing:
@@ -192,7 +192,7 @@ class Training:
         self._wait_until(over)
 
     def _under_way(self, call: Call) -> bool:
-        """Whether a chunk is not taken in yet, or what would have fit in its place is still being tried out."""
+        """Return whether a chunk is not taken in yet, or what would have fit in its place is still being tried out."""
         with self._state.locked():
             return self._in_flight.holds(call) or self._failures.trying_out
 

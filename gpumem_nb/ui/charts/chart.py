@@ -1,4 +1,4 @@
-"""What one chart is: where it stands, what it is called, and what it draws."""
+"""One chart: its place, its title, and what it draws."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Place:
             )
 
     def overlaps(self, other: Place) -> bool:
-        """Whether both want the same part of the figure."""
+        """Return whether both want the same part of the figure."""
         beside = self.column + self.span <= other.column or other.column + other.span <= self.column
         apart = self.row + self.rows <= other.row or other.row + other.rows <= self.row
         return not (beside or apart)
 
     def is_on(self, other: Place) -> bool:
-        """Whether it stands right above another one that is as wide."""
+        """Return whether it stands right above another one that is as wide."""
         return (self.column, self.span, self.row + self.rows) == (other.column, other.span, other.row)
 
 
@@ -63,7 +63,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a chart draws.
+    """The data that a chart draws.
 
     Attributes:
         points: x and y of each trace, in the order of the chart's traces.

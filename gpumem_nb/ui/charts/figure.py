@@ -63,7 +63,7 @@ class Assembly:
         self.css = "".join(theme_line_css(axes.x + axes.y) for axes in of_theme)
 
     def still(self, view: View) -> go.Figure:
-        """A figure of one moment, which stays as it is."""
+        """Return a figure of one moment, which stays as it is."""
         x, y, layout = self.drawn(view)
         figure = go.Figure(data=self.traces, layout=self.first_layout())
         figure.plotly_update({"x": x, "y": y}, layout)
@@ -75,7 +75,7 @@ class Assembly:
         return [trace for placed in self._placed for trace in placed.traces]
 
     def drawn(self, view: View) -> tuple[list[Any], list[Any], dict[str, Any]]:
-        """The x and the y of all traces, and what of the layout follows from what is shown."""
+        """Return the x and the y of all traces, and what of the layout follows from what is shown."""
         drawn = [placed.draw(view) for placed in self._placed]
         points = [point for of_chart in drawn for point in of_chart.points]
         return [x for x, _ in points], [y for _, y in points], self._layout(view, drawn)
@@ -118,7 +118,7 @@ class Assembly:
         ]
 
     def first_layout(self) -> dict[str, Any]:
-        """The layout before anything is drawn."""
+        """Return the layout before anything is drawn."""
         layout: dict[str, Any] = {
             "height": self._grid.height_px,
             "autosize": True,
@@ -135,7 +135,7 @@ class Assembly:
         return layout
 
     def _layout_of(self, placed: _Placed) -> dict[str, Any]:
-        """A chart's axes. Steps can be zoomed, in all charts at once; nothing else can."""
+        """Return a chart's axes. Steps can be zoomed, in all charts at once; nothing else can."""
         chart, axes = placed.chart, placed.axes
         place = chart.place
         x: dict[str, Any] = {"domain": self._grid.across(place), "anchor": axes.y, "showgrid": False}
@@ -148,7 +148,7 @@ class Assembly:
         if chart.over_steps:
             lowest = not any(place.is_on(other.chart.place) for other in self._over_steps)
             first = self._over_steps[0].axes.x
-            # Ticks that nobody sees keep their labels off that of the y axis' 0.
+            # Invisible ticks keep their labels off that of the y axis' 0.
             apart = {"ticks": "outside", "ticklen": 6, "tickcolor": _CLEAR}
             x |= {"tickformatstops": _STEP_TICKS, "showticklabels": lowest} | apart
             x |= {} if axes.x == first else {"matches": first}
@@ -205,7 +205,7 @@ class Charts:
     def look_after(self) -> None:
         """Send all of it again when a page answers for the first time, and when none has answered for long.
 
-        The longer nobody answers the longer it takes until all is sent again: perhaps nobody looks.
+        The longer no page answers, the longer the pause before all is sent again: perhaps no page is open.
         """
         if not self._sent:
             return
@@ -221,7 +221,7 @@ class Charts:
 
 
 def _place(charts: Sequence[Chart], view: View) -> list[_Placed]:
-    """Each chart with its axes: plotly's names end in a number, which the first axis does without."""
+    """Return each chart with its axes: plotly's names end in a number, which the first axis does without."""
     placed = []
     further = map("y{}".format, itertools.count(len(charts) + 1))
     for number, chart in enumerate(charts, start=1):
@@ -236,5 +236,5 @@ def _place(charts: Sequence[Chart], view: View) -> list[_Placed]:
 
 
 def _key(axis: str) -> str:
-    """The name of an axis as a key of the layout: ``yaxis3`` for ``y3``."""
+    """Return the name of an axis as a key of the layout: ``yaxis3`` for ``y3``."""
     return f"{axis[0]}axis{axis[1:]}"

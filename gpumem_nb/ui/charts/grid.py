@@ -32,7 +32,7 @@ class Grid:
 
     @classmethod
     def of(cls, places: Iterable[Place], scale: float = 1.0) -> Grid:
-        """The grid that these fit in."""
+        """Return the grid that these fit in."""
         return cls(max(_SHARED_ROWS, *(place.row + place.rows for place in places)), scale)
 
     @property
@@ -55,7 +55,7 @@ class Grid:
         return self._y(self._end(place.row + place.rows - 1)), self._y(self._begin(place.row))
 
     def title_y(self, place: Place) -> float:
-        """The bottom of a chart's title."""
+        """Return the bottom of a chart's title."""
         return self._y(self._begin(place.row) - _HALF_TICK)
 
     def _y(self, from_top: float) -> float:

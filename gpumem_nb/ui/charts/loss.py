@@ -24,7 +24,7 @@ def _draw(view: View, _: Axes) -> Drawn:
 
 
 def _rate(view: View) -> Array:
-    """The learning rate, if it is not the same in all that is drawn: the knob says that."""
+    """Return the learning rate, if it is not the same in all that is drawn: the knob says that."""
     rate = view.series.mean_of_ranks(lambda sample: sample.learning_rate)
     known = rate[np.isfinite(rate)]
     return rate if known.size and np.ptp(known) > 0 else rate[:0]

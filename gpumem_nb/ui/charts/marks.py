@@ -18,7 +18,7 @@ _LEVEL_HEIGHT = 0.13
 
 
 def mark_lines(view: View, over_steps: Sequence[Axes]) -> list[dict[str, Any]]:
-    """A vertical line through each chart for each mark."""
+    """Return a vertical line through each chart for each mark."""
     return [
         straight_line(axes.x, (mark.step,) * 2, f"{axes.y} domain", (0, 1), *_look(mark))
         for mark in view.marks
@@ -27,7 +27,7 @@ def mark_lines(view: View, over_steps: Sequence[Axes]) -> list[dict[str, Any]]:
 
 
 def mark_labels(view: View, axes: Axes) -> list[dict[str, Any]]:
-    """The marks' numbers at the top of a wide chart, newest first, each on the first level where it covers no other.
+    """Return the marks' numbers at the top of a wide chart, newest first, each on a level where it covers no other.
 
     One that has no place is left out: its line is there, and the key under the charts says its step.
     """

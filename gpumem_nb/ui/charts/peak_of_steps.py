@@ -23,7 +23,7 @@ def _traces(view: View, _: Axes) -> list[Any]:
 
 
 def _bands() -> list[Any]:
-    """What a step was made of holds until the next one was recorded."""
+    """Return the bands: the categories of a recorded step hold until the next recorded one."""
     return [
         go.Scatter(
             name=name,
@@ -52,7 +52,7 @@ def _lines() -> list[Any]:
 
 
 def _attempt() -> Any:
-    """The one that was too high."""
+    """Return the one that was too high."""
     return go.Scatter(
         name="out of memory",
         mode="markers",

@@ -1,4 +1,4 @@
-"""What the parts of a step take, as bands over steps: the mean of all ranks, thinned out."""
+"""The seconds of a step's parts, as bands over steps: the mean of all ranks, thinned out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the charts show at one moment."""
+"""The data of all charts at one moment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GIB, _MIB = 2**30, 2**20
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What somebody chose to see of it: the ``LAST_STEPS`` alone, smoothed lines, the loss on a logarithmic axis."""
+    """The user's choice of what to see: the ``LAST_STEPS`` alone, smoothed lines, the loss on a logarithmic axis."""
 
     latest: bool = False
     smooth: bool = False
@@ -34,7 +34,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What a discarded step needed at least: all bytes in use and those that it asked for."""
+    """The least that a discarded step needed: all bytes in use and those that it asked for."""
 
     step: int
     bytes: int
@@ -92,7 +92,7 @@ class View:
         attempt: Attempt | None = None,
         changed_after: int = 0,
     ) -> View:
-        """The view of these ranks' readings and samples; ``settings`` are those of a settings id, where known.
+        """Return the view of these ranks' readings and samples; ``settings`` are those of a settings id, where known.
 
         Steps up to ``changed_after`` say nothing about where time goes now.
         """
@@ -117,7 +117,7 @@ class View:
         choice: Choice | None = None,
         attempt: Attempt | None = None,
     ) -> View:
-        """The view of what is loaded now, on these ranks of a session."""
+        """Return the view of what is loaded now, on these ranks of a session."""
         history = session.history
         settings = {tried.settings_id: tried.settings for tried in list(history.tried)}
         evaluations = [one for one in list(history.evaluations) if one.settings_id >= history.loaded_as]
@@ -126,21 +126,21 @@ class View:
 
     @classmethod
     def before(cls, ranks: Sequence[RankInfo]) -> View:
-        """The view of ranks that have not reported anything yet."""
+        """Return the view of ranks that have not reported anything yet."""
         return cls.of(ranks, [None] * len(ranks), [[] for _ in ranks], lambda _: None)
 
     @property
     def has_steps(self) -> bool:
-        """Whether any step was finished."""
+        """Return whether any step was finished."""
         return bool(self.series.step.size)
 
     def shown(self, line: Array) -> Array:
-        """The values of a line as they are drawn."""
+        """Return the values of a line as they are drawn."""
         return smoothed(line) if self.choice.smooth else line
 
     @property
     def virtual(self) -> bool:
-        """Whether the memory of any of the ranks is a virtual GPU's."""
+        """Return whether the memory of any of the ranks is a virtual GPU's."""
         return any(rank.virtual for rank in self.ranks)
 
     @cached_property
@@ -182,7 +182,7 @@ class View:
 
     @property
     def memory_range(self) -> list[float]:
-        """Where the y axis of memory begins and ends, in ``unit``."""
+        """Return where the y axis of memory begins and ends, in ``unit``."""
         attempts = [attempt.bytes for attempt in self.attempts]
         return [0, _HEADROOM * max([self.top, *attempts, *self.limits]) / self.unit_bytes]
 

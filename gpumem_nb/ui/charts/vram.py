@@ -30,7 +30,7 @@ def _traces(view: View, axes: Axes) -> list[Any]:
 
 
 def _stacks() -> list[Any]:
-    """A trace for each category with its share of the ranks' peaks, and one for peaks that were not recorded."""
+    """Return a trace for each category with its share of the ranks' peaks, and one for peaks that were not recorded."""
     looks = LOOKS | {"categories not known yet": UNKNOWN}
     return [
         go.Bar(
@@ -73,7 +73,7 @@ def _draw(view: View, axes: Axes) -> Drawn:
 
 
 def _part(peak: Peak, category: str | None) -> int | None:
-    """What a category takes of a peak; ``None`` stands for all of one that was not recorded."""
+    """Return what a category takes of a peak; ``None`` stands for all of one that was not recorded."""
     if category is None:
         return None if peak.ledger else peak.bytes
     # Nothing is 0 here: a gap would make plotly begin the stack anew above it.
