@@ -32,7 +32,7 @@ def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
 
 
 def asked(before: Settings, knobs: Mapping[str, Any], ranks: int) -> Settings:
-    """Return the settings that somebody gets who sets these knobs.
+    """Return the settings that setting these knobs would give.
 
     Raises:
         InvalidInput: an unknown knob, or a value that cannot be used.

@@ -36,7 +36,7 @@ STEPS_LOOKED_AT = 200  # the latest, for peaks and losses
 _TIMED_STEPS = FEWEST_STEPS + WARM_UP_STEPS
 _WAITED_FOR = (
     "Other work waits for the ranks, such as a cell that trains: inputs were not examined, and trial steps are "
-    "not timed meanwhile. Look again when that is over."
+    "not timed meanwhile. Run it again when that is over."
 )
 _TRIED_FLIPS = 3  # of those that may mend a finding, as many are predicted
 

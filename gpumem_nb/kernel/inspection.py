@@ -79,7 +79,7 @@ class Inspection:
         return dataclasses.replace(report, lanes=tuple(aligned(lanes, [info.host for info in self._ranks])))
 
     def verdict(self) -> Bottleneck | None:
-        """Return the main cause of lost time; ``None`` if there is none, or after too few steps under these settings."""
+        """Return the main cause of lost time; ``None`` if there is none, or too few steps under these settings."""
         return next(iter(self.verdicts()), None)
 
     def verdicts(self) -> list[Bottleneck]:

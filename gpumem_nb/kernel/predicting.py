@@ -376,7 +376,7 @@ class Predicting:
         return answers
 
     def _ran_out(self, answers: list[Forecasts]) -> Forecasts | None:
-        """Return the answer of a rank that ran out of memory in a small step; raise if one failed for another reason."""
+        """Return the answer of a rank that ran out of memory in a small step; raise for another failure."""
         failed = [answer for answer in answers if answer.failure]
         for answer in failed:
             if answer.failure and answer.failure.kind != "oom":

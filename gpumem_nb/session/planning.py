@@ -45,7 +45,7 @@ class Predicts:
         return self._life.predicting.largest_batch(knobs)
 
     def allocator_what_if(self, *settings: str) -> AllocatorWhatIf:
-        """Return what the caching allocator would reserve for a step if it were set otherwise, by a model of it.
+        """Return how much the caching allocator would reserve for a step under other settings, by a model of it.
 
         Args:
             settings: each as torch's PYTORCH_CUDA_ALLOC_CONF has it, such as ``expandable_segments:True`` or

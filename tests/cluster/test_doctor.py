@@ -1,4 +1,4 @@
-"""The doctor finds what is planted, first, with what mends it, says nothing of the healthy, and disturbs nobody."""
+"""The doctor finds what is planted, first, with its fix, says nothing of the healthy, and disturbs no other work."""
 
 from __future__ import annotations
 

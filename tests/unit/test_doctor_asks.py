@@ -190,8 +190,8 @@ def test_while_somebody_else_waits_for_the_ranks_no_speed_is_promised() -> None:
     assert found.findings[0].flip is None
     assert found.findings[0].do == "Not timed: optimizer_impl=fused."
     [note] = found.notes
-    assert note.startswith("Somebody else waits for the ranks, such as a cell that trains")
-    assert note.endswith("Look again when that is over.")
+    assert note.startswith("Other work waits for the ranks, such as a cell that trains")
+    assert note.endswith("Run it again when that is over.")
 
 
 @pytest.mark.parametrize("steps", [30, 0])
