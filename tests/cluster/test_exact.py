@@ -1,4 +1,4 @@
-"""Weights as in a plain loop, bit for bit, whatever people do to what is trained; and a watch where that is not kept."""
+"""Weights as in a plain loop, bit for bit, whatever you do to the model; and a watch where that fails."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def report(cells: dict[tuple[str, str], float], tally: Tally, seed: int) -> str:
             "# Reliability",
             "",
             "What goes wrong on purpose in `tests/cluster/faults.py`, and what came of it. Checked after each fault:",
-            "a clear message; weights, optimizer, statistics and random numbers bit for bit as after the last step done",
+            "a clear message; weights, optimizer, statistics and random numbers bit for bit as after the last step",
             "(after a death, as when the snapshot was taken) and the same weights on all ranks; live bytes as before",
             "(within 64 bytes); the same processes (after a death, none of the old ones); and that training goes on.",
             "The tests do the same (`tests/cluster/test_fault_matrix.py`); this page is written by `make soak`.",
