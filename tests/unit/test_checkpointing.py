@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import cloudpickle
@@ -15,7 +17,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpumem_nb.engine.step.checkpointing import SEGMENT_BLOCKS, Checkpointing, find_blocks
+from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.engine.undo.python_state import PythonState
+from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.messages import Chunk
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Workload
+from tests.unit.test_one_rank import alone as alone  # a fixture
+from tests.unit.test_one_rank import loss, rows, stream
 
 MODES = tuple(SEGMENT_BLOCKS)
 
@@ -30,6 +40,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
         y = x + self.inner(x) * scale
         return y, y.sum()
+
+
+@dataclass(frozen=True)
+class Frozen:
+    use_cache: bool = True
 
 
 class Stack(nn.Module):
@@ -177,6 +192,37 @@ def test_generation_cache_is_off_only_while_checkpointing() -> None:
     assert model.config.use_cache is False
     checkpointing.remove()
     assert model.config.use_cache is True
+
+
+def test_a_configuration_that_cannot_be_changed_is_left_alone() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+    model.config = Frozen()  # type: ignore[assignment]
+    checkpointing = Checkpointing(model, find_blocks(model), "blocks")
+    model(torch.randn(4, 8)).sum().backward()
+    checkpointing.remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_blocks_keep_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[PythonState] = []
+    look = PythonState._look
+
+    def counted(state: PythonState) -> None:
+        looked.append(state)
+        look(state)
+
+    monkeypatch.setattr(PythonState, "_look", counted)
+
+    def network() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(9)))
+
+    trainer = Trainer(Workload("blocks", network, rows, loss), stream(), opened(), time.time())
+    settings = Settings(batch_size=2, checkpointing="blocks")
+    assert trainer.run(Chunk(settings, 1, 2)).failure is None
+    looked.clear()
+    assert trainer.run(Chunk(settings, 1, 3)).failure is None
+    assert len(looked) < 9, "hooks that are put on in each step are the same hooks"
 
 
 def test_an_interrupted_forward_leaves_no_hooks_behind() -> None:

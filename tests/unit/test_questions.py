@@ -39,6 +39,20 @@ class Deciding(SGD):
                 param.sub_(param.grad * 0.1)
 
 
+class Counting(SGD):
+    """Somebody's own that keeps count in itself from its first update on, and on its class, and draws noise."""
+
+    updates, decides = 0, False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count = getattr(self, "count", 0) + 1
+        Counting.updates += 1
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if not self.decides or param.grad.norm() >= 0:
+                param.sub_(param.grad * 0.1 + 0.01 * torch.randn_like(param))
+
+
 @pytest.fixture(scope="module")
 def gpu() -> VirtualGPU:
     device = open_device("virtual", 0, None)
@@ -163,6 +177,20 @@ def test_an_update_that_cannot_be_foreseen_is_taken_and_undone_and_that_is_said(
     sample = trained.run(Chunk(settings, 1, 2)).samples[-1]
     assert sample.live_peak_bytes == pytest.approx(found.of[0].live_peak_bytes, abs=FEW)
     assert not trainer(gpu).trials.forecast(Settings(batch_size=2), [2], [2], 0).update_undone
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_what_an_optimizer_counts_and_draws_is_as_before_any_question(gpu: VirtualGPU, decides: bool) -> None:
+    trained = trainer(gpu, lambda params: Counting(params, lr=0.1))
+    trained.live.optimizer.decides = decides  # type: ignore[attr-defined]
+    settings = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
+    for steps in (0, 2):
+        if steps:
+            assert trained.run(Chunk(settings, 1, steps)).failure is None
+        before = set(vars(trained.live.optimizer)), Counting.updates, trained.random.state.torch.tolist()
+        assert trained.trials.forecast(settings, [2], [2], 0).failure is None
+        assert trained.trials.rehearse(settings).forecasts.failure is None
+        assert (set(vars(trained.live.optimizer)), Counting.updates, trained.random.state.torch.tolist()) == before
 
 
 def test_a_trial_before_the_first_step_counts_the_state_that_is_not_there(gpu: VirtualGPU) -> None:

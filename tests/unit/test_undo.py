@@ -249,12 +249,15 @@ def test_a_trained_weight_that_forward_writes_is_put_back_when_the_update_fails(
 
 def test_what_an_optimizer_keeps_in_any_place_is_put_back() -> None:
     class Own(torch.optim.Optimizer):
+        updates = 0
+
         def __init__(self, params: Any) -> None:
             super().__init__(params, {"lr": 0.1, "seen": torch.zeros(1)})
             self.mean, self.history, self.steps = torch.zeros(1), [torch.zeros(1)], 0
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             self.steps += 1
+            self.latest = Own.updates = Own.updates + 1
             self.mean.add_(1)
             self.history.append(torch.ones(1))
             self.history[0].add_(1)
@@ -267,8 +270,12 @@ def test_what_an_optimizer_keeps_in_any_place_is_put_back() -> None:
     optimizer = Own(net.parameters())
     optimizer.step()
 
+    del optimizer.latest
+
     def told() -> Any:
         return (
+            set(vars(optimizer)),
+            Own.updates,
             optimizer.steps,
             optimizer.mean.item(),
             [one.item() for one in optimizer.history],

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -96,9 +96,10 @@ class Checkpointing:
                 block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
                 block.register_forward_hook(leave, with_kwargs=True, always_call=True),
             ]
-        self._caching = [config for config in self._configs if config.use_cache]
-        for config in self._caching:
-            config.use_cache = False
+        for config in (config for config in self._configs if config.use_cache):
+            with suppress(AttributeError):  # one that is frozen
+                config.use_cache = False
+                self._caching.append(config)
 
     def take_off(self) -> None:
         """Leave the model as it was. A graph that was made before can still be run backward."""

@@ -12,8 +12,8 @@ import copy
 import statistics
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from ...memory.device import Device
 from ...memory.ledger.foreseen import Foreseen, UpdateLog
 from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
+from ..random_state import set_aside
+from ..undo.python_state import PythonState
 from ..undo.step_undo import UpdateUndo
 from . import optimizers
 from .live_model import LiveModel
@@ -70,7 +72,7 @@ def foresee(
         raise CannotBeForeseen(f"the step of this {type(optimizer).__name__} was replaced by another function")
     log = UpdateLog(device, allocation)
     try:
-        with modes_set_aside(), ExitStack() as stack:
+        with modes_set_aside(), _leaving_no_trace(optimizer), ExitStack() as stack:
             mode = fake_mode()
             dry = _Copies(lambda tensor: _fake(mode, log, tensor), copied_as_fake(mode))
             fake, dry_scaler = dry.of_optimizer(optimizer), dry.of_scaler(scaler) if scaler else None
@@ -159,7 +161,7 @@ def timed_on_scratch(
                 param.grad = torch.zeros_like(param) if param.requires_grad else None
         dry_scaler = copies.of_scaler(scaler) if scaler else None
         optimizers.set_implementation(scratch, implementation)
-        with step_hooks_held_back(scratch, pre=True):
+        with step_hooks_held_back(scratch, pre=True), _leaving_no_trace(optimizer):
             while len(took_s) <= _SCRATCH_UPDATES and sum(took_s) < _SCRATCH_S:
                 began_s = time.perf_counter()
                 optimizers.update(scratch, dry_scaler, clip_norm, lambda: type(scratch).step(scratch))
@@ -171,6 +173,17 @@ def timed_on_scratch(
     except Exception:  # somebody's own may want values, or more memory than there is
         return None
     return statistics.median(took_s[1:] or took_s)
+
+
+@contextmanager
+def _leaving_no_trace(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, a copy is updated: what its class counts or its code draws goes on as if it had not been."""
+    with set_aside():
+        taken = PythonState(lambda: (type(optimizer),)).take()
+        try:
+            yield
+        finally:
+            taken.put_back()
 
 
 def _zeros(tensor: Tensor) -> Tensor:

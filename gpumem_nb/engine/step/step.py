@@ -305,10 +305,11 @@ class Stepper:
     def _update_or_undo(self, before: ForwardUndo | None) -> tuple[Failure | None, bool]:
         """Update, and undo it on all ranks if one cannot; returns this rank's failure and whether it was undone."""
         self.phase = UPDATE
-        undo, scaler_state = None, self._live.scaler.state_dict()
-        failure, updates = None, list[Update]()
+        undo, scaler_state, failure = None, None, None
+        updates = list[Update]()
         try:
             self.enter(UNDOING)
+            scaler_state = self._live.scaler.state_dict()  # which waits for the device: an error of its comes here
             kept = before is not None and before.weights is not None and before.weights.of_trained
             weights = () if kept else self._live.parameters
             undo = UpdateUndo(weights, self._live.optimizer, self._before_hooks())
@@ -326,7 +327,8 @@ class Stepper:
         self.enter(TOOLKIT)
         if undone:
             self._undo(undo)
-            self._live.replace_scaler(scaler_state)
+            if scaler_state is not None:
+                self._live.replace_scaler(scaler_state)
         else:
             self._told_later(lambda: run_post_hooks(self._live.optimizer, updates))
         return failure, undone

@@ -7,7 +7,7 @@ not done, and the ranks find out together which weight it is.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class WeightWatch:
             sums.pop(name, None)
         self._ids, self._before = {}, {}
         self._found = {name: sums[name] for name, _ in self._parts.named_buffers() if name in sums}
-        words = torch.stack(list(sums.values()))
+        words = _stacked(sums.values())
         places = torch.arange(1, len(sums) + 1, device=words.device)
         total = (words * (places * _ODD + 1)).sum()
         digits = (total >> torch.arange(0, _BITS * DIGITS, _BITS, device=words.device)) & (2**_BITS - 1)
@@ -111,7 +111,7 @@ class WeightWatch:
         if same:
             last = self._last if cells.ran() == self._cells else {}
             before, now, then = ([content[name] for name in same] for content in (self._before, sums, {**sums, **last}))
-            changed = (torch.stack(before) != torch.stack(now)) | (torch.stack(then) != torch.stack(now))
+            changed = (_stacked(before) != _stacked(now)) | (_stacked(then) != _stacked(now))
             moved += [name for name, differs in zip(same, changed.tolist(), strict=True) if differs]
         return moved
 
@@ -142,3 +142,9 @@ def agree(sums: Sequence[int], ranks: int) -> bool:
     """Whether all ranks sent the same digits, by the sums of digits and squares: they have no variance then."""
     digits, squares = sums[:DIGITS], sums[DIGITS:]
     return all(ranks * square == digit * digit for digit, square in zip(digits, squares, strict=True))
+
+
+def _stacked(sums: Iterable[Tensor]) -> Tensor:
+    """Where the first one lies: weights that the optimizer alone knows may lie elsewhere than the model's."""
+    first, *others = sums
+    return torch.stack([first, *(one.to(first.device) for one in others)])

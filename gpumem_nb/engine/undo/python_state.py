@@ -87,7 +87,7 @@ class PythonState:
         self.found = found
         self._long: dict[int, tuple[int, bool]] = {}
         self._children = list(chain.from_iterable(map(dict.values, found.children)))
-        self._hooks = list(chain.from_iterable(found.hooks))
+        self._hooks = list(chain.from_iterable(map(dict.values, found.hooks)))
         self._lengths = [len(names) for names, _ in found.wholes]
         self._sort_by_type(self._values())
 
@@ -117,7 +117,7 @@ class PythonState:
         return (
             [len(names) for names, _ in found.wholes] == self._lengths
             and list(chain.from_iterable(map(dict.values, found.children))) == self._children
-            and list(chain.from_iterable(found.hooks)) == self._hooks
+            and list(chain.from_iterable(map(dict.values, found.hooks))) == self._hooks
             and all(values[index] is value for index, value in found.followed)
         )
 

@@ -80,7 +80,7 @@ class Reachable:
         self.followed: list[tuple[int, Any]] = []
         self._seen: dict[Any, Any] = {}  # with the things themselves: an id says something only while they live
         for root in roots:
-            self._follow(root, _DEPTH)
+            self._class(root) if isinstance(root, type) else self._follow(root, _DEPTH)
 
     def _follow(self, value: Any, depth: int) -> bool:
         """Look into one value; whether it is one in which there may be something."""

@@ -232,19 +232,41 @@ class KeptState:
             {name: in_place.put(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
-        own = optimizers.beside_state(optimizer)
-        self._own = own | {name: value for name, value in vars(optimizer).items() if type(value) in _PLAIN}
-        self._inside = PythonState(lambda: [SimpleNamespace(**own)]).take()
+        inner = (one for one in vars(optimizer).values() if isinstance(one, Optimizer))
+        self._of = [_Beside(one) for one in (optimizer, *inner)]
+        roots = [root for one in self._of for root in one.roots]
+        self._inside = PythonState(lambda: roots).take()
         self._tensors = [in_place.put(tensor) for _, tensor in self._inside.tensors if can_be_filled(tensor)]
         if release:
             optimizer.state.clear()
 
     def restore(self) -> None:
         """Put state and options back."""
-        bind = partial(vars(self.optimizer).update, self._own)
-        each((self._restore_state, bind, self._inside.put_back, *self._tensors))
+        bind = (one.put_back for one in self._of)
+        each((self._restore_state, *bind, self._inside.put_back, *self._tensors))
 
     def _restore_state(self) -> None:
         state = {param: back() for param, back in self._state.items()}
         groups = [{name: back() for name, back in group.items()} for group in self._groups]
         optimizers.put_state(self.optimizer, state, groups)
+
+
+class _Beside:
+    """What one optimizer has beside its state and its groups.
+
+    Attributes:
+        roots: from where the rest is reached: what it holds, and its class, which may count for all of its instances.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._all = vars(optimizer)
+        own = optimizers.beside_state(optimizer)
+        self._known = frozenset(self._all)
+        self._own = own | {name: value for name, value in self._all.items() if type(value) in _PLAIN}
+        self.roots: tuple[Any, ...] = (SimpleNamespace(**own), type(optimizer))
+
+    def put_back(self) -> None:
+        """Bind them as they were, and no others."""
+        for name in self._all.keys() - self._known:
+            del self._all[name]
+        self._all.update(self._own)
