@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +41,32 @@ def of(trainer: Trainer, inputs: bool) -> ModelFacts:
     state = ((param, sum(one.nbytes for one in tensors_in(kept))) for param, kept in live.optimizer.state.items())
     frozen = [(names.get(id(param), ""), size) for param, size in state if not param.requires_grad]
     wide = [(name, param.nbytes) for name, param in live.parts.named_parameters() if param.dtype == torch.float64]
-    return ModelFacts(_held(frozen), _held(wide), tuple(found))
+    groups = live.optimizer.param_groups
+    weights = sum(len(group["params"]) for group in groups)
+    model = live.model
+    return ModelFacts(_held(frozen), _held(wide), tuple(found), _eager(model), _vocabulary(model), len(groups), weights)
+
+
+def _eager(model: nn.Module) -> tuple[int, int] | None:
+    """Layers and heads of Hugging Face's model, if it computes attention eagerly and could leave that to SDPA."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", "") != "eager" or not getattr(module, "_supports_sdpa", False):
+            continue
+        if not getattr(config, "output_attentions", False):  # SDPA gives none
+            return getattr(config, "num_hidden_layers", 1), getattr(config, "num_attention_heads", 1)
+    return None
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """How many logits Hugging Face's model makes of a token."""
+    for module in model.modules():
+        head = None
+        with suppress(Exception):  # a model without a head may refuse to answer
+            head = module.get_output_embeddings()  # type: ignore[operator]
+        if isinstance(weight := getattr(head, "weight", None), Tensor):
+            return weight.shape[0]
+    return 0
 
 
 def splits_to_mean(trainer: Trainer) -> bool | None:

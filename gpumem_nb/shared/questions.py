@@ -143,8 +143,22 @@ class ModelFacts:
         state_of_frozen: what the optimizer remembers of weights that are frozen, and will not be updated.
         wide_weights: weights in float64.
         inputs: of the first micro-batch of a step that was undone; empty where that was not asked, or failed.
+        eager: layers and heads of a transformer whose attention is eager though it could be SDPA; ``None`` of others.
+        vocabulary: how many logits a token has; 0 where the model makes none.
+        groups: of the optimizer.
+        weights: how many tensors these have.
     """
 
     state_of_frozen: Held = Held()
     wide_weights: Held = Held()
     inputs: tuple[InputFacts, ...] = ()
+    eager: tuple[int, int] | None = None
+    vocabulary: int = 0
+    groups: int = 1
+    weights: int = 0
+
+    @property
+    def tokens(self) -> tuple[int, int] | None:
+        """Rows and tokens of a row of the micro-batch; ``None`` where it was not looked at, or has none."""
+        found = (one.shape for one in self.inputs if "int" in one.dtype and len(one.shape) == 2)
+        return next(((rows, length) for rows, length in found), None)

@@ -6,12 +6,25 @@ import dataclasses
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.optim import SGD
 
+from gpumem_nb.engine import model_look
+from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
+from gpumem_nb.planning.doctor.evidence import OnRank
+from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, TIGHT
 from gpumem_nb.report.bottleneck import Bottleneck
+from gpumem_nb.shared import categories as c
+from gpumem_nb.shared.messages import Chunk
+from gpumem_nb.shared.questions import InputFacts, ModelFacts
 from gpumem_nb.shared.settings import Settings
-from tests.unit.test_doctor import causes, prediction
+from gpumem_nb.shared.step_times import FORWARD, UPDATE, StepTimes
+from tests.unit.test_doctor import causes, evidence, prediction, rank
 from tests.unit.test_doctor_asks import Session
+from tests.unit.test_one_rank import alone as alone  # a fixture
+from tests.unit.test_questions import gpu as gpu  # a fixture
+from tests.unit.test_questions import trainer
 
 CHECKPOINTED = Settings(checkpointing="blocks")
 
@@ -51,3 +64,76 @@ def test_the_doctor_asks_what_steps_need_without_checkpointing_and_offers_that(m
     session.verdicts = []
     session.predicts = lambda settings: dataclasses.replace(predicts(settings), verdict=TIGHT)
     assert "checkpointing is not needed" not in [one.cause for one in session.examine().findings]
+
+
+def transformer(rows: int = 4, length: int = 512, **of: Any) -> OnRank:
+    """A rank with a language model of 12 layers and 12 heads."""
+    tokens = InputFacts((rows, length), "int64", rows * length * 8, "int32", 0)
+    return rank(0, facts=ModelFacts(inputs=(tokens,), **of))
+
+
+def test_eager_attention_is_named_where_its_scores_matter_and_sdpa_is_what_to_type() -> None:
+    [found] = findings(evidence(ranks=(transformer(eager=(12, 12)),)))
+    assert found.cause == "eager attention"
+    assert "576.0 MiB" in found.sentence
+    assert 'model.set_attn_implementation("sdpa")' in found.do
+    assert causes(ranks=(transformer(rows=1, length=32, eager=(12, 12)),)) == [], "few tokens have few pairs"
+    one_layer = findings(evidence(settings=CHECKPOINTED, ranks=(transformer(eager=(12, 12)),)))
+    assert "48.0 MiB" in one_layer[0].sentence
+    unseen = rank(0, facts=ModelFacts(eager=(12, 12)))
+    assert causes(ranks=(unseen,)) == []
+    assert "eager attention" in causes(ranks=(unseen,), needs=prediction(live=870))
+
+
+def test_logits_are_named_where_they_fill_a_scarce_limit() -> None:
+    ranks = (transformer(vocabulary=50_000),)
+    named = findings(evidence(ranks=ranks, needs=prediction(live=870)))
+    [found] = [one for one in named if one.cause == "logits dominate"]
+    assert "4×512×50,000 logits, 390.6 MiB" in found.sentence
+    assert "fused linear cross-entropy" in found.do
+    assert {"batch_size": 16, "accumulation_steps": 2} in found.candidates
+    assert "logits dominate" not in causes(ranks=ranks), "there is room"
+    few = (transformer(vocabulary=1000),)
+    assert "logits dominate" not in causes(ranks=few, needs=prediction(live=870))
+
+
+def test_where_the_state_dominates_fewer_trained_weights_are_advised() -> None:
+    [found] = findings(evidence(needs=prediction(live=870, most=c.OPTIMIZER_STATE)))
+    assert "LoRA" in found.do
+    assert "requires_grad_(False)" in found.do
+
+
+def grouped(groups: int, weights: int, update_s: float) -> OnRank:
+    times = StepTimes.of({FORWARD: 0.1 - update_s, UPDATE: update_s}, 0.0)
+    return rank(0, steps={"times": times}, facts=ModelFacts(groups=groups, weights=weights))
+
+
+def test_an_optimizer_with_a_group_for_each_weight_is_named_where_its_update_takes_time() -> None:
+    assert causes(ranks=(grouped(50, 50, 0.02),)) == ["a group for each weight"]
+    assert causes(ranks=(grouped(50, 50, 0.002),)) == [], "nothing to gain"
+    assert causes(ranks=(grouped(2, 50, 0.02),)) == []
+    assert causes(ranks=(grouped(24, 200, 0.02),)) == [], "a rate for each layer"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_model_is_asked_what_its_attention_and_its_head_are(implementation: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 100, "n_positions": 16}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(**sizes, **special, attn_implementation=implementation)
+    model = nn.ModuleDict({"net": transformers.GPT2LMHeadModel(config)})
+    assert model_look._eager(model) == ((2, 4) if implementation == "eager" else None)
+    assert model_look._vocabulary(model) == 100
+    assert model_look._vocabulary(nn.Linear(2, 2)) == 0
+    if implementation == "eager":
+        config.output_attentions = True
+        assert model_look._eager(model) is None, "SDPA gives none"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_says_how_many_groups_its_optimizer_has(gpu: VirtualGPU) -> None:
+    trained = trainer(gpu, lambda params: SGD([{"params": [one]} for one in params], lr=0.1))
+    settings = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
+    assert trained.run(Chunk(settings, 1, 1)).failure is None
+    facts = model_look.of(trained, True)
+    assert (facts.groups, facts.weights, facts.eager, facts.vocabulary, facts.tokens) == (6, 6, None, 0, None)

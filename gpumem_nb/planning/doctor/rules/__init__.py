@@ -34,10 +34,13 @@ RULES: tuple[Rule, ...] = (
     needless.state_of_frozen,
     needless.wide_weights,
     needless.inputs,
+    needless.eager_attention,
+    memory.logits,
     environment.other_processes,
     *time.OF_VERDICTS,
     time.small_batch,
     time.needless_checkpointing,
+    time.many_groups,
 )
 
 

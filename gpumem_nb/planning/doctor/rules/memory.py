@@ -111,6 +111,12 @@ def temporaries(evidence: Evidence) -> Finding | None:
     return _dominates(evidence, c.TEMPORARIES, "temporaries dominate")
 
 
+_BESIDES = {
+    c.OPTIMIZER_STATE: "Fewer trained weights need less of it: freeze those that may stay "
+    "(param.requires_grad_(False)) or train LoRA adapters, and build the optimizer on what is left."
+}
+
+
 def _dominates(evidence: Evidence, category: str, cause: str) -> Finding | None:
     needs, share, peak = evidence.needs, evidence.share, evidence.peak
     if needs is None or share is None or peak is None or share < SCARCE or needs.verdict != FITS:
@@ -135,8 +141,36 @@ def _dominates(evidence: Evidence, category: str, cause: str) -> Finding | None:
             "reserved_peak_bytes": needs.reserved_peak_bytes,
             "limit_bytes": needs.limit_bytes,
         },
-        do="" if candidates else "No knob makes it smaller here: a smaller model does.",
+        do=_BESIDES.get(category, "" if candidates else "No knob makes it smaller here: a smaller model does."),
         candidates=candidates,
+        wants=LESS,
+    )
+
+
+_AT_ONCE = 3  # the logits, the logarithms of their softmax, and the gradient
+
+
+def logits(evidence: Evidence) -> Finding | None:
+    """The loss over a large vocabulary fills a scarce limit."""
+    facts = next((one.facts for one in evidence.ranks if one.facts and one.facts.vocabulary), None)
+    peak, needs = evidence.peak, evidence.needs
+    if facts is None or facts.tokens is None or peak is None or needs is None:
+        return None
+    (rows, length), words = facts.tokens, facts.vocabulary
+    size = rows * length * words * 4  # the loss is computed in fp32
+    scarce = (evidence.share or 0) >= SCARCE or _runs_out(evidence)
+    if not scarce or _AT_ONCE * size < _MOST * peak.bytes:
+        return None
+    return Finding(
+        "logits dominate",
+        MEMORY,
+        _AT_ONCE * size,
+        f"A micro-batch has {rows}×{length}×{words:,} logits, {format_bytes(size)} in fp32, and the loss holds about "
+        f"{_AT_ONCE} times that: the logits, the logarithms of their softmax, and their gradient.",
+        {"logits_bytes": size, "live_peak_bytes": peak.bytes, "limit_bytes": needs.limit_bytes},
+        do="Or compute the loss on some tokens at a time, or by a fused linear cross-entropy, which never holds all "
+        "logits.",
+        candidates=evidence.lighter(c.ACTIVATIONS, peak.phase),
         wants=LESS,
     )
 

@@ -7,6 +7,7 @@ from ....shared.questions import Held
 from ....shared.units import format_bytes
 from ..evidence import Evidence, OnRank
 from ..finding import MEMORY, Finding
+from .limits import SCARCE
 
 # Of the peak. Less than the error of a prediction from recorded steps (docs/prediction.md) could not be shown to be
 # saved.
@@ -77,6 +78,30 @@ def inputs(evidence: Evidence) -> Finding | None:
             "live_peak_bytes": peak,
         },
         do=" ".join([_CAST, *([] if widest.dtype == "float64" else [_RANGE])]).format(enough=widest.enough),
+    )
+
+
+def eager_attention(evidence: Evidence) -> Finding | None:
+    """Attention that keeps the scores of all pairs of tokens, which SDPA computes piece by piece."""
+    rank = next((one for one in evidence.ranks if one.facts and one.facts.eager), None)
+    if rank is None or rank.facts is None or rank.facts.eager is None:
+        return None
+    (layers, heads), tokens, peak = rank.facts.eager, rank.facts.tokens, _peak(evidence, rank)
+    at_once = layers if evidence.settings.checkpointing == "none" else 1
+    number = 4 if evidence.settings.precision == "fp32" else 2  # bytes
+    size = at_once * heads * tokens[0] * tokens[1] ** 2 * number if tokens else None
+    if not _matters(size, peak) if size is not None else (evidence.share or 0) < SCARCE:
+        return None
+    scores = f": at least {format_bytes(size)} in a step" if size is not None else ""
+    return Finding(
+        "eager attention",
+        MEMORY,
+        size or 0,
+        f"Attention is computed eagerly, so each layer keeps a score for every pair of tokens{scores}. SDPA keeps "
+        "none.",
+        {"scores_bytes": size, "layers": layers, "heads": heads, "live_peak_bytes": peak},
+        do='In a %%hvd cell on all ranks: model.set_attn_implementation("sdpa"), or build the model with '
+        'attn_implementation="sdpa". It computes the same, to rounding.',
     )
 
 

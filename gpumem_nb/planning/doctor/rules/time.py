@@ -7,6 +7,7 @@ from functools import partial
 
 from ....report.bottleneck import Changes
 from ....report.speed import FEWEST_STEPS
+from ....shared.step_times import UPDATE
 from ....shared.units import format_bytes, format_rate
 from ...prediction import FITS, NO_LIMIT
 from ..evidence import Evidence
@@ -114,6 +115,30 @@ def needless_checkpointing(evidence: Evidence) -> Finding | None:
         candidates=({"checkpointing": "none"},),
         wants=FASTER,
     )
+
+
+def many_groups(evidence: Evidence) -> Finding | None:
+    """An optimizer with about a group for each weight, which it updates one after another."""
+    rank = next((one for one in evidence.ranks if one.facts and one.facts.groups >= _GROUPS), None)
+    if rank is None or rank.facts is None or 2 * rank.facts.groups < rank.facts.weights:
+        return None
+    timed = [(one.times[UPDATE], one.step_s) for one in rank.warm if one.times]
+    share = sum(update for update, _ in timed) / sum(step for _, step in timed) if timed else 0.0
+    if share < 1 - 1 / _FASTER:
+        return None
+    groups, weights = rank.facts.groups, rank.facts.weights
+    return Finding(
+        "a group for each weight",
+        TIME,
+        share,
+        f"The optimizer has {groups} groups for {weights} weights and updates them group by group, so that nothing is "
+        f"done for several weights at once. The update takes {100 * share:.0f} % of a step.",
+        {"groups": groups, "weights": weights, "share of a step": share},
+        do="Put weights with the same options into one group; two are usual, with and without weight decay.",
+    )
+
+
+_GROUPS = 20  # at least: with fewer there is little to put together
 
 
 def small_batch(evidence: Evidence) -> Finding | None:
