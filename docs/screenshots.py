@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, expect
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.browser.lab import PATIENCE_S, Lab, browser, chromium
+from tests.browser.lab import TIMEOUT_S, Lab, browser, chromium
 from tests.browser.panel_page import PanelPage, open_panel
 
 FOLDER = Path(__file__).with_name("panel")
@@ -59,7 +59,7 @@ def main(names: list[str]) -> None:
     executable = chromium()
     if executable is None:
         sys.exit("No chromium was found: install it, or name one with CHROMIUM=/path/to/it.")
-    expect.set_options(timeout=PATIENCE_S * 1000)
+    expect.set_options(timeout=TIMEOUT_S * 1000)
     FOLDER.mkdir(exist_ok=True)
     lab = Lab()
     try:

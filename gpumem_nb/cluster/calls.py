@@ -17,7 +17,7 @@ from ..internals.ipyparallel_internals import late_output, published_beside
 from ..shared.answers import Answer, Apart, Pulse, Raised
 from ..shared.errors import ClusterDied, RankError
 from ..shared.ranklist import name_ranks
-from .shield import shielded
+from .interrupts import shielded
 
 SLICE_S = 0.1
 """Waiting is done in slices: between them an interrupt is heard, inside it could leave a lock of Python's locked."""

@@ -17,14 +17,14 @@ from ..shared.errors import ClusterDied, GpumemError, RankError, StartError, Tra
 from ..shared.messages import RankConfig
 from ..shared.progress import Progress
 from .calls import Call
+from .interrupts import finish_anyway, shielded
 from .launchers import Launcher
-from .shield import finish_anyway, shielded
 from .watch import Watch
 
-INTERRUPT_PATIENCE_S = 1.2
+INTERRUPT_TIMEOUT_S = 1.2
 """For ranks to stop what they do after an interrupt: the notebook gives the prompt back within 2 s in any case."""
 INTERRUPT_PERIOD_S = 0.3
-REJOIN_PATIENCE_S = 10.0
+REJOIN_TIMEOUT_S = 10.0
 _NOT_JOINED = (
     "The ranks could not be joined again yet ({}). Try again, or start again with %hvd_restart, which goes back to the "
     "last snapshot."
@@ -78,7 +78,7 @@ class Ranks:
             progress("ready", 1.0)
         except BaseException as error:
             tail = self._launched.log_tail()
-            finish_anyway(lambda: self._launched.stop(patience_s=0), "gpumem_nb ending")
+            finish_anyway(lambda: self._launched.stop(timeout_s=0), "gpumem_nb ending")
             if isinstance(error, GpumemError) and not isinstance(error, ClusterDied):
                 raise
             if isinstance(error, TimeoutError):
@@ -138,17 +138,17 @@ class Ranks:
         earlier = calls[: calls.index(call)] if call in calls else []
         return [one for one in earlier if set(one.pending()) & set(call.pending())]
 
-    def rejoin(self, patience_s: float = 0.0) -> bool:
+    def rejoin(self, timeout_s: float = 0.0) -> bool:
         """Join the ranks again if Horovod was shut down; says whether they are joined.
 
-        They are not while a rank still works (``patience_s`` is how long that is waited for): the others would wait for
+        They are not while a rank still works (``timeout_s`` is how long that is waited for): the others would wait for
         it where no interrupt reaches them.
 
         Raises:
             TrainingFailed: they could not be joined.
             ClusterDied: they are gone.
         """
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while self._joining or self._separated():
             if self._death:
                 raise copy(self._death)
@@ -175,7 +175,7 @@ class Ranks:
         ranks themselves: a signal to mpiexec would end the job.
         """
         chosen = range(self.size) if ranks is None else ranks
-        deadline = time.monotonic() + INTERRUPT_PATIENCE_S
+        deadline = time.monotonic() + INTERRUPT_TIMEOUT_S
         while (left := deadline - time.monotonic()) > 0:
             for rank in chosen:
                 self._identities[rank].signal(signal.SIGINT)
@@ -243,7 +243,7 @@ class Ranks:
 
     def _await_joined(self, joining: Call) -> None:
         try:
-            joining.get(REJOIN_PATIENCE_S)
+            joining.get(REJOIN_TIMEOUT_S)
         except TimeoutError as error:
             # They are slow or stopped, not dead: the next request waits for the same answer.
             raise TrainingFailed(_NOT_JOINED.format(error)) from None

@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Sequence
 from ..shared.errors import ClusterDied
 from ..shared.processes import STOPPED, Identity
 from ..shared.ranklist import name_ranks
-from . import autopsy
+from . import exit_reason
 from .hosts.connection import SILENCE_S, RemoteHost, RemoteRank, ranks_on
 from .launchers import Launcher
 
 PERIOD_S = 0.25
-VERDICT_PATIENCE_S = 1.0
+VERDICT_TIMEOUT_S = 1.0
 """How long the launcher may take to say how a rank ended."""
-HOST_PATIENCE_S = SILENCE_S + 1.0
+HOST_TIMEOUT_S = SILENCE_S + 1.0
 """For a host to tell that a rank there has ended, or to be found lost."""
 Needed = Identity | RemoteRank | RemoteHost
 
@@ -47,7 +47,7 @@ class Watch:
         self._names |= {host: f"Host {host.name} ({name_ranks([*ranks_on(host, ranks)])})" for host in self._hosts}
         self._last_output = last_output
         self._died = died
-        self._oom_kills = autopsy.oom_kills()
+        self._oom_kills = exit_reason.oom_kills()
         self._done = threading.Event()
 
     def start(self) -> None:
@@ -75,7 +75,7 @@ class Watch:
         try:
             self._died(ClusterDied(why))
         finally:
-            self._launcher.stop(patience_s=0)
+            self._launcher.stop(timeout_s=0)
         return True
 
     def _run(self) -> None:
@@ -90,7 +90,7 @@ class Watch:
         for host in self._hosts:
             if host.lost:
                 return f"{self._names[host]} {host.lost}"
-        kills = autopsy.oom_kills()
+        kills = exit_reason.oom_kills()
         kills = None if kills is None or self._oom_kills is None else kills - self._oom_kills
         if verdict := launcher.verdict():
             return self._explain_rank(*verdict, kills)
@@ -101,7 +101,7 @@ class Watch:
         how = launcher.exit_code(first) if isinstance(first, Identity) else None
         if first in self._ranks:
             return self._explain_rank(self._ranks.index(first), how, kills)
-        return autopsy.explain(self._names[first], first.pid, how, kills, "")
+        return exit_reason.explain(self._names[first], first.pid, how, kills, "")
 
     def _explain_rank(self, rank: int, code: int | None, oom_kills: int | None) -> str:
         who = self._ranks[rank]
@@ -111,9 +111,9 @@ class Watch:
             fault, place = who.fault, who.host.name
         log = self._launcher.log()
         if code is None:  # others have missed it, and what MPI says there is of them
-            log = autopsy.without_mpi(log)
-        words = autopsy.last_words(fault, self._last_output(rank), log)
-        return autopsy.explain(f"Rank {rank}", who.pid, code, oom_kills, words, place)
+            log = exit_reason.without_mpi(log)
+        words = exit_reason.last_words(fault, self._last_output(rank), log)
+        return exit_reason.explain(f"Rank {rank}", who.pid, code, oom_kills, words, place)
 
     def _no_verdict_will_come(self) -> bool:
         """With several hosts, one may be lost, or the ranks themselves may have noticed that one of them ended."""
@@ -126,7 +126,7 @@ class Watch:
 
     def _explain_missing(self, gone: list[Needed], oom_kills: int | None) -> str:
         """Ranks were lost by others, and nobody knows how they ended; their host may tell a bit later that they did."""
-        _await(lambda: bool(self._missing()) or any(host.lost for host in self._hosts), HOST_PATIENCE_S)
+        _await(lambda: bool(self._missing()) or any(host.lost for host in self._hosts), HOST_TIMEOUT_S)
         for host in self._hosts:
             if host.lost:
                 return f"{self._names[host]} {host.lost}"
@@ -153,7 +153,7 @@ def _is_on(who: Identity | RemoteRank, hosts: Collection[str]) -> bool:
     return any(name in hosts or name.partition(".")[0] in hosts for name in names)
 
 
-def _await(told: Callable[[], bool], patience_s: float = VERDICT_PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
+def _await(told: Callable[[], bool], timeout_s: float = VERDICT_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
     while not told() and time.monotonic() < deadline:
         time.sleep(0.05)

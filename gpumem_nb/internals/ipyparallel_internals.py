@@ -42,6 +42,6 @@ def forget_sent(client: Any) -> None:
     client.history.clear()
 
 
-def await_exit_code(launcher: Any, patience_s: float) -> None:
+def await_exit_code(launcher: Any, timeout_s: float) -> None:
     """Wait until the launcher's own thread knows how the process ended: who asked beside it could take it away."""
-    launcher._wait_thread.join(patience_s)
+    launcher._wait_thread.join(timeout_s)

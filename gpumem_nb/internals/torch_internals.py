@@ -124,7 +124,7 @@ def is_handler_of_loaders(handler: object) -> bool:
     return str(getattr(handler, "__module__", "")).startswith("torch.utils.data._utils.signal_handling")
 
 
-def end_pinning(iterator: object, patience_s: float) -> None:
+def end_pinning(iterator: object, timeout_s: float) -> None:
     """End the thread with which an iterator over a loader pins memory, if it has one, before its workers end.
 
     It reads what they send: one that is ended in the middle of a message would leave it reading for ever, and torch
@@ -134,7 +134,7 @@ def end_pinning(iterator: object, patience_s: float) -> None:
     if thread is not None:
         iterator._pin_memory_thread_done_event.set()  # type: ignore[attr-defined]
         iterator._worker_result_queue.put((None, None))  # type: ignore[attr-defined]
-        thread.join(patience_s)
+        thread.join(timeout_s)
 
 
 def dynamo_is_there() -> bool:

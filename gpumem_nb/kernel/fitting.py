@@ -12,7 +12,7 @@ from ..planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
 from ..shared.categories import TEMPORARIES
 from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ..shared.knobs import KNOBS, Need
-from ..shared.knobs.easing import mildest_first
+from ..shared.knobs.lighter import mildest_first
 from ..shared.progress import Progress
 from ..shared.settings import Settings
 from .history import History

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..cluster.calls import Call
+from ..cluster.interrupts import let_finish, shielded
 from ..cluster.ranks import Posted, Ranks
-from ..cluster.shield import let_finish, shielded
 from ..report import waits
 from ..shared.errors import (
     ClusterDied,
@@ -32,7 +32,7 @@ from .training import Training
 RESUMING = "gpumem_nb resuming"
 """Names the thread that puts a state in place, or settles what a failed load has left: nothing else may overtake it."""
 _BUSY_OTHERWISE = "Interrupted. The ranks are at something else, which goes on{}. %hvd_restart would end it."
-_AHEAD_PATIENCE_S = 0.8  # for steps that come before what is interrupted, and end at the next one; a busy machine's too
+_AHEAD_TIMEOUT_S = 0.8  # for steps that come before what is interrupted, and end at the next one; a busy machine's too
 
 
 class Foreground:
@@ -238,7 +238,7 @@ class Foreground:
 
     def _interrupt(self, call: Call, ahead: Sequence[Call]) -> bool:
         """Interrupt ranks in a call, but not in steps that come before it: training would pause for that."""
-        deadline = time.monotonic() + _AHEAD_PATIENCE_S
+        deadline = time.monotonic() + _AHEAD_TIMEOUT_S
         for steps in ahead:
             steps.finished(max(0.0, deadline - time.monotonic()))
         return call.finished(0.0) or self._ranks.interrupt_until(call.finished)
@@ -309,5 +309,5 @@ class Foreground:
             return f"{what} {name_ranks(left).capitalize()} could not be interrupted: use %hvd_restart."
         joined = False
         with suppress(TrainingFailed):
-            joined = self._ranks.rejoin(patience_s=2.0)
+            joined = self._ranks.rejoin(timeout_s=2.0)
         return f"{what} They were freed and {'were joined' if joined else 'will be joined'} again."

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from ..cluster.interrupts import finish_anyway, shielded
 from ..cluster.ranks import IN_PASSING_S, Ranks
-from ..cluster.shield import finish_anyway, shielded
 from ..report.speed import STEPS_JUDGED
 from ..report.status import Status, describe_ledger
 from ..report.step_time import TimeReport

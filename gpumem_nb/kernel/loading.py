@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.calls import Call
+from ..cluster.interrupts import finish_anyway
 from ..cluster.ranks import Posted
-from ..cluster.shield import finish_anyway
 from ..report.differences import typed
 from ..report.runs import Row
 from ..report.runs.stored import readable
@@ -33,7 +33,7 @@ from .surroundings import notebook_name
 from .training import Training
 
 # What a restart allows ranks that may hang, before it takes the last automatic snapshot in place of one made now.
-RESTART_PATIENCE_S = 10.0
+RESTART_TIMEOUT_S = 10.0
 LATE_S = 10.0  # by how much later a rank may refuse to load than another, before it is taken to hang
 ATTACHED = "attached.pickle"
 
@@ -148,7 +148,7 @@ class Loading:
     def take_last_snapshot(self) -> bool:
         """Return one more snapshot while the ranks live; says whether there is one of this very step."""
         with suppress(GpumemError, TimeoutError):
-            self._training.pause(timeout=RESTART_PATIENCE_S)
+            self._training.pause(timeout=RESTART_TIMEOUT_S)
             trained = self._training.workload is not None and self._history.steps > 0
             order = self._snapshots.order_now(self._history.steps) if trained else None
             if order:
@@ -158,8 +158,8 @@ class Loading:
     def _take_snapshot(self, order: SnapshotOrder) -> bool:
         stored = None
         try:
-            patience_s = RESTART_PATIENCE_S + self._snapshots.expected_s
-            stored = self._foreground.call("snapshot_now", order, timeout=patience_s)[0]
+            timeout_s = RESTART_TIMEOUT_S + self._snapshots.expected_s
+            stored = self._foreground.call("snapshot_now", order, timeout=timeout_s)[0]
         finally:
             self._snapshots.order_ended(stored)
         return stored is not None and stored.taken and not stored.problem

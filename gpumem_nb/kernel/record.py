@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from ..cluster.shield import shielded
+from ..cluster.interrupts import shielded
 from ..planning.score import score
 from ..report.configurations import Tried
 from ..report.runs.row import Foretold, Row

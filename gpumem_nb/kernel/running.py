@@ -10,8 +10,8 @@ from typing import Any
 import cloudpickle
 
 from ..cluster.calls import Call
+from ..cluster.interrupts import shielded
 from ..cluster.ranks import Posted, Ranks
-from ..cluster.shield import shielded
 from ..shared.errors import GpumemError, InvalidInput, WorkloadError
 from ..shared.ranklist import RankChoice, choose_ranks
 from .cell_record import CellRecord

@@ -80,7 +80,7 @@ class Tracing:
             progress(f"{what}: {report.text}" if report else what, 0.0)
 
         with self._foreground.interruptible():
-            lanes = [reply.lanes for reply in self._training.between.trace(steps, meanwhile)]
+            lanes = [reply.lanes for reply in self._training.requests.trace(steps, meanwhile)]
         self._history.mark(
             "note", f"traced, which slows steps down: {steps_in_words(tuple(lane.step for lane in lanes[0]))}"
         )

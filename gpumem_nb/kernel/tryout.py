@@ -15,7 +15,7 @@ from ..shared.categories import ACTIVATIONS, OPTIMIZER_STATE, TEMPORARIES
 from ..shared.forecast import RECORDED, Forecasts
 from ..shared.knobs import Need
 from ..shared.knobs.batch import halved, shortened
-from ..shared.knobs.easing import mildest_first
+from ..shared.knobs.lighter import mildest_first
 from ..shared.settings import Settings
 
 TIMEOUT_S = 5.0  # for a choice of settings; until one fits, it goes on

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from typing import IO
 
-from ..cluster.shield import shielded
+from ..cluster.interrupts import shielded
 from ..shared.dry_run import SEARCH_S, DryAnswer, DryRun
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.units import format_bytes

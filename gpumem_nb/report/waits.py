@@ -13,7 +13,7 @@ from ..shared.ranklist import name_ranks
 WORTH_A_WORD_S = 2.0
 STALL_S = 1.0  # the shortest limit; ranks that came apart without having waited did not stall
 # Ranks free each other at the limit, give or take a pulse. A rank that waits this much longer will not be freed.
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def out_of_reach(pulses: Mapping[int, Pulse]) -> bool:
 
     Each rank's own limit counts: a new one reaches a rank only after the request that it waits in.
     """
-    return any(pulse.waiting and pulse.waiting.seconds > pulse.limit_s + PATIENCE_S for pulse in pulses.values())
+    return any(pulse.waiting and pulse.waiting.seconds > pulse.limit_s + TIMEOUT_S for pulse in pulses.values())
 
 
 _PRESENT = (("is", "are"), ("waits", "wait"))
@@ -68,7 +68,7 @@ _PAST = (("was", "were"), ("waited", "waited"))
 
 def _doing(pulses: Mapping[int, Pulse], pending: Sequence[int], size: int) -> dict[int, str]:
     doing = {rank: "not responding" if rank in pending else "idle" for rank in range(size)}
-    fresh = {rank: pulse for rank, pulse in pulses.items() if time.time() - pulse.time_s < PATIENCE_S}
+    fresh = {rank: pulse for rank, pulse in pulses.items() if time.time() - pulse.time_s < TIMEOUT_S}
     return doing | {rank: f"in {pulse.doing}" for rank, pulse in fresh.items()}
 
 

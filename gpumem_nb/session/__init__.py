@@ -17,9 +17,9 @@ from ..shared.messages import RankInfo
 from ..shared.progress import Progress
 from .cells import RunsCells
 from .logs import WritesLogs
-from .looking import Looks
-from .planning import Predicts
-from .training import Trains
+from .looking import ReportsState
+from .planning import PredictsSettings
+from .training import TrainsWorkload
 from .workload import HoldsWorkload
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _check_free(own: Session | None) -> None:
         )
 
 
-class Session(RunsCells, HoldsWorkload, Trains, Looks, Predicts, WritesLogs):
+class Session(RunsCells, HoldsWorkload, TrainsWorkload, ReportsState, PredictsSettings, WritesLogs):
     """A running cluster and what is trained on it; made by :func:`start`, ended by :meth:`stop` or a ``with`` block.
 
     Whatever needs the ranks raises ``NoSession`` after :meth:`stop`, ``ClusterDied`` when they are gone, and

@@ -22,7 +22,7 @@ from ..shared.messages import Timeline
 from ..shared.progress import Progress
 
 
-class Looks:
+class ReportsState:
     """The part of a session that says what is going on."""
 
     _life: Lifecycle

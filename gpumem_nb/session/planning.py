@@ -19,7 +19,7 @@ from ..shared.progress import Progress
 from ..shared.settings import Settings
 
 
-class Predicts:
+class PredictsSettings:
     """The part of a session that says what other settings would need."""
 
     _life: Lifecycle

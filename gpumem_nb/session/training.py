@@ -17,7 +17,7 @@ from ..shared.progress import Progress
 from ..shared.settings import Settings
 
 
-class Trains:
+class TrainsWorkload:
     """The part of a session that trains."""
 
     _life: Lifecycle
@@ -73,7 +73,7 @@ class Trains:
         """
         self._life.foreground.check_loaded()
         with self._life.foreground.interruptible():
-            return self._life.training.between.evaluate()
+            return self._life.training.requests.evaluate()
 
     def play(self) -> None:
         """Train in the background until :meth:`pause`.

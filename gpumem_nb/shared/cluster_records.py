@@ -24,7 +24,7 @@ import psutil
 from .processes import Identity, identify, marked
 
 FOLDER_PREFIX = "gpumem_nb-ranks-"
-PATIENCE_S = 2.0
+TIMEOUT_S = 2.0
 Kind = TypeVar("Kind")
 
 
@@ -71,16 +71,16 @@ class Record:
         return f"kernel {self.kernel.pid} has {ranks} ({kind}{limit}); {held}"
 
 
-def end(processes: Iterable[Identity], patience_s: float = PATIENCE_S) -> bool:
+def end(processes: Iterable[Identity], timeout_s: float = TIMEOUT_S) -> bool:
     """Kill these processes, wait until they are gone, and return whether they are. SIGKILL ends stopped ones too."""
     left = [who for who in processes if who.signal(signal.SIGKILL)]
-    return await_end(left, patience_s)
+    return await_end(left, timeout_s)
 
 
-def await_end(processes: Iterable[Identity], patience_s: float) -> bool:
+def await_end(processes: Iterable[Identity], timeout_s: float) -> bool:
     """Wait until these processes are gone, and return whether they are."""
     left = list(processes)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while left := [who for who in left if who.runs]:
         if time.monotonic() > deadline:
             return False

@@ -120,16 +120,16 @@ class StepLanes:
         rank: whose.
         step: its number.
         parts: without gaps.
-        flights: gradients on their way; they may overlap.
+        transfers: gradients on their way; they may overlap.
     """
 
     rank: int
     step: int
     parts: tuple[Lap, ...]
-    flights: tuple[Lap, ...]
+    transfers: tuple[Lap, ...]
 
     def moved(self, by_s: float) -> StepLanes:
         """Return the same, so many seconds later."""
         later = (tuple(replace(lap, began_s=lap.began_s + by_s, ended_s=lap.ended_s + by_s) for lap in laps)
-                 for laps in (self.parts, self.flights))  # fmt: skip
+                 for laps in (self.parts, self.transfers))  # fmt: skip
         return StepLanes(self.rank, self.step, *later)

@@ -12,7 +12,7 @@ from ..report.differences import DOES
 from ..shared.errors import GpumemError
 from ..shared.knobs import KNOBS, Knob
 from ..shared.knobs.communication import COMMUNICATION_FOLD
-from .foresight import Foresight
+from .flip_predictions import FlipPredictions
 from .region import Region
 from .steered import Steered
 from .threads import OwnChanges
@@ -39,7 +39,7 @@ class Controls:
     def __init__(self, session: Steered, ask: Ask, later: Ask) -> None:
         self._session = session
         self._ask = ask
-        self._foresight = Foresight(session, later)
+        self._flip_predictions = FlipPredictions(session, later)
         self._doubted: tuple[str, str] | None = None  # the latest flip that was not made at once
         self._asked: dict[str, int] = dict.fromkeys((*KNOBS, _AUTOTUNE.name), 0)
         self._knobs = {name: knob for name, knob in KNOBS.items() if knob.in_front or knob.fold}
@@ -59,8 +59,8 @@ class Controls:
         self._shown_knobs = set(front)
         folds = dict.fromkeys(knob.fold for knob in self._knobs.values() if knob.fold and not knob.in_front)
         toggles, self.folds = zip(*(self._fold(name) for name in folds), strict=True)
-        self.foreseen = box([self._foresight.key, self._foresight.lines], "gpumem-foreseen")
-        self.buttons = box([self._play, self._step, self._foresight.button, *toggles], "gpumem-buttons")
+        self.foreseen = box([self._flip_predictions.key, self._flip_predictions.lines], "gpumem-foreseen")
+        self.buttons = box([self._play, self._step, self._flip_predictions.button, *toggles], "gpumem-buttons")
 
     def follow(self) -> None:
         """Show the session's settings, wherever they were changed, and switch off what cannot be used."""
@@ -82,7 +82,7 @@ class Controls:
             for error in self._errors.values():
                 error.html = ""
         self._critical.html = critical_batch(session)
-        self._foresight.follow([name for name in self._knobs if name in self._shown_knobs])
+        self._flip_predictions.follow([name for name in self._knobs if name in self._shown_knobs])
         why_not = session.ended or ("" if session.workload else NOTHING_LOADED)
         playing = session.playing and not why_not
         self._play.description, self._play.icon = ("Pause", "pause") if playing else ("Play", "play")
@@ -112,7 +112,7 @@ class Controls:
 
     def _with_error(self, name: str) -> Any:
         self._errors[name].add_class("gpumem-error")
-        foreseen = self._foresight.regions.get(name)
+        foreseen = self._flip_predictions.regions.get(name)
         parts = [self._widgets.get(name, self._autotune), self._errors[name], *([foreseen] if foreseen else [])]
         if name == "batch_size":
             self._critical.add_class("gpumem-critical")
@@ -173,7 +173,7 @@ class Controls:
 
     def _is_doubtful(self, name: str, value: str) -> bool:
         """Return whether it will not fit; the panel says so once, and choosing it again makes the flip."""
-        if (name, value) == self._doubted or not (refusal := self._foresight.refusal(name, value)):
+        if (name, value) == self._doubted or not (refusal := self._flip_predictions.refusal(name, value)):
             self._doubted = None
             return False
         self._doubted = name, value

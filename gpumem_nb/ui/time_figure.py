@@ -60,11 +60,11 @@ def _flights(lanes: Sequence[StepLanes], first_s: float) -> list[Any]:
     """Horovod negotiates a bucket until all ranks have sent it, and reduces it then."""
     last_s: dict[int | None, float] = {}
     for lane in lanes:
-        for lap in lane.flights:
+        for lap in lane.transfers:
             last_s[lap.bucket] = max(last_s.get(lap.bucket, lap.began_s), lap.began_s)
     halves: dict[str, list[tuple[int, Lap]]] = {_WAITING: [], _REDUCED: []}
     for lane in lanes:
-        for lap in lane.flights:
+        for lap in lane.transfers:
             all_sent_s = min(last_s[lap.bucket], lap.ended_s)
             if all_sent_s > lap.began_s:
                 halves[_WAITING].append((lane.rank, replace(lap, ended_s=all_sent_s)))

@@ -17,7 +17,7 @@ from ..report.rescue import Rescue
 from ..shared import categories as c
 from ..shared.forecast import MOST_BATCH
 from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, Need
-from ..shared.knobs.easing import strongest_first
+from ..shared.knobs.lighter import strongest_first
 from ..shared.messages import Leak, RankInfo, Reading
 from ..shared.units import format_bytes, format_rate
 from .bands import Peak, above_median, worst_first

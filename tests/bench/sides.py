@@ -21,7 +21,7 @@ from gpumem_nb.shared.container import cores
 from tests.kernels import kernel_pid
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 120
+TIMEOUT_S = 120
 
 
 class Side:
@@ -126,7 +126,7 @@ class Notebook(Side):
         """Run a cell; the value of a Python expression after it, if one is given."""
         expressions = {"value": f"__import__('json').dumps({value})"} if value else {}
         reply = self.client.execute_interactive(
-            code, user_expressions=expressions, output_hook=lambda message: None, timeout=PATIENCE_S
+            code, user_expressions=expressions, output_hook=lambda message: None, timeout=TIMEOUT_S
         )["content"]
         if reply["status"] != "ok":
             raise RuntimeError(f"{code}: {reply['ename']}: {reply['evalue']}")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, expect
 
-from .lab import PATIENCE_S, Lab, browser, chromium
+from .lab import TIMEOUT_S, Lab, browser, chromium
 
-expect.set_options(timeout=PATIENCE_S * 1000)  # playwright's own 5 s are too short for a busy machine
+expect.set_options(timeout=TIMEOUT_S * 1000)  # playwright's own 5 s are too short for a busy machine
 
 
 @pytest.fixture(scope="module")

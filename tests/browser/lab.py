@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE_URL = "/user/somebody"  # as under a JupyterHub: whoever makes addresses by hand forgets it
-PATIENCE_S = 120.0  # at most; a busy machine needs many times as long as an idle one
+TIMEOUT_S = 120.0  # at most; a busy machine needs many times as long as an idle one
 CHROMIUM_FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -93,7 +93,7 @@ class Lab:
 
     def wait_until_up(self) -> None:
         """Return when it answers; raise with its log when it does not."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 urllib.request.urlopen(f"{self.url}/api?token={self._token}", timeout=5).close()
@@ -124,7 +124,7 @@ class Lab:
     def open(self, browser: Browser, name: str, width: int = 1400, height: int = 1500) -> Notebook:
         """Open a notebook in a page of its own and wait for its kernel."""
         page = browser.new_page(viewport={"width": width, "height": height})
-        page.set_default_timeout(PATIENCE_S * 1000)
+        page.set_default_timeout(TIMEOUT_S * 1000)
         # A workspace of its own: the shared one would open the notebooks of other pages too.
         page.goto(f"{self.url}/lab/workspaces/{Path(name).stem}/tree/{name}?token={self._token}")
         notebook = Notebook(self, page)
@@ -164,7 +164,7 @@ class Notebook:
             self._client.load_connection_file()
             self._client.start_channels()
         reply = self._client.execute_interactive(
-            "", user_expressions={"it": expression}, silent=True, timeout=PATIENCE_S
+            "", user_expressions={"it": expression}, silent=True, timeout=TIMEOUT_S
         )
         answer = reply["content"]["user_expressions"]["it"]
         if answer["status"] != "ok":
@@ -173,7 +173,7 @@ class Notebook:
 
     def until(self, expression: str) -> None:
         """Wait until an expression is true in the kernel."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not self.evaluate(f"bool({expression})"):
             assert time.monotonic() < deadline, f"never became true: {expression}"
             self.page.wait_for_timeout(50)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from itertools import combinations
 
-from .lab import PATIENCE_S
+from .lab import TIMEOUT_S
 from .panel_page import PanelPage
 
 # Whatever shows words or numbers in the panel, each as its own box; of text that is cut off, the part that is seen.
@@ -68,7 +68,7 @@ def expect_tidy(panel: PanelPage) -> None:
         " const charts = panel.querySelector('.main-svg');"
         " return charts && Math.abs(charts.clientWidth - panel.clientWidth) < 24; }"
     )
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     before: list[Box] = []
     while (now := texts(panel)) != before or ((_collisions(now) or _sticks_out(panel)) and time.monotonic() < deadline):
         before = now

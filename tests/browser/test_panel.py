@@ -17,7 +17,7 @@ from tests.internals import folders_expression
 from tests.tiers import every, first_tier
 from tests.timing import until
 
-from .lab import PATIENCE_S, Lab
+from .lab import TIMEOUT_S, Lab
 from .layout import expect_tidy, size
 from .panel_page import LOAD_PLOTLY_SLOWLY, SET_DEFAULTS, SHOWN, PanelPage, began, open_panel, tried
 
@@ -378,7 +378,7 @@ def test_a_closed_browser_leaves_the_ranks_and_a_stopped_jupyterlab_leaves_nothi
     panel.wait_for_steps(2)
     steps = panel.notebook.evaluate("s.history.steps")
     panel.page.close()
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while panel.notebook.evaluate("s.history.steps") <= steps:
         assert time.monotonic() < deadline, "training must go on without a browser"
     folders = panel.notebook.evaluate(folders_expression("s"))

@@ -44,7 +44,7 @@ def traces() -> Iterator[list[object]]:
     yield kept
     assert kept
     processes = [who for who in kept if isinstance(who, Identity)]
-    assert await_end(processes, patience_s=HANG_S)
+    assert await_end(processes, timeout_s=HANG_S)
     paths = [path for path in kept if isinstance(path, Path)]
     until(lambda: not any(path.exists() for path in paths), lambda: paths)
 

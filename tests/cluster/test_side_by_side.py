@@ -88,7 +88,7 @@ def test_two_notebooks_train_side_by_side_and_one_survives_the_other(notebooks: 
 
     steps = int(second.run("print(session.history.steps)"))
     os.kill(first.pid, signal.SIGKILL)
-    assert cluster_records.await_end(orphans.processes, patience_s=HANG_S)
+    assert cluster_records.await_end(orphans.processes, timeout_s=HANG_S)
     assert not [folder for folder in orphans.folders if os.path.exists(folder)]
     assert all(who.runs for who in others.processes)
     until(lambda: int(second.run("print(session.history.steps)")) >= steps + 20)
@@ -97,5 +97,5 @@ def test_two_notebooks_train_side_by_side_and_one_survives_the_other(notebooks: 
 
     # The notebook is closed: its kernel is asked to end, and does not stop the session first.
     second.close()
-    assert cluster_records.await_end(others.processes, patience_s=HANG_S)
+    assert cluster_records.await_end(others.processes, timeout_s=HANG_S)
     assert not [folder for folder in others.folders if os.path.exists(folder)]

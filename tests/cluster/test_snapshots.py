@@ -204,7 +204,7 @@ def test_nothing_outlives_a_kernel_that_was_killed_but_its_snapshots_even_if_a_r
     record, folders, processes = json.loads(kernel.stdout)
     assert len(processes) >= 4, "controller, mpiexec and two ranks at least"
     assert len(folders) == 2
-    assert await_end([Identity(*who) for who in processes], patience_s=HANG_S)
+    assert await_end([Identity(*who) for who in processes], timeout_s=HANG_S)
     assert not [path for path in (record, *folders) if Path(path).exists()]
 
     session = fresh(two_ranks)

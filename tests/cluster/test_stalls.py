@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_nb.cluster import ranks as cluster_ranks
-from gpumem_nb.kernel.training.bell import Bell
+from gpumem_nb.kernel.training.wakeup import Wakeup
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import RankError, TrainingFailed
 from tests.cluster.stop_button import PROMPT_S, Stop
@@ -151,14 +151,14 @@ def test_training_again_at_once_after_a_stall_joins_the_ranks(
     impatient: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = attach(impatient)
-    ring = Bell.ring
+    ring = Wakeup.notify
 
-    def late(bell: Bell) -> None:
+    def late(wakeup: Wakeup) -> None:
         time.sleep(0.05)  # answers to the joining arrive meanwhile, and must be taken in
-        ring(bell)
+        ring(wakeup)
 
     session.run("stuck = 'once'")
-    monkeypatch.setattr(Bell, "ring", late)
+    monkeypatch.setattr(Wakeup, "notify", late)
     with pytest.raises(TrainingFailed, match="Rank 1 was in the forward part of step 3"):
         session.train(5)
     goes_on(session)
@@ -168,7 +168,7 @@ def test_training_again_at_once_after_a_stall_joins_the_ranks(
 def test_the_notebook_is_answered_while_ranks_are_being_joined(
     impatient: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_ranks, "REJOIN_PATIENCE_S", 1.0)
+    monkeypatch.setattr(cluster_ranks, "REJOIN_TIMEOUT_S", 1.0)
     session = attach(impatient)
     session.run("hvd.shutdown()")
     os.kill(session.ranks[1].pid, signal.SIGSTOP)

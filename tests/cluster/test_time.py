@@ -129,11 +129,11 @@ def test_the_latest_step_of_each_rank_lies_beside_the_others(own: Session) -> No
         names = [part.name for part in lane.parts if part.name in (FORWARD, BACKWARD, REDUCTION, UPDATE)]
         assert list(dict.fromkeys(names)) == [FORWARD, BACKWARD, REDUCTION, UPDATE]
         assert all(one.ended_s == after.began_s for one, after in zip(lane.parts, lane.parts[1:], strict=False))
-        assert lane.flights
+        assert lane.transfers
     begins = [lane.parts[0].began_s for lane in lanes]
     ends = [lane.parts[-1].ended_s for lane in lanes]
     assert max(begins) < min(ends), "both took it at the same time"
-    first, second = ([lap.bucket for lap in lane.flights] for lane in lanes)
+    first, second = ([lap.bucket for lap in lane.transfers] for lane in lanes)
     assert sorted(first) == sorted(second), "each bucket is on both"  # type: ignore[type-var]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.knobs.communication import COMMUNICATION_KNOBS
 from gpumem_nb.ui.controls import Controls
-from tests.unit.test_foresight import Session
-from tests.unit.test_foresight import session as session
+from tests.unit.test_flip_predictions import Session
+from tests.unit.test_flip_predictions import session as session
 
 
 def named(box: Any) -> list[str]:

@@ -47,7 +47,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
             link.any_rank(True, "alone")
 
     with pytest.raises(Separated):
-        Meeting(2, patience_s=0.1).run(alone)
+        Meeting(2, timeout_s=0.1).run(alone)
 
 
 def test_a_rank_by_itself_copies_nothing() -> None:

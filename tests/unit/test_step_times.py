@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpumem_nb.engine.step.step_clock import UNDOING, Flight, Laps, StepClock, _Mark
+from gpumem_nb.engine.step.step_clock import UNDOING, BucketTransfer, StepClock, StepTimings, _Mark
 from gpumem_nb.report.step_time import TimeReport, aligned
 from gpumem_nb.shared.step_times import (
     BACKWARD,
@@ -29,16 +29,16 @@ from gpumem_nb.ui.time_figure import lanes_figure
 from tests.ledgers import sample, waits
 
 
-def laps(*parts: tuple[str, float], flights: tuple[Flight, ...] = ()) -> Laps:
+def laps(*parts: tuple[str, float], transfers: tuple[BucketTransfer, ...] = ()) -> StepTimings:
     """Of parts that took so many seconds, from 100 on."""
     marks, now_s = [], 100.0
     for part, seconds in (*parts, ("", 0.0)):
         marks.append(_Mark(part, now_s))
         now_s += seconds
-    return Laps(marks, flights)
+    return StepTimings(marks, transfers)
 
 
-def times(taken: Laps) -> StepTimes:
+def times(taken: StepTimings) -> StepTimes:
     """Which are known."""
     found = taken.times()
     assert found
@@ -57,7 +57,7 @@ def test_copies_for_undoing_are_the_toolkits_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flights", "hidden_s"),
+    ("transfers", "hidden_s"),
     [
         ([], 0),
         ([(1, 3)], 2),
@@ -69,13 +69,13 @@ def test_copies_for_undoing_are_the_toolkits_share() -> None:
         ([(5, 6), (1, 3)], 3),
     ],
 )
-def test_hidden_is_what_was_on_its_way_while_backward_went_on(flights: list[Any], hidden_s: float) -> None:
-    sent = tuple(Flight(4, 100 + began, 100 + ended, 0) for began, ended in flights)
-    assert times(laps((BACKWARD, 10), (TOOLKIT, 1), (REDUCTION, 2), flights=sent)).hidden_s == hidden_s
+def test_hidden_is_what_was_on_its_way_while_backward_went_on(transfers: list[Any], hidden_s: float) -> None:
+    sent = tuple(BucketTransfer(4, 100 + began, 100 + ended, 0) for began, ended in transfers)
+    assert times(laps((BACKWARD, 10), (TOOLKIT, 1), (REDUCTION, 2), transfers=sent)).hidden_s == hidden_s
 
 
 def test_a_step_without_backward_hides_nothing() -> None:
-    assert times(laps((FORWARD, 10), (REDUCTION, 2), flights=(Flight(4, 101, 103, 0),))).hidden_s == 0
+    assert times(laps((FORWARD, 10), (REDUCTION, 2), transfers=(BucketTransfer(4, 101, 103, 0),))).hidden_s == 0
 
 
 def test_a_clock_measures_and_tells_what_a_trial_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,12 +127,12 @@ def test_on_gpus_it_is_the_devices_time_and_nothing_waits_within_the_step(monkey
     for part in (FORWARD, BACKWARD, REDUCTION, UPDATE):
         clock.enter(part)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "another")
-    ended = clock.end((Flight(1, 0.0, 1.0, 0),))
+    ended = clock.end((BucketTransfer(1, 0.0, 1.0, 0),))
     assert not any(event.awaited for event in Event.made)
     found = times(ended)
     assert [found[part] for part in (TOOLKIT, FORWARD, BACKWARD, REDUCTION, UPDATE)] == pytest.approx([0.002] * 5)
     assert found.hidden_s is None
-    assert not ended.lanes(0, 1).flights
+    assert not ended.lanes(0, 1).transfers
     monkeypatch.setattr(Event, "elapsed_time", refuse)
     assert ended.times() is None, "a step counts though it could not be timed"
 
@@ -199,8 +199,8 @@ def test_there_is_no_report_without_a_step_whose_times_are_known() -> None:
 
 
 def test_the_lanes_of_a_step_are_drawn_rank_by_rank_from_the_first_that_began() -> None:
-    flight = Flight(4 * 2**20, 101.0, 102.0, 0)
-    taken = laps((TOOLKIT, 1), (FORWARD, 3), (UNDOING, 1), (UPDATE, 2), flights=(flight,))
+    transfer = BucketTransfer(4 * 2**20, 101.0, 102.0, 0)
+    taken = laps((TOOLKIT, 1), (FORWARD, 3), (UNDOING, 1), (UPDATE, 2), transfers=(transfer,))
     lanes = [taken.lanes(0, 7), laps((FORWARD, 2)).lanes(1, 7)]
     assert [part.name for part in lanes[0].parts] == [TOOLKIT, FORWARD, TOOLKIT, UPDATE]
     figure = lanes_figure(lanes)
@@ -216,11 +216,11 @@ def test_the_lanes_of_a_step_are_drawn_rank_by_rank_from_the_first_that_began() 
 
 
 def test_gradients_wait_in_the_lanes_until_the_last_rank_has_sent_them() -> None:
-    early, late = Flight(2**20, 101.0, 104.5, 0), Flight(2**20, 104.0, 104.5, 0)
-    other = Flight(2**20, 105.0, 105.5, 1)
+    early, late = BucketTransfer(2**20, 101.0, 104.5, 0), BucketTransfer(2**20, 104.0, 104.5, 0)
+    other = BucketTransfer(2**20, 105.0, 105.5, 1)
     lanes = [
-        laps((BACKWARD, 6), flights=(early, other)).lanes(0, 7),
-        laps((BACKWARD, 6), flights=(late, other)).lanes(1, 7),
+        laps((BACKWARD, 6), transfers=(early, other)).lanes(0, 7),
+        laps((BACKWARD, 6), transfers=(late, other)).lanes(1, 7),
     ]
     boxes = {trace.name: trace for trace in lanes_figure(lanes).data}
     waiting, on_their_way = boxes["gradients that not all ranks have sent yet"], boxes["gradients on their way"]

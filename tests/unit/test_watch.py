@@ -14,7 +14,7 @@ from gpumem_nb.cluster.launchers.mpi import MpiLauncher
 from gpumem_nb.cluster.watch import Watch
 from gpumem_nb.shared.errors import ClusterDied
 from gpumem_nb.shared.processes import Identity, identify
-from tests.unit.test_autopsy import GAVE_UP
+from tests.unit.test_exit_reason import GAVE_UP
 
 
 @pytest.fixture

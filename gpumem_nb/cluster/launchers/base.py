@@ -182,7 +182,7 @@ class Launcher(ABC):
         """How controller or starter ended, negative for a signal; ``None`` while it runs or when nobody can tell."""
         return ipyparallel_cluster.exit_code(self._cluster, who.pid)
 
-    def stop(self, patience_s: float = GRACE_S) -> None:
+    def stop(self, timeout_s: float = GRACE_S) -> None:
         """End all processes, wait until they are gone, and remove every trace; a second time to no effect.
 
         With patience they are asked first; who does not end in time, or cannot because it is stopped, is killed.
@@ -190,22 +190,22 @@ class Launcher(ABC):
         while not self._ended:
             if self._ending.acquire(blocking=False):  # says who does it; nobody waits for the lock itself
                 try:
-                    self._end(patience_s)
+                    self._end(timeout_s)
                 finally:
                     self._ending.release()
             else:
                 time.sleep(0.02)
 
-    def _end(self, patience_s: float) -> None:
+    def _end(self, timeout_s: float) -> None:
         self.record_all()
         if self.client is not None:
             self.client.close(linger=0)
         self.remote_hosts.dismiss()
-        if patience_s and not any(who.state == STOPPED for who in self.processes):
+        if timeout_s and not any(who.state == STOPPED for who in self.processes):
             for who in (self.starter, self.controller):
                 if who:
                     who.signal(signal.SIGTERM)
-            cluster_records.await_end(self.processes, patience_s)
+            cluster_records.await_end(self.processes, timeout_s)
         self.remote_hosts.close()
         self._record.end()
         self._record_path.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from ...shared.processes import Identity, identify
 
 HEARTBEAT_MS = 300
 """An engine is registered with the second one: the default of 3 s would make a start long."""
-EXIT_CODE_PATIENCE_S = 1.0
+EXIT_CODE_TIMEOUT_S = 1.0
 """For what the system has told to ipyparallel's thread; it is there in milliseconds unless the machine is busy."""
 _NEVER = 2**31 - 1
 """So many beats of an engine may the controller miss; ``0`` would be none at all."""
@@ -31,7 +31,7 @@ _NEVER = 2**31 - 1
 def make(size: int, engine_set: str, profile: Path) -> Any:
     """A cluster that has not been started, everything of which lies in its profile folder."""
     log = logging.getLogger("gpumem_nb.cluster")
-    log.setLevel(logging.CRITICAL)  # how a cluster ended is told by cluster/autopsy.py
+    log.setLevel(logging.CRITICAL)  # how a cluster ended is told by cluster/exit_reason.py
     return ipyparallel.Cluster(
         n=size,
         engines=engine_set,
@@ -87,7 +87,7 @@ def exit_code(cluster: Any, pid: int) -> int | None:
     """How a process ended that was started here, negative for a signal; ``None`` if nobody knows."""
     for launcher in (cluster.controller, cluster.engine_set):
         if launcher is not None and launcher.pid == pid:
-            ipyparallel_internals.await_exit_code(launcher, EXIT_CODE_PATIENCE_S)
+            ipyparallel_internals.await_exit_code(launcher, EXIT_CODE_TIMEOUT_S)
             with suppress(psutil.Error):
                 code = launcher.process.wait(0)
                 return code if code is None else int(code)

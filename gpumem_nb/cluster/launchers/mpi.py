@@ -8,7 +8,7 @@ from typing import Any
 
 from ...install.mpi_tools import LAUNCH_VARIABLES, require_tool
 from ...shared.allocator_settings import VARIABLES
-from .. import autopsy
+from .. import exit_reason
 from . import loopback
 from .base import Job, Launcher
 
@@ -53,15 +53,15 @@ class MpiLauncher(Launcher):
 
     def verdict(self) -> tuple[int, int] | None:
         """As of :class:`.base.Launcher`."""
-        return autopsy.verdict(self.log())
+        return exit_reason.verdict(self.log())
 
     def left_host(self) -> str:
         """As of :class:`.base.Launcher`."""
-        return autopsy.left_host(self.log())
+        return exit_reason.left_host(self.log())
 
     def hosts_that_gave_up(self) -> set[str]:
         """As of :class:`.base.Launcher`."""
-        return autopsy.hosts_that_gave_up(self.log())
+        return exit_reason.hosts_that_gave_up(self.log())
 
     def own_lines(self) -> str:
         """As of :class:`.base.Launcher`: mpiexec's tell less."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .stream import Loading
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-_PATIENCE_S = 1.0
+_TIMEOUT_S = 1.0
 _PERHAPS: dict[int, str] = {
     signal.SIGKILL: " (the system may be short of memory)",
     signal.SIGBUS: " (/dev/shm may be full)",
@@ -118,9 +118,9 @@ class Workers:
     def _ended(self, connection_broke: bool) -> list[multiprocessing.process.BaseProcess]:
         """The processes that have ended; connections to one that is ending break some moments before."""
         if connection_broke and self._processes:
-            ending = wait([process.sentinel for process in self._processes], _PATIENCE_S)
+            ending = wait([process.sentinel for process in self._processes], _TIMEOUT_S)
             for process in self._processes:
-                process.join(_PATIENCE_S if process.sentinel in ending else 0)
+                process.join(_TIMEOUT_S if process.sentinel in ending else 0)
         return [process for process in self._processes if not process.is_alive()]
 
     @property
@@ -131,11 +131,11 @@ class Workers:
     def close(self) -> None:
         """End the processes."""
         self.at = None
-        end_pinning(self._iterator, _PATIENCE_S)  # it would wait for ever for what a worker did not send to its end
+        end_pinning(self._iterator, _TIMEOUT_S)  # it would wait for ever for what a worker did not send to its end
         for process in self._processes:
             process.terminate()
         for process in self._processes:
-            process.join(_PATIENCE_S)
+            process.join(_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
                 process.join()

@@ -26,7 +26,7 @@ from ...shared.knobs.communication import CYCLE_TIME
 from .communicator import Separated, here
 from .priority import new_threads_give_way
 
-_FREEING_PATIENCE_S = 5.0
+_FREEING_TIMEOUT_S = 5.0
 # Pauses of a wait, as a share of how long it took so far, so that it ends little later than it could.
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2e-5, 0.001
 
@@ -78,7 +78,7 @@ def join_again(count: int | None = None) -> set[int]:
     """
     global _freeing, _freed_from, _left, _size
     if _freeing is not None:
-        _freeing.join(_FREEING_PATIENCE_S)
+        _freeing.join(_FREEING_TIMEOUT_S)
         if _freeing.is_alive():
             raise Separated("Horovod could not be shut down, because not every rank takes part in it.")
         _freeing = None

@@ -21,12 +21,12 @@ class Meeting:
 
     Args:
         size: how many ranks there are.
-        patience_s: how long a rank waits for the others before it says that they came apart.
+        timeout_s: how long a rank waits for the others before it says that they came apart.
     """
 
-    def __init__(self, size: int, patience_s: float = 60.0) -> None:
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         self.size = size
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._news = threading.Condition()
         self._brought: dict[tuple[str, int], dict[int, list[Tensor]]] = defaultdict(dict)
         self._taken: dict[tuple[str, int], int] = defaultdict(int)
@@ -76,7 +76,7 @@ class Meeting:
     def take(self, key: tuple[str, int]) -> list[list[Tensor]]:
         """Wait for what all ranks gave, in rank order."""
         with self._news:
-            if not self._news.wait_for(lambda: self.complete(key), self._patience_s):
+            if not self._news.wait_for(lambda: self.complete(key), self._timeout_s):
                 self._apart = True
                 self._news.notify_all()
             if self._apart and len(self._brought[key]) < self.size:
@@ -105,7 +105,7 @@ class Meeting:
                 self._apart = False
                 self._joined += 1
                 self._news.notify_all()
-            elif not self._news.wait_for(lambda: self._joined > joined, self._patience_s):
+            elif not self._news.wait_for(lambda: self._joined > joined, self._timeout_s):
                 raise Separated("Not every rank joined again.")
 
 

@@ -15,7 +15,7 @@ from .wire import carried_dtype, carried_shapes
 
 
 @dataclass(frozen=True, slots=True)
-class Travel:
+class ReductionConfig:
     """How gradients travel.
 
     A bucket is one Horovod group: negotiated once instead of once a tensor. ``bucket_bytes`` large enough keep the
@@ -28,7 +28,7 @@ class Travel:
     reduction: str
 
     @classmethod
-    def under(cls, settings: Settings) -> Travel:
+    def under(cls, settings: Settings) -> ReductionConfig:
         """As these settings have it."""
         return cls(round(settings.bucket_mib * 2**20), settings.compression != "none", settings.reduction)
 

@@ -24,7 +24,7 @@ from ..link.communicator import Separated, here
 from ..together.interrupts import interruptible
 from ..undo.step_undo import ForwardState, ForwardUndo, KeptWeights
 from .ambient import Ambient
-from .blame import failure_of
+from .failures import failure_of
 from .live_model import LiveModel
 from .own_loss import micro_batches
 from .parts import as_given

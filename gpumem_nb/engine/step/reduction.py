@@ -15,9 +15,9 @@ from ...shared.categories import COMMUNICATION
 from ..link.communicator import AVERAGE, here
 from ..together.interrupts import postponed
 from .ballot import NUMBERS
-from .buckets import Bucket, Travel, into_buckets, stand_ins
+from .buckets import Bucket, ReductionConfig, into_buckets, stand_ins
 from .noise import square_of
-from .step_clock import Flight
+from .step_clock import BucketTransfer
 from .wire import arrived, carried_dtype, outgoing, rounding
 
 FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
@@ -53,13 +53,18 @@ class GradientReduction:
         latest: the weight whose gradient was computed last, which tells how far backward got.
         torn: a gradient changed after it had left, as reentrant checkpoints can do: the step must be taken again,
             on all ranks after :meth:`wait_for_backward`.
-        flights: the buckets that have arrived since :meth:`begin`.
+        transfers: the buckets that have arrived since :meth:`begin`.
         ballot: what this rank votes, to be written before :meth:`finish`: ``NUMBERS`` whole numbers in float32, whose
             sums over all ranks stay below 2**24. The first one says whether the rank failed.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], sparse: Collection[int], ranks: int, travel: Travel, device: torch.device
+        self,
+        params: Sequence[Tensor],
+        sparse: Collection[int],
+        ranks: int,
+        config: ReductionConfig,
+        device: torch.device,
     ) -> None:
         """Reduce these weights.
 
@@ -67,10 +72,10 @@ class GradientReduction:
             params: in the same order on all ranks, frozen ones included.
             sparse: places of those that embeddings give sparse gradients.
             ranks: how many there are.
-            travel: how gradients travel, until :meth:`begin` says otherwise.
+            config: how gradients travel, until :meth:`begin` says otherwise.
             device: where the ballot lies.
         """
-        self._travel = travel
+        self._config = config
         self._params = [param for param in params if param.numel()]
         self._sparse = {id(params[place]) for place in sparse}
         self._ranks = ranks
@@ -85,7 +90,7 @@ class GradientReduction:
         self.latest: Tensor | None = None
         self.torn = False
         self._under_way: deque[Bucket] = deque()
-        self.flights: list[Flight] = []
+        self.transfers: list[BucketTransfer] = []
         self._measures = False
         self._rounded: list[tuple[Tensor, Tensor]] | None = None
         # Made ahead of time: the ballot, the squared norm, and which gradients there are.
@@ -102,7 +107,7 @@ class GradientReduction:
 
     def _group(self) -> None:
         grouped = [param for param, is_frozen in zip(self._params, self._grouped, strict=True) if not is_frozen]
-        self._buckets = into_buckets(grouped, self._travel.bucket_bytes)
+        self._buckets = into_buckets(grouped, self._config.bucket_bytes)
         self.come_last()
 
     def come_last(self) -> None:
@@ -125,19 +130,19 @@ class GradientReduction:
         _, partial, absent = self._learned
         return self._params, absent, bool(partial)
 
-    def begin(self, travel: Travel, rounding_measured: bool, squares_measured: bool) -> None:
+    def begin(self, config: ReductionConfig, rounding_measured: bool, squares_measured: bool) -> None:
         """A step begins, perhaps for another time.
 
         Args:
-            travel: how gradients travel in it.
+            config: how gradients travel in it.
             rounding_measured: whether :attr:`lost` is wanted of it.
             squares_measured: whether the squared norms before and after the reduction are.
         """
-        self.flights.clear()
+        self.transfers.clear()
         self._rounded = [] if rounding_measured else None
-        self._measures = squares_measured and travel.reduction != "adasum"  # which makes no average
-        before, self._travel = self._travel, travel
-        if travel.bucket_bytes != before.bucket_bytes:
+        self._measures = squares_measured and config.reduction != "adasum"  # which makes no average
+        before, self._config = self._config, config
+        if config.bucket_bytes != before.bucket_bytes:
             self._group()
         for bucket in self._buckets:
             bucket.square = None
@@ -169,7 +174,7 @@ class GradientReduction:
         """The squared norm of the averaged gradients, on the device; ``None`` if the step is not measured."""
         if not (self._measures and self._buckets):
             return None
-        times = 1 if self._travel.averaged else self._ranks  # of the average, that a gradient now is
+        times = 1 if self._config.averaged else self._ranks  # of the average, that a gradient now is
         squares = [square_of(bucket.params).to(self._row.device) for bucket in self._buckets]
         return torch.stack(squares).sum() / times**2
 
@@ -236,7 +241,7 @@ class GradientReduction:
     def _carrier(self) -> Bucket | None:
         """The bucket that the ballot travels in, if it can."""
         last = self._buckets[-1] if self._buckets else None
-        fits = last and self._travel.averaged and self._carried(last) == self._row.dtype
+        fits = last and self._config.averaged and self._carried(last) == self._row.dtype
         return last if last and fits and last.params[0].device == self._row.device else None
 
     def _count_gradients(self) -> None:
@@ -259,7 +264,7 @@ class GradientReduction:
         for bucket in self._buckets:
             self._wait_for(bucket)
         self._let_go()
-        for bucket, wires in stand_ins(unsent, self._sparse, self._travel.compressed):
+        for bucket, wires in stand_ins(unsent, self._sparse, self._config.compressed):
             self._start(bucket, wires if bucket is not carrier else [*wires, self._row])
             self._wait_for(bucket)
 
@@ -315,7 +320,7 @@ class GradientReduction:
             bucket.square = square_of(bucket.params)
 
     def _send(self, bucket: Bucket, ballot: Tensor | None) -> None:
-        compressed = self._travel.compressed
+        compressed = self._config.compressed
         bucket.wires = [outgoing(param, id(param) in self._sparse, compressed) for param in bucket.params]
         # What comes must find its place: this rank could not say any more that it has none.
         bucket.places = {
@@ -335,12 +340,12 @@ class GradientReduction:
 
     def _start(self, bucket: Bucket, wires: list[Tensor]) -> None:
         bucket.sent_s, bucket.sent_bytes = time.perf_counter(), sum(wire.nbytes for wire in wires)
-        name = bucket.name if self._travel.averaged else f"{bucket.name}.{self._travel.reduction}"
-        bucket.transfer = here().start_reduction(wires, name, self._travel.reduction)
+        name = bucket.name if self._config.averaged else f"{bucket.name}.{self._config.reduction}"
+        bucket.transfer = here().start_reduction(wires, name, self._config.reduction)
         self._under_way.append(bucket)
 
     def _carried(self, bucket: Bucket) -> torch.dtype:
-        return carried_dtype(bucket.params[0].dtype, self._travel.compressed)
+        return carried_dtype(bucket.params[0].dtype, self._config.compressed)
 
     def _notice_arrivals(self) -> None:
         """Look which buckets have arrived by now; Horovod brings one after the other."""
@@ -350,7 +355,7 @@ class GradientReduction:
     def _arrived(self, bucket: Bucket) -> None:
         if bucket in self._under_way:
             self._under_way.remove(bucket)
-            self.flights.append(Flight(bucket.sent_bytes, bucket.sent_s, time.perf_counter(), bucket.index))
+            self.transfers.append(BucketTransfer(bucket.sent_bytes, bucket.sent_s, time.perf_counter(), bucket.index))
 
     def _learn(self, presence: list[float]) -> tuple[bool, tuple[Tensor, ...], set[int]]:
         """What the ranks' gradients have in common: were any missed, which are partial, and which are absent."""

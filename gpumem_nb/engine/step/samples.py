@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...shared.messages import Failure, Ledger, Reading, Sample
 from .noise import NoiseScale
-from .step_clock import Laps
+from .step_clock import StepTimings
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Outcome:
 
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is
-    there for recorded steps that were finished; ``laps`` are how long its parts took. ``lost`` is the share of
+    there for recorded steps that were finished; ``timings`` are how long its parts took. ``lost`` is the share of
     gradients that compression took, still on the device, where that was measured. ``notes`` are sentences to be said
     once. ``scales`` are the loss scale before and after the update, on the device too, if there is one; ``squares``
     those of :class:`Voting`.
@@ -32,7 +32,7 @@ class Outcome:
     last: bool
     reading: Reading
     ledger: Ledger | None
-    laps: Laps
+    timings: StepTimings
     lost: Tensor | None
     notes: tuple[str, ...]
     scales: Tensor | None
@@ -44,7 +44,7 @@ def begun(outcome: Outcome, **known: Any) -> Sample:
     reading = outcome.reading
     return Sample(
         loss=None,
-        step_s=outcome.laps.step_s,
+        step_s=outcome.timings.step_s,
         live_bytes=reading.live_bytes,
         live_peak_bytes=reading.live_peak_bytes,
         reserved_bytes=reading.reserved_bytes,
@@ -74,7 +74,7 @@ def completed(sample: Sample, outcome: Outcome, noise: NoiseScale, seen: int) ->
     return dataclasses.replace(
         sample,
         loss=_number(outcome.loss),
-        times=outcome.laps.times(),
+        times=outcome.timings.times(),
         compression_error=None if skipped or outcome.discarded else _finite(outcome.lost),
         loss_scale=scale,
         skipped=skipped,

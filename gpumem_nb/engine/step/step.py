@@ -29,9 +29,9 @@ from ..together.interrupts import interruptible
 from ..undo.step_undo import ForwardState, ForwardUndo, UpdateUndo, WrittenByForward
 from . import optimizers
 from .ambient import Ambient
-from .blame import failure_of
 from .checks import checked_loss
 from .dry_update import update_in_question
+from .failures import failure_of
 from .guard import check_no_backward, updates_refused
 from .live_model import LiveModel
 from .own_loss import micro_batches
@@ -381,6 +381,6 @@ class Stepper:
         if Recorder.current and not discarded:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
-        laps = self._clock.end(self.voting.flights)
+        took = self._clock.end(self.voting.transfers)
         scales, squares = (None, None) if discarded else (self._scales, self.voting.squares)
-        return Outcome(loss, failure, discarded, last, reading, ledger, laps, self.voting.lost, notes, scales, squares)
+        return Outcome(loss, failure, discarded, last, reading, ledger, took, self.voting.lost, notes, scales, squares)

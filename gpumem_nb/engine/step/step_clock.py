@@ -21,7 +21,7 @@ _END = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class BucketTransfer:
     """One bucket of gradients on its way; times as :func:`time.perf_counter` has them.
 
     ``arrived_s`` is when that was noticed: with the next gradient, or after backward. Each rank has a bucket with this
@@ -48,17 +48,17 @@ class _Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Laps:
+class StepTimings:
     """The parts of one step in the order in which they came, each ended by the next.
 
     Attributes:
         marks: where each begins; the last one is the end.
-        flights: of its gradients.
+        transfers: of its gradients.
         queued_s: as :class:`StepTimes` has it.
     """
 
     marks: Sequence[_Mark]
-    flights: Sequence[Flight] = ()
+    transfers: Sequence[BucketTransfer] = ()
     queued_s: float | None = None
 
     @property
@@ -76,12 +76,12 @@ class Laps:
 
     def lanes(self, rank: int, step: int) -> StepLanes:
         """The same as it happened; on GPUs parts are the device's, which begin when the process began."""
-        flights = () if self.marks[0].event else self.flights
+        transfers = () if self.marks[0].event else self.transfers
         return StepLanes(
             rank,
             step,
             tuple(self._laps()),
-            tuple(Lap(format_bytes(one.bytes), one.sent_s, one.arrived_s, one.bucket) for one in flights),
+            tuple(Lap(format_bytes(one.bytes), one.sent_s, one.arrived_s, one.bucket) for one in transfers),
         )
 
     def _laps(self) -> list[Lap]:
@@ -101,9 +101,9 @@ class Laps:
         """Time in which gradients were on their way while backward went on: they may overlap."""
         backward_ended_s = max((lap.ended_s for lap in laps if lap.name == BACKWARD), default=0.0)
         hidden_s, until_s = 0.0, 0.0
-        for flight in sorted(self.flights, key=lambda flight: flight.sent_s):
-            end_s = min(flight.arrived_s, backward_ended_s)
-            hidden_s += max(0.0, end_s - max(flight.sent_s, until_s))
+        for transfer in sorted(self.transfers, key=lambda transfer: transfer.sent_s):
+            end_s = min(transfer.arrived_s, backward_ended_s)
+            hidden_s += max(0.0, end_s - max(transfer.sent_s, until_s))
             until_s = max(until_s, end_s)
         return hidden_s
 
@@ -146,13 +146,13 @@ class StepClock:
         """How long the step has waited for data until now."""
         return self._until_now()[DATA]
 
-    def end(self, flights: Sequence[Flight]) -> Laps:
+    def end(self, transfers: Sequence[BucketTransfer]) -> StepTimings:
         """The step is over."""
         self.enter(_END)
         queued_s = self._queue.waited_s()
         if queued_s is not None and self._queued_s is not None:
             queued_s -= self._queued_s
-        return Laps(tuple(self._marks), tuple(flights), queued_s)
+        return StepTimings(tuple(self._marks), tuple(transfers), queued_s)
 
     def _until_now(self) -> dict[str, float]:
         began_s = [*(mark.began_s for mark in self._marks), time.perf_counter()]

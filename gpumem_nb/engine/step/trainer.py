@@ -24,10 +24,10 @@ from ..data.stream import Stream
 from ..link import settings as link_settings
 from ..random_state import OwnNumbers, seeded
 from ..together import nudge
-from .blame import explained
-from .buckets import Travel
+from .buckets import ReductionConfig
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
+from .failures import explained
 from .joining import check_alike, make_alike, take_from_first
 from .live_model import LiveModel, RatesMemory
 from .loaded import workload_info
@@ -35,7 +35,7 @@ from .noise import NoiseScale
 from .rates import Course
 from .samples import Outcome, begun, completed
 from .step import Looks, Stepper
-from .step_clock import Laps
+from .step_clock import StepTimings
 from .timing import UpdateTimes
 from .trials import NO_CONFIGURATION, Trial, Trials, room_of_state_that_leaves
 from .voting import StepOrder
@@ -99,7 +99,7 @@ class Trainer:
         self._left_after = -1  # as many nudges, ranks left a chunk; those made before that have no steps any more
         self._flipped = False  # since the last step that was finished
         self._recorded_steps = 0  # under these settings
-        self._latest: Laps | None = None  # of the step that was done last
+        self._latest: StepTimings | None = None  # of the step that was done last
         self._noise = NoiseScale(stream.size)
         device.reset_peak()  # what was loaded before needed is no figure of this
 
@@ -187,7 +187,7 @@ class Trainer:
             outcome, sample = self._step(failure, chunk)
             samples.append(sample)
             outcomes.append(outcome)
-            self._latest = self._latest if outcome.discarded else outcome.laps
+            self._latest = self._latest if outcome.discarded else outcome.timings
             notes += outcome.notes
             held += 1 + (outcome.scales is not None) + (outcome.squares is not None) + (outcome.lost is not None)
             self._leaks.step_ended(sample, numbers=held)
@@ -219,7 +219,7 @@ class Trainer:
             leaks=leaks,
             evaluated=evaluated,
             notes=told,
-            lanes=tuple(outcome.laps.lanes(self.stream.rank, sample.step) for sample, outcome in traced),
+            lanes=tuple(outcome.timings.lanes(self.stream.rank, sample.step) for sample, outcome in traced),
         )
 
     def lanes(self) -> StepLanes | None:
@@ -367,8 +367,8 @@ class Trainer:
         """One step of the chunk. A failure to apply the settings fails it from the start, on all ranks."""
         recorded = failure is None and self._is_recorded(chunk)
         nudges = sys.maxsize if chunk.traced else chunk.nudges
-        proven, travel = self._settings_id == self._proven_id, Travel.under(chunk.settings)
-        order = StepOrder(self.steps, chunk.trial, nudges, proven, recorded, travel)
+        proven, config = self._settings_id == self._proven_id, ReductionConfig.under(chunk.settings)
+        order = StepOrder(self.steps, chunk.trial, nudges, proven, recorded, config)
         self.stepper.update_s = self.update_times.of(chunk.settings) or 0.0
         learning_rate = self.live.learning_rate  # a scheduler may set the next one when the step is done
         outcome = self.stepper.take(order, failure)
@@ -384,7 +384,7 @@ class Trainer:
             rank=self.stream.rank,
             step=self.steps,
             time_s=time.time() - self._started_s,
-            samples_per_s=self.live.settings.samples_per_rank / outcome.laps.step_s,
+            samples_per_s=self.live.settings.samples_per_rank / outcome.timings.step_s,
             settings_id=chunk.settings_id,
             event=event,
             learning_rate=learning_rate,

@@ -36,7 +36,7 @@ from .dry_update import timed_on_scratch
 from .live_model import LiveModel
 from .samples import Outcome
 from .step import Stepper
-from .step_clock import Laps
+from .step_clock import StepTimings
 from .timing import UpdateTimes, timed
 
 NO_CONFIGURATION = -2
@@ -58,7 +58,7 @@ class Trial:
     trace: Trace | None
     work_s: float
     data_s: float
-    laps: Laps
+    timings: StepTimings
     not_foreseen: str = ""
 
     @classmethod
@@ -68,7 +68,7 @@ class Trial:
         trace = record.trace(live.settings.batch_size) if record else None
         if trace and live.state_would_leave:
             trace = trace.without_state()
-        return cls(outcome.failure, trace, stepper.work_s, stepper.data_s, outcome.laps, stepper.not_foreseen)
+        return cls(outcome.failure, trace, stepper.work_s, stepper.data_s, outcome.timings, stepper.not_foreseen)
 
 
 @contextmanager
@@ -183,7 +183,7 @@ class Trials:
         with self._takes.aside(settings), self._takes.trying(chunk) as why_not:
             for number in range(_UNCOUNTED + steps):
                 trial = self._takes.try_step(why_not, chunk)
-                found = None if trial.failure else trial.laps.times()
+                found = None if trial.failure else trial.timings.times()
                 if here().any_rank(found is None, "scaling"):
                     return StepsAmong(failure=trial.failure)
                 assert found is not None
@@ -191,7 +191,7 @@ class Trials:
                 # Undoing is the toolkit's, and workers of steps that are undone begin anew with each of them.
                 found = found.without(TOOLKIT, *([DATA] if settings.num_workers else []))
                 times.append(found.with_update(update_s))
-                sent_bytes = sum(flight.bytes for flight in trial.laps.flights)
+                sent_bytes = sum(transfer.bytes for transfer in trial.timings.transfers)
         return StepsAmong(tuple(times[_UNCOUNTED:]), sent_bytes)
 
     def allocators(

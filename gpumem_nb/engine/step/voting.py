@@ -15,14 +15,14 @@ from ...shared.step_times import REDUCTION, TOOLKIT
 from ..link.communicator import here
 from ..together import nudge
 from .ballot import Ballot, Votes
-from .blame import nonfinite_loss
-from .buckets import Travel
+from .buckets import ReductionConfig
+from .failures import nonfinite_loss
 from .finite import GradientNorms
 from .gradients_had import GradientsHad
 from .live_model import LiveModel
 from .noise import is_measured
 from .reduction import GradientReduction, Reduced
-from .step_clock import Flight
+from .step_clock import BucketTransfer
 from .weight_watch import WeightWatch
 
 _PARTIAL_NAMED = 3
@@ -35,7 +35,7 @@ class StepOrder:
 
     ``step``: how many were done before. ``trial``: measure it and undo it. ``nudges``: those sent before; a newer one
     makes this step the chunk's last. ``proven``: a step was finished under these settings before. ``recorded``: listen
-    to every allocation. ``travel``: how gradients travel, of the settings that all ranks were given: on one that could
+    to every allocation. ``config``: how gradients travel, of the settings that all ranks were given: on one that could
     not apply them all, others are in effect.
     """
 
@@ -44,7 +44,7 @@ class StepOrder:
     nudges: int
     proven: bool
     recorded: bool
-    travel: Travel
+    config: ReductionConfig
 
 
 class Step(Protocol):
@@ -75,7 +75,7 @@ class Voting:
         self._live = live
         self._rank, self._ranks = rank, ranks
         self._device = device
-        self._travel = Travel.under(live.settings)
+        self._config = ReductionConfig.under(live.settings)
         self._reduction = self._reduce_all()
         self._partial: tuple[Tensor, ...] = ()
         self._told_partial: set[int] = set()
@@ -94,9 +94,9 @@ class Voting:
         self._reduction.latest = param
 
     @property
-    def flights(self) -> tuple[Flight, ...]:
+    def transfers(self) -> tuple[BucketTransfer, ...]:
         """Of the gradients of the latest step."""
-        return tuple(self._reduction.flights)
+        return tuple(self._reduction.transfers)
 
     def come_last(self) -> None:
         """Cells may have registered hooks that change gradients: these come before they are sent."""
@@ -110,14 +110,14 @@ class Voting:
     def attempt_begins(self, order: StepOrder) -> None:
         """A step begins, perhaps for another time."""
         self.squares = None
-        self._travel = order.travel
+        self._config = order.config
         measured = False
-        if not self._travel.compressed:
+        if not self._config.compressed:
             self._measured_at = self._measured_at if order.trial else -_MEASURED_EVERY
         elif not (order.trial or order.recorded):  # where measuring would be among what is recorded
             measured = not 0 <= order.step - self._measured_at < _MEASURED_EVERY
             self._measured_at = order.step if measured else self._measured_at
-        self._reduction.begin(self._travel, measured, not order.trial and is_measured(order.step, self._ranks))
+        self._reduction.begin(self._config, measured, not order.trial and is_measured(order.step, self._ranks))
 
     def begin(self, order: StepOrder) -> None:
         """Forward begins."""
@@ -171,7 +171,7 @@ class Voting:
         if votes.nonfinite and failure is None and loss is not None:
             bad_loss = None if loss.isfinite() else nonfinite_loss(self._rank, loss)
             failure = bad_loss or (norms.failure(self._rank, self._live.parts) if norms else None)
-        elif self._travel.compressed and here().size > 1 and not (votes.failed or votes.nonfinite or votes.unsure):
+        elif self._config.compressed and here().size > 1 and not (votes.failed or votes.nonfinite or votes.unsure):
             failure = self._overflow()
             votes = replace(votes, nonfinite=failure is not None)
         return votes, failure
@@ -228,7 +228,7 @@ class Voting:
         names = [name for name, param in self._live.parts.named_parameters() if id(param) in new]
         more = f" and {len(names) - _PARTIAL_NAMED} more" if len(names) > _PARTIAL_NAMED else ""
         which = ", ".join(names[:_PARTIAL_NAMED]) + more
-        return (f"{which}: some ranks had no gradient, which counts as zero in the {self._travel.reduction}",)
+        return (f"{which}: some ranks had no gradient, which counts as zero in the {self._config.reduction}",)
 
     def forget(self) -> None:
         """Let go of what was sent: nothing will come back."""
@@ -266,4 +266,4 @@ class Voting:
     def _reduce_all(self) -> GradientReduction:
         """The reduction of all that the optimizer trains."""
         live, device = self._live, self._device.torch_device
-        return GradientReduction(live.parameters, live.sparse_places(), self._ranks, self._travel, device)
+        return GradientReduction(live.parameters, live.sparse_places(), self._ranks, self._config, device)

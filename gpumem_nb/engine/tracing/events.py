@@ -41,11 +41,11 @@ def step_events(lanes: Sequence[StepLanes], title: str) -> Iterator[Event]:
             if part.began_s < until_s:
                 cut = Lap(part.name, part.began_s, min(part.ended_s, until_s))
                 yield _slice(rank, 0, "part", cut, {"what": MEANING[part.name]})
-        for number, flight in enumerate(lane.flights):  # which overlap
-            common: Event = {"cat": "gradients", "id": f"{rank}.{lane.step}.{number}", "name": flight.name}
+        for number, transfer in enumerate(lane.transfers):  # which overlap
+            common: Event = {"cat": "gradients", "id": f"{rank}.{lane.step}.{number}", "name": transfer.name}
             common |= {"pid": _pid(rank), "tid": _pid(rank) + 1}
-            yield common | {"ph": "b", "ts": _us(flight.began_s), "args": {"step": lane.step}}
-            yield common | {"ph": "e", "ts": _us(flight.ended_s)}
+            yield common | {"ph": "b", "ts": _us(transfer.began_s), "args": {"step": lane.step}}
+            yield common | {"ph": "e", "ts": _us(transfer.ended_s)}
 
 
 def torch_events(profile: Iterable[Event], rank: int, window: tuple[float, float]) -> Iterator[Event]:

@@ -17,7 +17,7 @@ from ...shared.ranklist import name_ranks
 from ..history import History
 from .state import TrainingState
 
-LATE_PATIENCE_S = 4.0  # a busy machine may take long over the end of a cell and what comes next
+LATE_TIMEOUT_S = 4.0  # a busy machine may take long over the end of a cell and what comes next
 
 
 class Stalls:
@@ -72,7 +72,7 @@ class Stalls:
                     "training paused. Mend the cause, then go on with %hvd_play."
                 )
             )
-        self._state.bell.ring()
+        self._state.wakeup.notify()
         self._history.mark("stall", why)
 
     def _interrupt_late(self, call: Call) -> None:
@@ -85,7 +85,7 @@ class Stalls:
             self._late_s = min(self._late_s, time.monotonic())
             self._ranks.interrupt_until(call.finished, late)
             left = [rank for rank in late if rank in call.pending()]
-            if left and time.monotonic() - self._late_s > LATE_PATIENCE_S:
+            if left and time.monotonic() - self._late_s > LATE_TIMEOUT_S:
                 self._strand(f"{name_ranks(left)} could not be interrupted")
 
     def _report(self, call: Call) -> WaitReport | None:
@@ -100,7 +100,7 @@ class Stalls:
             self.stuck = f"{why}. Start the ranks again with %hvd_restart."
             before = f"{self._state.failure}\n" if self._state.failure else ""
             self._state.stop(TrainingFailed(f"{before}{self.stuck}"))
-        self._state.bell.ring()
+        self._state.wakeup.notify()
         self._history.mark("stall", why)
 
 

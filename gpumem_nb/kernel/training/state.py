@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ...cluster.calls import Call
+from ...cluster.interrupts import shielded
 from ...cluster.ranks import Ranks
-from ...cluster.shield import shielded
 from ...report.evaluation import Evaluation
 from ...report.rescue import Rescue
 from ...report.run_summary import measured_by
@@ -20,7 +20,7 @@ from ...shared.messages import Sample
 from ...shared.settings import Settings
 from ...shared.workload import WorkloadInfo
 from ..history import History
-from .bell import Bell
+from .wakeup import Wakeup
 
 
 class TrainingState:
@@ -39,7 +39,7 @@ class TrainingState:
     def __init__(self, history: History) -> None:
         self._history = history
         self._lock = threading.RLock()
-        self.bell = Bell()
+        self.wakeup = Wakeup()
         self.workload: WorkloadInfo | None = None
         self.settings = Settings()
         self.settings_id = 0

@@ -25,16 +25,16 @@ from ..history import History
 from ..policy import Policy
 from ..snapshot_plan import SnapshotPlan
 from .autotune import Autotune
-from .bell import News, wait
-from .between import Between
 from .chunks import Chunks
 from .failures import Failures
+from .foreground_requests import ForegroundRequests
 from .in_flight import InFlight, Pace
 from .stalls import Stalls, came_apart, cause_of
 from .state import DeviceReadings, TrainingState
+from .wakeup import News, wait
 
 MOST_STEPS = 10**9
-PAUSE_PATIENCE_S = 0.4  # for the step under way, before an interrupt discards it
+PAUSE_TIMEOUT_S = 0.4  # for the step under way, before an interrupt discards it
 IDLE_READING_S = 1.0
 BUSY_LOOK_S = 0.5
 
@@ -65,14 +65,14 @@ class Training:
         self._snapshots = snapshots
         self._lost = lost
         self._state = TrainingState(history)
-        self._in_flight = InFlight(ranks, self._state.bell.ring)
+        self._in_flight = InFlight(ranks, self._state.wakeup.notify)
         self._pace = Pace()
         self._stalls = Stalls(ranks, history, self._state, lambda: policy().stall_limit_s)
         self._chunks = Chunks(self._state, self._in_flight, history, snapshots, policy)
         self._autotune = Autotune(history, self._state, self._chunks, policy, autotuned)
         self._failures = Failures(history, self._state, policy, self._chunks.send, self._chunks.send_trial)
         self._readings = DeviceReadings(ranks, history)
-        self.between = Between(
+        self.requests = ForegroundRequests(
             ranks, history, self._state, self._chunks, self._stalls, self._check_not_stuck, self._wait_for
         )
         self._closing = False
@@ -171,7 +171,7 @@ class Training:
             if self._state.workload is not None and not self.busy:
                 self._state.failure = None
                 applying = self._chunks.send(0)
-        self._state.bell.ring()
+        self._state.wakeup.notify()
         self.make_way()
         if applying:  # only this is waited for: another thread may train meanwhile
             self._wait_until(lambda: not self._under_way(applying) or bool(self._stalls.stuck))
@@ -202,7 +202,7 @@ class Training:
             self._check_not_stuck()
             self._state.failure = None
             self._state.wanted_steps = steps
-        self._state.bell.ring()
+        self._state.wakeup.notify()
 
     def pause(self, timeout: float | None = None) -> bool:
         """Stop after the chunks under way; says whether they ended in time."""
@@ -245,12 +245,12 @@ class Training:
             self.play(steps)
             self._wait_until(ended)
         except KeyboardInterrupt:
-            if not self.pause(timeout=PAUSE_PATIENCE_S) and not self.interrupt():
+            if not self.pause(timeout=PAUSE_TIMEOUT_S) and not self.interrupt():
                 raise
             with self._state.locked():
                 self._state.note("Interrupted.")
         except Exception:  # of ``progress``: these steps are not waited for any more
-            self.pause(timeout=PAUSE_PATIENCE_S)
+            self.pause(timeout=PAUSE_TIMEOUT_S)
             raise
         finally:
             with self._state.locked():
@@ -276,7 +276,7 @@ class Training:
             self._state.stop(error)
             if not self._closing:
                 self._state.adopt(self._state.settings)
-        self._state.bell.ring()
+        self._state.wakeup.notify()
         if isinstance(error, ClusterDied):
             self._lost(error.cause)
         self._history.mark("error", str(error))
@@ -286,12 +286,12 @@ class Training:
         with self._state.locked():
             self._closing = True
             self._state.stop()
-        self._state.bell.ring()
+        self._state.wakeup.notify()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
 
     def _work(self) -> None:
-        with self._state.bell.listening() as news:
+        with self._state.wakeup.listening() as news:
             while not self._closing:
                 try:
                     self.turn(news)
@@ -369,7 +369,7 @@ class Training:
                 self._failures.handle(failure, chunk, apart=bool(call.apart()))
             elif done and not chunk.tried:
                 self._failures.worked(chunk, done)
-        self._state.bell.ring()
+        self._state.wakeup.notify()
 
     def _count(self, chunk: Chunk, done: list[Sample]) -> None:
         if not chunk.tried:
@@ -393,7 +393,7 @@ class Training:
             if came_apart(replies) and not self._stalls.told:
                 self._stalls.tell(call)
             self._failures.learn(chunk, replies)
-        self._state.bell.ring()
+        self._state.wakeup.notify()
 
     def _wait_until(self, true: Callable[[], bool], timeout: float | None = None) -> bool:
-        return self._state.bell.wait_until(lambda: true() or self._closing, timeout) and true()
+        return self._state.wakeup.wait_until(lambda: true() or self._closing, timeout) and true()

@@ -11,7 +11,7 @@ from ...report.rescue import Rescue
 from ...report.speed import WARM_UP_STEPS
 from ...shared.forecast import LARGE_SEGMENT_BYTES
 from ...shared.knobs import Need
-from ...shared.knobs.easing import mildest_first
+from ...shared.knobs.lighter import mildest_first
 from ...shared.messages import DeviceUse, Leak, Ledger, RankInfo, Reading, Sample
 from ...shared.questions import ModelFacts
 from ...shared.readings import LiveBytes

@@ -22,7 +22,7 @@ from .grid import Grid
 from .marks import mark_labels, mark_lines
 from .view import View
 
-FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 2.0, 60.0
+FIRST_TIMEOUT_S, LONGEST_TIMEOUT_S = 2.0, 60.0
 _CLEAR = "rgba(0,0,0,0)"
 _TITLE = {"xref": "paper", "yref": "paper", "showarrow": False, "xanchor": "left", "yanchor": "bottom"}
 _TITLE_PX, _TEXT_PX = 14, 12
@@ -186,7 +186,7 @@ class Charts:
         self._assembly = Assembly(ranks, scale)
         self._sent: dict[str, Any] = {}
         self._waits_since_s = 0.0
-        self._patience_s = FIRST_PATIENCE_S
+        self._timeout_s = FIRST_TIMEOUT_S
         self._unsure = True  # whether a page has missed something
         self.css = self._assembly.css
         self.figure = LiveFigure(data=self._assembly.traces, layout=self._assembly.first_layout())
@@ -210,12 +210,12 @@ class Charts:
         if not self._sent:
             return
         if self.figure.acknowledged:
-            self._patience_s = FIRST_PATIENCE_S
+            self._timeout_s = FIRST_TIMEOUT_S
             if self._unsure:
                 self._unsure = False
                 self.figure.resend(self._sent)
-        elif time.monotonic() - self._waits_since_s >= self._patience_s:
-            self._patience_s = min(LONGEST_PATIENCE_S, 2 * self._patience_s)
+        elif time.monotonic() - self._waits_since_s >= self._timeout_s:
+            self._timeout_s = min(LONGEST_TIMEOUT_S, 2 * self._timeout_s)
             self._waits_since_s, self._unsure = time.monotonic(), True
             self.figure.resend(self._sent)
 

@@ -18,9 +18,9 @@ from gpumem_nb.shared.errors import NotThisTime, WorkloadError
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import DataInfo, WorkloadInfo
-from gpumem_nb.ui import foresight as foresight_room
+from gpumem_nb.ui import flip_predictions
 from gpumem_nb.ui.controls import Controls
-from gpumem_nb.ui.foresight import Foresight
+from gpumem_nb.ui.flip_predictions import FlipPredictions
 from tests.ledgers import sample
 from tests.timing import HANG_S
 
@@ -77,9 +77,9 @@ def session() -> Session:
 
 
 @pytest.fixture
-def foresight(session: Session) -> Foresight:
+def predictions(session: Session) -> FlipPredictions:
     """Open, and what it asks for is done at once."""
-    made = Foresight(session, lambda action: action())  # type: ignore[arg-type]
+    made = FlipPredictions(session, lambda action: action())  # type: ignore[arg-type]
     made.button.value = True
     return made
 
@@ -89,46 +89,46 @@ def load(session: Session) -> None:
     session.history.model_may_have_changed()
 
 
-def look(foresight: Foresight, times: int = 9) -> None:
+def look(predictions: FlipPredictions, times: int = 9) -> None:
     for _ in range(times):
-        foresight.follow(NAMES)
+        predictions.follow(NAMES)
 
 
 def test_it_asks_for_every_flip_once_and_again_when_the_model_may_have_changed(
-    session: Session, foresight: Foresight
+    session: Session, predictions: FlipPredictions
 ) -> None:
-    look(foresight)
+    look(predictions)
     first = [{"precision": "fp16"}, {"precision": "bf16"}, {"batch_size": 16}, {"batch_size": 64}, {"largest": True}]
     first += [{"line": knobs} for knobs in LINES]
     assert session.asked == first
-    shown = foresight.regions["batch_size"].html
+    shown = predictions.regions["batch_size"].html
     assert "16.0 MiB" in shown
     assert "64.0 MiB" in shown
     assert "100 at most" in shown
-    assert foresight.lines.html.count("<polyline") == 3
-    assert "as it is" in foresight.lines.html
-    assert "other mathematics" in foresight.key.html
-    look(foresight)
+    assert predictions.lines.html.count("<polyline") == 3
+    assert "as it is" in predictions.lines.html
+    assert "other mathematics" in predictions.key.html
+    look(predictions)
     assert session.asked == first
     load(session)
-    look(foresight)
+    look(predictions)
     assert session.asked == first * 2
 
 
-def test_after_a_cell_it_asks_with_the_next_step_and_no_earlier(session: Session, foresight: Foresight) -> None:
-    look(foresight)
+def test_after_a_cell_it_asks_with_the_next_step_and_no_earlier(session: Session, predictions: FlipPredictions) -> None:
+    look(predictions)
     session.asked = []
     session.history.model_may_have_changed()
-    look(foresight)
+    look(predictions)
     assert session.asked == []
-    assert "after the next step" in foresight.key.html
+    assert "after the next step" in predictions.key.html
     session.history.steps += 1
-    look(foresight)
+    look(predictions)
     assert len(session.asked) == 8
     session.history.model_may_have_changed()
-    foresight.button.value = False
-    foresight.button.value = True
-    look(foresight)
+    predictions.button.value = False
+    predictions.button.value = True
+    look(predictions)
     assert len(session.asked) == 16, "whoever opens it wants to know"
 
 
@@ -142,30 +142,32 @@ def test_a_prediction_of_the_model_as_it_was_is_not_kept(session: Session) -> No
 
 
 def test_a_setting_that_was_changed_meanwhile_marks_no_flip_as_other_mathematics(
-    session: Session, foresight: Foresight
+    session: Session, predictions: FlipPredictions
 ) -> None:
-    look(foresight)
+    look(predictions)
     session.set(learning_rate=0.5)
-    foresight.follow(["checkpointing"])
-    look(foresight)
-    foresight.follow(["checkpointing"])
-    assert "≠" not in foresight.regions["checkpointing"].html
-    foresight.follow(["precision"])
-    assert foresight.regions["precision"].html.count("≠") == 2
-    assert foresight.regions["precision"].html.count("it changes the mathematics (precision)") == 2
+    predictions.follow(["checkpointing"])
+    look(predictions)
+    predictions.follow(["checkpointing"])
+    assert "≠" not in predictions.regions["checkpointing"].html
+    predictions.follow(["precision"])
+    assert predictions.regions["precision"].html.count("≠") == 2
+    assert predictions.regions["precision"].html.count("it changes the mathematics (precision)") == 2
 
 
-def test_data_with_micro_batches_of_its_own_have_no_batch_size_to_flip(session: Session, foresight: Foresight) -> None:
+def test_data_with_micro_batches_of_its_own_have_no_batch_size_to_flip(
+    session: Session, predictions: FlipPredictions
+) -> None:
     session.workload = replace(session.workload, data=DataInfo(batched=True))
-    look(foresight)
+    look(predictions)
     assert session.asked == [{"precision": "fp16"}, {"precision": "bf16"}]
-    assert foresight.regions["batch_size"].html == ""
+    assert predictions.regions["batch_size"].html == ""
 
 
-def test_a_flip_that_is_not_allowed_is_left_out(session: Session, foresight: Foresight) -> None:
+def test_a_flip_that_is_not_allowed_is_left_out(session: Session, predictions: FlipPredictions) -> None:
     session.settings = Settings(batch_size=2**31, accumulation_steps=1)
     for _ in range(9):
-        foresight.follow(["batch_size", "accumulation_steps", "optimizer"])
+        predictions.follow(["batch_size", "accumulation_steps", "optimizer"])
     values = [value for knobs in session.asked for value in knobs.items()]
     assert ("batch_size", 2**30) in values
     assert ("batch_size", 2**32) not in values
@@ -173,25 +175,25 @@ def test_a_flip_that_is_not_allowed_is_left_out(session: Session, foresight: For
     assert ("accumulation_steps", 0) not in values
     assert ("optimizer", "sgd") in values
     assert ("optimizer", "own") not in values, "there is none"
-    assert foresight.regions["batch_size"].html.count('class="gpumem-flip') == 2
+    assert predictions.regions["batch_size"].html.count('class="gpumem-flip') == 2
 
 
-def test_closed_it_asks_and_shows_nothing(session: Session, foresight: Foresight) -> None:
-    look(foresight)
-    foresight.button.value, session.asked = False, []
+def test_closed_it_asks_and_shows_nothing(session: Session, predictions: FlipPredictions) -> None:
+    look(predictions)
+    predictions.button.value, session.asked = False, []
     load(session)
-    look(foresight)
+    look(predictions)
     assert session.asked == []
-    assert not any(region.html for region in (*foresight.regions.values(), foresight.key, foresight.lines))
+    assert not any(region.html for region in (*predictions.regions.values(), predictions.key, predictions.lines))
 
 
-def test_it_waits_while_somebody_waits_for_the_ranks(session: Session, foresight: Foresight) -> None:
+def test_it_waits_while_somebody_waits_for_the_ranks(session: Session, predictions: FlipPredictions) -> None:
     session.busy = True
-    look(foresight)
+    look(predictions)
     assert session.asked == []
-    assert "…" in foresight.regions["precision"].html
+    assert "…" in predictions.regions["precision"].html
     session.busy = False
-    look(foresight)
+    look(predictions)
     assert len(session.asked) == 8
 
 
@@ -205,24 +207,24 @@ def test_what_cannot_be_said_is_not_asked_for_for_ever(session: Session, fails: 
         except RuntimeError as error:
             told.append(str(error))
 
-    foresight = Foresight(session, submit)  # type: ignore[arg-type]
-    foresight.button.value, session.fails = True, fails
-    look(foresight)
+    predictions = FlipPredictions(session, submit)  # type: ignore[arg-type]
+    predictions.button.value, session.fails = True, fails
+    look(predictions)
     assert len(session.asked) == 8, "each once"
     assert told == ["it cannot be said"] * 4 * (fails is RuntimeError)
-    assert foresight.regions["precision"].html.count("n/a") == 2
-    assert 'title="it cannot be said"' in foresight.regions["precision"].html
+    assert predictions.regions["precision"].html.count("n/a") == 2
+    assert 'title="it cannot be said"' in predictions.regions["precision"].html
     session.fails = None
-    foresight.button.value = False
-    foresight.button.value = True
-    look(foresight)
-    assert "n/a" not in foresight.regions["precision"].html
+    predictions.button.value = False
+    predictions.button.value = True
+    look(predictions)
+    assert "n/a" not in predictions.regions["precision"].html
 
 
 def test_a_cell_that_ends_while_it_looks_is_not_overlooked(
-    session: Session, foresight: Foresight, monkeypatch: Any
+    session: Session, predictions: FlipPredictions, monkeypatch: Any
 ) -> None:
-    look(foresight)
+    look(predictions)
     session.asked = []
 
     def ended_by_now(_: Session) -> bool:
@@ -232,14 +234,14 @@ def test_a_cell_that_ends_while_it_looks_is_not_overlooked(
 
     del session.busy
     monkeypatch.setattr(Session, "busy", property(ended_by_now), raising=False)
-    foresight.follow(NAMES)
+    predictions.follow(NAMES)
     assert session.asked == []
 
 
 @pytest.fixture
 def slow(session: Session, monkeypatch: Any) -> Iterator[SimpleNamespace]:
     """A question that is under way on a thread of its own until it is told to end, and keeps the session busy."""
-    foresight = Foresight(session, lambda question: questions.append(Thread(target=question)))  # type: ignore[arg-type]
+    predictions = FlipPredictions(session, lambda question: questions.append(Thread(target=question)))  # type: ignore[arg-type]
     questions: list[Thread] = []
     began, ends, looked, predict, foreseen = Event(), Event(), Event(), session.predict, session.foreseen
 
@@ -254,15 +256,15 @@ def slow(session: Session, monkeypatch: Any) -> Iterator[SimpleNamespace]:
         looked.set()
         return foreseen(settings)
 
-    foresight.button.value = True
+    predictions.button.value = True
     monkeypatch.setattr(session, "predict", held)
-    foresight.follow(NAMES)
+    predictions.follow(NAMES)
     (question,) = questions
     question.start()
     assert began.wait(HANG_S)
     monkeypatch.setattr(session, "predict", predict)
     monkeypatch.setattr(session, "foreseen", looking)
-    yield SimpleNamespace(foresight=foresight, questions=questions, ends=ends, looked=looked)
+    yield SimpleNamespace(predictions=predictions, questions=questions, ends=ends, looked=looked)
     ends.set()
     question.join()
 
@@ -271,12 +273,12 @@ def test_a_flip_that_is_chosen_during_a_question_of_its_own_is_predicted_too(
     session: Session, slow: SimpleNamespace, monkeypatch: Any
 ) -> None:
     said: list[str] = []
-    chosen = Thread(target=lambda: said.append(slow.foresight.refusal("batch_size", "1024")))
+    chosen = Thread(target=lambda: said.append(slow.predictions.refusal("batch_size", "1024")))
     predict = session.predict
 
     def no_other_question_meanwhile(**knobs: Any) -> Prediction:
         if knobs.get("batch_size") == "1024":
-            slow.foresight.follow(NAMES)
+            slow.predictions.follow(NAMES)
         return predict(**knobs)
 
     monkeypatch.setattr(session, "predict", no_other_question_meanwhile)
@@ -286,57 +288,57 @@ def test_a_flip_that_is_chosen_during_a_question_of_its_own_is_predicted_too(
     chosen.join()
     assert said == ["will not fit: 1.0 GiB of 100.0 MiB"]
     assert len(slow.questions) == 1
-    slow.foresight.follow(NAMES)
+    slow.predictions.follow(NAMES)
     assert len(slow.questions) == 2, "it goes on afterwards"
 
 
 def test_whoever_chooses_a_flip_waits_for_no_cell_and_not_for_ever(
     session: Session, slow: SimpleNamespace, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(foresight_room, "TIMEOUT_S", 0.0)
-    assert slow.foresight.refusal("batch_size", "1024") == ""
+    monkeypatch.setattr(flip_predictions, "TIMEOUT_S", 0.0)
+    assert slow.predictions.refusal("batch_size", "1024") == ""
     slow.ends.set()
     slow.questions[0].join()
-    foresight = Foresight(session, lambda question: None)  # type: ignore[arg-type]
-    foresight.button.value, session.busy = True, True
-    assert foresight.refusal("batch_size", "1024") == ""
+    predictions = FlipPredictions(session, lambda question: None)  # type: ignore[arg-type]
+    predictions.button.value, session.busy = True, True
+    assert predictions.refusal("batch_size", "1024") == ""
     assert not any(knobs.get("batch_size") == "1024" for knobs in session.asked)
 
 
 def test_what_could_not_be_said_this_time_is_asked_for_with_the_next_step(
-    session: Session, foresight: Foresight
+    session: Session, predictions: FlipPredictions
 ) -> None:
     session.fails = NotThisTime
-    look(foresight)
-    assert foresight.regions["precision"].html.count("n/a") == 2
+    look(predictions)
+    assert predictions.regions["precision"].html.count("n/a") == 2
     session.fails, session.asked = None, []
-    look(foresight)
+    look(predictions)
     assert session.asked == []
     session.history.steps += 1
-    look(foresight)
-    assert "n/a" not in foresight.regions["precision"].html
+    look(predictions)
+    assert "n/a" not in predictions.regions["precision"].html
     assert len(session.asked) == 4
 
 
-def test_what_was_cut_short_is_asked_for_again(session: Session, foresight: Foresight) -> None:
+def test_what_was_cut_short_is_asked_for_again(session: Session, predictions: FlipPredictions) -> None:
     session.cut_short = True
-    look(foresight)
+    look(predictions)
     assert session.asked[4:8] == [{"largest": True}, *({"line": knobs} for knobs in LINES)], "the others come first"
-    assert "32.0 MiB" in foresight.regions["precision"].html
-    assert "<u></u>" in foresight.regions["precision"].html
+    assert "32.0 MiB" in predictions.regions["precision"].html
+    assert "<u></u>" in predictions.regions["precision"].html
     session.cut_short, session.asked = False, []
-    look(foresight)
-    assert foresight.regions["precision"].html.count("<u>32/s</u>") == 2
+    look(predictions)
+    assert predictions.regions["precision"].html.count("<u>32/s</u>") == 2
     assert len(session.asked) == 4, "each once"
 
 
-def test_a_later_prediction_of_the_same_flip_is_shown(session: Session, foresight: Foresight) -> None:
-    look(foresight)
-    assert "16.0 MiB" in foresight.regions["batch_size"].html
+def test_a_later_prediction_of_the_same_flip_is_shown(session: Session, predictions: FlipPredictions) -> None:
+    look(predictions)
+    assert "16.0 MiB" in predictions.regions["batch_size"].html
     session.bytes_per_sample = 10 * MIB
     session.predict(batch_size=16)
-    foresight.follow(NAMES)
-    shown = foresight.regions["batch_size"].html
+    predictions.follow(NAMES)
+    shown = predictions.regions["batch_size"].html
     assert "160.0 MiB" in shown
     assert DOES_NOT_FIT in shown
 

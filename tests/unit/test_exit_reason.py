@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from gpumem_nb.cluster import autopsy
+from gpumem_nb.cluster import exit_reason
 
 KILLED = """\
 something the rank said
@@ -53,11 +53,11 @@ GAVE_UP = """\
 
 
 def test_a_rank_that_ends_because_another_did_is_not_blamed() -> None:
-    assert autopsy.verdict(LEFT) is None
-    assert autopsy.left_host(LEFT) == "b"
-    assert autopsy.left_host(KILLED) == ""
-    assert autopsy.hosts_that_gave_up(GAVE_UP) == {"a"}
-    assert autopsy.hosts_that_gave_up(KILLED) == set()
+    assert exit_reason.verdict(LEFT) is None
+    assert exit_reason.left_host(LEFT) == "b"
+    assert exit_reason.left_host(KILLED) == ""
+    assert exit_reason.hosts_that_gave_up(GAVE_UP) == {"a"}
+    assert exit_reason.hosts_that_gave_up(KILLED) == set()
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def test_a_rank_that_ends_because_another_did_is_not_blamed() -> None:
     [(KILLED, (1, -9)), (EXITED, (12, 3)), (SILENT, (0, 0)), ("nothing of the kind", None), ("", None)],
 )
 def test_mpiexec_names_the_rank_and_how_it_ended(log: str, verdict: tuple[int, int] | None) -> None:
-    assert autopsy.verdict(log) == verdict
+    assert exit_reason.verdict(log) == verdict
 
 
 def test_the_last_words_are_the_rank_s_own() -> None:
-    assert autopsy.last_words("", "step 1\nstep 2\n", KILLED) == "step 1 | step 2 | something the rank said"
+    assert exit_reason.last_words("", "step 1\nstep 2\n", KILLED) == "step 1 | step 2 | something the rank said"
     fault = (
         'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 1'
     )
-    assert autopsy.last_words(fault, "", KILLED) == 'Fatal Python error: Segmentation fault | File "a.py", line 1'
+    assert exit_reason.last_words(fault, "", KILLED) == 'Fatal Python error: Segmentation fault | File "a.py", line 1'
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_the_last_words_are_the_rank_s_own() -> None:
 def test_the_out_of_memory_killer_is_named_as_surely_as_it_is_known(
     blamed: bool | None, oom_kills: int | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autopsy, "_system_log_blames_memory", lambda pid: blamed)
-    assert words in autopsy.explain("Rank 1", 7, -signal.SIGKILL, oom_kills, "")
+    monkeypatch.setattr(exit_reason, "_system_log_blames_memory", lambda pid: blamed)
+    assert words in exit_reason.explain("Rank 1", 7, -signal.SIGKILL, oom_kills, "")
 
 
 def test_other_signals_do_not_bring_up_memory() -> None:
-    said = autopsy.explain("Rank 1", 7, -signal.SIGTERM, 1, "bye")
+    said = exit_reason.explain("Rank 1", 7, -signal.SIGTERM, 1, "bye")
     assert said == "Rank 1 (pid 7) was killed by signal 15 (SIGTERM). Its last lines: “bye”."

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpumem_nb.engine.step.ambient import let_go
-from gpumem_nb.engine.step.blame import failure_of
+from gpumem_nb.engine.step.failures import failure_of
 from gpumem_nb.shared.messages import Failure
 
 

@@ -18,7 +18,7 @@ from .stalls import Stalls, cause_of
 from .state import TrainingState
 
 
-class Between:
+class ForegroundRequests:
     """Chunks of their own.
 
     Args:
@@ -93,7 +93,7 @@ class Between:
             if steps:
                 self._state.failure = None
             call = self._chunks.send(steps, evaluate, traced)
-        self._state.bell.ring()
+        self._state.wakeup.notify()
         self._wait(call, meanwhile)
         return [] if call.pending() else call.get()
 

@@ -12,7 +12,7 @@ News = SimpleQueue[None]
 _LONGEST_WAIT_S = 0.5  # in case something changes without a ring
 
 
-class Bell:
+class Wakeup:
     """Any thread may ring at any moment: that takes no lock, so ringing never waits.
 
     Those who wait listen on queues of their own and not on a condition, whose lock an interrupt could leave broken.
@@ -21,7 +21,7 @@ class Bell:
     def __init__(self) -> None:
         self._listeners: list[News] = []
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """There is news."""
         for news in list(self._listeners):
             news.put(None)

@@ -42,7 +42,7 @@ class _Answers:
     failed_at: dict[_Question, int] = field(default_factory=dict)  # the step, of what may go well later
 
 
-class Foresight:
+class FlipPredictions:
     """Asks for one prediction after the other while it is open and no other work waits for the ranks.
 
     A prediction holds until something may have changed the model. After a cell nothing is asked before the next step:
