@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -36,7 +37,11 @@ class Held:
         self.by_category: dict[str, int] = {}
         if trainer is not None:
             self._of_training(trainer)
-        tensors = {name: tensors_of(value) for name, value in variables.items() if _of_cells(name, value)}
+        tensors = dict[str, list[Tensor]]()
+        for name, value in variables.items():
+            with suppress(Exception):  # objects may raise when they are looked into
+                if _of_cells(name, value):
+                    tensors[name] = tensors_of(value)
         found = {name: self._bytes(of_variable) for name, of_variable in tensors.items()}
         for name, of_variable in tensors.items():  # after all own ones: a graph saves weights and inputs of others
             found[name] += self._bytes(saved_in(of_variable))

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,8 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
     with _tracer.recording() if chunk.traced else nullcontext():
         reply = trainer.run(chunk)
     if reply.failure is not None and reply.failure.kind == "oom":
-        reply = dataclasses.replace(reply, failure=dataclasses.replace(reply.failure, live=live_bytes()))
+        with suppress(Exception):  # objects of cells may raise when they are looked into; the rescue goes on
+            reply = dataclasses.replace(reply, failure=dataclasses.replace(reply.failure, live=live_bytes()))
     if chunk.traced:
         trainer.stream.close()  # workers that began meanwhile have inherited the profiler, for good
         _tracer.took(reply.lanes)

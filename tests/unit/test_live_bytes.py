@@ -33,6 +33,13 @@ ROWS = 2048  # of an evaluation: 2.3 MiB after each of two wide layers
 SETTINGS = Settings(batch_size=2)
 
 
+class Hostile:
+    """What may not be looked into."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
 def test_what_graphs_keep_counts_with_the_variable_and_weights_inputs_and_data_do_not(gpu: VirtualGPU) -> None:
     trained = trainer(gpu)
     assert trained.run(Chunk(SETTINGS, 1, 2)).failure is None
@@ -40,7 +47,7 @@ def test_what_graphs_keep_counts_with_the_variable_and_weights_inputs_and_data_d
     losses = [model(inputs).mean() for _ in range(3)]
     with torch.no_grad():
         preds = [model(inputs) for _ in range(3)]
-    variables = {"model": model, "losses": losses, "preds": preds, "rows": trained.stream.dataset}
+    variables = {"hostile": Hostile(), "model": model, "losses": losses, "preds": preds, "rows": trained.stream.dataset}
     found = live_bytes(trained, variables)
     named = dict(found.variables)
     assert found.with_graph == ("losses",)
