@@ -84,7 +84,7 @@ def predict(
     ranks: int = 1,
     **knobs: Any,
 ) -> Prediction | ColdPredictions:
-    """What training would need on a GPU that need not be here, without ranks: steps are taken without memory.
+    """Return what training would need on a GPU that need not be here, without ranks: steps are taken without memory.
 
     Args:
         workload: the name of a ready-made one, or a ``Workload``.

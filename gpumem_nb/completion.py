@@ -29,11 +29,11 @@ class Offered:
 
     @property
     def words(self) -> Collection[str]:
-        """What is offered now."""
+        """Return what is offered now."""
         return self._words() if callable(self._words) else self._words
 
     def __call__(self, text: str) -> str:
-        """What argparse asks of a type."""
+        """Return what argparse asks of a type."""
         return text
 
 
@@ -51,13 +51,13 @@ class Completion:
         }
 
     def __call__(self, context: CompletionContext) -> SimpleMatcherResult:
-        """What IPython offers where the cursor is; on a line of ours nothing else, such as Python's names."""
+        """Return what IPython offers where the cursor is; on a line of ours nothing else, such as Python's names."""
         line = context.text_until_cursor.lstrip()
         found = [SimpleCompletion(word, type="magic") for word in self.offered(line)]
         return {"completions": found, "suppress": bool(found), "matched_fragment": line.split(" ")[-1]}
 
     def offered(self, line: str) -> list[str]:
-        """The words that can stand at the end of a line."""
+        """Return the words that can stand at the end of a line."""
         words = line.split(" ")
         magic, before, word = words[0].lstrip("%"), words[1:-1], words[-1]
         if len(words) < 2 or magic not in self._arguments:

@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _ranks() -> int:
-    """One for each of two or three GPUs, which Horovod is built for there; a single one, or none, is no obstacle."""
+    """Return one for each of two or three GPUs that Horovod is built for; the demo also runs with one, or none."""
     gpus = sum(item.name.startswith("GPU ") for item in check_gpus())
     return min(gpus, RANKS) if gpus > 1 else RANKS
 

@@ -54,7 +54,7 @@ class Call:
         return not done.not_done
 
     def finished(self, timeout: float) -> bool:
-        """Whether all ranks have answered, in one way or another, within ``timeout`` s."""
+        """Return whether all ranks have answered, in one way or another, within ``timeout`` s."""
         deadline = time.monotonic() + timeout
         while self._aborted is None and self.pending():
             left = deadline - time.monotonic()
@@ -65,22 +65,22 @@ class Call:
         return True
 
     def pending(self) -> list[int]:
-        """The ranks that have not answered yet."""
+        """Return the ranks that have not answered yet."""
         return [rank for rank, result in zip(self.ranks, self._results, strict=True) if not result.done()]
 
     def apart(self) -> dict[int, Apart]:
-        """The ranks that have answered that they came apart from the others."""
+        """Return the ranks that have answered that they came apart from the others."""
         self._open_all()
         return {rank: apart for rank, apart in list(self._apart.items()) if apart}
 
     def pulses(self) -> dict[int, Pulse]:
-        """The latest sign of life of each rank that has worked on this for more than a second."""
+        """Return the latest sign of life of each rank that has worked on this for more than a second."""
         waiting = [(rank, result) for rank, result in zip(self.ranks, self._results, strict=True) if not result.done()]
         data = {rank: published_beside(result) for rank, result in waiting}
         return {rank: beside[self._pulse] for rank, beside in data.items() if self._pulse in beside}
 
     def first_error(self) -> Exception | None:
-        """What the first rank that failed had to say, as soon as it did, or why none will answer."""
+        """Return what the first rank that failed had to say, as soon as it did, or why none will answer."""
         if self._aborted:
             return copy(self._aborted)
         for rank, result in zip(self.ranks, self._results, strict=True):
@@ -89,7 +89,7 @@ class Call:
         return None
 
     def went_well(self) -> bool:
-        """Whether all ranks have done it."""
+        """Return whether all ranks have done it."""
         return not self.pending() and self.first_error() is None
 
     def slices(self, timeout: float | None) -> Iterator[bool]:
@@ -110,7 +110,7 @@ class Call:
                 raise TimeoutError(f"{name_ranks(self.pending())} did not answer within {timeout:g} s.")
 
     def get(self, timeout: float | None = None) -> list[Any]:
-        """The answers in rank order; waits and raises as :meth:`slices`."""
+        """Return the answers in rank order; waits and raises as :meth:`slices`."""
         for _ in self.slices(timeout):
             pass
         return [self._outcome(rank, result).value for rank, result in zip(self.ranks, self._results, strict=True)]
@@ -122,7 +122,7 @@ class Call:
             result.add_done_callback(lambda _: callback())
 
     def notes(self) -> list[str]:
-        """What the ranks that have answered say of their surroundings, each sentence once."""
+        """Return what the ranks that have answered say of their surroundings, each sentence once."""
         said: dict[str, list[int]] = {}
         for rank, notes in sorted(self._notes.items()):
             for note in notes:
@@ -131,17 +131,17 @@ class Call:
         return [note if len(of) == everywhere else f"{name_ranks(of)}: {note}" for note, of in said.items()]
 
     def drew(self) -> bool:
-        """Whether a rank has moved the random numbers that cells draw, or may have: it did not answer."""
+        """Return whether a rank has moved the random numbers that cells draw, or may have: it did not answer."""
         late = self.pending()  # before one of them answers unnoticed
         self._open_all()
         return bool(self._drew or late)
 
     def outputs(self) -> list[str]:
-        """What each rank has printed so far, standard output and error together, in rank order."""
+        """Return what each rank has printed so far, standard output and error together, in rank order."""
         return [result.stdout + result.stderr for result in self._results]
 
     def late_outputs(self) -> list[str]:
-        """What each rank has printed since it had answered and since this was last asked, in rank order."""
+        """Return what each rank has printed since it had answered and since this was last asked, in rank order."""
         return [late_output(result) for result in self._results]
 
     def settle(self, timeout: float) -> None:
@@ -151,7 +151,7 @@ class Call:
                 result.wait_for_output(timeout)
 
     def displays(self) -> list[list[dict[str, Any]]]:
-        """What each rank displayed (figures, tables), as MIME bundles."""
+        """Return what each rank displayed (figures, tables), as MIME bundles."""
         return [[output["data"] for output in result.outputs] for result in self._results]
 
     def _outcome(self, rank: int, result: AsyncResult) -> _Outcome:
@@ -167,7 +167,7 @@ class Call:
                 self._open(rank, result)
 
     def _open(self, rank: int, result: AsyncResult) -> Answer | Exception:
-        """What came from a rank, its content still packed; an exception stands for the failure to get there."""
+        """Return what came from a rank, its content still packed; an exception stands for the failure to get there."""
         error = result.exception(0)
         if error is None:
             answer: Answer = cloudpickle.loads(result.result())  # get() may not be ready yet, a moment after done()

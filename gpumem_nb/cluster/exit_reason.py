@@ -22,7 +22,7 @@ _END_OF_OTHERS = re.compile(r"^.*received signal 15, stopping.*$|^-{40,}$", re.M
 
 
 def verdict(log: str) -> tuple[int, int] | None:
-    """The rank that mpiexec names as the first that ended, and how: its exit code, negative for a signal.
+    """Return the rank that mpiexec names as the first that ended, and how: its exit code, negative for a signal.
 
     ``None`` before it has said so.
     """
@@ -34,7 +34,7 @@ def verdict(log: str) -> tuple[int, int] | None:
 
 
 def left_host(log: str) -> str:
-    """The host on which a rank ended, as ranks on other hosts noticed it; empty when they did not."""
+    """Return the host on which a rank ended, as ranks on other hosts noticed it; empty when they did not."""
     said = _LEFT.search(log)
     return said[1] if said else ""
 
@@ -45,12 +45,12 @@ def hosts_that_gave_up(log: str) -> set[str]:
 
 
 def without_mpi(log: str) -> str:
-    """The log without what MPI says of single ranks."""
+    """Return the log without what MPI says of single ranks."""
     return _OF_MPI.sub("", log)
 
 
 def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, words: str, host: str = "") -> str:
-    """What ended, how, perhaps why, and what it said last.
+    """Return what ended, how, perhaps why, and what it said last.
 
     Args:
         who: such as ``Rank 2``.
@@ -65,7 +65,7 @@ def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, wo
 
 
 def last_words(fault: str, output: str, log: str) -> str:
-    """The lines that say most, on one line.
+    """Return the lines that say most, on one line.
 
     Args:
         fault: what Python left of a crash, with the latest call first.
@@ -83,7 +83,7 @@ def _lines_of(text: str) -> list[str]:
 
 
 def oom_kills() -> int | None:
-    """How many processes of this control group the system's out-of-memory killer has ended so far."""
+    """Return how many processes of this control group the system's out-of-memory killer has ended so far."""
     for file in _counters():
         with suppress(OSError, ValueError):
             for line in file.read_text().splitlines():
@@ -107,7 +107,7 @@ def _counters() -> list[Path]:
 
 
 def _system_log_blames_memory(pid: int) -> bool | None:
-    """Whether the kernel's log says that this process was killed for memory; ``None`` where it cannot be read."""
+    """Return whether the system's log says that this process was killed for memory; ``None`` if it cannot be read."""
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

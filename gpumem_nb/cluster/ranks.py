@@ -91,7 +91,7 @@ class Ranks:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """How long each phase of the start took."""
+        """Return how long each phase of the start took."""
         return self._launched.seconds
 
     def call(
@@ -104,7 +104,7 @@ class Ranks:
         return self._send(self._entry.call, function, cloudpickle.dumps(arguments), ranks=ranks, posted=posted)
 
     def post(self, function: str, *arguments: Any, posted: Posted = _ignored) -> Call:
-        """The same to all ranks at once, where they are known to be joined: waits for nothing."""
+        """Return the same to all ranks at once, where they are known to be joined: waits for nothing."""
         packed = cloudpickle.dumps(arguments)
         return self._post(self._entry.call, function, packed, ranks=range(self.size), posted=posted)
 
@@ -125,15 +125,15 @@ class Ranks:
         return self._send(self._entry.run_cell, source, title, result, memory, ranks=ranks, posted=posted)
 
     def pulses(self) -> dict[int, Pulse]:
-        """What each rank does that has worked for more than a second on one request."""
+        """Return what each rank does that has worked for more than a second on one request."""
         return {rank: pulse for call in self._calls for rank, pulse in call.pulses().items()}
 
     def pending(self) -> list[int]:
-        """The ranks that have not answered everything yet."""
+        """Return the ranks that have not answered everything yet."""
         return sorted({rank for call in self._calls for rank in call.pending()})
 
     def ahead_of(self, call: Call) -> list[Call]:
-        """What ranks that have not answered ``call`` yet were asked before it, and have not answered either."""
+        """Return what ranks that have not answered ``call`` yet were asked before it, and have not answered either."""
         calls = list(self._calls)
         earlier = calls[: calls.index(call)] if call in calls else []
         return [one for one in earlier if set(one.pending()) & set(call.pending())]
@@ -227,7 +227,7 @@ class Ranks:
         return call
 
     def _separated(self) -> bool:
-        """Whether some rank has answered that it came apart from the others; all other answered calls are let go."""
+        """Return whether a rank answered that it came apart from the others; forget all other answered calls."""
         with shielded(), self._sending:
             apart = [call for call in self._calls if call.apart()]
             self._calls = [call for call in self._calls if call in apart or call.pending()]

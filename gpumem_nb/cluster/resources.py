@@ -33,7 +33,7 @@ def visible_gpus() -> int:
 
 
 def gpus_in_use() -> list[str]:
-    """Which GPUs that ranks may use other processes compute on, in words; those of this kernel's ranks left out.
+    """Return which GPUs that ranks may use other processes compute on, in words; those of this kernel's ranks left out.
 
     In a container NVML may know processes by numbers of its own; once this kernel has ranks, those may be they.
     """
@@ -54,7 +54,7 @@ def gpus_in_use() -> list[str]:
 
 
 def most_ranks() -> int:
-    """How many ranks this machine can hold: bounded by memory, and by eight ranks a core."""
+    """Return how many ranks this machine can hold: bounded by memory, and by eight ranks a core."""
     by_memory = container.available_bytes() // RANK_RESIDENT_BYTES
     return max(1, min(int(by_memory), 8 * container.cores()))
 
@@ -66,7 +66,7 @@ def check_number(n: int) -> None:
 
 
 def choose(n: int | None, device: str) -> tuple[int, str]:
-    """The number of ranks and their kind of device (``cuda`` or ``cpu``), checked against the machine.
+    """Return the number of ranks and their kind of device (``cuda`` or ``cpu``), checked against the machine.
 
     Raises:
         InvalidInput: no number of ranks, or no kind of device.

@@ -59,7 +59,7 @@ class Watch:
         self._done.set()
 
     def stopped(self) -> list[Identity | RemoteRank]:
-        """Ranks that somebody has stopped (SIGSTOP): not dead, but they will not answer."""
+        """Return the ranks that were stopped (SIGSTOP): not dead, but they will not answer."""
         return [who for who in self._ranks if who.state == STOPPED]
 
     def look(self) -> bool:
@@ -70,7 +70,7 @@ class Watch:
         self._done.set()
         try:
             why = self._explain(gone)
-        except Exception as error:  # that it has ended is certain; nobody shall wait because nobody can say why
+        except Exception as error:  # that it has ended is certain; callers must not wait because the reason is unknown
             why = f"{self._names[gone[0]]} has ended ({error!r} while the reason was looked for)."
         try:
             self._died(ClusterDied(why))
@@ -83,7 +83,7 @@ class Watch:
             self.look()
 
     def _explain(self, gone: list[Needed]) -> str:
-        """The first that ended: the launcher names the rank, and ends itself and the others because of it."""
+        """Return the first that ended: the launcher names the rank, and ends itself and the others because of it."""
         launcher = self._launcher
         if launcher.controller not in gone and (self._hosts or any(who in self._ranks for who in gone)):
             _await(lambda: launcher.verdict() is not None or self._no_verdict_will_come())
@@ -121,11 +121,11 @@ class Watch:
         return bool(self._hosts) and (any(host.lost for host in self._hosts) or not (starter and starter.runs))
 
     def _connection_broke(self) -> bool:
-        """Whether ranks say that they lost others."""
+        """Return whether ranks say that they lost others."""
         return bool(self._launcher.left_host() or self._launcher.hosts_that_gave_up())
 
     def _explain_missing(self, gone: list[Needed], oom_kills: int | None) -> str:
-        """Ranks were lost by others, and nobody knows how they ended; their host may tell a bit later that they did."""
+        """Explain ranks that others lost; how they ended is not known, but their host may report it a bit later."""
         _await(lambda: bool(self._missing()) or any(host.lost for host in self._hosts), HOST_TIMEOUT_S)
         for host in self._hosts:
             if host.lost:
@@ -135,10 +135,10 @@ class Watch:
         if len(first) == 1:
             return self._explain_rank(first[0], None, oom_kills)
         which = f"One of {name_ranks(first)}" if first else "A rank"
-        return f"{which} has ended, and nobody knows which one and how: the others only lost their connections to it."
+        return f"{which} has ended. Which one, and how, is not known: the others only lost their connections to it."
 
     def _missing(self) -> list[int]:
-        """Ranks that have ended on the host that others name, or on one where nobody says that he lost others."""
+        """Ranks that have ended on the host that others name, or on one without reports of lost ranks."""
         named, gave_up = self._launcher.left_host(), self._launcher.hosts_that_gave_up()
         return [
             rank
@@ -148,7 +148,7 @@ class Watch:
 
 
 def _is_on(who: Identity | RemoteRank, hosts: Collection[str]) -> bool:
-    """Whether it runs on one of these hosts, which MPI calls by the first part of their names."""
+    """Return whether it runs on one of these hosts, which MPI calls by the first part of their names."""
     names = who.host.names if isinstance(who, RemoteRank) else {os.uname().nodename}
     return any(name in hosts or name.partition(".")[0] in hosts for name in names)
 

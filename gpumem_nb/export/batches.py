@@ -66,14 +66,14 @@ class Batches:
         yield from wrapped("batches = iter(DataLoader(", options, 4, close="))")
 
     def tokens(self) -> str:
-        """How many labels of a batch count in the loss of a whole step."""
+        """Return how many labels of a batch count in the loss of a whole step."""
         if self._settings.accumulation_steps == 1 or not self._facts.tokens or not self._own:
             return ""
         labels = 'batch["labels"][..., 1:]' if self._facts.tokens == "shifted" else 'batch["labels"]'
         return f"{labels}.ne(-100).sum()"
 
     def called(self, model: str, loss: str, items: str = "") -> str:
-        """The loss of ``batch``."""
+        """Return the loss of ``batch``."""
         if not self._own:
             return self._cross_entropy(f"{model}(inputs).float()")
         if self._facts.loss == "model":
@@ -95,7 +95,7 @@ class Batches:
         return f"cross_entropy({logits}.flatten(0, 1), targets.flatten())"
 
     def found(self) -> Iterator[str]:
-        """What an evaluation finds in ``batch``."""
+        """Yield what an evaluation finds in ``batch``."""
         if self._source.template == "digits":
             yield "logits = model(inputs).float()"
             yield f"loss = {self._cross_entropy('logits')}"
@@ -108,7 +108,7 @@ class Batches:
             yield f"found = found if isinstance(found, dict) else {{{name}: found}}"
 
     def moves(self) -> bool:
-        """Whether batches are more than two tensors."""
+        """Return whether batches are more than two tensors."""
         return self._own and self._facts.batch != "pair"
 
     def moved(self, batch: str) -> str:
@@ -121,11 +121,11 @@ class Batches:
         return f"inputs, targets = (part.to(device{copying}) for part in {batch})"
 
     def eval_collate(self) -> str:
-        """What makes batches of the validation data."""
+        """Return what makes batches of the validation data."""
         return "eval_collate" if self._own and self._facts.eval_form == "loader" else "default_collate"
 
     def eval_needs(self) -> Iterator[str]:
-        """What an evaluation is given of somebody's own code."""
+        """Yield the lines that give an evaluation the user's own objects."""
         if self._own and self._facts.loss != "model":
             yield "loss_of"
         if self._own and self._facts.metric:
@@ -143,7 +143,7 @@ class Batches:
 
 
 def wrapped(opening: str, options: list[str], indent: int, close: str = ")") -> Iterator[str]:
-    """A call in one line, or with its arguments in lines of their own, as ruff formats it."""
+    """Yield a call in one line, or with its arguments in lines of their own, as ruff formats it."""
     line = f"{opening}{', '.join(options)}{close}"
     if indent + len(line) <= WIDTH:
         yield line

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a model that somebody else wrote: each block's own forward is wrapped."""
+"""Activation checkpointing of any model: each block's own forward is wrapped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
 
 def segment_length(blocks: int, mode: str) -> int:
-    """How many blocks are recomputed together."""
+    """Return how many blocks are recomputed together."""
     return ceil(sqrt(blocks)) if mode == "sqrt" else 1
 
 
@@ -35,7 +35,7 @@ def checkpointed(names: Sequence[str], norms: bool, length: int) -> Iterator[str
 
 
 def _which(names: Sequence[str]) -> str:
-    """An expression for the modules: the list that holds them, where they are all of it."""
+    """Return an expression for the modules: the list that holds them, where they are all of it."""
     found = [_NUMBERED.fullmatch(name) for name in names]
     parents = {match[1] if match else "" for match in found}
     if len(parents) == 1 and all(found) and [match and match[2] for match in found] == [*map(str, range(len(names)))]:

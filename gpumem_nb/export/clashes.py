@@ -1,4 +1,4 @@
-"""Somebody's own code in a script: whether it stands there as it is, and means what it meant."""
+"""The user's own code in a script: checks that it is there unchanged, and means what it meant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .order import Order
 
 
 def check_code(code: str, text: str) -> None:
-    """Refuse a script in which somebody's own code does not stand as it is.
+    """Refuse a script in which the user's own code is not unchanged.
 
     Raises:
         WorkloadError: it does not.
@@ -28,7 +28,7 @@ def check_code(code: str, text: str) -> None:
 
 
 def check_names(order: Order, bare: str) -> None:
-    """Refuse names that mean one thing in somebody's own code and another in the rest of the script, or nothing.
+    """Refuse names that mean one thing in the user's own code and another in the rest of the script, or nothing.
 
     Raises:
         WorkloadError: naming one.
@@ -64,7 +64,7 @@ def own_modules(order: Order) -> dict[str, str]:
 
 
 def defined_in(text: str) -> Iterator[str]:
-    """What a module calls something at its top level, what it imports aside."""
+    """Yield what a module calls something at its top level, what it imports aside."""
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name

@@ -47,7 +47,7 @@ def functions_of(value: type) -> list[types.FunctionType]:
 
 
 def globals_of(value: type) -> dict[str, object]:
-    """Where its functions find what they use; a decorator's function is of another module."""
+    """Return where its functions find what they use; a decorator's function is of another module."""
     functions = functions_of(value)
     own = (one for one in functions if one.__globals__.get("__name__") == value.__module__)
     return next(own, functions[0]).__globals__
@@ -89,14 +89,14 @@ def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
 
 
 def _as_written(now: object, value: type, name: str) -> object:
-    """What an attribute was given: enumerations and named tuples make something of it."""
+    """Return what an attribute was given: enumerations and named tuples make something of it."""
     if isinstance(now, enum.Enum):
         return now.value
     return getattr(value, "_field_defaults", {}).get(name, now)
 
 
 def _mangled(name: str, node: ast.ClassDef) -> str:
-    """What a private name is called in the class."""
+    """Return what a private name is called in the class."""
     private = name.startswith("__") and not name.endswith("__") and node.name.strip("_")
     return f"_{node.name.lstrip('_')}{name}" if private else name
 

@@ -153,7 +153,7 @@ class Collector:
 
 
 def _module_at(node: ast.AST, known: dict[str, Any]) -> types.ModuleType | None:
-    """The module that an expression such as ``a.b`` stands for, if that was imported by its name."""
+    """Return the module that an expression such as ``a.b`` stands for, if that was imported by its name."""
     if isinstance(node, ast.Name):
         value = known.get(node.id)
     elif isinstance(node, ast.Attribute) and (package := _module_at(node.value, known)):
@@ -172,7 +172,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _importable(value: Any) -> str:
-    """The module that a script can import this object from under its name; empty for none."""
+    """Return the module that a script can import this object from under its name; empty for none."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if not isinstance(module, str) or module == "__main__" or not name.isidentifier():
         return ""
@@ -263,7 +263,7 @@ def _changed(what: str, define: str) -> WorkloadError:
 
 
 def _lambda_node(role: str, function: types.FunctionType) -> tuple[ast.Lambda, str]:
-    """The lambda in the statement that it is part of, and that statement."""
+    """Return the lambda in the statement that it is part of, and that statement."""
     if function.__closure__:
         raise WorkloadError(
             f"The workload's {role} is a lambda that takes {function.__code__.co_freevars[0]} from the function around "

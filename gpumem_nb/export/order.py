@@ -17,7 +17,7 @@ def quoted(text: str) -> str:
 
 ROLES = {"model": "model", "data": "data", "loss": "loss_of", "optimizer": "optimizer", "scheduler": "scheduler"}
 ROLES |= {"eval_data": "eval_data", "metric": "metric"}
-"""What ``main`` of a script calls what it is given of somebody's own code, by role."""
+"""The names by role under which ``main`` of a script gets the user's own objects."""
 MAKERS = {role: f"make_{name}" for role, name in ROLES.items() if role not in ("loss", "metric")}
 """The same where it is given functions that make it."""
 
@@ -32,7 +32,7 @@ class Source:
         separable: whether its convolutions are.
         imports: lines that come first, of functions; cells have theirs in the code.
         definitions: the code.
-        names: what somebody's own code calls each role.
+        names: what the user's own code calls each role.
         cell_seed: where the random numbers of cells began.
         uses: names that ranks or IPython offer to cells, and the code uses.
         saves: whether functions in it write files by ``torch.save``.

@@ -20,7 +20,7 @@ def check(settings: Settings, facts: Facts, own: bool, ddp: bool) -> None:
     Args:
         settings: what to train under.
         facts: what is trained.
-        own: whether that is somebody's own, and no ready-made workload.
+        own: whether that is the user's own, and not a ready-made workload.
         ddp: whether the script is for DistributedDataParallel.
 
     Raises:
@@ -31,7 +31,7 @@ def check(settings: Settings, facts: Facts, own: bool, ddp: bool) -> None:
 
 
 def left_out(settings: Settings, ddp: bool) -> list[str]:
-    """A sentence for each knob that a script does otherwise."""
+    """Return a sentence for each knob that a script does otherwise."""
     told = ((knob, knob.left_out(getattr(settings, name), ddp)) for name, knob in KNOBS.items() if knob.left_out)
     return [f"{knob.name}={knob.text(getattr(settings, knob.name))}: {text}" for knob, text in told if text]
 
@@ -55,7 +55,7 @@ def _knobs(settings: Settings, ddp: bool) -> Iterator[str]:
 
 
 def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
-    """Of somebody's own model and data."""
+    """Refusals about the user's own model and data."""
     if not facts.stepped or facts.loss == "unknown":
         yield f"{_AGAIN}: that shows what the loss is called with, and which weights get a gradient."
     if facts.metric == "unknown":

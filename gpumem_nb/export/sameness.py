@@ -113,7 +113,7 @@ def _same_constant(one: Any, other: Any) -> bool:
 
 
 def is_another(node: ast.expr, value: Any, known: Mapping[str, Any]) -> bool:
-    """Whether an expression that gave ``value`` gives something else among the names of now; calls are not repeated."""
+    """Return whether an expression that gave ``value`` now gives something else; calls are not repeated."""
     if any(isinstance(one, _UNKNOWN) for one in ast.walk(node)):
         return False
     try:

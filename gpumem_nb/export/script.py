@@ -34,10 +34,10 @@ _PARTS = {"hvd": ("hvd.rank()", "hvd.size()"), "ddp": ("dist.get_rank()", "dist.
 
 
 def script(order: Order) -> str:
-    """The text of the script.
+    """Return the text of the script.
 
     Raises:
-        WorkloadError: somebody's own code defines something under a name that the script needs.
+        WorkloadError: the user's own code defines something under a name that the script needs.
     """
     values = Values(order)
     texts = values.all(values.flags)
@@ -244,7 +244,7 @@ class Values:
             yield "display = print  # IPython's shows more than a terminal can"
 
     def _own_device(self) -> bool:
-        """Whether cells define a ``device``, which stays theirs: it may be text, or mean something else."""
+        """Return whether cells define a ``device``, which stays theirs: it may be text, or mean something else."""
         return self._source.kind == "cells" and "device" in self._source.defines
 
     def _ready_made(self, flags: frozenset[str]) -> str:
@@ -282,7 +282,7 @@ class Values:
             yield from checkpointed(self._facts.blocks, self._facts.norms, self._together())
 
     def _together(self) -> int:
-        """Return how many blocks of somebody's own model are recomputed together."""
+        """Return how many blocks of the user's own model are recomputed together."""
         return segment_length(len(self._facts.blocks), self._settings.checkpointing)
 
     def _frozen(self) -> Iterator[str]:

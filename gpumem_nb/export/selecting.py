@@ -73,7 +73,7 @@ def selected(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten
         forgotten: whether there were earlier ones.
 
     Raises:
-        WorkloadError: a name is not defined by cells that ran well on all ranks, or what it is cannot be told.
+        WorkloadError: a name is not defined by cells that succeeded on all ranks, or what it is cannot be told.
     """
     selection = _Selection(cells, frozenset(names))
     places, lacking, uses = selection.kept()

@@ -53,7 +53,7 @@ def _is_plotting(what: str) -> bool:
 
 
 def _makes_plot(node: ast.stmt, plots: Collection[str]) -> bool:
-    """Whether it is as ``figure, axes = plt.subplots()``."""
+    """Return whether it is as ``figure, axes = plt.subplots()``."""
     call = node.value if isinstance(node, ast.Assign) else None
     return isinstance(call, ast.Call) and last(call.func) in _MAKERS and root(call) in plots
 
@@ -89,5 +89,5 @@ def _read_one_by_one(parts: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Ite
 
 
 def _is_made(read: ast.expr) -> bool:
-    """Whether it is begun in the statement itself."""
+    """Return whether it is begun in the statement itself."""
     return isinstance(read, ast.GeneratorExp | ast.ListComp | ast.List | ast.Tuple | ast.Constant)

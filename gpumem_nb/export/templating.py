@@ -18,7 +18,7 @@ _MOST_BLANK = 2  # lines in a row
 
 
 def render(name: str, flags: Collection[str], values: Mapping[str, str]) -> str:
-    """The template of that name in ``templates/``, with these flags set; ends with a newline."""
+    """Return the template of that name in ``templates/``, with these flags set; ends with a newline."""
     template = files(__package__).joinpath("templates", f"{name}.py.txt").read_text(encoding="utf-8")
     parts = _filled(_chosen(template.splitlines(), frozenset(flags)), values)
     return "\n".join(_fewer_blank(parts)).strip("\n") + "\n"
@@ -53,7 +53,7 @@ def _filled(lines: Iterator[str], values: Mapping[str, str]) -> Iterator[str]:
 
 
 def _fewer_blank(parts: Iterator[str]) -> Iterator[str]:
-    """What is left out leaves no gaps."""
+    """Yield the parts without the gaps of those that are left out."""
     blank = 0
     for part in parts:
         blank = 0 if part else blank + 1
@@ -62,7 +62,7 @@ def _fewer_blank(parts: Iterator[str]) -> Iterator[str]:
 
 
 def _true(condition: str, flags: frozenset[str]) -> bool:
-    """Whether a condition of our own templates holds."""
+    """Return whether a condition of our own templates holds."""
     words = re.findall(r"\w+|[()]", condition)
     return bool(eval(" ".join(word if word in _OPERATORS else str(word in flags) for word in words)))
 

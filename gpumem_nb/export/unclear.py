@@ -33,7 +33,7 @@ def missing(cells: Sequence[Cell], names: Collection[str], forgotten: bool) -> W
         if forgotten
         else "a cell imports * from a module, and that does not say what. Import it by its name"
         if any(cell.known and brought_by_all(cell.source) is None for cell in cells)
-        else "no %%hvd cell that ran well on all ranks defines it"
+        else "no %%hvd cell that succeeded on all ranks defines it"
     )
     return WorkloadError(
         f"The script needs {name}, and cannot define it: {where}. Define it in a %%hvd cell, run those after it "
@@ -42,7 +42,7 @@ def missing(cells: Sequence[Cell], names: Collection[str], forgotten: bool) -> W
 
 
 def refuse_unclear(cell: Cell, name: str, defined: bool) -> None:
-    """Refuse what a cell may have made of a name, of which nobody can tell whether it did.
+    """Refuse a name that a cell may have bound, if it cannot be told whether it did.
 
     Raises:
         WorkloadError: always.
@@ -68,7 +68,7 @@ def refuse_unclear(cell: Cell, name: str, defined: bool) -> None:
 
 
 def refuse_setting(cell: Cell, text: str) -> None:
-    """Refuse a setting of the whole process of which nobody can tell whether it was made on all ranks.
+    """Refuse a setting of the whole process if it cannot be told whether it was made on all ranks.
 
     Raises:
         WorkloadError: always.
@@ -144,7 +144,7 @@ def refuse_odd_save(text: str) -> None:
 
 
 def in_short(text: str) -> str:
-    """A statement as it is shown in a sentence: its first line that is no comment."""
+    """Return a statement as it is shown in a sentence: its first line that is no comment."""
     lines = [line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")]
     shown = lines[0].strip()
     return shown if len(lines) == 1 and len(shown) <= _SHOWN else f"{shown[:_SHOWN]} …"

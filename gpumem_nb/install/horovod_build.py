@@ -37,7 +37,7 @@ RECIPE = 6
 
 
 def cache_folder() -> Path:
-    """Where wheels, their logs and the source are kept.
+    """Return where wheels, their logs and the source are kept.
 
     Raises:
         SetupError: it cannot be made.
@@ -71,7 +71,7 @@ def only_builder(cache: Path) -> Iterator[None]:
             "XDG_CACHE_HOME=/path"
         ) from None
     try:
-        for left in cache.glob("build-*"):  # by a build that was killed: nobody else builds here now
+        for left in cache.glob("build-*"):  # by a build that was killed: no other build runs here now
             shutil.rmtree(left, ignore_errors=True)
         yield
     finally:
@@ -79,12 +79,12 @@ def only_builder(cache: Path) -> Iterator[None]:
 
 
 def cached_wheel(target: Target, cache: Path) -> Path | None:
-    """The wheel built earlier for an equal target."""
+    """Return the wheel built earlier for an equal target."""
     return next((cache / target.key()).glob("horovod-*.whl"), None)
 
 
 def obtain_wheel(target: Target, cache: Path, force: bool = False) -> Path:
-    """The target's wheel, from the cache or built now. The caller holds :func:`only_builder`."""
+    """Return the target's wheel, from the cache or built now. The caller holds :func:`only_builder`."""
     kept = None if force else cached_wheel(target, cache)
     if kept is not None:
         return kept
@@ -94,7 +94,7 @@ def obtain_wheel(target: Target, cache: Path, force: bool = False) -> Path:
 
 
 def is_installed(wheel: Path) -> bool:
-    """Whether this very wheel is what the environment has: pip records the hash of a file it installed."""
+    """Return whether this very wheel is what the environment has: pip records the hash of a file it installed."""
     try:
         record = importlib.metadata.distribution("horovod").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
@@ -150,7 +150,7 @@ def ensure(gpu: str = "auto", force: bool = False) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Return the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m gpumem_nb.install.horovod_build", description=__doc__.splitlines()[0]
     )

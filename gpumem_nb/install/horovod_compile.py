@@ -102,7 +102,7 @@ def jobs() -> int:
 
 
 def build_environment(target: Target, scratch: Path) -> dict[str, str]:
-    """The variables under which Horovod's setup.py builds exactly this target."""
+    """Return the variables under which Horovod's setup.py builds exactly this target."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     variables = inherited | {
         "PATH": build_path(),
@@ -119,7 +119,7 @@ def build_environment(target: Target, scratch: Path) -> dict[str, str]:
 
 
 def cuda_environment(target: Target, scratch: Path) -> dict[str, str]:
-    """What a CUDA build adds. Horovod looks for CUDA_HOME through torch and calls nvcc for its own kernels.
+    """Return what a CUDA build adds. Horovod looks for CUDA_HOME through torch and calls nvcc for its own kernels.
 
     A staged build has no GPU operations but still knows of CUDA, and reduces GPU tensors through the CPU.
 
@@ -147,7 +147,7 @@ def cuda_environment(target: Target, scratch: Path) -> dict[str, str]:
 
 
 def linkable_nccl(nccl: Path, scratch: Path) -> Path:
-    """A folder with ``libnccl.so``: the wheel brings only ``libnccl.so.2``, which the linker does not look for."""
+    """Return a folder with ``libnccl.so``: the wheel has only ``libnccl.so.2``, which the linker does not look for."""
     if (nccl / "lib" / "libnccl.so").exists():
         return nccl / "lib"
     folder = scratch / "nccl"
@@ -209,7 +209,7 @@ def run_build(source: Path, into: Path, environment: dict[str, str], log: Path) 
 
 
 def compiled(log: Path) -> float | None:
-    """The fraction that make's last ``[ 42%]`` in the log names."""
+    """Return the fraction that make's last ``[ 42%]`` in the log names."""
     try:
         found = PERCENT.findall(log.read_bytes())
     except FileNotFoundError:
@@ -218,7 +218,7 @@ def compiled(log: Path) -> float | None:
 
 
 def explain_build(log: Path) -> str:
-    """One sentence for why a build failed, with the log's path."""
+    """Return one sentence for why a build failed, with the log's path."""
     text = log.read_text(errors="replace")
     where = f"The whole log: {log}"
     if "No space left on device" in text:

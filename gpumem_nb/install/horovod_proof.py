@@ -55,7 +55,7 @@ def prove(target: Target) -> None:
 
 
 def device_policy(target: Target) -> str:
-    """Where the proof's tensors lie. NCCL refuses two ranks on one GPU, so with one GPU only the CPU path is proven."""
+    """Return the device of the proof's tensors. NCCL refuses two ranks on one GPU: the CPU path is proven then."""
     if target.gpu == "none":
         return "cpu"
     code = "import torch; print(torch.cuda.device_count())"
@@ -67,7 +67,7 @@ def device_policy(target: Target) -> str:
 
 
 def reason(said: str) -> str:
-    """The line of the ranks' output that most likely tells why."""
+    """Return the line of the ranks' output that most likely tells why."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line or "error:" in line or line.startswith("rank ")]
     return (telling or lines or ["they said nothing"])[0].rstrip(".")

@@ -25,7 +25,7 @@ FIXED_WIDTH = re.compile(r"\bu?int(8|16|32|64)_t\b")
 
 
 def fetch(cache: Path) -> Path:
-    """The verified sdist in ``cache``, downloaded once with pip so that the user's own pip configuration holds.
+    """Return the verified sdist in ``cache``, downloaded once with pip so that the user's own pip configuration holds.
 
     Raises:
         SetupError: no network, no such file, or a file that is not the one this recipe was made for.
@@ -61,7 +61,7 @@ def download(folder: Path) -> None:
 
 
 def explain_download(output: str) -> str:
-    """One sentence for what pip said."""
+    """Return one sentence for what pip said."""
     if "DO NOT MATCH THE HASHES" in output:
         return hash_mismatch("the file that the package index offers")
     if "No module named pip" in output:
@@ -89,7 +89,7 @@ def verify(path: Path) -> None:
 
 
 def hash_mismatch(what: str) -> str:
-    """One sentence, whoever noticed it."""
+    """Return the same sentence for each way to notice it."""
     return (
         f"The hash of {what} is not that of Horovod {VERSION}'s published source, so it was not used. "
         "Check which package index pip uses (pip config list) and try again."

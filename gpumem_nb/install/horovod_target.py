@@ -47,13 +47,13 @@ class Target:
     recipe: int
 
     def key(self) -> str:
-        """A short name for the cache folder that changes with every ingredient."""
+        """Return a short name for the cache folder that changes with every ingredient."""
         text = json.dumps(asdict(self), sort_keys=True)
         return f"torch{self.torch}-{self.gpu}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def detect(gpu: str, recipe: int) -> Target:
-    """What a build for this environment has to fit. ``gpu`` is one of :data:`GPU_MODES`.
+    """Return what a build for this environment has to fit. ``gpu`` is one of :data:`GPU_MODES`.
 
     Raises:
         SetupError: torch or MPI is missing, or the GPU mode does not suit this torch.
@@ -79,7 +79,7 @@ def detect(gpu: str, recipe: int) -> Target:
 
 
 def find_torch() -> Path:
-    """The folder of the installed torch, found without importing it (an import costs a second and a lot of memory).
+    """Return the folder of the installed torch without importing it (an import costs a second and a lot of memory).
 
     Raises:
         SetupError: there is none.
@@ -98,7 +98,7 @@ def torch_versions(folder: Path) -> tuple[str, str | None]:
 
 
 def choose_gpu_mode(asked: str, cuda: str | None) -> str:
-    """The GPU mode to build: what was asked, or with ``auto`` what suits this machine.
+    """Return the GPU mode to build: what was asked, or with ``auto`` what suits this machine.
 
     A package index may bring torch's CUDA build to a machine without any GPU: there Horovod needs no CUDA either. Where
     there is a single GPU, ranks have to share it, which NCCL refuses.
@@ -129,7 +129,7 @@ def choose_gpu_mode(asked: str, cuda: str | None) -> str:
 
 
 def gpus_wanted() -> int:
-    """How many GPUs the driver shows; several if the user named capabilities to build for (in a container's recipe).
+    """Return how many GPUs the driver shows; several if you named capabilities to build for (in a container's recipe).
 
     Raises:
         SetupError: there is a driver and it does not answer.
@@ -146,7 +146,7 @@ def gpus_wanted() -> int:
 
 
 def nccl_folder() -> Path | None:
-    """Where NCCL's headers and library are: ``HOROVOD_NCCL_HOME``, or the nvidia-nccl wheel that torch brings."""
+    """Return where NCCL's headers and library are: ``HOROVOD_NCCL_HOME``, or torch's nvidia-nccl wheel."""
     named = os.environ.get("HOROVOD_NCCL_HOME")
     if named:
         return Path(named).resolve()
@@ -161,7 +161,7 @@ def nccl_folder() -> Path | None:
 
 
 def cuda_capabilities() -> str:
-    """The visible devices' compute capabilities as Horovod wants them (``80,90``); ``HOROVOD_BUILD_CUDA_CC_LIST`` wins.
+    """Return the devices' compute capabilities in Horovod's form (``80,90``); ``HOROVOD_BUILD_CUDA_CC_LIST`` wins.
 
     Horovod's own list holds old ones that nvcc 13 no longer knows. Without a visible device it cannot be guessed.
 
@@ -189,7 +189,7 @@ def cuda_capabilities() -> str:
 
 
 def runpath_entry(folder: Path) -> str:
-    """How the library names a folder: relative to itself within an environment, so that the wheel fits others."""
+    """Return the library's path to a folder: relative within an environment, so that the wheel fits others."""
     library = Path(sysconfig.get_path("platlib")).resolve() / "horovod" / "torch"
     prefix = Path(sys.prefix).resolve()
     if folder.is_relative_to(prefix):

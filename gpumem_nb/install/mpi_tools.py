@@ -26,7 +26,7 @@ LAUNCH_VARIABLES = {
 
 
 def find_tool(name: str) -> Path | None:
-    """The program of this name, this environment's own first: the kernel's PATH need not hold the environment."""
+    """Return the program of this name, this environment's own first: the kernel's PATH may lack the environment."""
     own = Path(sysconfig.get_path("scripts")) / name
     if os.access(own, os.X_OK):
         return own
@@ -43,7 +43,7 @@ def require_tool(name: str) -> Path:
 
 
 def mpi_version(mpiexec: Path) -> str:
-    """The MPI library and version in one line, such as ``Open MPI 5.0.11``."""
+    """Return the MPI library and version in one line, such as ``Open MPI 5.0.11``."""
     answer = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=20, check=False)
     lines = answer.stdout.strip().splitlines()
     first = lines[0] if lines else "unknown MPI"
@@ -51,6 +51,6 @@ def mpi_version(mpiexec: Path) -> str:
 
 
 def mpi_library_folders(mpicxx: Path) -> tuple[Path, ...]:
-    """Where the MPI libraries lie that ``mpicxx`` links: its ``-L`` options (``-show`` is MPICH's and Open MPI's)."""
+    """Return the folders of the MPI libraries that ``mpicxx`` links: its ``-L`` options (``-show``)."""
     answer = subprocess.run([mpicxx, "-show"], capture_output=True, text=True, timeout=20, check=False)
     return tuple(Path(word[2:]).resolve() for word in answer.stdout.split() if word.startswith("-L"))

@@ -26,7 +26,7 @@ def fake_mode() -> AbstractContextManager[Any]:
 
 
 def stand_in(mode: Any, tensor: Tensor) -> Tensor | None:
-    """The fake tensor that a fake mode takes for a real one, the same while it lives; ``None`` for a fake one."""
+    """Return the fake tensor that a fake mode uses for a real one, the same while it lives; ``None`` for a fake one."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return None if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
@@ -40,14 +40,14 @@ def copied_as_fake(mode: Any) -> AbstractContextManager[Any]:
 
 
 def fake_constant(mode: Any, tensor: Tensor) -> Tensor:
-    """A fake tensor that stands for a real one and knows its values, as long as these do not depend on unknown ones."""
+    """Return a fake tensor that stands for a real one and knows its values, unless they depend on unknown ones."""
     constant = tensor.detach().clone()
     found: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, constant, make_constant=True)
     return found
 
 
 def has_constant(tensor: Tensor) -> bool:
-    """Whether a fake tensor knows its values."""
+    """Return whether a fake tensor knows its values."""
     return getattr(tensor, "constant", None) is not None
 
 
@@ -82,7 +82,7 @@ def fake_weights_converted_in_place() -> Iterator[None]:
 
 
 def refused_operator(error: BaseException) -> str | None:
-    """The operator that cannot be run on fake tensors, if that is what an error says."""
+    """Return the operator that cannot be run on fake tensors, if that is what an error says."""
     from torch._subclasses import fake_tensor
 
     kinds = (

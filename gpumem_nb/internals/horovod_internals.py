@@ -92,12 +92,12 @@ def end_threads() -> None:
 
 
 def says_shut_down(error: BaseException) -> bool:
-    """Whether a collective failed because Horovod is not there any more."""
+    """Return whether a collective failed because Horovod is not there any more."""
     return any(text in str(error) for text in _SHUT_DOWN)
 
 
 def read_timeline(text: str, zero_us: float) -> Iterator[Activity]:
-    """What a timeline's file tells that is closed, in the order in which it ended.
+    """Yield what a timeline's file tells that is closed, in the order in which it ended.
 
     A tensor is a process there, whose activities enclose each other; that a rank is ready for it takes no time.
     What was under way when recording began or ended is left out.

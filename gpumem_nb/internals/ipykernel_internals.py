@@ -22,7 +22,7 @@ CHECKED_WITH = ("7.4.0",)
 
 
 def request_under_way(shell: Any) -> Any:
-    """The message that asked for what the shell does now."""
+    """Return the message that asked for what the shell does now."""
     return shell.parent_header
 
 

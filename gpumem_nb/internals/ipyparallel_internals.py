@@ -26,13 +26,13 @@ def publish_beside(kernel: Any, request: Any, data: dict[str, Any]) -> None:
 
 
 def published_beside(result: Any) -> Mapping[str, Any]:
-    """The latest data that an engine has published beside an answer, by key."""
+    """Return the latest data that an engine has published beside an answer, by key."""
     data: Mapping[str, Any] = result.metadata["data"]
     return data
 
 
 def late_output(result: Any) -> str:
-    """What an engine has printed since its answer was complete, in a thread say, and since this was last asked."""
+    """Return what an engine printed since its answer was complete (in a thread, say) and since the last call."""
     late = [result._client.metadata.pop(message, None) for message in result.msg_ids if result.done()]
     return "".join((beside["stdout"] or "") + (beside["stderr"] or "") for beside in late if beside)
 

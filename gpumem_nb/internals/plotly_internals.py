@@ -4,7 +4,7 @@ A ``FigureWidget`` tells a page that is loaded again what the figure was at firs
 ``_widget_data`` and ``_widget_layout``, which are set once. What it is now lies in ``_data`` and ``_layout_obj``.
 
 The page answers each update once it is drawn, which ends ``_trace_edit_in_process``. What is sent between the widget's
-making and the moment when the page has loaded plotly is lost: nobody listens yet. ``plotly_update`` sends nothing that
+making and the moment when the page has loaded plotly is lost: none listens yet. ``plotly_update`` sends nothing that
 Python's own figure holds already, so to send all of it again takes ``_send_update_msg``.
 
 A page gives an anywidget 2 seconds to load its JavaScript; if it takes longer, all that the widget is sent afterwards
@@ -15,7 +15,7 @@ A view that was taken off the page (its cell ran again) goes on listening in plo
 views after it hear nothing any more. So each view's listeners go with it.
 
 A figure is no place for two threads: copying its parts fails when another adds to them, and while what a page has sent
-is taken in, no update is sent. A lock keeps the panel's thread, cells, and the page's messages apart; nobody waits for
+is taken in, no update is sent. A lock keeps the panel's thread, cells, and the page's messages apart; none waits for
 a page while they hold it. What a figure is called in words, for the text beside a widget, would be a copy, too.
 """
 
@@ -73,7 +73,7 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
 
     @property
     def acknowledged(self) -> bool:
-        """Whether a page has drawn the latest update."""
+        """Return whether a page has drawn the latest update."""
         return not self._trace_edit_in_process
 
     def plotly_update(self, *changes: Any, **more: Any) -> None:
@@ -82,7 +82,7 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
             super().plotly_update(*changes, **more)
 
     def resend(self, layout: Mapping[str, Any]) -> None:
-        """Send all points, and this of the layout, to whoever listens.
+        """Send all points, and this part of the layout, to all pages that listen.
 
         Not its height: plotly takes a size that is sent for one that shall not follow the page any more.
         """
@@ -96,7 +96,7 @@ class LiveFigure(go.FigureWidget):  # type: ignore[misc]
             super().set_state(sync_data)
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
-        """The state for the browser; all of it when it asks for all."""
+        """Return the state for the browser; all of it when it asks for all."""
         with self._in_use:
             state: dict[str, Any] = super().get_state(key, drop_defaults)
             if key is None and self._complete:

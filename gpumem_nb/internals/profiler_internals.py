@@ -15,12 +15,12 @@ CHECKED_WITH = ("2.13.0",)  # of torch
 
 
 def profiles() -> bool:
-    """Whether a profiler is on."""
+    """Return whether a profiler is on."""
     return bool(_profiler._is_profiler_enabled)
 
 
 def read_profile(text: str, zero_ns: int) -> list[dict[str, Any]]:
-    """The events of a profile that was exported; ``ts`` is then in microseconds since the zero of a clock.
+    """Return the events of a profile that was exported; ``ts`` is then in microseconds since the zero of a clock.
 
     Args:
         text: of the file.

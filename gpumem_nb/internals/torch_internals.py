@@ -93,19 +93,19 @@ MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
 
 
 def made_anew(module: nn.Module) -> set[str]:
-    """The attributes that torch's own ``weight_norm`` and ``spectral_norm`` compute before each forward."""
+    """Return the attributes that torch's own ``weight_norm`` and ``spectral_norm`` compute before each forward."""
     hooks = module._forward_pre_hooks.values()
     return {hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
 
 
 def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Changes made to these tensors inside are not counted: whoever makes them takes them back."""
+    """Do not count changes made to these tensors inside: the caller takes them back."""
     guard: AbstractContextManager[None] = _unsafe_preserve_version_counter(tuple(tensors))
     return guard
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to this module itself, to its forward, or by ``module.compile()``."""
+    """Return whether this module, or its forward, was compiled by ``torch.compile`` or ``module.compile()``."""
     return (
         hasattr(module, "_orig_mod")
         or module._compiled_call_impl is not None
@@ -114,13 +114,13 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was applied to; any other module itself."""
+    """Return what ``torch.compile`` was applied to; any other module itself."""
     inside: nn.Module = getattr(module, "_orig_mod", module)
     return inside
 
 
 def is_handler_of_loaders(handler: object) -> bool:
-    """Whether a handler of a signal is the one by which torch's data loaders notice workers that ended."""
+    """Return whether a handler of a signal is the one by which torch's data loaders notice workers that ended."""
     return str(getattr(handler, "__module__", "")).startswith("torch.utils.data._utils.signal_handling")
 
 
@@ -138,22 +138,22 @@ def end_pinning(iterator: object, timeout_s: float) -> None:
 
 
 def dynamo_is_there() -> bool:
-    """Whether anything may be compiled. Importing dynamo takes seconds: where nobody did, nothing is."""
+    """Return whether anything may be compiled. Importing dynamo takes seconds; if no code did, nothing is compiled."""
     return "torch._dynamo" in sys.modules
 
 
 def not_compiled(function: _Function) -> _Function:
-    """The function, kept out of what ``torch.compile`` compiles."""
+    """Return the function, kept out of what ``torch.compile`` compiles."""
     return torch.compiler.disable(function) if dynamo_is_there() else function
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
-    """The module itself and those below it that keep running statistics."""
+    """Return the module itself and those below it that keep running statistics."""
     return [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._NormBase)]
 
 
 def saved_raw(node: Any) -> Iterator[Any]:
-    """What a graph's node has saved for backward, as it lies there: ``data`` and ``unpack_hook`` of each.
+    """Yield what a graph's node has saved for backward, as it lies there: ``data`` and ``unpack_hook`` of each.
 
     What comes points into the node: who reads it after the node is gone ends the process.
     """
@@ -169,12 +169,12 @@ def _raw_names(kind: Any) -> tuple[str, ...]:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs on this thread."""
+    """Return whether a backward pass runs on this thread."""
     return _current_graph_task_id() != _OUTSIDE_BACKWARD
 
 
 def backward_node() -> tuple[int, int] | None:
-    """Which node of which backward is under way on this thread; ``None`` outside, and where the graph goes on."""
+    """Return which node of which backward runs on this thread; ``None`` outside, and where the graph goes on."""
     if torch.is_grad_enabled() or (node := _current_autograd_node()) is None:
         return None
     return _current_graph_task_id(), node._sequence_nr()
@@ -184,7 +184,7 @@ def backward_node() -> tuple[int, int] | None:
 def hooks_entered_by(
     enter: Callable[[Callable[[saved_tensors_hooks], None], saved_tensors_hooks], None],
 ) -> Iterator[None]:
-    """Inside, whoever enters saved-tensor hooks calls ``enter(torch's own function, the hooks)`` instead."""
+    """Inside, code that enters saved-tensor hooks calls ``enter(torch's own function, the hooks)`` instead."""
     own = saved_tensors_hooks.__enter__
     saved_tensors_hooks.__enter__ = lambda hooks: enter(own, hooks)  # type: ignore[method-assign]
     try:
@@ -219,12 +219,12 @@ def func_transforms_allowed() -> Iterator[None]:
 
 
 def hooks_are_allowed() -> bool:
-    """Whether saved-tensor hooks may be entered on this thread: inside ``torch.func.grad`` they may not."""
+    """Return whether saved-tensor hooks may be entered on this thread: inside ``torch.func.grad`` they may not."""
     return bool(_autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def innermost_hooks() -> Any:
-    """The saved-tensor hooks that autograd asks on this thread; ``None`` when there are none."""
+    """Return the saved-tensor hooks that autograd asks on this thread; ``None`` when there are none."""
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -234,7 +234,7 @@ def leave_hooks() -> None:
 
 
 def count_modes() -> int:
-    """How many dispatch modes are active on this thread."""
+    """Return how many dispatch modes are active on this thread."""
     return len(_get_current_dispatch_mode_stack())
 
 
@@ -258,7 +258,7 @@ def without_autocast_on_cpu() -> AbstractContextManager[Any]:
 
 
 def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """The 2-norm of each tensor, none of them empty; nobody waits for the device."""
+    """Return the 2-norm of each tensor, none of them empty, without waiting for the device."""
     if all(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
         # The norm of finite numbers could be too large for fp16.
         return torch._foreach_norm(tensors, 2, torch.float32) if tensors else ()
@@ -266,18 +266,18 @@ def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def stepped_by_others(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's own ``step`` was replaced on the object by something else than a scheduler's counter."""
+    """Return whether the object's ``step`` was replaced by something else than a scheduler's counter."""
     step = vars(optimizer).get("step")
     return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody registered something to be done before or after this optimizer's update, or that of any."""
+    """Return whether hooks before or after this optimizer's update, or any optimizer's, are registered."""
     return any((*_pre_hooks(optimizer), *_post_hooks(optimizer)))
 
 
 def step_pre_hooks(optimizer: Optimizer) -> tuple[Any, ...]:
-    """What somebody registered to be done before this optimizer's update, or that of any, in torch's order."""
+    """Return the hooks registered before this optimizer's update, or any optimizer's, in torch's order."""
     return tuple(hook for hooks in _pre_hooks(optimizer) for hook in hooks.values())
 
 

@@ -59,6 +59,6 @@ class InterruptTracker:
                 "stopped, or waiting for another rank."
             )
         return Interrupted(
-            f"Interrupted{' twice' * again}. {state} The hard way: %hvd_restart ends the ranks, starts them again and "
-            "restores the training."
+            f"Interrupted{' twice' * again}. {state} To end the ranks, start them again and restore the training: "
+            "%hvd_restart"
         )

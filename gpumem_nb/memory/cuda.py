@@ -55,7 +55,7 @@ class CudaDevice:
             self.set_limit(memory_limit)
 
     def reading(self) -> Reading:
-        """The memory at this moment, in bytes."""
+        """Return the memory at this moment, in bytes."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         live, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return Reading(
@@ -68,7 +68,7 @@ class CudaDevice:
         )
 
     def use(self) -> DeviceUse:
-        """What NVML says of the whole device at this moment; takes milliseconds."""
+        """Return what NVML says of the whole device at this moment; takes milliseconds."""
         use = self._nvml.use(torch.cuda.memory_reserved(self.torch_device))
         self._device_used = use.used_bytes
         return use
@@ -114,7 +114,7 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on this GPU."""
+        """Return whether a tensor is on this GPU."""
         return tensor.device == self.torch_device
 
     @contextmanager
@@ -136,7 +136,7 @@ class CudaDevice:
         """Nothing to do: torch's allocator does not tell who asks."""
 
     def event_log(self) -> TensorLog:
-        """The tensors that come and go; memory inside operators is not seen."""
+        """Return the tensors that come and go; memory inside operators is not seen."""
         return TensorLog(self.torch_device, self._requested, self.allocator)
 
     def _requested(self) -> tuple[int, int]:

@@ -28,7 +28,7 @@ class Listened(Protocol):
     kind: Literal["virtual", "cuda"]
 
     def reading(self) -> Reading:
-        """The memory at this moment, in bytes."""
+        """Return the memory at this moment, in bytes."""
         ...
 
     def reset_peak(self) -> None:
@@ -36,7 +36,7 @@ class Listened(Protocol):
         ...
 
     def event_log(self) -> EventLog:
-        """A new log of allocations and releases; one at a time may run."""
+        """Return a new log of allocations and releases; one at a time may run."""
         ...
 
 
@@ -58,7 +58,7 @@ class Device(Listened, Protocol):
     allocator: AllocatorSettings
 
     def use(self) -> DeviceUse | None:
-        """What NVML says of the whole device; takes milliseconds, so never within a step. A virtual GPU has no NVML."""
+        """Return NVML's readings of the whole device; takes milliseconds: never within a step. ``None``: virtual."""
         ...
 
     def room(self) -> int | None:
@@ -71,7 +71,7 @@ class Device(Listened, Protocol):
 
     @property
     def allowed_bytes(self) -> int:
-        """What this process was told that it may reserve, of which garbage is collected above a share; 0: nothing."""
+        """Return the bytes this process may reserve, with garbage collected above a share of it; 0: not told."""
         ...
 
     def set_limit(self, limit: int | None) -> None:
@@ -83,7 +83,7 @@ class Device(Listened, Protocol):
         ...
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor is among the device's live bytes."""
+        """Return whether the memory of a tensor is among the device's live bytes."""
         ...
 
     def exempt(self) -> AbstractContextManager[None]:
@@ -110,7 +110,7 @@ def leaving_no_cache(device: Device) -> Iterator[None]:
 
 
 def open_device(kind: str, local_rank: int, memory_limit: int | None) -> Device:
-    """The device of this rank; call it once, on the thread that will train, before any model is made.
+    """Return the device of this rank; call it once, on the thread that will train, before any model is made.
 
     Args:
         kind: ``cuda`` for the GPU with index ``local_rank``, ``virtual`` for CPU tensors accounted as if on a GPU.
@@ -136,7 +136,7 @@ def open_device(kind: str, local_rank: int, memory_limit: int | None) -> Device:
 
 
 def opened() -> Device:
-    """The device that this process has opened; outside of ranks the current GPU, or a virtual one without a limit."""
+    """Return the device of this process; outside of ranks the current GPU, or a virtual one without a limit."""
     if _opened is not None:
         return _opened
     import torch

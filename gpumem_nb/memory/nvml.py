@@ -43,7 +43,7 @@ class Nvml:
             self.note = f"Device bytes are n/a: NVML cannot read this GPU ({self._unreadable})."
 
     def use(self, reserved: int) -> DeviceUse:
-        """The device at this moment; takes milliseconds. ``reserved``: bytes that this process's allocator holds."""
+        """Return the device's readings now; takes milliseconds. ``reserved``: this process's bytes."""
         if self._unreadable:
             return DeviceUse(missing=dict.fromkeys(METRICS, self._unreadable))
         values: dict[str, float | None] = {}
@@ -61,7 +61,7 @@ class Nvml:
         return DeviceUse(missing, **values)
 
     def _processes(self, reserved: int) -> dict[int, int | None]:
-        """All processes on the device, this one certainly among them."""
+        """Return all processes on the device, this one certainly among them."""
         listed = gpus.drawing(self._device) | gpus.computing(self._device)
         if self._pid not in listed:
             raise LookupError(

@@ -16,7 +16,7 @@ PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a tensor, or in lists, tuples, mappings and data classes, however nested."""
+    """Yield all tensors in a tensor, or in lists, tuples, mappings and data classes, however nested."""
     kind = type(value)
     if kind in PLAIN:  # most arguments of operators
         return
@@ -33,7 +33,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def attributes(value: Any) -> dict[str, Any] | None:
-    """What a data class (or one of attrs, or a namespace) holds, by name; ``None`` for any other object."""
+    """Return what a data class (or one of attrs, or a namespace) holds, by name; ``None`` for any other object."""
     kind = type(value)
     if not (dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or kind is SimpleNamespace):
         return None
@@ -44,7 +44,7 @@ def attributes(value: Any) -> dict[str, Any] | None:
 
 
 def tensors_of_this_process() -> Iterator[torch.Tensor]:
-    """All tensors that Python knows, and gradients."""
+    """Yield all tensors that Python knows, and gradients."""
     # Python cannot finish a tuple that another thread is building while something holds it: no thread but this runs.
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(60)

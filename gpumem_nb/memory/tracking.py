@@ -129,7 +129,7 @@ def _optimizers_seen(recorder: Recorder) -> Iterator[None]:
 
 
 def _modules() -> list[nn.Module]:
-    """All modules that no other module holds."""
+    """Return all modules that no other module holds."""
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]

@@ -73,7 +73,7 @@ class Entry:
     build: Callable[[str, Mapping[str, Any]], Workload]
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Number]:
-        """A value for every option: the given ones checked, the others by default. Raises ``InvalidInput``."""
+        """Return a value for every option: the given ones checked, the others by default. Raises ``InvalidInput``."""
         for name in given:
             if name not in self.options:
                 raise InvalidInput(f"{self.name} has no option {name!r}: {nearest(name, self.options)}.")
@@ -122,13 +122,13 @@ CATALOG: dict[str, Entry] = {
 
 
 def find(name: str) -> Entry:
-    """The entry called ``name``, or ``InvalidInput`` naming the nearest one."""
+    """Return the entry called ``name``, or ``InvalidInput`` naming the nearest one."""
     if name not in CATALOG:
         raise InvalidInput(f"There is no workload {name!r}: {nearest(str(name), CATALOG)}.")
     return CATALOG[name]
 
 
 def make(name: str, **options: Any) -> Workload:
-    """The workload called ``name``, sized by ``options``; unknown names and values raise ``InvalidInput``."""
+    """Return the workload called ``name``, sized by ``options``; unknown names and values raise ``InvalidInput``."""
     entry = find(name)
     return entry.build(name, entry.values(options))

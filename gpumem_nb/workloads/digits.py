@@ -55,7 +55,7 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _bilinear(resolution: int) -> np.ndarray:
-    """The matrix that resamples a column of 8 pixels to ``resolution`` as torch's bilinear interpolation does."""
+    """Return the matrix that resamples 8 pixels to ``resolution`` as torch's bilinear interpolation does."""
     centres = (np.arange(resolution) + 0.5) * _SIDE / resolution - 0.5
     pixels = np.eye(_SIDE, dtype=np.float32)
     return np.stack([np.interp(centres, np.arange(_SIDE), row) for row in pixels], axis=1).astype(np.float32)

@@ -19,7 +19,7 @@ from .text import Text, held_out_text
 
 
 def score(name: str, model: nn.Module, **options: Any) -> dict[str, float]:
-    """The scores of ``model`` on the held-out data of the workload ``name``, loaded with the same ``options``.
+    """Return the scores of ``model`` on the held-out data of the workload ``name``, loaded with the same ``options``.
 
     Digits: ``accuracy`` (0 to 1). Text: ``nats_per_character``, ``bits_per_character`` and, to compare with,
     ``unigram_nats``, what the best guess from character frequencies alone would reach. Raises ``InvalidInput``.
@@ -37,7 +37,7 @@ def score(name: str, model: nn.Module, **options: Any) -> dict[str, float]:
 
 
 def accuracy(model: nn.Module, data: Dataset[Any], batch_size: int = 32) -> float:
-    """The share of samples whose largest logit is their label, 0 to 1."""
+    """Return the share of samples whose largest logit is their label, 0 to 1."""
     right = samples = 0
     for logits, labels in _predictions(model, data, batch_size):
         right += int((logits.argmax(-1) == labels).sum())
@@ -46,7 +46,7 @@ def accuracy(model: nn.Module, data: Dataset[Any], batch_size: int = 32) -> floa
 
 
 def nats_per_character(model: nn.Module, data: Dataset[Any], batch_size: int = 32) -> float:
-    """The mean cross entropy of the next character, in nats."""
+    """Return the mean cross entropy of the next character, in nats."""
     nats, characters = 0.0, 0
     for logits, targets in _predictions(model, data, batch_size):
         nats += float(cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum"))
@@ -55,7 +55,7 @@ def nats_per_character(model: nn.Module, data: Dataset[Any], batch_size: int = 3
 
 
 def unigram_entropy(text: str) -> float:
-    """The entropy of the characters of ``text`` by their frequency in it, in nats.
+    """Return the entropy of the characters of ``text`` by their frequency in it, in nats.
 
     No model that ignores what came before can have a lower cross entropy on this text.
     """

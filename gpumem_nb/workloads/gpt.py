@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        """What each character gathers from itself and those before it, [N, L, width]."""
+        """Return what each character gathers from itself and those before it, [N, L, width]."""
         query, key, value = self.project(features).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
         dropout = self.dropout if self.training else 0.0
         mixed = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)

@@ -71,7 +71,7 @@ def _digits(name: str, options: Mapping[str, Any], separable: bool) -> Workload:
 
 
 def accuracy(model: nn.Module, batch: Any) -> Tensor:
-    """The share of the inputs of an (inputs, labels) batch whose largest logit is their label, 0 to 1."""
+    """Return the share of the inputs of an (inputs, labels) batch whose largest logit is their label, 0 to 1."""
     inputs, labels = batch
     right: Tensor = model(inputs).argmax(-1) == labels
     return right.double().mean()

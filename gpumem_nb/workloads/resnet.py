@@ -57,7 +57,7 @@ def _plain(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 
 def _separable(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """A filter for each channel, then a mix of the channels (Chollet 2017, arXiv 1610.02357)."""
+    """Return a filter for each channel, then a mix of the channels (Chollet 2017, arXiv 1610.02357)."""
     return nn.Sequential(
         nn.Conv2d(inputs, inputs, 3, stride, padding=1, groups=inputs, bias=False),
         nn.Conv2d(inputs, outputs, 1, bias=False),

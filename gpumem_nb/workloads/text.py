@@ -38,20 +38,20 @@ class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 @cache
 def topics_text() -> str:
-    """The whole text, topics in alphabetical order. It differs a little between versions of Python."""
+    """Return the whole text, topics in alphabetical order. It differs a little between versions of Python."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
 
 
 def held_out_text() -> str:
-    """The last 10 % of the text, which no training window touches."""
+    """Return the last 10 % of the text, which no training window touches."""
     text = topics_text()
     return text[_boundary(len(text)) :]
 
 
 def vocabulary_size() -> int:
-    """How many different characters the whole text has; character ``i`` of the vocabulary is token ``i``."""
+    """Return how many different characters the whole text has; character ``i`` of the vocabulary is token ``i``."""
     return len(_encoded()[0])
 
 
@@ -61,7 +61,7 @@ def _boundary(characters: int) -> int:
 
 @cache
 def _encoded() -> tuple[np.ndarray, np.ndarray]:
-    """The vocabulary as code points, and the text as indices into it."""
+    """Return the vocabulary as code points, and the text as indices into it."""
     code_points = np.frombuffer(topics_text().encode("utf-32-le"), dtype=np.uint32)
     vocabulary, tokens = np.unique(code_points, return_inverse=True)
     return vocabulary, tokens.astype(np.uint16)

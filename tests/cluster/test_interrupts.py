@@ -1,4 +1,4 @@
-"""The stop button gives the prompt back within two seconds, reaches the ranks, and names the hard way."""
+"""The stop button gives the prompt back within two seconds, reaches the ranks, and names the way out."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ optimizer = Lookahead(torch.optim.AdamW(net.parameters(), lr=0.01))
         BLOCKS
         + "optimizer = torch.optim.AdamW(net.parameters())\n"
         + "scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.AdamW(net.parameters()), 2)",
-        refused="StepLR steers an optimizer that is not trained with",
+        refused="StepLR changes an optimizer that is not trained with",
     ),
     Subject(
         "no loss", BLOCKS + "del criterion\ndata = list(x)", refused="No loss was named and the model returned none"

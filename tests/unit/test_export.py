@@ -66,7 +66,7 @@ def test_cells_that_drew_before_are_kept_until_numbers_were_seeded() -> None:
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        (["net = width"], r"needs width.*no %%hvd cell that ran well"),
+        (["net = width"], r"needs width.*no %%hvd cell that succeeded"),
         ([Cell(pushed=("width",)), "net = width"], r"needs width.*pushed from the notebook"),
         (["net = 1", Cell("net = 2", finished=False)], r"What net is.*cell that failed"),
         (["net = 1", Cell("net = 2", everywhere=False)], r"What net is.*on some ranks only"),

@@ -69,7 +69,7 @@ def test_a_name_that_other_lines_define_is_said_to_be_in_them(source: str, magic
 
 
 def test_a_name_that_such_lines_only_use_is_not_said_to_be_in_them() -> None:
-    with pytest.raises(WorkloadError, match="no %%hvd cell that ran well"):
+    with pytest.raises(WorkloadError, match="no %%hvd cell that succeeded"):
         sliced("%timeit f(net, a=1)\n%prun a = net")
 
 

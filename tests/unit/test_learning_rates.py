@@ -205,7 +205,7 @@ def test_schedulers_that_cannot_work_are_refused() -> None:
 
     with pytest.raises(WorkloadError, match="ReduceLROnPlateau waits for a metric"):
         trainer(lr_scheduler.ReduceLROnPlateau(own))
-    with pytest.raises(WorkloadError, match="StepLR steers an optimizer that is not trained with"):
+    with pytest.raises(WorkloadError, match="StepLR changes an optimizer that is not trained with"):
         trainer(lr_scheduler.StepLR(other, 1))
     with pytest.raises(WorkloadError, match="lr_scheduler; this is a function"):
         trainer(lambda step: 0.1)

@@ -96,7 +96,7 @@ def test_ranks_that_all_lost_their_connections_are_not_blamed(
     watch = Watch(launcher, [here, RemoteRank(host, 123)], lambda number: "", told.append)
     end(sleeper)
     assert watch.look()
-    assert told[0].cause.startswith("A rank has ended, and nobody knows which one")
+    assert told[0].cause.startswith("A rank has ended. Which one, and how, is not known")
 
 
 def test_a_host_that_is_lost_while_its_rank_is_missed_is_named(

@@ -1,1 +1,1 @@
-"""Other hosts: which are named, how each is reached over ssh, who stands in for the kernel there."""
+"""Other hosts: their names, how each is reached over ssh, and the steward that acts for the kernel there."""

@@ -77,12 +77,12 @@ class RemoteHost:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be reached."""
+        """Return whether it can be reached."""
         return not self.lost
 
     @property
     def state(self) -> str:
-        """As of a process, for those who look after both."""
+        """Return the steward's state as a process has one: callers watch both alike."""
         return "" if self.lost else "S"
 
     def meet(self, deadline: float) -> None:
@@ -110,11 +110,11 @@ class RemoteHost:
         self._send_line([name, *arguments])
 
     def state_of(self, pid: int) -> str:
-        """The state of a process over there, as of :class:`Identity`."""
+        """Return the state of a process over there, as of :class:`Identity`."""
         return self._states.get(pid, "S")
 
     def fault_of(self, pid: int) -> str:
-        """What Python left of its crash."""
+        """Return what Python left of its crash."""
         return self._faults.get(pid, "")
 
     def dismiss(self) -> None:
@@ -196,27 +196,27 @@ class RemoteRank(NamedTuple):
 
     @property
     def state(self) -> str:
-        """As of :class:`Identity`."""
+        """Return the state as :class:`Identity` does."""
         return self.host.state_of(self.pid)
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended, as far as known."""
+        """Return whether it has not ended, as far as known."""
         return bool(self.state)
 
     def signal(self, number: int) -> bool:
-        """Have a signal sent to it; says whether somebody was there to send it."""
+        """Ask the steward to send it a signal; return whether the steward was there."""
         self.host.order("signal", self.pid, number)
         return self.runs and self.host.runs
 
     @property
     def shell(self) -> str:
-        """What goes before a command there."""
+        """Return what goes before a command there."""
         return f"ssh {self.host.name} "
 
     @property
     def fault(self) -> str:
-        """What Python left of its crash."""
+        """Return what Python left of its crash."""
         return self.host.fault_of(self.pid)
 
 

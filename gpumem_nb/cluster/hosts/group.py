@@ -63,7 +63,7 @@ class RemoteHosts:
             remote.order("connect", connection_file.name, json.loads(connection_file.read_text()))
 
     def rank(self, machine: str, pid: int) -> RemoteRank | None:
-        """The rank with this pid on that machine; ``None`` when that is no other host."""
+        """Return the rank with this pid on that machine; ``None`` when that is no other host."""
         return next((RemoteRank(remote, pid) for remote in self.hosts if remote.machine == machine), None)
 
     def look_after(self, ranks: Sequence[Identity | RemoteRank]) -> None:

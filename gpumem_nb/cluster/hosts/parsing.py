@@ -26,7 +26,7 @@ class Host:
 
 
 def share_out(text: str, n: int | None) -> tuple[Host, ...]:
-    """The hosts in the order of their ranks: this machine first, because rank 0 writes the files.
+    """Return the hosts in the order of their ranks: this machine first, because rank 0 writes the files.
 
     Args:
         text: such as ``a:2,b:2``; a host without a number gets one rank.

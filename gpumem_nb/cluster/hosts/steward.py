@@ -117,7 +117,7 @@ class Steward:
         self._record_path.unlink(missing_ok=True)
 
     def _faults(self) -> dict[str, dict[int, str]]:
-        """What Python left of the crashes of ranks that have ended."""
+        """Return what Python left of the crashes of ranks that have ended."""
         files = {
             pid: cluster_records.fault_file(self._profile, pid)
             for pid, who in self._ranks.items()
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def _connected(info: dict[str, Any]) -> Any:
-    """A connection to the controller's heartbeat that subscribes to nothing, and that TCP watches over."""
+    """Return a connection to the controller's heartbeat that subscribes to nothing, and that TCP watches over."""
     socket: Any = zmq.Context.instance().socket(zmq.SUB)
     socket.curve_serverkey = info["curve_serverkey"].encode()
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()

@@ -14,7 +14,7 @@ LAUNCHERS: dict[str, type[Launcher]] = {
 
 
 def launcher_named(name: str) -> type[Launcher]:
-    """The launcher of this name; raises ``InvalidInput`` when there is none."""
+    """Return the launcher of this name; raises ``InvalidInput`` when there is none."""
     if not isinstance(name, str) or name not in LAUNCHERS:
         said = nearest(str(name), LAUNCHERS)
         raise InvalidInput(f"launcher={name!r} is not known. {said[0].upper()}{said[1:]}.")

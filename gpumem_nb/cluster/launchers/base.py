@@ -124,15 +124,15 @@ class Launcher(ABC):
 
     @abstractmethod
     def settings(self, engine_arguments: list[str]) -> dict[str, dict[str, Any]]:
-        """How :attr:`engine_set` starts the ranks: ipyparallel's settings, by class; other hosts are reached by now."""
+        """Return ipyparallel's settings by class, with which :attr:`engine_set` starts the ranks."""
 
     @abstractmethod
     def verdict(self) -> tuple[int, int] | None:
-        """The rank that ended first and how (its exit code, negative for a signal); ``None`` before that is known."""
+        """Return the rank that ended first and its exit code (negative for a signal); ``None`` before that is known."""
 
     @abstractmethod
     def left_host(self) -> str:
-        """The host on which a rank ended, when that is all that is known; empty when it is not."""
+        """Return the host on which a rank ended, when that is all that is known; empty when it is not."""
 
     def hosts_that_gave_up(self) -> set[str]:
         """Hosts with ranks that ended because they lost a connection; empty where that is not told."""
@@ -179,7 +179,7 @@ class Launcher(ABC):
         return schedulers | ({self.starter: f"The launcher {self.starter_name}"} if self.starter else {})
 
     def exit_code(self, who: Identity) -> int | None:
-        """How controller or starter ended, negative for a signal; ``None`` while it runs or when nobody can tell."""
+        """Return how controller or starter ended, negative for a signal; ``None`` while it runs or if not known."""
         return ipyparallel_cluster.exit_code(self._cluster, who.pid)
 
     def stop(self, timeout_s: float = GRACE_S) -> None:
@@ -188,7 +188,7 @@ class Launcher(ABC):
         With patience they are asked first; who does not end in time, or cannot because it is stopped, is killed.
         """
         while not self._ended:
-            if self._ending.acquire(blocking=False):  # says who does it; nobody waits for the lock itself
+            if self._ending.acquire(blocking=False):  # says which thread does it; no thread waits for the lock itself
                 try:
                     self._end(timeout_s)
                 finally:
@@ -221,23 +221,23 @@ class Launcher(ABC):
             self._record.write(self._record_path)
 
     def log(self) -> str:
-        """What the starter and the ranks wrote themselves."""
+        """Return what the starter and the ranks wrote themselves."""
         text = ""
         with suppress(OSError):  # ipyparallel takes the file away when the starter has ended, and keeps what was in it
             text = "".join(log.read_text(errors="replace") for log in self.profile.glob("log/ipengine*"))
         return text or ipyparallel_cluster.output(self._cluster)
 
     def fault(self, pid: int) -> str:
-        """What Python left of a rank's crash."""
+        """Return what Python left of a rank's crash."""
         file = cluster_records.fault_file(self.profile, pid)
         return file.read_text(errors="replace") if file.exists() else ""
 
     def log_tail(self, lines: int = 4) -> str:
-        """The last words: so many lines of :meth:`own_lines`."""
+        """Return the last words: so many lines of :meth:`own_lines`."""
         return "\n".join([line for line in self.own_lines().splitlines() if line.strip()][-lines:])
 
     def identify_rank(self, info: RankInfo) -> Identity | RemoteRank:
-        """Who a rank is; raises ``StartError`` when it has ended already."""
+        """Return who a rank is; raises ``StartError`` when it has ended already."""
         who = self.remote_hosts.rank(info.machine, info.pid) or identify(info.pid)
         if who is None:
             raise StartError(f"Rank {info.rank} (pid {info.pid}) ended while it was starting. {self.log_tail()}")
@@ -275,7 +275,7 @@ class Launcher(ABC):
 
 
 def _make_folders() -> tuple[Path, ...]:
-    """The cluster's own, and one for memory that its ranks share: in memory, where there is a place for that."""
+    """Return the cluster's own, and one for memory that its ranks share: in memory, where there is a place for that."""
     try:
         profile = Path(tempfile.mkdtemp(prefix=cluster_records.FOLDER_PREFIX))
     except OSError as error:
@@ -292,7 +292,7 @@ def _make_folders() -> tuple[Path, ...]:
 
 
 def _family(top: Identity | None) -> tuple[Identity, ...]:
-    """A process, while it runs, and everything below it."""
+    """Return a process, while it runs, and everything below it."""
     if top is None or not top.runs:
         return ()
     with suppress(psutil.NoSuchProcess):

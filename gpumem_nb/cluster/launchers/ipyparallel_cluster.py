@@ -1,4 +1,4 @@
-"""Controller and engines as ipyparallel starts them, and the settings under which nobody is dead by the clock.
+"""Controller and engines as ipyparallel starts them, with settings under which no process is declared dead by timeout.
 
 By default an engine ends itself after 40 s without the controller's heartbeat, and the controller drops an engine after
 30 s without an answer. Here both may be silent for as long as they like (a busy machine, a suspended laptop, a stopped
@@ -29,7 +29,7 @@ _NEVER = 2**31 - 1
 
 
 def make(size: int, engine_set: str, profile: Path) -> Any:
-    """A cluster that has not been started, everything of which lies in its profile folder."""
+    """Return a cluster that has not been started, everything of which lies in its profile folder."""
     log = logging.getLogger("gpumem_nb.cluster")
     log.setLevel(logging.CRITICAL)  # how a cluster ended is told by cluster/exit_reason.py
     return ipyparallel.Cluster(
@@ -84,7 +84,7 @@ def connection_file(cluster: Any) -> Path:
 
 
 def exit_code(cluster: Any, pid: int) -> int | None:
-    """How a process ended that was started here, negative for a signal; ``None`` if nobody knows."""
+    """Return how a process ended that was started here, negative for a signal; ``None`` if not known."""
     for launcher in (cluster.controller, cluster.engine_set):
         if launcher is not None and launcher.pid == pid:
             ipyparallel_internals.await_exit_code(launcher, EXIT_CODE_TIMEOUT_S)
@@ -95,5 +95,5 @@ def exit_code(cluster: Any, pid: int) -> int | None:
 
 
 def output(cluster: Any) -> str:
-    """What the engines and what started them wrote, after the end."""
+    """Return what the engines and what started them wrote, after the end."""
     return str(cluster.engine_set.get_output()) if cluster.engine_set is not None else ""

@@ -20,7 +20,7 @@ _COMPILE_TIMEOUT_S = 60
 
 
 def variables() -> dict[str, str]:
-    """What mpiexec's environment needs; nothing where there is no C compiler, and its ports stay as they are."""
+    """Return what mpiexec's environment needs; nothing where there is no C compiler, and its ports stay as they are."""
     library = _library()
     if library is None:
         return {}
@@ -34,7 +34,7 @@ def arguments() -> list[str]:
 
 @cache
 def _library() -> Path | None:
-    """The compiled library, built once into the user's cache."""
+    """Return the compiled library, built once into the user's cache."""
     key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
     target = platformdirs.user_cache_path("gpumem_nb") / "loopback" / f"loopback-{os.uname().machine}-{key}.so"
     if not target.exists():
@@ -45,7 +45,7 @@ def _library() -> Path | None:
                 compiler = shlex.split(os.environ.get("CC") or "cc")
                 command = [*compiler, "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(built), "-ldl"]
                 subprocess.run(command, capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=True)
-                built.replace(target)  # so that nobody loads half a library
+                built.replace(target)  # so that no process loads half a library
         except (OSError, subprocess.SubprocessError):
             return None
     return None if set(str(target)) & set(" :") else target  # which separate the entries of LD_PRELOAD

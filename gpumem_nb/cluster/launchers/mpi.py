@@ -27,7 +27,7 @@ class MpiLauncher(Launcher):
         super().__init__(job)
 
     def command(self) -> list[str]:
-        """The words before mpiexec's arguments; the process must be mpiexec in the end. Raises ``SetupError``."""
+        """Return the words before mpiexec's arguments; the process must become mpiexec. Raises ``SetupError``."""
         return [str(require_tool("mpiexec"))]
 
     def settings(self, engine_arguments: list[str]) -> dict[str, dict[str, Any]]:
@@ -69,7 +69,7 @@ class MpiLauncher(Launcher):
         return _SAID_BY_MPIEXEC.sub("", text).strip() or text
 
     def _placing(self, exported: list[str]) -> list[str]:
-        """Where ranks go; connection information is not among what is ``exported``: it would cross the network."""
+        """Return the placement of ranks; ``exported`` lacks connection information, which would cross the network."""
         if not self.job.hosts:
             return []
         set_here = [name for name in ("PYTHONPATH", *VARIABLES) if name in os.environ]
@@ -90,7 +90,7 @@ class MpiLauncher(Launcher):
 
 
 def environment(threads: int, device: str, memory_limit: int | None = None) -> dict[str, str]:
-    """What ranks find in their environment, on top of what they inherit. People's own HOROVOD_ and OMPI_ values win."""
+    """Return the environment added to what ranks inherit. Your own HOROVOD_ and OMPI_ values win."""
     small = device == "cpu" or (memory_limit is not None and memory_limit < SMALL_LIMIT_BYTES)
     wanted = {
         **LAUNCH_VARIABLES,

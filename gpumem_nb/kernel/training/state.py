@@ -33,7 +33,7 @@ class TrainingState:
         proven: the last settings that a step was finished under.
         wanted_steps: steps still to be done, those under way included.
         failure: why training stopped by itself.
-        bell: rung when something has changed that others may wait for.
+        wakeup: notified when something has changed that other threads may wait for.
     """
 
     def __init__(self, history: History) -> None:

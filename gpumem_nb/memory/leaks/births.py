@@ -1,4 +1,4 @@
-"""Which storages a step makes, and where in somebody's code; only on while a leak is looked for."""
+"""Records which storages a step makes, and where in your code; only on while a leak is looked for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...internals.torch_internals import FILES_AROUND_MODES, TorchDispatchMode, 
 from ..tensors import tensors_in
 
 _PACKAGE = str(Path(__file__).parents[2])
-# The innermost frame outside of all of these is somebody's own code.
+# The innermost frame outside of all of these is the user's own code.
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, _PACKAGE)
 _TORCH = str(Path(torch.__file__).parent)
 # What calls the model, and what torch puts around a dispatch mode.
@@ -46,7 +46,7 @@ class Birth:
 
     @property
     def alive(self) -> bool:
-        """Whether anything still holds it, autograd's graphs included."""
+        """Return whether anything still holds it, autograd's graphs included."""
         return self._storage() is not None
 
     @property
@@ -98,7 +98,7 @@ class Births(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         # torch.tensor() makes its storage where no mode looks, and shows it here.
         lifts = func is torch.ops.aten.lift_fresh.default
-        with suppress(RuntimeError):  # of tensors of somebody's own kind that have no storage
+        with suppress(RuntimeError):  # of tensors of custom classes that have no storage
             known = set() if lifts else {place for _, place in self._storages([args, kwargs])}
             for tensor, place in self._storages([result]):
                 if place not in known:
@@ -106,7 +106,7 @@ class Births(TorchDispatchMode):
         return result
 
     def _caller(self) -> tuple[CodeType | None, int]:
-        """The line that makes a tensor now; on a thread of autograd's, the line that waits for it."""
+        """Return the line that makes a tensor now; on a thread of autograd's, the line that waits for it."""
         here = _innermost(sys._getframe(1), self._outermost)
         if here[0] or threading.get_ident() == self._thread:
             return here
@@ -119,7 +119,7 @@ class Births(TorchDispatchMode):
 
 
 def _innermost(frame: FrameType | None, outermost: int) -> tuple[CodeType | None, int]:
-    """From a frame outwards the first of somebody's own code, else of a library, else of torch; not beyond one."""
+    """Return the first frame outwards in the user's own code, else in a library, else in torch."""
     best: tuple[CodeType | None, int] = (None, 0)
     best_rank = _NOBODY
     while frame is not None and best_rank:
@@ -132,7 +132,7 @@ def _innermost(frame: FrameType | None, outermost: int) -> tuple[CodeType | None
 
 @cache
 def _rank(file: str) -> int:
-    """How little a file says about who made something; 0 for somebody's own code."""
+    """Return how little a file says about where something was made; 0 for the user's own code."""
     if file.startswith(_NOBODYS):
         return _NOBODY
     if file.startswith(_TORCH):

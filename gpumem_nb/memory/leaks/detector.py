@@ -27,7 +27,7 @@ from .holders import UNSEEN, Holder, Holders, Way, holder_on
 # Steps from the first that is watched to the search, and at least from the last one: what was made must outlive them,
 # because a model may keep its latest results, and a cache must have had its chance to be hit.
 SEARCH_AFTER_STEPS, PATIENCE_STEPS = 16, 6
-# Of each step: less without a graph are numbers that somebody writes down, such as detached losses.
+# Of each step: less without a graph are numbers that the user's code keeps, such as detached losses.
 SMALLEST_BYTES_PER_STEP = 1024
 SEARCHED_TENSORS = 48  # the largest, of all steps watched together
 FIRST_REST_STEPS, LONGEST_REST_STEPS = 32, 1024  # after a search, unless growth gets faster
@@ -108,7 +108,7 @@ class LeakDetector:
             self._level_then, self._pace_then = self._growth.level, self._growth.bytes_per_step
 
     def take(self) -> tuple[Leak, ...]:
-        """What was found since the last time."""
+        """Return what was found since the last time."""
         found, self._found = tuple(self._found), []
         return found
 
@@ -132,7 +132,7 @@ class LeakDetector:
         self._rest_steps = min(2 * self._rest_steps, LONGEST_REST_STEPS)
         try:
             self._name(births)
-        except Exception:  # a leak without a name is no reason to end somebody's training
+        except Exception:  # a leak without a name is not a reason to end training
             _log.exception("A leak could not be named.")
 
     def _name(self, births: Births) -> None:
@@ -211,7 +211,7 @@ def _held(births: Sequence[Birth], holders: Holders) -> list[_Kept]:
 
 
 def _root_of_ends(tensors: Sequence[Tensor], holders: Holders, graphs: Graphs) -> Tensor | None:
-    """What is saved by a node written in Python, or beside a graph, leads to objects that only the graph holds."""
+    """Return the tensor whose graph alone holds what leads to these: saved by a Python node, or beside the graph."""
     ends = [end for tensor in tensors for end in holders.ends(tensor)]
     return next((root for end in ends if (root := graphs.root_of_object(end)) is not None), None)
 

@@ -13,7 +13,7 @@ NODES_SEEN = 50_000  # at most: a graph that grew for thousands of steps would t
 
 
 def saved_in(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """What the graphs of these tensors have saved for their backward pass, as it lies there."""
+    """Yield what the graphs of these tensors have saved for their backward pass, as it lies there."""
     waiting, seen = [tensor.grad_fn for tensor in tensors], dict[int, Any]()
     while waiting and len(seen) < NODES_SEEN:
         node = waiting.pop()
@@ -42,11 +42,11 @@ class Graphs:
             self._walk(number, root.grad_fn)
 
     def root_of_storage(self, place: int) -> Tensor | None:
-        """The tensor in whose graph the storage is saved."""
+        """Return the tensor in whose graph the storage is saved."""
         return self._root(self._storages.get(place))
 
     def root_of_object(self, thing: object) -> Tensor | None:
-        """The tensor in whose graph the object is: a node written in Python, or what was saved in a tensor's place."""
+        """Return the tensor whose graph has the object: a Python node, or what was saved in a tensor's place."""
         return self._root(self._objects.get(id(thing)))
 
     def _root(self, number: int | None) -> Tensor | None:

@@ -110,7 +110,7 @@ class Growth:
 
     @property
     def in_each_step(self) -> bool:
-        """Whether live bytes grew in each step of late."""
+        """Return whether live bytes grew in each step of late."""
         if len(self._grown) < STEADY_STEPS:
             return False
         grown, usual = list(self._grown), median(self._grown)
@@ -120,17 +120,17 @@ class Growth:
 
     @property
     def bytes_so_far(self) -> int:
-        """By how much they have grown."""
+        """Return by how much they have grown."""
         return max(scale.before - scale.began_at for scale in self._scales)
 
     @property
     def bytes_per_step(self) -> float:
-        """How fast they grow; 0 while they do not."""
+        """Return how fast they grow; 0 while they do not."""
         return next((scale.pace for scale in self._scales if scale.grows), 0.0)
 
 
 def _grew(steps: Sequence[int], usual: float) -> bool:
-    """Whether the last of these steps grew, or fell only by what had lived longer than the step that made it."""
+    """Return whether the last of these steps grew, or fell only by what had lived longer than the step that made it."""
     now = steps[-1]
     together = (sum(steps[-1 - late :]) - (late + 0.5) * usual for late in range(1, LATE_STEPS + 1))
     return now > 0 or (now < 0 and max(together) >= 0)

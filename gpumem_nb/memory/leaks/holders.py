@@ -57,12 +57,12 @@ class Holders:
         self._ignored |= {id(container) for container in containers}
 
     def ways(self, things: Sequence[object]) -> list[Way | None]:
-        """A shortest way to each of them; ``None`` where there is none that Python can see."""
+        """Return a shortest way to each of them; ``None`` where there is none that Python can see."""
         self._climb(things)
         return [self._way(thing, anonymous=True) for thing in things]
 
     def ends(self, thing: object) -> Iterator[object]:
-        """Where the search for a way ended: objects that nothing in Python refers to."""
+        """Yield where the search for a way ended: objects that nothing in Python refers to."""
         seen, waiting = {id(thing)}, [thing]
         while waiting:
             item = waiting.pop()
@@ -153,7 +153,7 @@ UNSEEN = Holder("unseen", "", "something that Python's garbage collector cannot 
 
 
 def holder_on(way: Way, index: int) -> Holder:
-    """The object at ``index`` of a way, as the holder of those behind it."""
+    """Return the object at ``index`` of a way, as the holder of those behind it."""
     last = way.objects[index]
     name, place, kind = _expression(way, index)
     count = f", {len(last):,} elements" if isinstance(last, list | dict | set | deque | tuple) else ""
@@ -171,7 +171,7 @@ def holder_on(way: Way, index: int) -> Holder:
 
 
 def _expression(way: Way, index: int) -> tuple[str, str, str]:
-    """How people would write the object at ``index``, where that is to be found, and ``default`` if it is one."""
+    """Return an expression for the object at ``index``, its place, and ``default`` if it is one."""
     name, place, kind = way.name, way.place, ""
     for number in range(index):
         above, holder, item = (way.objects[number - 1] if number else None), *way.objects[number : number + 2]
@@ -192,7 +192,7 @@ def _down(holder: Any, below: Mapping[int, Any]) -> tuple[Any, ...]:
 
 
 def _link(above: Any, holder: Any, item: Any) -> str:
-    """What to write behind an expression for ``holder`` to get ``item``; ``above`` refers to ``holder``."""
+    """Return what to write behind an expression for ``holder`` to get ``item``; ``above`` refers to ``holder``."""
     if isinstance(above, FunctionType):
         return ""  # its closure or defaults, which have been named
     if isinstance(holder, dict):

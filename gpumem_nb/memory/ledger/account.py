@@ -47,7 +47,7 @@ class Claim:
     nbytes: int
 
     def yields_to(self, category: str) -> bool:
-        """Whether a claim of this category counts more."""
+        """Return whether a claim of this category counts more."""
         return _PRECEDENCE[category] < _PRECEDENCE[self.category]
 
 
@@ -105,7 +105,7 @@ class Account:
         self._peak = int(self._live.sum(axis=0).argmax())
 
     def ledger(self) -> Ledger:
-        """Where the bytes were at the peak, and in the end.
+        """Return where the bytes were at the peak, and in the end.
 
         Where only tensors were seen, the rest of what was asked for is inside operators. What the allocator counts
         beyond that, by rounding up, is in no category.
@@ -135,7 +135,7 @@ class Account:
         return len(calls[calls > 0]) or int((self._events.bytes[before] > 0).sum())
 
     def timeline(self, rank: int, step: int, ledger: Ledger) -> Timeline:
-        """The whole step; the bytes are thinned out so that every peak between two points stays."""
+        """Return the whole step; the bytes are thinned out so that every peak between two points stays."""
         total, began_ns = self._live.sum(axis=0), self._observed.began_ns
         shown = np.unique([0, *_highest(total, MOST_POINTS), self._peak, len(total) - 1])
         times = [(self._time_ns(index) - began_ns) / 1e6 for index in shown]
@@ -151,7 +151,7 @@ class Account:
         )
 
     def trace(self, batch_size: int) -> Trace:
-        """The step as the list of its allocations."""
+        """Return the step as the list of its allocations."""
         events, base = self._events, self._observed.base
         own = np.flatnonzero(~events.foreign)
         which, bytes_ = self._which[own], events.bytes[own]
@@ -212,7 +212,7 @@ class Account:
         return born, gone, call
 
     def _kept_for_backward(self) -> Iterator[tuple[int, str]]:
-        """What forward made and backward freed, and in which module: kept, whether autograd's hooks saw it or not.
+        """Yield what forward made and backward freed, with its module: kept, even if autograd's hooks did not see it.
 
         The inputs of ``torch.utils.checkpoint`` are such, and what an autograd function keeps as its own attribute.
         """
@@ -226,7 +226,7 @@ class Account:
                 yield number, marks[at[index]].module
 
     def _categorise(self) -> _Array:
-        """The code of the category of each allocation that came or went."""
+        """Return the code of the category of each allocation that came or went."""
         events = self._events
         born, gone, call = self._lives()
         foreign = np.zeros(len(self._numbers), dtype=np.bool_)
@@ -256,14 +256,14 @@ class Account:
         return base
 
     def _from_before(self) -> Iterator[tuple[int, Claim]]:
-        """What was there before the first event and is known."""
+        """Yield what was there before the first event and is known."""
         born = set(self._events.allocation[self._events.bytes > 0].tolist())
         for number, claim in self._claims.items():
             if number not in born and claim.category in _LASTING:
                 yield number, claim
 
     def _modules(self) -> tuple[tuple[str, str, int], ...]:
-        """Who owned the bytes at the peak, largest first."""
+        """Return who owned the bytes at the peak, largest first."""
         events, found = self._events, defaultdict[tuple[str, str], int](int)
         change = np.bincount(self._which[: self._peak], events.bytes[: self._peak], minlength=len(self._numbers))
         held = {int(number): int(bytes_) for number, bytes_ in zip(self._numbers, change, strict=True) if bytes_}
@@ -296,6 +296,6 @@ class Account:
 
 
 def _highest(values: _Array, most: int) -> list[int]:
-    """The index of the highest value in each of at most so many stretches of equal length."""
+    """Return the index of the highest value in each of at most so many stretches of equal length."""
     stretches = np.array_split(np.arange(len(values)), min(most, len(values)))
     return [int(stretch[values[stretch].argmax()]) for stretch in stretches]

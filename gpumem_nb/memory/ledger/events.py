@@ -45,7 +45,7 @@ class Events:
         allocation: which one; the same number for its release.
         bytes: negative for a release.
         time_ns: on the clock of ``time.perf_counter_ns``.
-        foreign: whether a thread of somebody else (Horovod's) had asked for it.
+        foreign: whether a thread of another library (Horovod) had asked for it.
         call: the outermost operator call in which it happened, numbered from 1; 0 outside of operators or not known.
         casts: allocations that are copies of a parameter in another type, each with the parameter's index.
         live_peak_bytes: the highest live bytes meanwhile, as tensors and operators asked for them.
@@ -74,15 +74,15 @@ class EventLog(Protocol):
         ...
 
     def watching(self) -> AbstractContextManager[object]:
-        """What must be around the computation."""
+        """Return what must be around the computation."""
         ...
 
     def allocation(self, tensor: Tensor) -> int:
-        """The number of the allocation in which a tensor lies; 0 for one that is not the device's."""
+        """Return the number of the allocation in which a tensor lies; 0 for one that is not the device's."""
         ...
 
     def end(self) -> Events:
-        """What happened since :meth:`begin`."""
+        """Return what happened since :meth:`begin`."""
         ...
 
 
@@ -125,7 +125,7 @@ class TensorLog:
         return _Operators(self)
 
     def allocation(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage; 0 for one of another device."""
+        """Return the number of a tensor's storage; 0 for one of another device."""
         return self._number(tensor, new=False)
 
     def see(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -142,7 +142,7 @@ class TensorLog:
         return known.number if known else 0
 
     def known(self, tensor: Tensor, new: bool = False) -> Known | None:
-        """The storage of a tensor, ``new`` if an operator has made it; ``None`` for one of another device."""
+        """Return the storage of a tensor, ``new`` if an operator has made it; ``None`` for one of another device."""
         if tensor.layout is not torch.strided or tensor.device != self._device:
             return None
         storage = tensor.untyped_storage()
@@ -159,7 +159,7 @@ class TensorLog:
         return known
 
     def end(self) -> Events:
-        """What happened since :meth:`begin`."""
+        """Return what happened since :meth:`begin`."""
         self._logging = False
         self._known = {}
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, 3)
@@ -171,7 +171,7 @@ class TensorLog:
         return new_number()
 
     def _known_before(self) -> int:
-        """The number of what an operator is given and has not been seen before."""
+        """Return the number of what an operator is given and has not been seen before."""
         return new_number()
 
     def _died(self, known: Known) -> None:
@@ -186,7 +186,7 @@ _numbers = itertools.count(1)
 
 
 def new_number() -> int:
-    """A number that no allocation of this process has yet."""
+    """Return a number that no allocation of this process has yet."""
     return next(_numbers)
 
 

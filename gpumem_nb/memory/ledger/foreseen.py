@@ -36,11 +36,11 @@ class Foreseen:
 
     @property
     def highest_bytes(self) -> int:
-        """By how much live bytes grow at most."""
+        """Return by how much live bytes grow at most."""
         return int(np.cumsum([0, *(nbytes for _, nbytes, _ in self.rows)]).max())
 
     def after(self, events: Events, live_bytes: int, now_ns: int, update_s: float) -> Events:
-        """The events of a step with those of its update behind them.
+        """Return the events of a step with those of its update behind them.
 
         Args:
             events: of the step until then.
@@ -100,7 +100,7 @@ class UpdateLog(TensorLog):
             self._call = 0
 
     def foreseen(self, owned: Iterable[tuple[Tensor, Tensor]]) -> Foreseen:
-        """What was seen; ``owned`` are the optimizer's state and the real weights that it is kept for."""
+        """Return what was seen; ``owned`` are the optimizer's state and the real weights that it is kept for."""
         found = [(self._number(fake, new=False), fake.untyped_storage().nbytes(), weight) for fake, weight in owned]
         self._logging = False
         self._known = {}

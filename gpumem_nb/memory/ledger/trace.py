@@ -76,18 +76,18 @@ class Trace:
 
     @property
     def births(self) -> NDArray[np.bool_]:
-        """Which allocations this step made; those of other threads have no size here."""
+        """Return which allocations this step made; those of other threads have no size here."""
         made: NDArray[np.bool_] = ~self.before & (self.size > 0)
         return made
 
     @property
     def lasting(self) -> NDArray[np.bool_]:
-        """Which allocations an operator call of this step made and left to others; all where calls are unknown."""
+        """Return the allocations that an operator call of this step left to others; all if calls are unknown."""
         found: NDArray[np.bool_] = self.births & ~self.scratch & ((self.call > 0) | ~self.call.any())
         return found
 
     def settled(self, lasting: Sequence[str] = (OPTIMIZER_STATE,)) -> Trace:
-        """The same step once the optimizer has its state: what it makes of that and keeps was there before.
+        """Return the same step once the optimizer has its state: what it makes of that and keeps was there before.
 
         An optimizer makes its state in its first update, after the peak of most steps; from then on it is there during
         forward and backward. Other ``lasting`` categories are treated alike.
@@ -102,14 +102,14 @@ class Trace:
         )
 
     def without_state(self) -> Trace:
-        """The same where the optimizer's state, as far as it was there before, is no longer on the device."""
+        """Return the same where the optimizer's state, as far as it was there before, is no longer on the device."""
         gone = self.before & (self.category == CODE[OPTIMIZER_STATE])
         layout = self.layout.copy()
         layout[np.isin(layout[:, 1], self.number[gone]), 1] = 0
         return replace(self, size=np.where(gone, 0, self.size), layout=_joined(layout))
 
     def with_held(self, sizes: Sequence[int], category: str) -> Trace:
-        """The same with allocations of so many bytes besides, which were there before."""
+        """Return the same with allocations of so many bytes besides, which were there before."""
         none = np.zeros(len(sizes), dtype=np.int64)
         return replace(
             self,
@@ -122,11 +122,11 @@ class Trace:
         )
 
     def scratch_in_calls(self, calls: int) -> Ints:
-        """How many times each operator call asked for memory that it released itself, of so many calls."""
+        """Return how many times each operator call asked for memory that it released itself, of so many calls."""
         return np.bincount(self.call[self.scratch], minlength=calls + 1)
 
     def without_scratch(self, of: NDArray[np.bool_]) -> Trace:
-        """The same with one allocation for all that these operator calls need inside, as large as that was at its most.
+        """Return the same with one allocation for all that these operator calls need inside, as large as its peak.
 
         How often an operator asks for memory may depend on the batch size; how often operators are called does not.
         """
@@ -180,7 +180,7 @@ class Trace:
 
 
 def _joined(layout: Ints) -> Ints:
-    """The same with one free block for several beside one another, as the caching allocator has it."""
+    """Return the same with one free block for several beside one another, as the caching allocator has it."""
     rows: list[list[int]] = []
     for nbytes, serves, kind in layout.tolist():
         if rows and serves == rows[-1][1] == 0 and not kind & _BEGINS:

@@ -36,7 +36,7 @@ def forecast(
     allocator: AllocatorSettings | None = None,
     allowed_bytes: int | None = None,
 ) -> Forecast:
-    """What a step needs at this batch size.
+    """Return what a step needs at this batch size.
 
     Args:
         steps: one recorded at it, or two at smaller ones.
@@ -57,7 +57,7 @@ def forecast(
 
 
 def from_the_start(first: Trace, limit_bytes: int | None, how: str) -> Forecast:
-    """What steps need in a process that begins with this one.
+    """Return what steps need in a process that begins with this one.
 
     Its optimizer makes its state among the cached segments that forward and backward have left, and the steps after it
     find fewer of those: that decides which segments the largest tensors get.
@@ -73,7 +73,7 @@ def from_the_start(first: Trace, limit_bytes: int | None, how: str) -> Forecast:
 def largest(
     steps: SmallSteps, limit_bytes: int | None, most: int, allowed_bytes: int | None = None, certain: bool = True
 ) -> int:
-    """The largest batch size up to ``most`` that fits with what a forecast may be wrong by; 0 if none does.
+    """Return the largest batch size up to ``most`` that fits with what a forecast may be wrong by; 0 if none does.
 
     Of a single step that is its own size or none. ``allowed_bytes`` as in :func:`forecast`. Unless ``certain``, without
     the error, and with cached segments given back.
@@ -143,7 +143,7 @@ def _of(
 
 
 def _of_other_size(trace: Trace, share: float) -> Trace:
-    """The same step of so many times as many samples, roughly: what forward makes grows with them."""
+    """Return the same step of so many times as many samples, roughly: what forward makes grows with them."""
     of_samples = trace.births & np.isin(trace.category, [CODE[category] for category in _OF_SAMPLES])
     return replace(trace, size=np.where(of_samples, np.maximum(1, (trace.size * share).astype(np.int64)), trace.size))
 
@@ -155,7 +155,7 @@ def _by_peaks(
     allocator: AllocatorSettings | None,
     allowed_bytes: int | None,
 ) -> Forecast:
-    """A straight line through two peaks, for steps that do not ask for the same tensors.
+    """Return a straight line through two peaks, for steps that do not ask for the same tensors.
 
     Segments come in pieces of 20 MiB, so a line through what two small steps reserve would say little. Nor do these
     tell what of their cache would be collected as garbage near the limit: that is said.
@@ -178,7 +178,7 @@ def _by_peaks(
 
 
 def _replayable(trace: Trace, first: Trace, laid_out: bool) -> tuple[list[int], Ints]:
-    """The trace for the replay: what was there, and then the step several times over, the ``first`` time another one.
+    """Return the trace to replay: the state before, then the step several times, the ``first`` time another one.
 
     What a step leaves is released when the next one begins, and what it took away is there again. Both traces are of
     the same allocations. If ``laid_out``, what was there lies where it lay, else as if it came one after another.

@@ -43,11 +43,11 @@ class SmallSteps:
             self.varies = varies or (self.how != BY_PEAKS and _vary(small, large))
 
     def recorded_at(self, batch_size: int) -> Trace | None:
-        """The step of that very size, if it is one of these."""
+        """Return the step of that very size, if it is one of these."""
         return next((trace for trace in self.traces if trace.batch_size == batch_size), None)
 
     def _of_pairs(self, first: Ints, second: Ints) -> NDArray[np.bool_]:
-        """Which sizes are those of pairs of samples: they grow for each sample.
+        """Return which sizes are those of pairs of samples: they grow for each sample.
 
         So do those of all samples but some whole number of them, which still lie on a line.
         """
@@ -59,13 +59,13 @@ class SmallSteps:
         return of_pairs
 
     def continued(self, batch_size: int) -> Trace:
-        """The step at another batch size, in the order of the larger one."""
+        """Return the step at another batch size, in the order of the larger one."""
         small, large = self.traces
         share = (batch_size - small.batch_size) / (large.batch_size - small.batch_size)
 
         def line(first: Ints, second: Ints, square: NDArray[np.bool_]) -> Ints:
             each, of_large = first / small.batch_size, second / large.batch_size  # for a sample
-            if self.varies:  # nobody knows which samples will come: what the larger of both took for each
+            if self.varies:  # which samples will come is not known: take the larger of both for each
                 values = np.where(first == second, first, np.maximum(each, of_large) * batch_size)
             else:
                 values = np.where(
@@ -90,7 +90,7 @@ class SmallSteps:
 
 
 def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str]:
-    """The two steps allocation by allocation as far as that can be, and how larger ones follow from them."""
+    """Return the two steps allocation by allocation as far as that can be, and how larger ones follow from them."""
     if _alike(small, large):
         return small, large, SCALED
     small = _numbered_as(large, small)
@@ -103,7 +103,7 @@ def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str]:
 
 
 def _numbered_as(large: Trace, small: Trace) -> Trace:
-    """The smaller step with its operator calls numbered as those of the larger one.
+    """Return the smaller step with its operator calls numbered as those of the larger one.
 
     Samples are put together one by one, which takes calls for each; after that calls are the same ones. What lasts
     longer than its call is the same in both and says by how much their numbers differ from there on.
@@ -119,12 +119,12 @@ def _numbered_as(large: Trace, small: Trace) -> Trace:
 
 
 def _alike(small: Trace, large: Trace) -> bool:
-    """Whether both make the same allocations; what other threads let go of meanwhile may differ."""
+    """Return whether both make the same allocations; what other threads let go of meanwhile may differ."""
     return np.array_equal(small.call[small.births] > 0, large.call[large.births] > 0)
 
 
 def _vary(small: Trace, large: Trace) -> bool:
-    """Whether bytes of inputs lie on no line."""
+    """Return whether bytes of inputs lie on no line."""
     inputs = small.category[small.births] == CODE[INPUTS]
     first, second = small.size[small.births][inputs], large.size[large.births][inputs]
     of_samples = first != second

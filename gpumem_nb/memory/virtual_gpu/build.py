@@ -22,7 +22,7 @@ _COMPILE_TIMEOUT_S = 600
 
 
 def extension_path() -> Path | None:
-    """The compiled allocator for this torch and this source, or ``None`` while it has not been built."""
+    """Return the compiled allocator for this torch and this source, or ``None`` while it has not been built."""
     path = _target()
     return path if path.exists() else None
 

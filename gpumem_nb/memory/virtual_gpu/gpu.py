@@ -55,7 +55,7 @@ class CConfig(ctypes.Structure):
 
     @classmethod
     def of(cls, settings: AllocatorSettings) -> CConfig:
-        """The same in the allocator's own units."""
+        """Return the same in the allocator's own units."""
         size_mb, threshold = settings.max_split_size_mb, settings.garbage_collection_threshold
         largest = 2**64 - 1 if size_mb is None else size_mb * 2**20
         return cls(settings.roundup_power2_divisions, largest, threshold or 0.0, settings.expandable_segments)
@@ -93,13 +93,13 @@ class AllocatorLog:
         return nullcontext()
 
     def allocation(self, tensor: Tensor) -> int:
-        """The number of the allocation in which a tensor lies; 0 for one that was not counted."""
+        """Return the number of the allocation in which a tensor lies; 0 for one that was not counted."""
         if tensor.layout is not torch.strided:
             return 0
         return int(self._library.gpumem_allocation(address(tensor.untyped_storage())))
 
     def end(self) -> Events:
-        """What happened since :meth:`begin`; nothing when it has been asked before."""
+        """Return what happened since :meth:`begin`; nothing when it has been asked before."""
         if self._handle is None:
             return _events(np.empty(0, _EVENT), {}, 0)
         now, events, casts = _CReading(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -154,7 +154,7 @@ class VirtualGPU:
         self.set_limit(limit)
 
     def reading(self) -> Reading:
-        """The memory at this moment, in bytes."""
+        """Return the memory at this moment, in bytes."""
         now = self._read()
         return Reading(
             live_bytes=now.live,
@@ -181,12 +181,12 @@ class VirtualGPU:
 
     @property
     def over_limit(self) -> int:
-        """How many allocations passed the limit where it is not enforced: on other threads, and in ``exempt()``."""
+        """Return how many allocations passed the limit without enforcement: on other threads, and in ``exempt()``."""
         return self._read().over_limit
 
     @property
     def allocations(self) -> int:
-        """How many allocations there have been."""
+        """Return how many allocations there have been."""
         return self._read().allocations
 
     def use(self) -> None:
@@ -205,7 +205,7 @@ class VirtualGPU:
         self._library.gpumem_empty_cache()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is counted here."""
+        """Return whether a tensor's memory is counted here."""
         strided = tensor.layout is torch.strided and tensor.device.type == "cpu"
         return strided and self._library.gpumem_allocation(address(tensor.untyped_storage())) != 0
 
@@ -233,7 +233,7 @@ class VirtualGPU:
 
 
 def library() -> ctypes.CDLL:
-    """The allocator's library, built if need be; loading it alone changes nothing in this process."""
+    """Return the allocator's library, built if need be; loading it alone changes nothing in this process."""
     return _load(build())
 
 

@@ -82,7 +82,7 @@ def replay(
 
 
 def events_of(before: Mapping[str, Any], after: Mapping[str, Any], device: int) -> list[int]:
-    """What happened on a device between two of ``torch.cuda.memory._snapshot()``, while history was recorded.
+    """Return what happened on a device between two of ``torch.cuda.memory._snapshot()``, while history was recorded.
 
     What was held before comes first, in the order of addresses, because how it came to be is not known. A release
     counts when the block can be used again (``free_completed``), not when it was asked for.
