@@ -20,7 +20,7 @@ _PREPARED = {
 
 
 def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> Workload:
-    """The workload that trains exactly the named objects of ``namespace``.
+    """Return the workload that trains exactly the named objects of ``namespace``.
 
     Args:
         names: variable names under the keys ``model``, ``data`` and optionally ``loss``, ``optimizer``,
@@ -47,14 +47,14 @@ def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> W
 
 
 def unprepared(value: Any) -> Any:
-    """The object that accelerate's ``prepare()`` was given; any other value itself."""
+    """Return the object that accelerate's ``prepare()`` was given; any other value itself."""
     kind = type(value)
     inside = _PREPARED.get(kind.__name__) if kind.__module__.startswith("accelerate.") else None
     return getattr(value, inside) if inside else value
 
 
 def named(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """The objects under these variable names, by what they are named for.
+    """Return the objects under these variable names, by what they are named for.
 
     Raises:
         WorkloadError: there is no such variable.

@@ -1,4 +1,4 @@
-"""Building a trainer on all ranks: what fails on one rank alone ends it on all of them, so that nobody waits."""
+"""Building a trainer on all ranks: what fails on one rank alone ends it on all of them, so that no rank waits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def prepare(make: Callable[[], Workload], seed: int = DEFAULT_SEED) -> tuple[Wor
 def build(
     workload: Workload, stream: Stream, device: Device, started_s: float, held_out: HeldOut | None = None
 ) -> Trainer | None:
-    """A trainer that begins with the weights of rank 0; ``None`` when some other rank could not build its model.
+    """Return a trainer that begins with the weights of rank 0; ``None`` when some other rank could not build its model.
 
     Raises:
         WorkloadError: the model cannot be trained, or the ranks hold different ones. Whatever else building the model

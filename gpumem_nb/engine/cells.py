@@ -24,12 +24,12 @@ _ran = 0
 
 
 def ran() -> int:
-    """How many pieces of somebody's code this rank has run."""
+    """Return how many pieces of the user's code this rank has run."""
     return _ran
 
 
 def one_more() -> None:
-    """Somebody's code is about to run, and may do anything to what is trained."""
+    """Note that the user's code is about to run, which may change anything that is trained."""
     global _ran
     _ran += 1
 
@@ -65,7 +65,7 @@ def _awaits(code: CodeType) -> bool:
 
 
 def ends_with_semicolon(source: str) -> bool:
-    """Whether the last expression has a semicolon behind it, which tells a notebook to show nothing of its value."""
+    """Return whether a semicolon follows the last expression, which tells a notebook not to show its value."""
     last = ast.parse(source).body[-1:]
     if not last or not isinstance(last[0], ast.Expr):
         return False

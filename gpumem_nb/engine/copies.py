@@ -107,7 +107,7 @@ class Aside:
             return lambda: kind(back() for back in items)
         try:
             content = copy.deepcopy(value)
-        except Exception:  # of what cannot be copied, such as a file, nobody can tell whether it changes
+        except Exception:  # whether something that cannot be copied changes, such as a file, is not known
             content = value
         return lambda: content
 
@@ -138,7 +138,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def quick_checksum(tensor: Tensor) -> int | Tensor:
     """Sum up all bits as :func:`checksum` does: of a tensor on the host a plain number, for which torch allocates
-    nothing, elsewhere a number on its device, for which nobody waits.
+    nothing, elsewhere a number on its device, without waiting for it.
     """
     device, total = tensor.device, zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
     flat = tensor.detach()
@@ -176,7 +176,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 @cache
 def _workplace() -> tuple[Bytes, Bytes, Bytes]:
-    """The weights of words on the host, and room for a piece, twice."""
+    """Return the weights of words on the host, and room for a piece, twice."""
     weights = _weights(_SMALL_PIECE, torch.device("cpu")).numpy().copy()
     return weights, np.empty_like(weights), np.empty_like(weights)
 

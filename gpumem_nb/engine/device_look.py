@@ -20,12 +20,12 @@ _use: DeviceUse | None = None  # as NVML had it when it was last asked
 
 
 def reading() -> Reading:
-    """The device's memory right now."""
+    """Return the device's memory right now."""
     return opened().reading()
 
 
 def device_use() -> DeviceUse | None:
-    """What NVML says of the device right now; takes milliseconds, and chunks send on what it said."""
+    """Return what NVML says of the device right now; takes milliseconds, and chunks send on what it said."""
     global _use
     _use = None  # should this fail, the next chunk does not send on what was true before
     _use = opened().use()
@@ -33,12 +33,12 @@ def device_use() -> DeviceUse | None:
 
 
 def latest_use() -> DeviceUse | None:
-    """What NVML said when it was asked last."""
+    """Return what NVML said when it was asked last."""
     return _use
 
 
 def look() -> tuple[Reading, DeviceUse | None]:
-    """All that can be read of the device right now."""
+    """Return all that can be read of the device right now."""
     use = device_use()
     return reading(), use
 
@@ -59,7 +59,7 @@ def free(trainer: Trainer | None, variables: Mapping[str, Any]) -> Freed:
 
 
 def live_bytes(trainer: Trainer | None, variables: Mapping[str, Any]) -> LiveBytes:
-    """Who holds the live bytes right now: what is trained, and these variables of cells."""
+    """Return what holds the live bytes right now: what is trained, and these variables of cells."""
     held, live = Held(opened(), trainer, variables), reading().live_bytes
     known = sum(held.by_category.values()) + sum(nbytes for _, nbytes in held.variables)
     held.by_category[OTHER] = held.by_category.get(OTHER, 0) + max(0, live - known)

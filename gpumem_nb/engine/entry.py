@@ -176,7 +176,7 @@ def _answer(work: Callable[[], Any], what: str) -> bytes:
 
 
 def failed(error: BaseException, readable: str, apart: Apart | None) -> Answer:
-    """The answer of a request that raised ``error``; ``readable`` is its traceback as text."""
+    """Return the answer of a request that raised ``error``; ``readable`` is its traceback as text."""
     content = b""
     if isinstance(error, GpumemError):
         with suppress(Exception):  # something may have been hung on it that cannot be pickled
@@ -187,13 +187,13 @@ def failed(error: BaseException, readable: str, apart: Apart | None) -> Answer:
 
 
 def _apart(what: str) -> Apart | None:
-    """Whether this request left the rank apart from the others."""
+    """Return whether this request left the rank apart from the others."""
     rank = sys.modules.get("gpumem_nb.engine.rank")
     return rank.apart(what) if rank else None
 
 
 def _readable(error: BaseException) -> str:
-    """The traceback from the user's first frame on."""
+    """Return the traceback from the user's first frame on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _DOORS:
         trace = trace.tb_next

@@ -116,7 +116,7 @@ def _needed_besides_weights(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def _kind_of_batch(stream: Stream) -> str:
-    """What a micro-batch looks like, from the first sample."""
+    """Return what a micro-batch looks like, from the first sample."""
     if not isinstance(stream, ShardedStream) or stream.info.batched:
         return "other"
     first: Any = stream.order(stream.seed, 0)[0]

@@ -74,7 +74,7 @@ class Held:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a variable: of a module, an optimizer, a container, or an object's own attributes."""
+    """Return the tensors of a variable: of a module, an optimizer, a container, or an object's own attributes."""
     if isinstance(value, nn.Module):
         params = list(value.parameters())
         return [*params, *(param.grad for param in params if param.grad is not None), *value.buffers()]

@@ -48,7 +48,7 @@ class LocalModules:
         sys.meta_path.insert(usual, self)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """What Python finds, with a loader that notes the version of the file."""
+        """Return what Python finds, with a loader that notes the version of the file."""
         spec = PathFinder.find_spec(name, path, target)
         if spec and type(spec.loader) is SourceFileLoader and _is_local(spec.loader.path):
             spec.loader = _Noting(self, spec.loader.name, spec.loader.path)
@@ -81,7 +81,7 @@ class LocalModules:
             try:
                 reload(module)
                 reloaded.append(name)
-            except Exception as error:  # whatever somebody's code raises
+            except Exception as error:  # whatever the user's code raises
                 vars(module).clear()
                 vars(module).update(before)
                 failed[name], self._imported[name].version = error, version
@@ -117,7 +117,7 @@ def _version(path: str) -> Version:
 
 
 def _imports(module: ModuleType, path: str) -> set[str]:
-    """All names in the module's import statements, modules among them; none if its file cannot be read."""
+    """Return all names in the module's import statements, modules among them; none if its file cannot be read."""
     found: set[str] = set()
     with suppress(OSError, SyntaxError, ValueError, ImportError):
         for node in ast.walk(ast.parse(Path(path).read_bytes())):

@@ -84,7 +84,7 @@ class Criterion:
         self._what = what
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """The loss of one micro-batch of inputs and targets."""
+        """Return the loss of one micro-batch of inputs and targets."""
         if not _is_pair(batch):
             raise WorkloadError(
                 f"{_NAMED[self._what]} needs samples of (input, target); this dataset gives something else. "
@@ -111,7 +111,7 @@ class LossOfUnknownForm:
         self.chosen: Callable[[Any, Any], Any] | None = None
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """The loss of one micro-batch."""
+        """Return the loss of one micro-batch."""
         if self.chosen is None and not _is_pair(batch):
             self.chosen = self.criterion
         if self.chosen:
@@ -161,7 +161,7 @@ _Reached = list[tuple[CodeType, int]]
 
 
 def _reached(error: Exception) -> _Reached:
-    """How far code got that raised this, frame by frame, without the frame that caught it."""
+    """Return how far code got that raised this, frame by frame, without the frame that caught it."""
     trace, reached = error.__traceback__, _Reached()
     while trace := trace and trace.tb_next:
         reached.append((trace.tb_frame.f_code, trace.tb_lasti))

@@ -59,7 +59,7 @@ def _eager(model: nn.Module) -> tuple[int, int] | None:
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """How many logits Hugging Face's model makes of a token."""
+    """Return how many logits Hugging Face's model makes of a token."""
     for module in model.modules():
         head = None
         with suppress(Exception):  # a model without a head may refuse to answer
@@ -94,7 +94,7 @@ def splits_to_mean(trainer: Trainer) -> bool | None:
 
 
 def _gradients(params: Iterable[Tensor]) -> list[tuple[float, float]]:
-    """Each gradient's norm, and its product with its weight, which tells apart those of the same norm."""
+    """Return each gradient's norm, and its product with its weight, which tells apart those of the same norm."""
     numbers = []
     for param in params:
         if param.grad is None:
@@ -142,7 +142,7 @@ def _facts(tensor: Tensor) -> InputFacts:
 
 
 def _enough(tensor: Tensor) -> torch.dtype:
-    """The smallest type that its values are commonly kept in."""
+    """Return the smallest type that its values are commonly kept in."""
     if tensor.dtype == torch.float64:
         return torch.float32
     if tensor.dtype not in (torch.int64, torch.int32) or not tensor.numel():

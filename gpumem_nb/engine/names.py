@@ -86,7 +86,7 @@ def other_objects(names: Sequence[str]) -> str:
 
 
 def taken(names: Sequence[str]) -> str:
-    """What is said of names that people hold themselves."""
+    """Return what is said of names that people hold themselves."""
     listed = ", ".join(names)
     return (
         f"Variables of your own on the ranks stay as they are: {listed}. After `del {listed}` in a %%hvd cell the next "

@@ -14,19 +14,19 @@ _AS_THEY_LIE = ("cpu", "meta")
 
 
 def returned(value: Any, apart: Apart | None) -> Answer:
-    """The answer of a request that gave ``value``. Raises whatever pickle does for what cannot be pickled."""
+    """Return the answer of a request that gave ``value``. Raises whatever pickle does for what cannot be pickled."""
     return Answer(packed(value), describe(value), apart)
 
 
 def packed(value: Any) -> bytes:
-    """A pickle of ``value`` in which tensors on a device, however deep they lie, are copies on the CPU."""
+    """Return a pickle of ``value`` in which tensors on a device, however deep they lie, are copies on the CPU."""
     with io.BytesIO() as file:
         _OnCpu(file).dump(value)
         return file.getvalue()
 
 
 def describe(value: Any) -> str:
-    """What kind of thing it is, in words: ``a list``, ``a torch.Tensor``."""
+    """Return what kind of thing it is, in words: ``a list``, ``a torch.Tensor``."""
     if value is None:
         return "None"
     kind = type(value)

@@ -72,7 +72,7 @@ def name_exits(file: TextIO) -> None:
 
 
 def explained(error: SystemExit) -> str:
-    """What to say of a cell that wanted to end its process."""
+    """Return what to say of a cell that wanted to end its process."""
     if isinstance(error.code, str):
         return error.code
     return f"sys.exit({'' if error.code is None else error.code}) ends this cell, not the rank. {_INSTEAD}"
@@ -116,7 +116,7 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 def _names_in_c() -> list[str]:
-    """The environment as children inherit it: what C code has set there, Python does not know."""
+    """Return the environment as children inherit it: what C code has set there, Python does not know."""
     entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
     found = itertools.takewhile(bool, (entries[place] for place in itertools.count()))
     return [os.fsdecode(entry).partition("=")[0] for entry in found if entry]

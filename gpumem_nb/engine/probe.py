@@ -30,7 +30,7 @@ def horovod_facts() -> dict[str, str | bool]:
 
 
 def extension_facts() -> dict[str, str | None]:
-    """Where the compiled virtual GPU is, if it has been built."""
+    """Return where the compiled virtual GPU is, if it has been built."""
     from ..memory.virtual_gpu.build import extension_path
 
     path = extension_path()

@@ -49,14 +49,14 @@ class RandomState:
             np.random.set_state(self.numpy)
 
     def moved(self) -> bool:
-        """Whether any number was drawn on the host since."""
+        """Return whether any number was drawn on the host since."""
         now = RandomState.take()
         (_, key, *place), (_, key_now, *place_now) = self.numpy, now.numpy
         same = torch.equal(self.torch, now.torch) and self.python == now.python
         return not (same and place == place_now and np.array_equal(key, key_now))
 
     def moved_anywhere(self) -> bool:
-        """The same, or on the current GPU."""
+        """Return the same, or on the current GPU."""
         now = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         on_gpu = now is not None and (self.cuda is None or not torch.equal(self.cuda, now))
         return on_gpu or self.moved()
@@ -109,7 +109,7 @@ class OwnNumbers:
 
     @property
     def state(self) -> RandomState:
-        """Where they stand."""
+        """Return where they stand."""
         return RandomState.take() if self._in_place else self._aside
 
     def go_on_from(self, state: RandomState) -> None:

@@ -110,7 +110,7 @@ def rejoin() -> None:
 
 
 def apart(what: str) -> Apart | None:
-    """What this rank does while it is apart from the others; ``None`` while it is joined to them.
+    """Return what this rank does while it is apart from the others; ``None`` while it is joined to them.
 
     A chunk may have been sent before the ranks came apart in another one; of any other request it is told only where
     that happened in it.
@@ -121,7 +121,7 @@ def apart(what: str) -> Apart | None:
 
 
 def step() -> tuple[str, float]:
-    """The part of the step under way, in words, and when that step began."""
+    """Return the part of the step under way, in words, and when that step began."""
     return _trainer.doing() if _trainer else ("training", 0.0)
 
 
@@ -164,7 +164,7 @@ def offer_trained() -> Iterator[object]:
 
 
 def loaded() -> bool:
-    """Whether there is a workload."""
+    """Return whether there is a workload."""
     return _trainer is not None
 
 
@@ -187,7 +187,7 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
 
 
 def facts() -> exporting.Facts:
-    """What a script must know to train what is loaded."""
+    """Return what a script must know to train what is loaded."""
     return exporting.facts_of(_loaded_trainer(), _device)
 
 
@@ -202,7 +202,7 @@ def record_step() -> Timeline | None:
 
 
 def look_in_sync(model: str | None, data: str | None) -> SyncLook:
-    """What this rank holds and sees: of what is loaded, or of the objects under these names."""
+    """Return what this rank holds and sees: of what is loaded, or of the objects under these names."""
     with _device.exempt():  # what is compared may be copied
         if model is None:
             return sync_look.of_loaded(_loaded_trainer())
@@ -211,7 +211,7 @@ def look_in_sync(model: str | None, data: str | None) -> SyncLook:
 
 
 def look_at_model(inputs: bool) -> ModelFacts:
-    """What this rank may hold for nothing; with ``inputs`` all ranks take a step for it, which is undone."""
+    """Return what this rank may hold for nothing; with ``inputs`` all ranks take a step for it, which is undone."""
     return model_look.of(_loaded_trainer(), inputs)
 
 
@@ -221,7 +221,7 @@ def splits_to_mean() -> bool | None:
 
 
 def step_lanes() -> StepLanes | None:
-    """The latest step that was done, part by part."""
+    """Return the latest step that was done, part by part."""
     return _loaded_trainer().lanes()
 
 
@@ -236,7 +236,7 @@ def write_trace(order: TraceOrder) -> TracePart:
 
 
 def read_trace(offset: int) -> bytes:
-    """A piece of this rank's part, from there on."""
+    """Return a piece of this rank's part, from there on."""
     return _tracer.read(offset)
 
 
@@ -248,12 +248,12 @@ def drop_trace() -> None:
 def forecast(
     settings: Settings, small: list[int], batch_sizes: list[int], most: int, longest: bool = True
 ) -> Forecasts:
-    """What steps under other settings would need; all ranks take part in the small steps that tell."""
+    """Return what steps under other settings would need; all ranks take part in the small steps that tell."""
     return _loaded_trainer().trials.forecast(settings, small, batch_sizes, most, longest)
 
 
 def rehearse(settings: Settings) -> Rehearsal:
-    """What whole steps under other settings need, and how long they take; all ranks take part in them."""
+    """Return what whole steps under other settings need, and how long they take; all ranks take part in them."""
     return _loaded_trainer().trials.rehearse(settings)
 
 
@@ -268,7 +268,7 @@ def sweep_network(count: int, sizes: list[int]) -> Sweep | None:
 
 
 def forecast_allocators(settings: Settings, small: list[int], allocators: list[AllocatorSettings]) -> Forecasts:
-    """What a step needs, and would with the caching allocator set in each of these ways; all ranks take part in it."""
+    """Return what a step needs now and under each of these allocator settings; all ranks take part in it."""
     return _loaded_trainer().trials.allocators(settings, small, allocators)
 
 
@@ -295,7 +295,7 @@ def resume_check(path: str) -> tuple[Header, bytes]:
 
 
 def runs_in(path: str) -> bytes:
-    """The runs that a file of training state holds."""
+    """Return the runs that a file of training state holds."""
     return restore.runs_in(Path(path), _device)
 
 
@@ -333,7 +333,7 @@ def free() -> Freed:
 
 
 def live_bytes() -> LiveBytes:
-    """Who holds the live bytes of this rank's device."""
+    """Return what holds the live bytes of this rank's device."""
     return device_look.live_bytes(_trainer, namespace())
 
 
@@ -343,7 +343,7 @@ def push(variables: dict[str, Any]) -> None:
 
 
 def pull(name: str) -> Any:
-    """The value of a variable here.
+    """Return the value of a variable here.
 
     Raises:
         WorkloadError: there is no such variable.
@@ -354,7 +354,7 @@ def pull(name: str) -> Any:
 
 
 def namespace() -> dict[str, Any]:
-    """The variables that cells run on this rank see."""
+    """Return the variables that cells run on this rank see."""
     return vars(sys.modules["__main__"])
 
 

@@ -18,7 +18,7 @@ from .link.communicator import here
 
 
 def of(device: Device) -> RankInfo:
-    """Who this rank is, where it runs, and on what."""
+    """Return this rank's identity: process, host and device."""
     return RankInfo(
         rank=here().rank,
         local_rank=here().local_rank,

@@ -1,6 +1,6 @@
 """What surrounds code on a rank is what surrounds it in the notebook: working directory, paths, versions of modules.
 
-What there is to say about that travels once, with the answer to the next request that runs somebody's code.
+What there is to say about that travels once, with the answer to the next request that runs the user's code.
 """
 
 from __future__ import annotations
@@ -90,5 +90,5 @@ def _made_of(modules: list[str], variables: Mapping[str, Any]) -> list[str]:
 
 
 def _origin(value: object) -> Any:
-    """The module of a function or class, or of the class of anything else."""
+    """Return the module of a function or class, or of the class of anything else."""
     return getattr(value, "__module__", None)

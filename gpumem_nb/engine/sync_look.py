@@ -1,6 +1,6 @@
 """Whether ranks are in step: checksums of what they hold, and which samples they see.
 
-Of what is loaded, and of somebody's own loop by the names of its variables. Of that loop each rank says what it sees
+Of what is loaded, and of the user's own loop by the names of its variables. Of that loop each rank says what it sees
 without the others, so that one that is out of step is heard as well.
 """
 
@@ -33,7 +33,7 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
 def of_own(model: Any, data: Any) -> SyncLook:
-    """Of somebody's own loop, as it stands.
+    """Return the same of the user's own loop, as it is now.
 
     Args:
         model: whose weights and gradients are meant; may be wrapped for data parallelism.
@@ -102,7 +102,9 @@ def _samples(data: Any) -> SeenSamples | None:
                 f"data ({type(data).__name__}) cannot be iterated: name a DataLoader or a list."
             ) from None
         if iterator is data:
-            raise WorkloadError("data can be iterated once only, so nobody can look ahead: name the DataLoader itself.")
+            raise WorkloadError(
+                "data can be iterated only once, so no rank can look ahead: name the DataLoader itself."
+            )
         found = [_content(batch) for batch in islice(iterator, _BATCHES)]
     known = tuple(one for one in found if one is not None)
     return SeenSamples(known, "micro-batches", numbered=False) if len(known) == len(found) else None
@@ -119,14 +121,14 @@ def _of_loader(loader: DataLoader[Any]) -> SeenSamples:
 
 
 def _as_numbers(keys: Any) -> tuple[tuple[int, ...], bool]:
-    """The same, or checksums of what are no whole numbers."""
+    """Return the same, or checksums of what are no whole numbers."""
     if all(isinstance(key, (int, np.integer)) for key in keys):
         return tuple(map(int, keys)), True
     return tuple(zlib.crc32(repr(key).encode()) for key in keys), False
 
 
 def _of_dataset(dataset: Any) -> int | None:
-    """A checksum of its first, middle and last sample."""
+    """Return a checksum of its first, middle and last sample."""
     with suppress(Exception):  # it need not be indexed by numbers
         begin_on_host(0, 0)  # what is random in a sample is then the same for all
         return _content([dataset[place] for place in (0, len(dataset) // 2, len(dataset) - 1)])

@@ -1,1 +1,1 @@
-"""Where a rank's samples come from: what somebody handed over as data, in which order, and who fetches it."""
+"""Where a rank's samples come from: the data that was handed over, its order, and the processes that fetch it."""

@@ -51,7 +51,7 @@ class Fetcher:
     skip: bool = False
 
     def batch(self, task: Task) -> tuple[Any, tuple[str, ...]]:
-        """The batch, and a sentence for each sample that is missing in it.
+        """Return the batch, and a sentence for each sample that is missing in it.
 
         Raises:
             WorkloadError: a sample cannot be fetched, or samples do not go together. What a ``collate_fn`` raises comes
@@ -103,7 +103,7 @@ class Fetcher:
 
 
 def collated(collate: Collate, samples: list[Any]) -> Any:
-    """A batch of samples. What a ``collate_fn`` of somebody's own raises comes as it is.
+    """Return a batch of samples. An exception of the user's own ``collate_fn`` is not changed.
 
     Raises:
         WorkloadError: torch's own cannot make a batch of them.

@@ -54,7 +54,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """Data, as somebody handed it over.
+    """Data, as it was handed over.
 
     Attributes:
         dataset: map-style, or an iterable.
@@ -74,7 +74,7 @@ class Handed:
 
 
 def handed_over(data: Any) -> Handed:
-    """What somebody handed over as data.
+    """Return the data as it was handed over.
 
     Raises:
         WorkloadError: it cannot be shared out among the ranks.
@@ -97,7 +97,7 @@ def handed_over(data: Any) -> Handed:
 
 
 def as_dataset(data: Any) -> tuple[Any, Collate]:
-    """The map-style dataset of single samples behind ``data``, those that a sampler chose, and how they are collated.
+    """Return the map-style dataset behind ``data``, the samples that a sampler chose, and how they are collated.
 
     Raises:
         WorkloadError: there is none.
@@ -136,7 +136,7 @@ def _of_loader(loader: DataLoader[Any]) -> Handed:
 
 
 def _map_style(data: Any) -> Any:
-    """The dataset, or one whose samples are the rows of tensors and arrays."""
+    """Return the dataset, or one whose samples are the rows of tensors and arrays."""
     named = isinstance(data, Mapping) and all(isinstance(key, str) for key in data)
     columns = tuple(data.values()) if named else data if type(data) is tuple else ()
     if columns and all(isinstance(column, Tensor | np.ndarray) and column.ndim for column in columns):
@@ -174,7 +174,7 @@ def _looks_batched(data: Any) -> tuple[str, ...]:
 
 
 def rows(batch: Any) -> int | None:
-    """How many samples are in a micro-batch that came ready-made; ``None`` where it does not say."""
+    """Return how many samples are in a micro-batch that came ready-made; ``None`` where it does not say."""
     if isinstance(batch, Tensor | np.ndarray):
         return len(batch) if batch.ndim else None
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
@@ -196,7 +196,7 @@ def check_repeatable(data: Any) -> None:
 
 
 def collated_copies(collate: Collate, samples: Sequence[Any]) -> Any:
-    """A micro-batch of copies, because some collate functions take things out of their samples.
+    """Return a micro-batch of copies, because some collate functions take things out of their samples.
 
     A sample that cannot be copied goes in itself.
     """
@@ -211,7 +211,7 @@ def _copied(sample: Any) -> Any:
 
 
 def do_not_go_together(error: Exception) -> str:
-    """Why torch's own collate function cannot make a batch of samples, and what to do."""
+    """Return why torch's own collate function cannot make a batch of samples, and what to do."""
     said = text_of(error)
     if "equal size" in said:
         return (
@@ -225,7 +225,7 @@ def do_not_go_together(error: Exception) -> str:
 
 
 def _only(items: list[Any]) -> Any:
-    """A micro-batch that came ready-made."""
+    """Return a micro-batch that came ready-made."""
     (item,) = items
     return item
 

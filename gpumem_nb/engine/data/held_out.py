@@ -1,4 +1,4 @@
-"""What somebody handed over to validate on, as a dataset of which each sample is seen once."""
+"""The validation data as a dataset of which each sample is seen once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HeldOut:
 
 
 def as_held_out(data: Any) -> HeldOut:
-    """The samples of ``data`` in its dataset's order; a ``DataLoader`` brings those that its sampler chose.
+    """Return the samples of ``data`` in its dataset's order; a ``DataLoader`` brings those that its sampler chose.
 
     Raises:
         WorkloadError: there is no dataset of single samples behind it, it is empty, or its sampler repeats samples.

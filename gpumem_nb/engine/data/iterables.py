@@ -35,7 +35,7 @@ class IterableStream(Stream):
     no rank waits for another, and all steps have the same size. How long a pass is need not be known.
 
     What is random in a pass begins from seed and pass, on every rank alike, apart from the model's random numbers.
-    Whoever goes back to a place reads the pass again from its beginning.
+    To go back to a place, a rank reads the pass again from its beginning.
     """
 
     length = None
@@ -63,7 +63,7 @@ class IterableStream(Stream):
         self._iterator, self._pass, self._pass_start = None, passes, pass_began
 
     def first_items(self, count: int) -> list[Any]:
-        """What the first pass begins with; the stream stays where it is."""
+        """Return what the first pass begins with; the stream stays where it is."""
         with set_aside():
             iterator = self._begun(0)
             return [item for _, item in zip(range(count), iterator, strict=False)]
@@ -145,7 +145,7 @@ class IterableStream(Stream):
 
 
 def _on_the_host(item: Any) -> Any:
-    """The same in memory that no device counts: a GPU would not hold what waits for its step."""
+    """Return the same in memory that no device counts: a GPU would not hold what waits for its step."""
     if isinstance(item, Tensor):
         return host_copy(item) if item.layout is torch.strided and item.device.type == "cpu" else item
     if type(item) is dict:

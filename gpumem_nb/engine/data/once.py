@@ -29,7 +29,7 @@ def batches_once(
 
 
 def samples_at(dataset: Any, indices: list[Any]) -> list[Any]:
-    """The samples with these indices, together where the dataset can do that."""
+    """Return the samples with these indices, together where the dataset can do that."""
     if hasattr(dataset, "__getitems__"):
         return list(dataset.__getitems__(indices))
     return [dataset[index] for index in indices]

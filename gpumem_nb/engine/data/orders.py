@@ -27,7 +27,7 @@ class Shuffled:
     length: int
 
     def __call__(self, seed: int, epoch: int) -> Sequence[Any]:
-        """The indices of an epoch."""
+        """Return the indices of an epoch."""
         # numpy, not torch: on a virtual GPU a torch permutation would count as GPU memory.
         return np.random.default_rng([seed, epoch]).permutation(self.length)  # type: ignore[return-value]
 
@@ -39,12 +39,12 @@ class InTurn:
     length: int
 
     def __call__(self, seed: int, epoch: int) -> Sequence[Any]:
-        """The indices of an epoch."""
+        """Return the indices of an epoch."""
         return range(self.length)
 
 
 def of_loader(loader: DataLoader[Any]) -> tuple[Order, tuple[str, ...]]:
-    """The order that a loader's sampler decides, over the whole dataset, and what is to be said about it.
+    """Return the order that a loader's sampler decides, over the whole dataset, and what is to be said about it.
 
     Raises:
         WorkloadError: an order that cannot be shared out among the ranks.
@@ -75,7 +75,7 @@ def chosen(order: Order) -> Sequence[Any] | None:
 
 
 def check(order: Order, seed: int) -> tuple[int, int]:
-    """The length of an epoch and a checksum of the first one's order.
+    """Return the length of an epoch and a checksum of the first one's order.
 
     Raises:
         WorkloadError: the order changes when it is asked again, or its length from epoch to epoch.
@@ -141,7 +141,7 @@ class _Drawn:
 
 
 def _unsharded(sampler: DistributedSampler[Any], length: int) -> Order:
-    """What a distributed sampler has before it takes its share."""
+    """Return what a distributed sampler has before it takes its share."""
     if not sampler.shuffle:
         return InTurn(length)
     own_seed = sampler.seed

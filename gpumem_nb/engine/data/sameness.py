@@ -73,7 +73,7 @@ def look_at(stream: Stream) -> Look:
 
 
 def digest_of(held_out: HeldOut | None) -> int:
-    """A checksum of a few of the samples to validate on; 0 for none, and for those that nobody can compare.
+    """Return a checksum of a few of the samples to validate on; 0 for none, and for those that cannot be compared.
 
     That is where samples differ each time they are asked for, or cannot be fetched, which an evaluation will say.
     """
@@ -135,7 +135,7 @@ def _look_at_items(stream: IterableStream) -> Look:
 
 
 def _fetched(dataset: Any, indices: list[Any]) -> tuple[list[Any], int, bool]:
-    """The samples that can be fetched, a digest, and whether fetching them draws random numbers."""
+    """Return the samples that can be fetched, a digest, and whether fetching them draws random numbers."""
     samples: list[Any] = []
     errors: list[Exception] = []
     digest, draws = 0, False
@@ -169,12 +169,12 @@ def _collating_draws(collate: Collate, samples: list[Any]) -> bool:
 def _vary(items: list[Any]) -> bool:
     try:
         return len(set(map(size, items))) > 1
-    except Exception:  # of somebody's own class
+    except Exception:  # of a class of the user's
         return False
 
 
 def _collated_vary(collate: Collate, samples: list[Any]) -> bool:
-    """Whether micro-batches of the smallest and of the largest of these samples have other shapes."""
+    """Return whether micro-batches of the smallest and of the largest of these samples have other shapes."""
     try:
         smallest, *_, largest = sorted(samples * 2, key=size)
         if size(smallest) == size(largest):
@@ -191,7 +191,7 @@ def _take_batch_size(stream: Stream, items: list[Any]) -> None:
 
 
 def _digest(value: Any, begun: int = 0) -> int:
-    """A checksum of what a sample holds; things of unknown kinds count by their class."""
+    """Return a checksum of what a sample holds; things of unknown kinds count by their class."""
     if isinstance(value, Tensor):
         if value.layout is torch.strided and value.device.type == "cpu":
             value = value.detach().reshape(-1).view(torch.uint8).numpy() if value.numel() else np.empty(0)

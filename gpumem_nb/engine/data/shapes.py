@@ -20,7 +20,7 @@ def shapes(value: Any) -> list[tuple[int, ...]]:
 
 
 def size(sample: Any) -> tuple[float, str]:
-    """What can be compared: elements and letters, and the shapes."""
+    """Return what can be compared: elements and letters, and the shapes."""
     leaves = list(islice(_leaves(sample), _MOST))
     found = shapes(leaves)
     others = sum(len(leaf) if isinstance(leaf, str | bytes) else 1 for leaf in leaves)
@@ -28,7 +28,7 @@ def size(sample: Any) -> tuple[float, str]:
 
 
 def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
-    """What is inside of lists, tuples, mappings and objects."""
+    """Yield what is inside of lists, tuples, mappings and objects."""
     if depth > _DEEPEST or _shape(value) is not None:
         yield value
     elif isinstance(value, Mapping):

@@ -27,7 +27,7 @@ class Source(Handed):
 
 
 def source_of(data: Any) -> Source:
-    """What somebody handed over as data.
+    """Return the source of the data that was handed over.
 
     Raises:
         WorkloadError: it cannot be shared out among the ranks.

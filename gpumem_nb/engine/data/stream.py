@@ -123,18 +123,18 @@ class Stream:
             self.varies, self.repeats_longest = varies, False
 
     def described(self, pinnable: bool) -> tuple[DataInfo, tuple[str, ...]]:
-        """How the data was handed over, and what is to be said of it once; ``pinnable``: the device is a GPU."""
+        """Return how the data was handed over, and what is to be said of it once; ``pinnable``: the device is a GPU."""
         idle = ("pin_memory=True of the DataLoader has no effect on virtual GPUs, which lie in the host's memory",)
         notes = self.notes + idle * bool(self.info.pin_memory and not pinnable)
         return dataclasses.replace(self.info, pinnable=pinnable), notes
 
     def take_skipped(self) -> tuple[str, ...]:
-        """A sentence for each sample that steps went on without, since this was last asked."""
+        """Return a sentence for each sample that steps went on without, since this was last asked."""
         taken, self._skipped = tuple(self._skipped), {}
         return taken
 
     def _places(self, batch_size: int) -> int:
-        """How many places make one micro-batch."""
+        """Return how many places make one micro-batch."""
         if not self.info.batched:
             return batch_size
         if self.info.batch_size not in (None, batch_size):
@@ -204,7 +204,7 @@ class ShardedStream(Stream):
 
         The rank itself fetches the first step of another size, and every trial: what all trials take can be compared
         then, and workers stay where they are. A worker has the dataset as it was when the worker began: after
-        somebody's code has run, new ones begin.
+        the user's code has run, new ones begin.
         """
         self._by_itself = trial
         if trial:
@@ -246,7 +246,7 @@ class ShardedStream(Stream):
         self._done = (batch_size, count)
 
     def left_of_epoch(self, batch_size: int, count: int, most: int) -> tuple[list[Any], bool]:
-        """Which samples this rank takes of the rest of this epoch, or of the next one where nothing is left.
+        """Return which samples this rank takes of the rest of this epoch, or of the next one where nothing is left.
 
         Returns:
             What the order names them by, at most so many, without those of the last step if it reaches into the next
@@ -293,7 +293,7 @@ class ShardedStream(Stream):
         return position + self.size * self._places(batch_size) * count
 
     def _coming(self, position: int, batch_size: int, count: int) -> Iterator[Task]:
-        """What this rank fetches from ``position`` on, without end."""
+        """Yield what this rank fetches from ``position`` on, without end."""
         while True:
             for index in range(count):
                 yield self._task(position, batch_size, count, index)
@@ -305,7 +305,7 @@ class ShardedStream(Stream):
         return Task(first, self._indices(first, places))
 
     def _indices(self, first: int, count: int) -> list[Any]:
-        """What lies at ``count`` places, which may reach into further epochs."""
+        """Return what lies at ``count`` places, which may reach into further epochs."""
         indices: list[Any] = []
         while len(indices) < count:
             epoch, offset = divmod(first + len(indices), self.length)

@@ -116,7 +116,7 @@ class Workers:
             raise
 
     def _ended(self, connection_broke: bool) -> list[multiprocessing.process.BaseProcess]:
-        """The processes that have ended; connections to one that is ending break some moments before."""
+        """Return the processes that have ended; connections to one that is ending break some moments before."""
         if connection_broke and self._processes:
             ending = wait([process.sentinel for process in self._processes], _TIMEOUT_S)
             for process in self._processes:
@@ -125,7 +125,7 @@ class Workers:
 
     @property
     def closed(self) -> bool:
-        """Whether its processes were ended."""
+        """Return whether its processes were ended."""
         return self._loader is None
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ def _as_it_is(batch: Any) -> Any:
 def _signals_left_alone() -> Iterator[None]:
     """Take back the handler with which torch raises, wherever the main thread is, when a worker has died.
 
-    Between a reduction and its update an exception would leave the other ranks waiting. Whoever waits for a worker
+    Between a reduction and its update an exception would leave the other ranks waiting. A rank that waits for a worker
     learns of its end some seconds later.
     """
     before = signal.getsignal(signal.SIGCHLD)

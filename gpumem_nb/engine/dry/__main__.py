@@ -1,7 +1,7 @@
 """The process that takes dry steps: a question comes on standard input, answers go to standard output.
 
 ``python -m gpumem_nb.engine.dry`` is started by ``planning/dry_process.py``. It never imports CUDA or Horovod, prints
-nothing of its own, and ends when its parent does. Once it has answered, threads that somebody has started do not keep
+nothing of its own, and ends when its parent does. Once it has answered, threads of the user's code do not keep
 it for long.
 """
 
@@ -27,7 +27,7 @@ def main() -> int:
     if os.getppid() != int(sys.argv[2]):  # which was gone before
         return 1
     told = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what somebody's code prints is no answer
+    os.dup2(2, 1)  # what the user's code prints is not an answer
     most_bytes = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     warnings.simplefilter("ignore")

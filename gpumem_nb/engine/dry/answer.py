@@ -52,7 +52,7 @@ BYTES_A_PARAMETER = 5 * 4  # weight, gradient, two of Adam's and a copy of one, 
 
 
 def answers(question: DryRun) -> Iterator[DryAnswer]:
-    """What these GPUs would need, and then, with one GPU after the other, the largest batch that fits it.
+    """Yield what these GPUs would need, and then, with one GPU after the other, the largest batch that fits it.
 
     A problem is said in an answer, and not raised. What goes wrong while the largest batch is looked for takes away
     nothing that was found before.
@@ -130,14 +130,14 @@ def _batches(workload: Workload) -> Batches:
 
 
 def _lack(error: BaseException) -> str:
-    """How much memory there may be, where an exception says that there was too little."""
+    """Return how much memory there may be, where an exception says that there was too little."""
     most_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
     lacks = most_bytes > 0 and (isinstance(error, MemoryError) or "memory" in text_of(error).lower())
     return f" A dry run may take at most {format_bytes(most_bytes)}." * lacks
 
 
 def _settled(question: DryRun, info: DataInfo) -> Settings:
-    """The settings with the data's own batch size, as ranks begin with it.
+    """Return the settings with the data's own batch size, as ranks begin with it.
 
     Raises:
         InvalidInput: another size was named than that of the micro-batches that the data brings.
@@ -218,7 +218,7 @@ class _Run:
         return None
 
     def _built(self, refusal: WorkloadError) -> nn.Module:
-        """The model with memory for its weights, whose values its constructor asks for."""
+        """Return the model with memory for its weights, whose values its constructor asks for."""
         try:
             with seeded(DEFAULT_SEED):
                 return self._given[0].model()
@@ -229,12 +229,12 @@ class _Run:
             raise WorkloadError(f"{refusal} {why}{lack} {_DO_WITHOUT if lack else _MEND}") from None
 
     def found(self, asked: Target) -> OnGpu:
-        """What steps under these settings would need, and whether that fits."""
+        """Return what steps under these settings would need, and whether that fits."""
         forecast = self._forecast(asked, self._begin, self._limit(asked))
         return OnGpu(forecast, self._limit(asked), self._convolves, self._how)
 
     def largest(self, asked: Target) -> int:
-        """The largest batch size that fits with what a forecast may be wrong by; 0 if none does.
+        """Return the largest batch size that fits with what a forecast may be wrong by; 0 if none does.
 
         Raises:
             WorkloadError: a step of another size cannot be taken, so it is not known.
@@ -301,7 +301,7 @@ class _Run:
         return SmallSteps([large, larger]), larger
 
     def _stepped(self, batch_size: int) -> Trace:
-        """A step without memory."""
+        """Return a step without memory."""
         if batch_size not in self._traces:
             workload, batches, settings, used = self._given
             self._step = self._step or DryStep(replace(workload, model=self._model), batches, settings, used)
@@ -357,7 +357,7 @@ class _Run:
 
 
 def _last(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest size that fits, looked for around a guess; 0 if none does."""
+    """Return the largest size that fits, looked for around a guess; 0 if none does."""
     step, low, high = max(1, guess // 64), 0, MOST_BATCH
     at = guess
     while low < at < high:

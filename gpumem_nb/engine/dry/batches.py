@@ -24,7 +24,7 @@ Parts = Sequence[Any]
 
 
 class Batches:
-    """The micro-batches of somebody's data.
+    """The micro-batches of the data that was handed over.
 
     All are made of one sample, which has the largest parts that were seen, so that nothing but the number of samples
     changes.
@@ -63,11 +63,11 @@ class Batches:
 
     @property
     def fixed(self) -> bool:
-        """Whether there are batches of no other size than the data's own, or of one sample."""
+        """Return whether there are batches of no other size than the data's own, or of one sample."""
         return self.info.batched or self._apart is not None
 
     def of(self, size: int) -> Any:
-        """A micro-batch of so many samples; of its own size, if the data brings micro-batches.
+        """Return a micro-batch of so many samples; of its own size, if the data brings micro-batches.
 
         Raises:
             WorkloadError: what it would be cannot be told, or samples do not go together.
@@ -90,7 +90,7 @@ def _collated(handed: Handed, samples: Sequence[Any]) -> Any:
 
 
 def _like(parts: Parts, size: int) -> Any:
-    """What stands in this place of a batch of ``size`` samples: ids and labels of 0 are allowed everywhere."""
+    """Return what stands in this place of a batch of ``size`` samples: ids and labels of 0 are allowed everywhere."""
     first = parts[0]
     if isinstance(first, Tensor):
         if first.layout is not torch.strided:
@@ -123,7 +123,7 @@ def _no_idea(what: str, size: int) -> str:
 
 
 def _sequence_like(parts: Parts, size: int) -> Any:
-    """One entry for each sample, or a few of which each holds all samples."""
+    """Return one entry for each sample, or a few of which each holds all samples."""
     first, lengths = parts[0], [len(part) for part in parts]
     if len(set(lengths)) > 1:
         entries = [_like([part[0] for part in parts], size) for _ in range(_length(lengths, size))]
@@ -163,7 +163,7 @@ def _no_line(lengths: Sequence[Any], size: int) -> str:
 
 
 def _filled(mapping: Any, items: dict[Any, Any]) -> Any:
-    """A mapping of somebody's own kind, such as transformers' BatchEncoding, with these items."""
+    """Return a mapping of a custom class, such as transformers' BatchEncoding, with these items."""
     try:
         return type(mapping)(items)
     except Exception:

@@ -71,7 +71,7 @@ IN_FP32 = [
 """Their tensors are cast to fp32."""
 
 TO_FP32 = ["prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList"]
-"""They are told to give fp32, if nobody says otherwise."""
+"""Operators that give fp32 unless the call says otherwise."""
 
 IN_16_BITS = ["prelu", "addmv", "addr", "mv", "chain_matmul"]
 """Those that the CPU's lists lack."""
@@ -93,7 +93,7 @@ def install() -> Any:
 
 @contextmanager
 def taken_for_the_cpu() -> Iterator[None]:
-    """Inside, autocast that somebody's own code enters for CUDA is that of the CPU, which has CUDA's rules here."""
+    """Inside, autocast that the user's own code enters for CUDA is that of the CPU, which has CUDA's rules here."""
     own = torch.autocast.__init__
 
     def entered(self: torch.autocast, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:

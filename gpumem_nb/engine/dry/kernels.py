@@ -43,7 +43,7 @@ def install(kernels: Kernels, fake: bool) -> Any:
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """The fused kernel, which keeps one byte an element: ATen/native/Dropout.cpp, is_fused_kernel_acceptable."""
+    """Return the fused kernel, which keeps one byte an element: ATen/native/Dropout.cpp, is_fused_kernel_acceptable."""
     if not train or p == 0:
         return input
     if 0 < p < 1 and input.numel():
@@ -128,7 +128,7 @@ def _attention(kernels: Kernels, fake: bool) -> Callable[..., Tensor]:
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, ampere: bool) -> bool:
-    """Whether the memory-efficient kernel takes these.
+    """Return whether the memory-efficient kernel takes these.
 
     bf16 from 8.0 on (less_than_sm80_mem_efficient_dtypes), and heads whose rows are whole words for tensor cores
     (check_head_dim_size_mem_efficient, minimum_gemm_alignment), both in sdp_utils.cpp.

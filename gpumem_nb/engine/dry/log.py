@@ -38,7 +38,7 @@ class DryLog(TensorLog):
     """Events of the tensors that operators make, with what real kernels do otherwise than those of fake tensors.
 
     Where a tensor's gradient comes from several places (a residual connection, a tied weight, a further micro-batch),
-    autograd adds in place to the first if nobody else holds it, and never under a dispatch mode
+    autograd adds in place to the first if no other code holds it, and never under a dispatch mode
     (torch/csrc/autograd/input_buffer.cpp, ``can_accumulate_inplace``; ATen/TensorSubclassLikeUtils.h). There the first
     summand is released as soon as the sum is there, so the sum is taken to lie where that summand lay. A view is held
     by what it is a view of, and what a node's own formula adds up it has made itself: both stay apart. Backward of
@@ -122,7 +122,7 @@ class DryLog(TensorLog):
                     self._makers.setdefault(known.number, node)
 
     def end(self) -> Events:
-        """What happened since :meth:`begin`."""
+        """Return what happened since :meth:`begin`."""
         base = super().end()
         rows = np.array(self._table, dtype=np.int64).reshape(-1, 4)
         foreign = np.zeros(len(rows), dtype=np.bool_)
@@ -181,12 +181,12 @@ class DryDevice:
         self.log = DryLog(*self._given)
 
     def event_log(self) -> DryLog:
-        """A new log."""
+        """Return a new log."""
         self.log = DryLog(*self._given)
         return self.log
 
     def reading(self) -> Reading:
-        """What is held by tensors; nothing else is known of a device that is not there."""
+        """Return what is held by tensors; nothing else is known of a device that is not there."""
         held = self._held()
         return Reading(held, held, held, held, None, None)
 

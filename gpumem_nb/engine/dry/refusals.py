@@ -1,4 +1,4 @@
-"""Why a model cannot be run without memory: the operator, and the line of somebody's own code that calls it."""
+"""Why a model cannot be run without memory: the operator, and the line of the user's own code that calls it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_THEIRS = tuple(str(room) + os.sep for room in _ROOMS)
 
 
 def refused(error: BaseException, phase: str, how: str = "run without memory") -> WorkloadError:
-    """An exception of a dry step as a sentence."""
+    """Return an exception of a dry step as a sentence."""
     operator = refused_operator(error)
     said = f"{type(error).__name__}: {text_of(error).strip().splitlines()[0] if text_of(error).strip() else ''}"
     what = f"{operator} needs the values of a tensor, which a dry run does not have" if operator else said
@@ -25,7 +25,7 @@ def refused(error: BaseException, phase: str, how: str = "run without memory") -
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line that is neither torch's nor ours."""
+    """Return the innermost line that is neither torch's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
     if not theirs or theirs[-1].filename.startswith("<frozen"):

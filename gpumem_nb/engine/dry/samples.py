@@ -1,4 +1,4 @@
-"""A look at somebody's samples: the smallest and the largest of those that were seen, and the largest of each part."""
+"""A look at the data's samples: the smallest and the largest of those that were seen, and the largest of each part."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def looked_at(handed: Handed) -> tuple[Any, Any, Any]:
 
 
 def with_larger_parts(sample: Any, other: Any) -> Any:
-    """The sample with those parts of another one that are larger, if both are built alike."""
+    """Return the sample with those parts of another one that are larger, if both are built alike."""
     if type(sample) is type(other) is dict and sample.keys() == other.keys():
         return {name: with_larger_parts(part, other[name]) for name, part in sample.items()}
     if type(sample) is type(other) and isinstance(sample, list | tuple) and len(sample) == len(other):

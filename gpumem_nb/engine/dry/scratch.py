@@ -64,7 +64,7 @@ def _flash_backward(args: Any, result: Any) -> list[int]:
 
 
 def _convolution_backward(args: Any, result: Any) -> list[int]:
-    """The workspace of cuDNN, by a rule of thumb: what is read and written, and half as much again.
+    """Return the workspace of cuDNN, by a rule of thumb: what is read and written, and half as much again.
 
     Tensor cores take channels last, so cuDNN turns what lies otherwise into its workspace, images, weights and gradient
     alike; plans that it tries and drops leave theirs in the cache. Which plan it takes is not documented. Of simple

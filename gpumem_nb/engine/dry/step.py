@@ -83,12 +83,12 @@ class DryStep:
 
     @property
     def convolves(self) -> bool:
-        """Whether the latest step computed a convolution."""
+        """Return whether the latest step computed a convolution."""
         return self._device.log.convolves
 
     @property
     def recurs(self) -> bool:
-        """Whether layers are those that cuDNN computes as a whole sequence."""
+        """Return whether layers are those that cuDNN computes as a whole sequence."""
         return any(isinstance(module, nn.RNNBase) for module in self._parts.modules())
 
     @property
@@ -98,7 +98,7 @@ class DryStep:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """Return how many numbers the model has."""
         return sum(param.numel() for param in self._parts.parameters())
 
     def trace(self, batch_size: int) -> Trace:
@@ -227,7 +227,7 @@ def _copied(value: Any) -> Any:
 
 
 def _sent(param: Tensor, compressed: bool) -> list[Tensor]:
-    """What is sent of one weight; a sparse gradient as a whole table, whose rows need not be known for that."""
+    """Return what is sent of one weight; a sparse gradient as a whole table, whose rows need not be known for that."""
     if param.grad is None or not param.grad.is_sparse:
         return outgoing(param, False, compressed)
     dtype = carried_dtype(param.dtype, compressed)

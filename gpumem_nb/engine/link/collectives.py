@@ -68,7 +68,7 @@ def check_again(variables: Collection[str] = ()) -> None:
 
 
 def join_again(count: int | None = None) -> set[int]:
-    """Join the other ranks again after Horovod was shut down, whoever did it. All ranks must come here.
+    """Join the other ranks again after Horovod was shut down, by whatever code. All ranks must come here.
 
     Args:
         count: join only the first so many ranks, which must come here; the others must shut Horovod down.
@@ -92,28 +92,28 @@ def join_again(count: int | None = None) -> set[int]:
 
 
 def waiting() -> Waiting | None:
-    """The collective that the main thread waits in right now."""
+    """Return the collective that the main thread waits in right now."""
     now = _waiting
     return None if now is None else Waiting(now[0], time.monotonic() - now[1])
 
 
 def separated() -> bool:
-    """Whether this rank is known to be apart from the others, so that its collectives would fail or confuse them."""
+    """Return whether this rank is apart from the others, so that its collectives would fail or confuse them."""
     return _left is not None or not hvd.is_initialized()
 
 
 def left(since_s: float = 0.0) -> Waiting | None:
-    """The collective in which this rank came apart from the others, and how long it had waited; only if not before."""
+    """Return the collective in which this rank came apart, and how long it had waited; only the first time."""
     return _left if _left_at_s >= since_s else None
 
 
 def rank() -> int:
-    """The number of this rank, also while Horovod is shut down."""
+    """Return the number of this rank, also while Horovod is shut down."""
     return _rank
 
 
 def size() -> int:
-    """How many ranks were joined last: all, or the first few."""
+    """Return how many ranks were joined last: all, or the first few."""
     return _size
 
 

@@ -34,7 +34,7 @@ def stop_timeline() -> None:
 
 
 def on_nccl() -> bool:
-    """Whether this Horovod was built for NCCL."""
+    """Return whether this Horovod was built for NCCL."""
     return bool(hvd.nccl_built())
 
 
@@ -46,7 +46,7 @@ class _Joined(Communicator):
         return collectives.separated()
 
     def is_separation(self, error: BaseException) -> bool:
-        """Return whether an error is a link's or Horovod's own, as somebody's collective raises it."""
+        """Return whether an error is a link's or Horovod's own, as a collective of any code raises it."""
         return isinstance(error, Separated | HorovodInternalError)
 
     def leave(self, what: str) -> None:
@@ -72,7 +72,7 @@ class OfHorovod(_Joined):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """How many are joined: all, or the first few."""
+        """Return how many are joined: all, or the first few."""
         return collectives.size()
 
     @property
@@ -82,7 +82,7 @@ class OfHorovod(_Joined):
 
     @property
     def local_size(self) -> int:  # type: ignore[override]
-        """How many are on this host."""
+        """Return how many are on this host."""
         return int(hvd.local_size())
 
     def start_reduction(self, tensors: Sequence[Tensor], name: str, operation: str = AVERAGE) -> Transfer:

@@ -45,7 +45,7 @@ def follow(settings: Settings, device: Device) -> None:
 
 
 def why_flat() -> str:
-    """Why all-reduces cannot be done in stages, inside of hosts and between them; empty where they can."""
+    """Return why all-reduces cannot be done in stages, inside of hosts and between them; empty where they can."""
     if not hvd.nccl_built():
         return "only Horovod's build on NCCL has it, and this one reduces over MPI"
     if hvd.size() == hvd.local_size():

@@ -47,8 +47,8 @@ class Single(Communicator):
         return isinstance(error, Separated)
 
     def leave(self, what: str) -> None:
-        """Nobody waits."""
+        """Do nothing: no rank waits."""
 
     def rejoin(self, count: int | None = None) -> set[int]:
-        """There is nobody to join; no thread communicates."""
+        """Do nothing: there is no other rank to join, and no thread communicates."""
         return set()

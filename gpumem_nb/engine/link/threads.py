@@ -58,7 +58,7 @@ class Meeting:
 
     @property
     def apart(self) -> bool:
-        """Whether the ranks came apart."""
+        """Return whether the ranks came apart."""
         return self._apart
 
     def bring(self, key: tuple[str, int], rank: int, tensors: Sequence[Tensor]) -> None:

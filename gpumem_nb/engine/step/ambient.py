@@ -40,7 +40,7 @@ class Ambient:
 
 
 def behind(error: BaseException) -> list[BaseException]:
-    """An exception and all that hangs on it, the nearest first: causes, contexts and the members of groups."""
+    """Return an exception and all that hangs on it, the nearest first: causes, contexts and the members of groups."""
     found = [error]
     for one in found:
         members = one.exceptions if isinstance(one, BaseExceptionGroup) else ()

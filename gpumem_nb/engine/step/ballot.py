@@ -72,7 +72,7 @@ class Votes:
 
     @property
     def unsure(self) -> bool:
-        """Whether the ranks would not be, or might not stay, the same in this step."""
+        """Return whether the ranks would not be, or might not stay, the same in this step."""
         return self.torn or self.relisted or self.compare or self.differ or self.missed
 
     @classmethod

@@ -108,7 +108,7 @@ class Seen:
         return (*put_back, *filter(can_be_filled, self._state.statistics))
 
     def now(self) -> list[Taken]:
-        """The same places as they are now."""
+        """Return the same places as they are now."""
         return [python.take() for python in self._python]
 
     def _check_weights(self, why: str) -> None:
@@ -144,7 +144,7 @@ def _saved_clones(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _objects_among(inputs: Any) -> list[PythonState]:
-    """The state of arguments that are neither tensors nor plain values, such as a cache of keys and values."""
+    """Return the state of arguments that are neither tensors nor plain values, such as a cache of keys and values."""
     if type(inputs) in PLAIN and not isinstance(inputs, tuple):
         return []
     if isinstance(inputs, dict):

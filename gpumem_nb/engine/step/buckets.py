@@ -34,7 +34,7 @@ class ReductionConfig:
 
     @property
     def averaged(self) -> bool:
-        """Whether they become their average."""
+        """Return whether they become their average."""
         return self.reduction == "average"
 
 

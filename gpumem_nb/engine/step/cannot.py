@@ -10,5 +10,5 @@ OTHER_BLOCKS = "Use checkpointing=none, or name other blocks in Workload(blocks=
 
 
 def cannot(why: str, otherwise: str = OTHERWISE) -> WorkloadError:
-    """The refusal, to be raised."""
+    """Return the refusal, to be raised."""
     return WorkloadError(f"checkpointing cannot recompute a block: {why}. {otherwise}")

@@ -38,7 +38,7 @@ SEGMENT_BLOCKS: dict[str, Callable[[int], int]] = {
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model in order of definition, or its direct children when nothing repeats."""
+    """Return the repeated blocks of a model in order of definition, or its direct children when nothing repeats."""
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:

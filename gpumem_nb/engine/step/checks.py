@@ -21,7 +21,7 @@ _LOOP = "run steps of your own in a %%hvd cell, with hvd.DistributedOptimizer"
 
 
 def checked_model(model: Any) -> nn.Module:
-    """The model, if it is one and has anything to train; else raises ``WorkloadError``."""
+    """Return the model, if it is one and has anything to train; else raises ``WorkloadError``."""
     if not isinstance(model, nn.Module):
         several = isinstance(model, list | tuple | Mapping)
         hint = " Put its members into one nn.ModuleDict, and write the loss as loss(model, batch)." if several else ""
@@ -87,7 +87,7 @@ def check_tensors(module: nn.Module) -> None:
 
 
 def checked_optimizer(optimizer: Any, parts: Parts) -> Optimizer:
-    """The optimizer, if it can train the model; else raises ``WorkloadError``."""
+    """Return the optimizer, if it can train the model; else raises ``WorkloadError``."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, list | tuple | Mapping):
         raise WorkloadError(
@@ -144,7 +144,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 def checked_scheduler(scheduler: Any, optimizer: Optimizer | None) -> LRScheduler:
-    """The scheduler, if it can advance with every step of this optimizer; else raises ``WorkloadError``."""
+    """Return the scheduler, if it can advance with every step of this optimizer; else raises ``WorkloadError``."""
     kind = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
         raise WorkloadError(f"The scheduler must be one of torch.optim.lr_scheduler; this is a {kind}.")
@@ -155,8 +155,8 @@ def checked_scheduler(scheduler: Any, optimizer: Optimizer | None) -> LRSchedule
         )
     if optimizer is None or scheduler.optimizer is not optimizer:
         raise WorkloadError(
-            f"The scheduler {kind} steers an optimizer that is not trained with. Name the one that it was built on: "
-            "optimizer=."
+            f"The scheduler {kind} changes an optimizer that is not trained with: "
+            "name the optimizer that it was built for, optimizer=."
         )
     return scheduler
 

@@ -3,7 +3,7 @@
 The optimizer is copied without the memory of its tensors, whatever implementation it computes with and whether it has
 its state already, and the copy's own ``step`` runs. So what is seen is what its code does, list by list and temporary
 by temporary. Of numbers that lie in tensors, such as a count of steps, the copy has the values; any other value that
-an optimizer of somebody's own asks for is not there, and such an update cannot be foreseen.
+the user's own optimizer asks for is not there, and such an update cannot be foreseen.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def foresee(
     device: torch.device,
     allocation: Callable[[Tensor], int],
 ) -> Foreseen:
-    """What the next update would allocate, from the gradients that are there.
+    """Return what the next update would allocate, from the gradients that are there.
 
     Args:
         optimizer: whose update it is; nothing of it is changed.
@@ -94,7 +94,7 @@ def foresee(
 
 
 def update_in_question(live: LiveModel, recorder: Recorder, device: Device) -> tuple[Foreseen, str]:
-    """What the update of a step that is recorded would allocate, under the settings that are tried.
+    """Return what the update of a step that is recorded would allocate, under the settings that are tried.
 
     Returns:
         That, and why it had to be taken and undone; empty where a dry run would do.
@@ -126,7 +126,7 @@ def _held_by(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _taken(optimizer: Optimizer, scaler: GradScaler | None, clip_norm: float | None, device: Device) -> Foreseen:
-    """What a real update allocates, for one that cannot be foreseen."""
+    """Return what a real update allocates, for one that cannot be foreseen."""
     log = device.event_log()
     log.begin([])
     with log.watching():
@@ -170,7 +170,7 @@ def timed_on_scratch(
                 took_s.append(time.perf_counter() - began_s)
                 if dry_scaler:
                     dry_scaler = copies.of_scaler(scaler) if scaler else None
-    except Exception:  # somebody's own may want values, or more memory than there is
+    except Exception:  # the user's own may want values, or more memory than there is
         return None
     return statistics.median(took_s[1:] or took_s)
 
@@ -206,7 +206,7 @@ class _Copies:
         self.real: dict[int, Tensor] = {}  # the weights, by the ids of those that stand for them
 
     def of_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The same with other tensors, without what is called before and after its updates."""
+        """Return the same with other tensors, without what is called before and after its updates."""
         weights = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for tensor in tensors_in(list(vars(optimizer).values())):
             if id(tensor) in self._memo:
@@ -231,7 +231,7 @@ class _Copies:
         return new
 
     def of_scaler(self, scaler: GradScaler) -> GradScaler:
-        """The same with other tensors, before it has unscaled anything."""
+        """Return the same with other tensors, before it has unscaled anything."""
         new: GradScaler = type(scaler).__new__(type(scaler))
         vars(new).update(vars(scaler))
         for name, value in vars(scaler).items():
@@ -283,6 +283,6 @@ class _Watching(TorchDispatchMode):
 
 
 def _is_made(result: Any, args: Any) -> bool:
-    """Whether an operator gave one number of nothing but plain values, in the memory of the host."""
+    """Return whether an operator gave one number of nothing but plain values, in the memory of the host."""
     single = isinstance(result, Tensor) and result.numel() == 1 and result.device.type == "cpu"
     return single and not has_constant(result) and next(tensors_in(args), None) is None

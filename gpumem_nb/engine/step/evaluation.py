@@ -73,7 +73,7 @@ class Evaluator:
     def run(self, failure: Failure | None) -> tuple[Found | None, Failure | None]:
         """Evaluate, all ranks together: what this rank found, unless one of them failed, and why if it was this one.
 
-        No rank waits for another before its own share is done; then they vote, so nobody goes on without the others. A
+        No rank waits for another before its own share is done; then they vote, so no rank goes on without the others. A
         rank that brings a ``failure`` only votes.
         """
         began_s = time.perf_counter()
@@ -107,7 +107,7 @@ class Evaluator:
             yield from metric.modules()
 
     def _sum_up(self) -> tuple[dict[str, float], int]:
-        """The sums of all numbers over this rank's samples, and how many these are."""
+        """Return the sums of all numbers over this rank's samples, and how many these are."""
         settings, device = self._live.settings, self._device.torch_device
         sums: dict[str, Any] = {}
         samples = 0

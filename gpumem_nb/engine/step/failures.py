@@ -86,7 +86,7 @@ def failure_of(
 
 
 def nonfinite_loss(rank: int, loss: Tensor) -> Failure:
-    """The failure of a rank whose loss is not a number or infinite; reading it waits for the device."""
+    """Return the failure of a rank whose loss is not a number or infinite; reading it waits for the device."""
     message = f"the loss became {loss.item()}. Look at its data on this rank, lower learning_rate or set clip_norm"
     return Failure(rank, "error", "forward", message)
 
@@ -97,7 +97,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _innermost_module(trace: TracebackType | None, model: nn.Module) -> str:
-    """The module of the model whose method was running deepest in the stack."""
+    """Return the module of the model whose method was running deepest in the stack."""
     names = {id(module): _named(name, module) for name, module in model.named_modules()}
     found = ""
     while trace is not None:
@@ -129,7 +129,7 @@ def _named(name: str, module: nn.Module) -> str:
 
 
 def _asked(message: str) -> int | None:
-    """What torch's own message says that it wanted, in bytes."""
+    """Return what torch's own message says that it wanted, in bytes."""
     wanted = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", message)
     try:
         return parse_size(wanted[1]) if wanted else None

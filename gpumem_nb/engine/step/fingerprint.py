@@ -15,7 +15,7 @@ _TOLERANCE = 1e-2  # of the largest element: some of CUDA's operators add up in 
 
 
 def is_compared(calls: int) -> bool:
-    """Whether the replay of a block that was called so often before is to be compared."""
+    """Return whether the replay of a block that was called so often before is to be compared."""
     return calls < _FIRST_CALLS or calls % _EACH_CALLS == 0
 
 
@@ -27,7 +27,7 @@ class Fingerprint:
         self._saved = saved
 
     def is_of(self, output: Any, saved: int) -> bool:
-        """Whether a block that was run once more did the same."""
+        """Return whether a block that was run once more did the same."""
         samples = [_sample(tensor) for tensor in tensors_in(output)]
         return saved == self._saved and len(samples) == len(self._samples) and all(map(_alike, self._samples, samples))
 

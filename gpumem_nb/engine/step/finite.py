@@ -26,7 +26,7 @@ class GradientNorms:
         self._norms = norms_of([values_of(param.grad) for param in self._params if param.grad is not None])
 
     def nonfinite(self, loss: Tensor, scaler: GradScaler | None) -> Tensor:
-        """Whether the loss or a gradient is not finite, as a tensor on the device: nobody waits for it here.
+        """Return whether the loss or a gradient is not finite, as a tensor on the device, without waiting for it.
 
         Gradients of a loss that a ``scaler`` has scaled may overflow: it skips their updates and halves its scale. Once
         that is below 1 it is not the scale that makes them infinite.

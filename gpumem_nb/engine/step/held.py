@@ -15,7 +15,7 @@ from .cannot import cannot
 
 @dataclass(frozen=True, slots=True)
 class Held(Holding):
-    """A tensor and the version it had. Its graph would hold what belongs to it in a circle that nobody collects."""
+    """A tensor and the version it had. Its graph would hold what belongs to it in a cycle that is not collected."""
 
     tensor: Tensor
     version: int
@@ -54,7 +54,7 @@ class _HeldTuple(Holding):
 
 
 def without_graph(value: Any) -> Any:
-    """What to hold of any value: itself, unless it is a tensor that belongs to a graph, or a tuple of such tensors."""
+    """Return what to hold of a value: itself, unless it is a tensor of a graph, or a tuple of such tensors."""
     if isinstance(value, Tensor):
         return Held.of(value) if value.grad_fn is not None else value
     if isinstance(value, tuple) and any(isinstance(one, Tensor) and one.grad_fn is not None for one in value):

@@ -91,7 +91,7 @@ def _send_extra_states(parts: Parts) -> None:
         for module, state in zip(keepers, states, strict=True):
             if here().rank != 0:
                 module.set_extra_state(state)
-    except Exception as error:  # somebody's own code
+    except Exception as error:  # the user's own code
         failure = error
     if here().any_rank(failure is not None, "extra state"):
         why = f" {type(failure).__name__}: {text_of(failure)}." if failure else ""
@@ -140,7 +140,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _plain(value: Any) -> str:
-    """A value as text that is the same on all ranks when the value is: nothing with an address in it."""
+    """Return a value as text that is the same on all ranks when the value is: nothing with an address in it."""
     if isinstance(value, Tensor):
         return str(value.tolist())
     if isinstance(value, list | tuple):

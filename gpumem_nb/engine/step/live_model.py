@@ -102,7 +102,7 @@ class LiveModel:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """What checkpointing wraps, in the order in which forward calls them."""
+        """Return what checkpointing wraps, in the order in which forward calls them."""
         return self._workload.blocks(self.model) if self._workload.blocks else find_blocks(self.model)
 
     def apply(self, settings: Settings) -> None:
@@ -183,7 +183,7 @@ class LiveModel:
                 self._in_use = None
 
     def optimizer_in_question(self) -> Optimizer:
-        """The one that the settings which are tried name, without state if it is not in use."""
+        """Return the one that the settings which are tried name, without state if it is not in use."""
         if self.settings.optimizer == self._in_use:
             return self.optimizer
         if self.settings.optimizer == "own" and self.own_optimizer:
@@ -221,7 +221,7 @@ class LiveModel:
         self._note(learning_rate=settings.learning_rate)
 
     def relisted(self) -> bool:
-        """Whether the optimizer trains other weights than :attr:`parameters`: somebody added or removed some."""
+        """Return whether the optimizer trains other weights than :attr:`parameters`: a cell added or removed some."""
         return list(map(id, self._trained())) != list(map(id, self.parameters))
 
     def relist(self) -> None:
@@ -241,7 +241,7 @@ class LiveModel:
         _add(self.optimizer, trained)
 
     def refuse_strangers(self) -> None:
-        """Weights that came into the model meanwhile must be trained, or frozen: nobody would notice otherwise.
+        """Weights that came into the model meanwhile must be trained, or frozen: the user would not notice otherwise.
 
         Raises:
             WorkloadError: naming the first that no optimizer has, or a ``SyncBatchNorm``.
@@ -258,7 +258,7 @@ class LiveModel:
                 )
 
     def sparse_places(self) -> list[int]:
-        """The places in :attr:`parameters` of tables whose gradients are sparse."""
+        """Return the places in :attr:`parameters` of tables whose gradients are sparse."""
         sparse = (module for module in self.parts.modules() if getattr(module, "sparse", False) is True)
         tables = {id(getattr(module, "weight", None)) for module in sparse}
         return [place for place, param in enumerate(self.parameters) if id(param) in tables]
@@ -272,7 +272,7 @@ class LiveModel:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the first group as it is now, whoever set it."""
+        """The rate of the first group as it is now, however it was set."""
         return self._rates.first
 
     @property
@@ -319,7 +319,7 @@ class LiveModel:
 
     @property
     def changed_by_blocks(self) -> list[str] | None:
-        """As :attr:`Checkpointing.changed`; nothing without checkpointing."""
+        """Return the same as :attr:`Checkpointing.changed`; nothing without checkpointing."""
         return self._checkpointing.changed if self._checkpointing else []
 
     def checkpointed(self) -> AbstractContextManager[None]:
@@ -347,7 +347,7 @@ class LiveModel:
 
     @property
     def rates_memory(self) -> RatesMemory:
-        """What the rates of the optimizer in use, and those of the workload's own, go on from."""
+        """Return what the rates of the optimizer in use, and those of the workload's own, go on from."""
         own = self._own_rates
         return {"in use": self._rates.memory, "own": own.memory if own else None}
 

@@ -43,7 +43,7 @@ class Modes:
                 module.training = training
 
     def evaluating(self) -> set[nn.Module]:
-        """The modules with which training goes on in evaluation mode."""
+        """Return the modules with which training goes on in evaluation mode."""
         modes = self._taken() if self._root.training else self._modes
         return {module for module, training in modes.items() if not training}
 

@@ -24,12 +24,12 @@ _MEMORY = 0.95  # of the averages, from one measured step to the next
 
 
 def is_measured(step: int, ranks: int) -> bool:
-    """Whether this step is; the same on all ranks. One rank by itself has one batch size only."""
+    """Return whether this step is; the same on all ranks. One rank by itself has one batch size only."""
     return ranks > 1 and step % EVERY_STEPS == _OFFSET
 
 
 def square_of(params: Iterable[Tensor]) -> Tensor:
-    """The squared 2-norm of the gradients of these weights of one type and device, in fp32; nobody waits for it."""
+    """Return the squared 2-norm of these weights' gradients (one type and device) in fp32, without waiting for it."""
     there = list(params)
     gradients = [values_of(param.grad) for param in there if param.grad is not None]
     norms = norms_of([gradient for gradient in gradients if gradient.numel()])

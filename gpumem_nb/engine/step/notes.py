@@ -19,7 +19,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def has_batch_norm(live: LiveModel) -> bool:
-    """Whether the model takes statistics from micro-batches; a batch norm in evaluation mode does not."""
+    """Return whether the model takes statistics from micro-batches; a batch norm in evaluation mode does not."""
     frozen = set(live.evaluating())
     return any(isinstance(module, _BATCH_NORMS) and name not in frozen for name, module in live.parts.named_modules())
 
@@ -64,7 +64,7 @@ def model_notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[
 
 
 def _unseen(optimizer: Optimizer) -> list[str]:
-    """Names of what an optimizer, or one in it, keeps beside its state, where nobody puts back what a step changes."""
+    """Names of what an optimizer, or one in it, keeps beside its state, where a step's changes are not put back."""
     inner = (one for one in vars(optimizer).values() if isinstance(one, Optimizer))
     kept = (pair for one in (optimizer, *inner) for pair in beside_state(one).items())
     return [name for name, value in kept if isinstance(value, (Tensor, list, dict, set, deque))]

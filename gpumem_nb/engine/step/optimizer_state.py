@@ -98,7 +98,7 @@ class Replicas:
 
 
 def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    """One parameter's state; made anew, because a virtual GPU does not count tensors that come from a file."""
+    """Return one parameter's state; made anew, because a virtual GPU does not count tensors that come from a file."""
 
     def place(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -34,19 +34,19 @@ _SPARSE = (
 
 
 def build(params: Iterable[Tensor], settings: Settings) -> Optimizer:
-    """A fresh optimizer of the kind that the settings name (any but ``own``)."""
+    """Return a fresh optimizer of the kind that the settings name (any but ``own``)."""
     optimizer = _BUILD[settings.optimizer](list(params), settings.learning_rate)
     set_implementation(optimizer, settings.optimizer_impl)
     return optimizer
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's own."""
+    """Return whether it is one of torch's own."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # of some without the file
 
 
 def from_torch(optimizer: Optimizer) -> bool:
-    """Whether its update is torch's own code alone, which fails for want of memory only."""
+    """Return whether its update is torch's own code alone, which fails for want of memory only."""
     return is_torchs(optimizer) and not has_step_hooks(optimizer)
 
 
@@ -71,7 +71,7 @@ def set_implementation(optimizer: Optimizer, name: str) -> None:
         if not flags.keys() <= group.keys():
             continue
         group.update(flags)
-        # Only fused kernels take overflows from the scaler, and those of SGD then keep a momentum that nobody filled:
+        # Only fused kernels take overflows from the scaler, and those of SGD then keep an unfilled momentum:
         # the scaler skips such an update by itself.
         keep_scale_from(optimizer)
         on_device = flags["fused"] or group.get("capturable")

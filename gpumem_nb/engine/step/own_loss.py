@@ -35,7 +35,7 @@ class OwnLoss:
         self._divides_by_items: bool | None = None  # known once a step has several micro-batches
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """The loss of one micro-batch."""
+        """Return the loss of one micro-batch."""
         items = {} if self._items is None else {"num_items_in_batch": self._items}
         try:
             output = model(**batch, **items) if isinstance(batch, Mapping) else model(batch)
@@ -56,7 +56,7 @@ class OwnLoss:
         return loss
 
     def begin(self, model: Any, batches: Iterable[Any], count: int) -> Iterable[Any]:
-        """A step of so many micro-batches begins; if their tokens have to be counted they are all fetched now."""
+        """The micro-batches of a step that begins; if their tokens have to be counted they are all fetched now."""
         self._items = None
         if count == 1:
             return batches
@@ -72,7 +72,7 @@ class OwnLoss:
 
 
 def labels_counted(model: Any) -> str:
-    """Which labels of a step count where a model divides its own loss by their number.
+    """Return which labels of a step count where a model divides its own loss by their number.
 
     ``shifted``: those of all tokens but the first; ``labels``: all; empty for a model that does not.
     """
@@ -82,7 +82,7 @@ def labels_counted(model: Any) -> str:
 
 
 def micro_batches(loss: Any, model: Any, batches: Iterable[Any], count: int) -> Iterable[Any]:
-    """The micro-batches of one step, which a loss that averages over the whole step looks at first."""
+    """Return the micro-batches of one step, which a loss that averages over the whole step looks at first."""
     return loss.begin(model, batches, count) if isinstance(loss, OwnLoss) else batches
 
 
@@ -94,7 +94,7 @@ def _takes_items(model: Any) -> bool:
 
 
 def _kind(model: Any) -> str:
-    """What transformers calls the model's loss; where it has no name, that is a causal language model's."""
+    """Return what transformers calls the model's loss; where it has no name, that is a causal language model's."""
     return (model.loss_type or "ForCausalLM") if hasattr(model, "loss_type") else ""
 
 

@@ -14,7 +14,7 @@ LOOSE = "optimizer."
 
 
 def as_given(function: Any) -> Any:
-    """What somebody gave as loss or metric, inside of what was made of it here; any other function itself."""
+    """Return the user's loss or metric inside of the function made of it here; any other function itself."""
     return getattr(function, "criterion", function)
 
 
@@ -74,5 +74,5 @@ class Parts:
 
 
 def in_groups(optimizer: Optimizer) -> Iterable[Tensor]:
-    """The weights that an optimizer trains, in its order."""
+    """Return the weights that an optimizer trains, in its order."""
     return (param for group in optimizer.param_groups for param in group["params"])

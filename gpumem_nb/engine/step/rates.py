@@ -50,12 +50,12 @@ class Course:
 
     @property
     def moves(self) -> bool:
-        """Whether the step after the next one may have another rate than that."""
+        """Return whether the step after the next one may have another rate than that."""
         name, warmup = self.schedule
         return name in ("cosine", "linear") or (name != OWN and self.done < warmup)
 
     def rate(self, settings: Settings) -> float:
-        """What these settings ask for in the next step."""
+        """Return what these settings ask for in the next step."""
         return learning_rate(settings, self.done, self._ranks)
 
     def step_counted(self, skipped: bool) -> None:
@@ -85,7 +85,7 @@ class Rates:
 
     @property
     def memory(self) -> dict[str, Any]:
-        """What a file must hold so that :meth:`remember` goes on from here, beside the rates themselves."""
+        """Return what a file must hold so that :meth:`remember` goes on from here, beside the rates themselves."""
         return {
             "knob": self.knob,
             "asked": self._asked,
@@ -164,14 +164,14 @@ class Rates:
         return self._scaled(now, rate)
 
     def _look_at(self, now: list[float]) -> None:
-        """Somebody may have changed how the groups relate."""
+        """Note that the user's code may have changed how the groups relate."""
         if now[0]:
             self._nonzero = now
 
     def _scaled(self, now: list[float], first: float) -> list[float]:
         known = len(self._nonzero) == len(now) and self._nonzero[0] != 0
         base = self._nonzero if known else _initial(self._optimizer)
-        if not base[0]:  # nobody knows how the groups relate
+        if not base[0]:  # how the groups relate is not known
             return [first, *now[1:]]
         return [first, *(rate * first / base[0] for rate in base[1:])]
 

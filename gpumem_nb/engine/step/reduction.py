@@ -171,7 +171,7 @@ class GradientReduction:
                 self._measure(bucket)
 
     def average_square(self) -> Tensor | None:
-        """The squared norm of the averaged gradients, on the device; ``None`` if the step is not measured."""
+        """Return the squared norm of the averaged gradients, on the device; ``None`` if the step is not measured."""
         if not (self._measures and self._buckets):
             return None
         times = 1 if self._config.averaged else self._ranks  # of the average, that a gradient now is
@@ -239,7 +239,7 @@ class GradientReduction:
         return error
 
     def _carrier(self) -> Bucket | None:
-        """The bucket that the ballot travels in, if it can."""
+        """Return the bucket that the ballot travels in, if it can."""
         last = self._buckets[-1] if self._buckets else None
         fits = last and self._config.averaged and self._carried(last) == self._row.dtype
         return last if last and fits and last.params[0].device == self._row.device else None
@@ -305,7 +305,7 @@ class GradientReduction:
         if not self._armed or here().size == 1:
             return
         self._notice_arrivals()
-        if id(param) in bucket.ready:  # it comes in several pieces, and nobody knows how many
+        if id(param) in bucket.ready:  # it comes in several pieces, and how many is not known
             self._early = False
             self.torn = self.torn or bucket.transfer is not None
             return
@@ -358,7 +358,7 @@ class GradientReduction:
             self.transfers.append(BucketTransfer(bucket.sent_bytes, bucket.sent_s, time.perf_counter(), bucket.index))
 
     def _learn(self, presence: list[float]) -> tuple[bool, tuple[Tensor, ...], set[int]]:
-        """What the ranks' gradients have in common: were any missed, which are partial, and which are absent."""
+        """Return what the ranks' gradients have in common: were any missed, which are partial, and which are absent."""
         if presence == self._learned[0]:  # nothing was learned since from which other buckets were made
             return False, *self._learned[1:]
         sums = [round(number * self._ranks) for number in presence]

@@ -40,7 +40,7 @@ class Outcome:
 
 
 def begun(outcome: Outcome, **known: Any) -> Sample:
-    """A sample of what is known on the host when a step has ended; ``known`` is what the step itself does not know."""
+    """Return a sample of what the host knows when a step has ended; ``known``: what the step itself does not."""
     reading = outcome.reading
     return Sample(
         loss=None,
@@ -56,7 +56,7 @@ def begun(outcome: Outcome, **known: Any) -> Sample:
 
 
 def completed(sample: Sample, outcome: Outcome, noise: NoiseScale, seen: int) -> Sample:
-    """A sample with what was still on the device when its step ended; reading that waits for the device.
+    """Return a sample with what was still on the device when its step ended; reading that waits for the device.
 
     Args:
         sample: of :func:`begun`.

@@ -145,7 +145,7 @@ class Segment:
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
-        """The dropped tensor, recomputed.
+        """Return the dropped tensor, recomputed.
 
         Raises:
             WorkloadError: it cannot be recomputed.
@@ -208,7 +208,7 @@ def _never(_: Any) -> Tensor:
 
 
 def _ambient_context() -> Callable[[], ExitStack]:
-    """What torch keeps around a call that its result depends on: gradients on, and autocast."""
+    """Return what torch keeps around a call that its result depends on: gradients on, and autocast."""
     device_type = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
     autocast: dict[str, Any] = {
         "dtype": torch.get_autocast_dtype(device_type),

@@ -33,7 +33,7 @@ def from_first(value: Any, what: str) -> Any:
 
 
 def extra_states(parts: Parts) -> dict[str, nn.Module]:
-    """The modules that have something in their state dict besides tensors, by name."""
+    """Return the modules that have something in their state dict besides tensors, by name."""
     return {
         before + name: module
         for before, part in parts.named.items()

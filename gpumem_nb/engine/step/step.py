@@ -40,7 +40,7 @@ from .samples import Outcome
 from .step_clock import UNDOING, StepClock
 from .voting import StepOrder, Voting
 
-MOST_ATTEMPTS = 4  # at one step, before somebody's code is taken to change what it trains each time
+MOST_ATTEMPTS = 4  # at one step, before the user's code is taken to change what it trains each time
 # Of the parameters: more than any of torch's optimizers allocates in an update, once it has its state.
 UPDATE_COPIES = 3
 _RESTLESS = (
@@ -119,7 +119,7 @@ class Stepper:
         self._clock.enter(part)
 
     def take(self, order: StepOrder, failure: Failure | None) -> Outcome:
-        """One step; with a ``failure`` from before it, one that this rank cannot but fail."""
+        """Take one step; with a ``failure`` from before it, this rank fails it."""
         self._device.reset_peak()
         self._clock.begin()
         self.began_s = time.monotonic()
@@ -193,7 +193,7 @@ class Stepper:
         return self._measured(loss, failure, discarded, discarded or votes.leave, notes), failure
 
     def failure(self, error: BaseException) -> Failure:
-        """What went wrong in the part of the step under way."""
+        """Return what went wrong in the part of the step under way."""
         return failure_of(error, self._stream.rank, self.phase, self._live.model, self.voting.latest, self._device)
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ class Stepper:
         return total
 
     def update_may_fail(self, order: StepOrder) -> bool:
-        """Whether this update could end half way: short of memory, or in somebody's own code."""
+        """Return whether this update could end half way: short of memory, or in the user's own code."""
         if not order.proven or not optimizers.from_torch(self._live.optimizer):
             return True
         room = self._device.room()
@@ -321,7 +321,7 @@ class Stepper:
         try:
             self.enter(REDUCTION)
             undone = here().any_rank(failure is not None, "update")
-        except BaseException as error:  # without a vote nobody knows whether the update counts
+        except BaseException as error:  # without a vote it is not known whether the update counts
             failure, undone = failure or self.failure(error), True
             here().leave("the vote on an update")
         self.enter(TOOLKIT)
@@ -334,7 +334,7 @@ class Stepper:
         return failure, undone
 
     def _before_hooks(self) -> ForwardUndo | None:
-        """What is there before somebody's hooks around the update run, if there are any."""
+        """Return the state before the user's hooks around the update run, if there are any."""
         hooks = step_pre_hooks(self._live.optimizer)
         if hooks != self._hooks:
             self._hooks, self._hook_state = hooks, ForwardState(self._live.parts.named.values(), *hooks, on_host=True)

@@ -63,7 +63,7 @@ class StepTimings:
 
     @property
     def step_s(self) -> float:
-        """How long the step took the process."""
+        """Return how long the step took the process."""
         return self.marks[-1].began_s - self.marks[0].began_s
 
     def times(self) -> StepTimes | None:
@@ -75,7 +75,7 @@ class StepTimings:
         return None
 
     def lanes(self, rank: int, step: int) -> StepLanes:
-        """The same as it happened; on GPUs parts are the device's, which begin when the process began."""
+        """Return the same as it happened; on GPUs parts are the device's, which begin when the process began."""
         transfers = () if self.marks[0].event else self.transfers
         return StepLanes(
             rank,
@@ -143,11 +143,11 @@ class StepClock:
         return sum(seconds for part, seconds in self._until_now().items() if part not in (DATA, UNDOING))
 
     def data_s(self) -> float:
-        """How long the step has waited for data until now."""
+        """Return how long the step has waited for data until now."""
         return self._until_now()[DATA]
 
     def end(self, transfers: Sequence[BucketTransfer]) -> StepTimings:
-        """The step is over."""
+        """Return the step is over."""
         self.enter(_END)
         queued_s = self._queue.waited_s()
         if queued_s is not None and self._queued_s is not None:

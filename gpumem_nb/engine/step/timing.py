@@ -89,7 +89,7 @@ class UpdateTimes:
             self._moved_bytes[kind] = 2 * sum(param.nbytes for param in live.parameters) + state
 
     def of(self, settings: Settings) -> float | None:
-        """The median of the latest ones of that kind, in seconds; ``None`` where there were none but the first.
+        """Return the median of the latest ones of that kind, in seconds; ``None`` where there were none but the first.
 
         The first one makes the optimizer's state.
         """
@@ -106,6 +106,6 @@ class UpdateTimes:
 
 
 def _kind(settings: Settings) -> tuple[object, ...]:
-    """What the time of an update depends on."""
+    """Return what the time of an update depends on."""
     scaled = settings.precision == "fp16"
     return settings.optimizer, settings.optimizer_impl, settings.clip_norm is not None, scaled

@@ -1,4 +1,4 @@
-"""How many steps weights were trained for, whoever holds them now: what is attached may have been attached before."""
+"""How many steps weights were trained for, whatever holds them now: they may have been attached before."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def note_steps(params: Iterable[Tensor], steps: int) -> None:
 
 
 def steps_before(params: Iterable[Tensor]) -> int:
-    """The most that any of these weights was trained for before."""
+    """Return the most that any of these weights was trained for before."""
     return max((_steps.get(param, 0) for param in params), default=0)

@@ -128,7 +128,7 @@ class Trainer:
         return workload_info(self.workload, self.live, self.stream, eval_len, self._device)
 
     def doing(self) -> tuple[str, float]:
-        """The part of the step under way, in words, and when that step began (on ``time.monotonic``)."""
+        """Return the part of the step under way, in words, and when that step began (on ``time.monotonic``)."""
         if self.stepper.phase == EVALUATION:
             return f"the evaluation after step {self.steps}", self.stepper.began_s
         return f"the {self.stepper.phase} part of step {self.steps + 1}", self.stepper.began_s
@@ -223,11 +223,11 @@ class Trainer:
         )
 
     def lanes(self) -> StepLanes | None:
-        """The latest step that was done, part by part; ``None`` before one was."""
+        """Return the latest step that was done, part by part; ``None`` before one was."""
         return self._latest.lanes(self.stream.rank, self.steps) if self._latest else None
 
     def record(self) -> Timeline | None:
-        """One step, recorded allocation by allocation and undone on all ranks; ``None`` when another rank failed.
+        """Take one step, recorded allocation by allocation, undone on all ranks; ``None`` when another rank failed.
 
         Raises:
             WorkloadError: this rank could not finish it.
@@ -273,7 +273,7 @@ class Trainer:
         return Evaluated(self.stream.rank, self.steps, now_s, settings_id, **dataclasses.asdict(found)), None
 
     def try_step(self, failure: Failure | None, chunk: Chunk) -> Trial:
-        """One step of a trial, undone on all ranks. A failure to apply its settings fails it from the start."""
+        """Take one step of a trial, undone on all ranks. A failure to apply its settings fails it from the start."""
         outcome, _ = self._step(failure, chunk)
         return Trial.of(outcome, self.stepper, self.live)
 
@@ -288,7 +288,7 @@ class Trainer:
             self.stepper.looks = Looks()
 
     def _try_out(self, chunk: Chunk) -> ChunkReply:
-        """One step under other settings, undone on all ranks: does forward and backward fit, and what is its peak?"""
+        """Take one step under other settings, undone on all ranks: do forward and backward fit, and at what peak?"""
         with leaving_no_cache(self._device), self.trying(chunk) as failure:
             outcome, sample = self._step(failure, chunk)
         return ChunkReply(self.stream.rank, (sample,), self._device.reading(), outcome.failure)
@@ -358,13 +358,13 @@ class Trainer:
         try:
             self.live.refuse_strangers()
             self.stream.check_length()
-        except Exception as error:  # len() of the data may be anyone's code
+        except Exception as error:  # len() of the data may be the user's code
             self._cells = -1  # to be looked at again
             return self.stepper.failure(error)
         return None
 
     def _step(self, failure: Failure | None, chunk: Chunk) -> tuple[Outcome, Sample]:
-        """One step of the chunk. A failure to apply the settings fails it from the start, on all ranks."""
+        """Take one step of the chunk. A failure to apply the settings fails it from the start, on all ranks."""
         recorded = failure is None and self._is_recorded(chunk)
         nudges = sys.maxsize if chunk.traced else chunk.nudges
         proven, config = self._settings_id == self._proven_id, ReductionConfig.under(chunk.settings)
@@ -392,6 +392,6 @@ class Trainer:
         return outcome, sample
 
     def _is_recorded(self, chunk: Chunk) -> bool:
-        """Whether this step gets a ledger: some regularly, and the first ones under new settings."""
+        """Return whether this step gets a ledger: some regularly, and the first ones under new settings."""
         first = self._recorded_steps < FIRST_LEDGERS
         return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)

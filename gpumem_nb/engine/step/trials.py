@@ -120,7 +120,7 @@ class Trials:
     def forecast(
         self, settings: Settings, small: Sequence[int], batch_sizes: Sequence[int], most: int, longest: bool = True
     ) -> Forecasts:
-        """What steps under other settings would need, from one recorded step at each of the ``small`` batch sizes.
+        """Return what steps under other settings would need, from one recorded step at each ``small`` batch size.
 
         ``most`` is the largest batch size of which the largest that fits is looked for; with 0 none is. Where samples
         differ in size, steps of the ``longest`` one are taken besides.
@@ -141,7 +141,7 @@ class Trials:
         return self._forecasts(steps, began_s, batch_sizes, most, failure, failed_batch)
 
     def rehearse(self, settings: Settings) -> Rehearsal:
-        """What whole steps under other settings need, and how long they take."""
+        """Return what whole steps under other settings need, and how long they take."""
         first: list[Trial] = []
         updates: list[tuple[float, str]] = []
 
@@ -164,7 +164,7 @@ class Trials:
         return Rehearsal(forecasts, steps_s, updates[0][1] if updates else "")
 
     def steps_among(self, count: int, settings: Settings, steps: int) -> StepsAmong:
-        """How long steps take when the first so many ranks are joined to each other alone. All ranks come here.
+        """Return how long steps take when the first so many ranks are joined to each other alone. All ranks come here.
 
         Raises:
             WorkloadError: steps are taken under other settings now.
@@ -197,7 +197,7 @@ class Trials:
     def allocators(
         self, settings: Settings, small: Sequence[int], allocators: Sequence[AllocatorSettings]
     ) -> Forecasts:
-        """What one step needs now, and would with the caching allocator set in each of these ways.
+        """Return what one step needs now, and would with the caching allocator set in each of these ways.
 
         From one recorded step at each of the ``small`` batch sizes, as :meth:`forecast`.
         """
@@ -232,7 +232,7 @@ class Trials:
         return Forecasts(steps_done, reading, seconds, limit, of, sure, likely, update_undone=self._not_foreseen)
 
     def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[SmallSteps | None, Failure | None, int]:
-        """One step of each size, undone: what they allocated, or what went wrong here if anything did, and at which."""
+        """Take one step of each size, undone, and return what they allocated, or what failed here and at which size."""
         steps = None
         for _ in range(_ATTEMPTS):
             trials: list[Trial] = []
@@ -255,7 +255,7 @@ class Trials:
         return SmallSteps([trial.trace for trial in trials if trial.trace], self._takes.stream.varies)
 
     def _update_s(self, settings: Settings, trace: Trace | None) -> tuple[float, str]:
-        """How long an update takes that trials do not take, in seconds, and how that is known."""
+        """Return how long an update takes that trials do not take, in seconds, and how that is known."""
         live, times = self._takes.live, self._takes.update_times
         if (seconds := times.of(settings)) is not None:
             return seconds, UPDATE_TRAINED

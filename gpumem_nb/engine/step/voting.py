@@ -51,13 +51,13 @@ class Step(Protocol):
     """What votes need to know of the step that they are about."""
 
     def failure(self, error: BaseException) -> Failure:
-        """What an exception was."""
+        """Convert an exception into a Failure."""
 
     def enter(self, part: str) -> None:
         """A part of it begins, as far as time goes."""
 
     def update_may_fail(self, order: StepOrder) -> bool:
-        """Whether its update could end half way, or shall be undone."""
+        """Return whether its update could end half way, or shall be undone."""
 
 
 class Voting:
@@ -145,7 +145,7 @@ class Voting:
                 step.enter(TOOLKIT)
                 return self._seen(order, loss, votes, reduced, ballot, norms, failure)
         except BaseException as error:
-            # Either the ranks came apart already, or this one cannot take part: then nobody shall wait for it.
+            # Either the ranks came apart already, or this one cannot take part: then no rank may wait for it.
             failure = failure or step.failure(error)
             self.watch.ask()
             here().leave(f"{REDUCTION} of a step")
@@ -162,7 +162,7 @@ class Voting:
         norms: GradientNorms | None,
         failure: Failure | None,
     ) -> tuple[Votes, Failure | None]:
-        """What follows from the votes, and this rank's failure if it has one."""
+        """Return what follows from the votes, and this rank's failure if it has one."""
         average = None if votes.failed else self._reduction.average_square()
         self._partial = reduced.partial
         self.squares = None if average is None else (reduced.square, average)
@@ -192,11 +192,11 @@ class Voting:
 
     @property
     def _scaler(self) -> GradScaler | None:
-        """What has scaled gradients; the loss is without its scale."""
+        """Return what has scaled gradients; the loss is without its scale."""
         return self._live.scaler if self._live.settings.precision == "fp16" else None
 
     def agree_anew(self, votes: Votes, step: Step) -> Failure | None:
-        """What all ranks do before they take a step again, because they would not have stayed the same in it."""
+        """Return what all ranks do before they take a step again, because they would not have stayed the same in it."""
         try:
             with self._device.exempt():
                 if votes.compare:
@@ -220,7 +220,7 @@ class Voting:
         self.had.note(*self._reduction.gradients)
 
     def newly_partial(self) -> tuple[str, ...]:
-        """A sentence on weights that got a gradient on some ranks only, if it was not said before."""
+        """Return a sentence on weights that got a gradient on some ranks only, if it was not said before."""
         new = {id(param) for param in self._partial} - self._told_partial
         if not new:
             return ()
@@ -241,7 +241,7 @@ class Voting:
     def _ballot(
         self, order: StepOrder, loss: Tensor | None, failure: Failure | None, step: Step
     ) -> tuple[Ballot, GradientNorms | None, Failure | None]:
-        """What this rank votes for; what goes wrong in asking fails the step."""
+        """Return what this rank votes for; what goes wrong in asking fails the step."""
         nonfinite, digest, norms = None, None, None
         careful = True
         try:
@@ -260,10 +260,10 @@ class Voting:
         return ballot, norms, failure
 
     def _compares(self, order: StepOrder) -> bool:
-        """Whether the ranks' weights are compared in this step; not in trials, of which questions take many."""
+        """Return whether the ranks' weights are compared in this step; not in trials, of which questions take many."""
         return here().size > 1 and not order.trial and self.watch.due(order.step)
 
     def _reduce_all(self) -> GradientReduction:
-        """The reduction of all that the optimizer trains."""
+        """Return the reduction of all that the optimizer trains."""
         live, device = self._live, self._device.torch_device
         return GradientReduction(live.parameters, live.sparse_places(), self._ranks, self._config, device)

@@ -43,7 +43,7 @@ class WeightWatch:
         self._asked = True
 
     def due(self, steps: int) -> bool:
-        """Whether to compare in the step after so many."""
+        """Return whether to compare in the step after so many."""
         return self._asked or steps % EVERY_STEPS == 0 or cells.ran() != self._cells
 
     def ask(self) -> None:
@@ -139,12 +139,12 @@ class WeightWatch:
 
 
 def agree(sums: Sequence[int], ranks: int) -> bool:
-    """Whether all ranks sent the same digits, by the sums of digits and squares: they have no variance then."""
+    """Return whether all ranks sent the same digits, by the sums of digits and squares: they have no variance then."""
     digits, squares = sums[:DIGITS], sums[DIGITS:]
     return all(ranks * square == digit * digit for digit, square in zip(digits, squares, strict=True))
 
 
 def _stacked(sums: Iterable[Tensor]) -> Tensor:
-    """Where the first one lies: weights that the optimizer alone knows may lie elsewhere than the model's."""
+    """Return where the first one lies: weights that the optimizer alone knows may lie elsewhere than the model's."""
     first, *others = sums
     return torch.stack([first, *(one.to(first.device) for one in others)])

@@ -12,7 +12,7 @@ _COMPRESSED_AS = {torch.float32: torch.float16, torch.float64: torch.float16}
 
 
 def carried_dtype(dtype: torch.dtype, compressed: bool) -> torch.dtype:
-    """The type in which gradients of this type are added up; a complex number is two real ones.
+    """Return the type in which gradients of this type are added up; a complex number is two real ones.
 
     ``compressed``: in fp16, as ``hvd.Compression.fp16`` has it; what is of 16 bit already goes as it would without.
     """
@@ -28,7 +28,7 @@ def carried_shapes(param: Tensor, sparse: bool) -> list[tuple[int, ...]]:
 
 
 def outgoing(param: Tensor, sparse: bool, compressed: bool) -> list[Tensor]:
-    """What a rank sends for one weight: its gradient, or zeros where it has none.
+    """Return what a rank sends for one weight: its gradient, or zeros where it has none.
 
     A ``sparse`` gradient travels as a whole table, with a column that says which rows it has.
     """
@@ -67,7 +67,7 @@ def arrived(param: Tensor, wires: list[Tensor]) -> None:
 
 
 def rounding(param: Tensor, wires: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The 2-norms of a gradient and of what it lost on its way out; on the device, nobody waits for it."""
+    """Return the 2-norms of a gradient and of what it lost on its way out; on the device, without waiting for it."""
     grad, none = param.grad, torch.zeros((), dtype=torch.float32, device=param.device)
     if grad is None:
         return none, none

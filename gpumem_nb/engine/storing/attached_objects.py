@@ -47,7 +47,7 @@ def save(objects: dict[str, Any], path: Path, space: int) -> str:
 
 
 def load_onto(device: Device, path: Path, model: str) -> dict[str, Any]:
-    """The same as :func:`load`, the model of this name with memory that the device counts."""
+    """Return the same as :func:`load`, the model of this name with memory that the device counts."""
     kept = load(path)
     with device.exempt():
         for tensor in (*kept[model].parameters(), *kept[model].buffers()):
@@ -56,7 +56,7 @@ def load_onto(device: Device, path: Path, model: str) -> dict[str, Any]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The objects that :func:`save` wrote. The file lies in a folder that its owner alone can write to.
+    """Return the objects that :func:`save` wrote. The file lies in a folder that its owner alone can write to.
 
     Raises:
         StateFileError: they cannot be made again.

@@ -69,7 +69,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None, ru
         problem, own, shared = "", b"", {}
         try:
             own = to_bytes(_own_part(trainer))
-            states = _optimizer_parts(trainer)  # of all ranks, whoever holds which part
+            states = _optimizer_parts(trainer)  # of all ranks, whichever rank holds which part
             if here().rank == 0:
                 shared = _shared_part(trainer) | states
                 if runs:
@@ -99,7 +99,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None, ru
 
 
 def _shared_part(trainer: Trainer) -> dict[str, Any]:
-    """What is the same on all ranks."""
+    """Return what is the same on all ranks."""
     return {
         "parameters": {name: host_copy(param) for name, param in trainer.live.parts.named_parameters()},
         "scaler": trainer.live.scaler.state_dict(),
@@ -132,7 +132,7 @@ def _scheduler_part(scheduler: LRScheduler | None) -> dict[str, Any] | None:
 
 
 def _own_part(trainer: Trainer) -> dict[str, Any]:
-    """What is this rank's alone."""
+    """Return what is this rank's alone."""
     return {
         "extra": {
             name: plain(module.get_extra_state(), f"The module {name or type(module).__name__}")

@@ -90,12 +90,12 @@ class Checked:
         """Put it in place.
 
         After a restart also which weights are frozen and which modules evaluate, as cells had left it; otherwise that
-        is for whoever loaded the model to say.
+        is for the code that loads the model to say.
         """
         frozen, evaluating = self._trained_as
         if after_restart and frozen is not None and evaluating is not None:
             trainer.live.go_on_as(frozen, evaluating)
-        for module, state in self._extra:  # first, because that runs somebody's own code
+        for module, state in self._extra:  # first, because that runs the user's own code
             module.set_extra_state(state)
         for name, param in trainer.live.parts.named_parameters():
             overwrite(param, self._parameters[name])
@@ -112,7 +112,7 @@ class Checked:
         trainer.random = self._random
 
     def _rebuilt(self, path: Path, trainer: Trainer, payload: dict[str, Any]) -> Optimizer:
-        """The optimizer that the file's settings name, complete with its state."""
+        """Return the optimizer that the file's settings name, complete with its state."""
         if self.settings.optimizer == "own":
             if trainer.live.own_optimizer is None:
                 raise StateFileError(
@@ -137,7 +137,7 @@ class Checked:
 
 
 def _scheduler_state(path: Path, scheduler: LRScheduler | None, saved: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What this scheduler takes back; ``None`` without one."""
+    """Return what this scheduler takes back; ``None`` without one."""
     there, here = saved and saved["class"], scheduler and type(scheduler).__name__
     if there != here:
         raise StateFileError(
@@ -186,7 +186,7 @@ def _describe(tensor: Tensor | None) -> str:
 
 
 def runs_in(path: Path, device: Device) -> bytes:
-    """The kernel's record of runs in a file, whatever it is of; nothing if there is none.
+    """Return the kernel's record of runs in a file, whatever it is of; nothing if there is none.
 
     Raises:
         StateFileError: the file cannot be used.

@@ -49,7 +49,7 @@ class Snapshots:
         return time.perf_counter() - began
 
     def take_and_wait(self, trainer: Trainer, device: Device, order: SnapshotOrder) -> Stored | None:
-        """The same, and wait until it is written, after one whose writing is under way."""
+        """Return the same, and wait until it is written, after one whose writing is under way."""
         self._wait()
         self.take(trainer, device, order)
         self._wait()
@@ -60,7 +60,7 @@ class Snapshots:
             self._writing.join()
 
     def stored(self) -> Stored | None:
-        """The snapshot whose writing has ended since the last question."""
+        """Return the snapshot whose writing has ended since the last question."""
         stored, self._stored = self._stored, None
         return stored
 

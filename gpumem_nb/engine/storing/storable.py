@@ -43,7 +43,7 @@ def plain(value: Any, what: str) -> Any:
 
 
 def storable_random(state: RandomState) -> dict[str, Any]:
-    """The state of random numbers, in this form."""
+    """Return the state of random numbers, in this form."""
     version, words, gauss = state.python
     name, keys, *rest = state.numpy
     return {
@@ -55,7 +55,7 @@ def storable_random(state: RandomState) -> dict[str, Any]:
 
 
 def opened_random(stored: dict[str, Any]) -> RandomState:
-    """What :func:`storable_random` made storable."""
+    """Return what :func:`storable_random` made storable."""
     version, words, gauss = stored["python"]
     name, keys, *rest = stored["numpy"]
     return RandomState(
@@ -74,7 +74,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(stream: IO[bytes]) -> Any:
-    """What torch packed, opened without running code; raises ``ValueError`` if it is something else."""
+    """Return what torch packed, opened without running code; raises ``ValueError`` if it is something else."""
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except RuntimeError as error:  # torch's word for an archive that is none

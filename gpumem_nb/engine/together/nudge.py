@@ -26,7 +26,7 @@ def catch_up(sent: int) -> None:
 
 
 def newer_than(sent: int) -> bool:
-    """Whether this rank was nudged since a chunk was made."""
+    """Return whether this rank was nudged since a chunk was made."""
     return _received > sent
 
 

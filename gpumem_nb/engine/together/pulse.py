@@ -32,10 +32,10 @@ class Collectives(Protocol):
     """What :mod:`.collectives` tells and does; not imported here, because the kernel imports this module too."""
 
     def waiting(self) -> Waiting | None:
-        """The collective waited in."""
+        """Return the collective waited in."""
 
     def left(self, since_s: float) -> Waiting | None:
-        """The collective in which this rank came apart from the others."""
+        """Return the collective in which this rank came apart from the others."""
 
     def free(self, waited: Waiting) -> None:
         """End the waiting of all ranks, because this one has waited too long."""
@@ -72,7 +72,7 @@ class PulseThread(threading.Thread):
         self._held_up: list[tuple[float, float]] = []  # when it ended and how long it took, both in seconds
 
     def run(self) -> None:
-        """Beat until the process ends, whatever happens in a beat: nobody else would free this rank."""
+        """Beat until the process ends, whatever happens in a beat: nothing else would free this rank."""
         woke_s = time.monotonic()
         while True:
             late_s = 0.0
@@ -109,7 +109,7 @@ class PulseThread(threading.Thread):
         self._publish(request.message, Pulse(doing, seconds, time.time(), seen, reading, use, self.limit_s))
 
     def _while_awake(self, waiting: Waiting | None, late_s: float) -> Waiting | None:
-        """The same without the time in which this rank was held up: the others probably were too.
+        """Return the same without the time in which this rank was held up: the others probably were too.
 
         A virtual machine that is paused, a laptop's lid, a debugger: afterwards ranks that had nothing left to do would
         give up those that had, at once.

@@ -27,7 +27,7 @@ _NOISE = ("External id", "Record function id", "Ev Idx")
 
 
 def step_events(lanes: Sequence[StepLanes], title: str) -> Iterator[Event]:
-    """The steps of a rank with their parts, its gradients, and what the rank is called."""
+    """Yield the steps of a rank with their parts, its gradients, and what the rank is called."""
     rank = lanes[0].rank
     yield from _process(rank, title)
     yield from _lane(rank, 0, STEPS)
@@ -49,7 +49,7 @@ def step_events(lanes: Sequence[StepLanes], title: str) -> Iterator[Event]:
 
 
 def torch_events(profile: Iterable[Event], rank: int, window: tuple[float, float]) -> Iterator[Event]:
-    """What torch's profiler noted between two moments, in lanes of the rank's process."""
+    """Yield what torch's profiler noted between two moments, in lanes of the rank's process."""
     numbers: dict[tuple[Any, Any], int] = {}
     names: dict[tuple[Any, Any], str] = {}
     for event in profile:
@@ -92,12 +92,12 @@ def window_of(lanes: Sequence[StepLanes]) -> tuple[float, float]:
 
 
 def moved(event: Event, later_us: float) -> Event:
-    """The same, so many microseconds later."""
+    """Return the same, so many microseconds later."""
     return event | {"ts": round(event["ts"] + later_us, 3)} if "ts" in event else event
 
 
 def _together(activities: Sequence[Activity]) -> Iterator[Activity]:
-    """What Horovod notes for each tensor of a collective, once: they go through the same together."""
+    """Yield what Horovod notes for each tensor of a collective, once: they go through the same together."""
     latest: dict[tuple[str, str], Activity] = {}
     for one in sorted(activities, key=lambda one: one.began_us):
         number = _OF_MANY.search(one.tensor)

@@ -75,7 +75,7 @@ class Tracer:
             return TracePart(problem=f"what was recorded cannot be read or written ({error})")
 
     def read(self, offset: int) -> bytes:
-        """A piece of what was written, from there on."""
+        """Return a piece of what was written, from there on."""
         assert self._folder
         with open(self._folder / "part.gz", "rb") as part:
             part.seek(offset)

@@ -35,7 +35,7 @@ class Before:
 
     @property
     def was_changed(self) -> bool:
-        """Whether it may have been changed in place since."""
+        """Return whether it may have been changed in place since."""
         return self.unseen or version(self.tensor) != self.version
 
     def holds_other_content(self) -> bool:

@@ -69,7 +69,7 @@ class PythonState:
         return _each_once(self.found.buffers)
 
     def weights(self) -> list[tuple[Key, Tensor]]:
-        """All parameters, each once, with the place of one of its names."""
+        """Return all parameters, each once, with the place of one of its names."""
         return _each_once(self.found.weights)
 
     def let_go(self) -> None:
@@ -107,7 +107,7 @@ class PythonState:
         return id(mapping), name
 
     def _fits(self, values: list[Any]) -> bool:
-        """Whether the places that were found are all that there are."""
+        """Return whether the places that were found are all that there are."""
         found = self.found
         types = list(map(type, values))
         if types != self._types:
@@ -165,7 +165,7 @@ class Taken:
         each(self.parts())
 
     def parts(self) -> Iterator[Callable[[], None]]:
-        """What :meth:`put_back` does, one thing after the other."""
+        """Yield what :meth:`put_back` does, one thing after the other."""
         for names, known in self._found.wholes:
             yield from (partial(names.pop, name, None) for name in names.keys() - known - MODULES_OWN)
         for (mapping, name), value in zip(self._found.places, self._values, strict=True):
@@ -255,7 +255,7 @@ def _elements(items: Any) -> Any:
 
 
 def _is_filled(value: tuple[Any, ...]) -> bool:
-    """Whether a tuple has something in it that can be changed in place."""
+    """Return whether a tuple has something in it that can be changed in place."""
     return any(_is_filled(one) if isinstance(one, tuple) else isinstance(one, _FOLLOWED) for one in value)
 
 
@@ -305,7 +305,7 @@ def _fill(container: Any, items: Any) -> None:
 
 
 def _drawn(generator: Any) -> Any:
-    """Where a generator of random numbers stands."""
+    """Return where a generator of random numbers stands."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):

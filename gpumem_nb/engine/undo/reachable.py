@@ -233,7 +233,7 @@ class _Attributes:
 
 
 def _slots(kind: type) -> Iterator[str]:
-    """The names of all slots, private ones as they are bound."""
+    """Yield the names of all slots, private ones as they are bound."""
     for one in kind.__mro__:
         names = vars(one).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
@@ -248,7 +248,7 @@ def _package(thing: Any) -> str:
 
 
 def _is_own(kind: type) -> bool:
-    """Whether somebody wrote this class, and did not install it."""
+    """Return whether this class is the user's own, and not of an installed package."""
     try:
         return not inspect.getfile(kind).startswith(_INSTALLED)
     except (OSError, TypeError):  # of a notebook's cell
@@ -256,7 +256,7 @@ def _is_own(kind: type) -> bool:
 
 
 def _is_open(kind: type) -> bool:
-    """Whether attributes of such an object are looked after."""
+    """Return whether attributes of such an object are looked after."""
     if kind in (SimpleNamespace, UserDict, UserList):
         return True
     # Hugging Face's configurations, known by ``model_type``: a hundred attributes that forward only reads.

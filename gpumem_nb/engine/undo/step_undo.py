@@ -55,7 +55,7 @@ class ForwardUndo:
 
 
 class ForwardState:
-    """Where somebody's code can change something: in modules, their hooks, functions, and what these reach.
+    """Where the user's code can change something: in modules, their hooks, functions, and what these reach.
 
     Args:
         parts: the modules whose weights are trained.
