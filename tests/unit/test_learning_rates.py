@@ -209,7 +209,7 @@ def test_schedulers_that_cannot_work_are_refused() -> None:
         trainer(lr_scheduler.StepLR(other, 1))
     with pytest.raises(WorkloadError, match="lr_scheduler; this is a function"):
         trainer(lambda step: 0.1)
-    with pytest.raises(WorkloadError, match="name that one too, optimizer="):
+    with pytest.raises(WorkloadError, match="name the optimizer that it was built for"):
         attached(
             {"model": "m", "data": "d", "scheduler": "s"}, {"m": model, "d": [1], "s": lr_scheduler.StepLR(own, 1)}
         )
