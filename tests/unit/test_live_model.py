@@ -91,14 +91,17 @@ def test_checkpointing_comes_back_after_a_mode_that_could_not_be_set() -> None:
 
     model = live(Workload("named", blocks, rows, loss, blocks=named))
     model.apply(Settings(checkpointing="blocks"))
-    wrapped = hooks(model)
+    with model.checkpointed():
+        wrapped = hooks(model)
     found = False
     with pytest.raises(WorkloadError, match="needs a model with sub-modules"):
         model.apply(Settings(checkpointing="sqrt"))
     assert (model.settings.checkpointing, hooks(model)) == ("none", 0)
     found = True
     model.apply(Settings(checkpointing="blocks"))
-    assert hooks(model) == wrapped > 0
+    with model.checkpointed():
+        assert hooks(model) == wrapped > 0
+    assert hooks(model) == 0, "cells find a plain model"
 
 
 @pytest.mark.parametrize("frozen", [True, False])
